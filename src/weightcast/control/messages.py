@@ -1,0 +1,140 @@
+"""The records of the control protocol and of the link. JSON by msgspec, every one frozen, none ever pickled.
+
+Control records travel as `init_info` and `update_info` of vLLM's four-phase routes, from the publisher to each engine.
+Link records travel on the worker's own connection to the publisher. `docs/wire-format.md` has both in full.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+
+from weightcast.errors import ErrorRecord
+from weightcast.manifest import PROTOCOL, Manifest, RunId, VersionNumber
+
+InstallMode = Literal["staged", "streaming"]
+PauseMode = Literal["keep", "wait", "abort"]
+
+MAX_LINK_MESSAGE_BYTES = 1 << 20
+ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
+Digest128 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+Digest256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
+
+
+# --- control: publisher -> engine ---------------------------------------------------------------
+
+
+class InitInfo(msgspec.Struct, frozen=True):
+    """How an engine's workers reach a publisher. `secret` is presented on the link, so that strangers are refused."""
+
+    run: RunId
+    engine: ShortText
+    transport: ShortText
+    link: ShortText
+    secret: Digest256
+    lease_seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)]
+    takeover: bool = False
+    protocol: int = PROTOCOL
+
+
+class Offer(msgspec.Struct, frozen=True, tag="offer", tag_field="kind"):
+    """A version that a publisher is about to send. The manifest is absent when this link has been sent it before."""
+
+    run: RunId
+    version: VersionNumber
+    manifest_digest: Digest256
+    manifest: Manifest | None = None
+    base: VersionNumber | None = None
+    install: InstallMode = "staged"
+    undo: bool = False
+
+
+class Seal(msgspec.Struct, frozen=True, tag="seal", tag_field="kind"):
+    """Every worker has received everything: `root` is the digest of all bucket digests, in order."""
+
+    run: RunId
+    version: VersionNumber
+    num_buckets: Count
+    root: Digest128
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort", tag_field="kind"):
+    """Give the update up; the old version stays."""
+
+    run: RunId
+    version: VersionNumber
+    reason: ShortText
+
+
+UpdateInfo: TypeAlias = Offer | Seal | Abort
+
+
+# --- control: engine -> publisher ---------------------------------------------------------------
+
+
+class WeightInfo(msgspec.Struct, frozen=True):
+    """What an engine says of itself: `weight_version` is "default" before its first update, `run` is that version's.
+
+    `holder` is the run that may update it now, or empty. `world_size` workers connect a link each.
+    `abilities`: "lease" (a pause ends with the lease of the run that asked for it), "undo", "streaming",
+    "inspect" (specs and digests can be read). `torn`: why it refuses to serve, or empty.
+    """
+
+    weight_version: str
+    run: str = ""
+    holder: str = ""
+    paused: bool = False
+    torn: str = ""
+    world_size: Count = 1
+    abilities: tuple[str, ...] = ()
+    protocol: int = PROTOCOL
+
+
+# --- link: worker <-> publisher -----------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello", tag_field="kind"):
+    """The worker's first message."""
+
+    run: RunId
+    engine: ShortText
+    engine_rank: Count
+    secret: Digest256
+    protocol: int = PROTOCOL
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", tag_field="kind"):
+    """Publisher to worker: the lease goes on."""
+
+
+class Accepted(msgspec.Struct, frozen=True, tag="accepted", tag_field="kind"):
+    """The worker takes the offer and receives in the background."""
+
+    version: VersionNumber
+
+
+class Received(msgspec.Struct, frozen=True, tag="received", tag_field="kind"):
+    """The worker has received and checked every bucket; `root` as in Seal."""
+
+    version: VersionNumber
+    num_buckets: Count
+    root: Digest128
+
+
+class Installed(msgspec.Struct, frozen=True, tag="installed", tag_field="kind"):
+    """The worker serves the version. `seconds`: what the install took, without the pause around it."""
+
+    version: VersionNumber
+    seconds: float
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="kind"):
+    """The worker refused, aborted or could not install the version; it says why."""
+
+    version: VersionNumber
+    error: ErrorRecord
+
+
+LinkMessage: TypeAlias = Hello | Heartbeat | Accepted | Received | Installed | Failed

@@ -1,0 +1,178 @@
+"""Every error weightcast raises on the world's account.
+
+    WeightcastError
+    ├── ManifestError               a manifest or message cannot be trusted (`fault` says in which way)
+    ├── IntegrityError              bytes that arrived are not the bytes that were sent
+    ├── RefusedError                an engine declined an update before any byte moved
+    │   ├── IncompatibleWeightsError    names, shapes or dtypes differ; names every offender
+    │   ├── StaleVersionError           the version does not grow, or belongs to another run
+    │   ├── EngineBusyError             another publisher's run holds the engine
+    │   ├── InsufficientMemoryError     staging or undo would not fit into the host's memory
+    │   └── UnsupportedError            the peer lacks an ability that the caller asked for
+    ├── PeerError                   names the peer that failed
+    │   ├── PeerDiedError               its connection ended
+    │   ├── PeerTimeoutError            it did not answer before the deadline
+    │   └── ControlError                its control route answered with an error
+    ├── UpdateAbortedError          the update was given up; the old version serves
+    ├── IncompleteUpdateError       an update was sealed or installed before it was whole
+    ├── InstallError                loading failed after validation; `torn` says whether the engine must be healed
+    ├── EngineTornError             the engine holds no whole version and refuses to serve
+    ├── ClosedError                 the object was closed, or never opened
+    └── PublishError                a fleet's failures: {peer: cause}
+
+A caller's mistake (a wrong argument) is a ValueError or a TypeError, never one of these. An error crosses a process
+boundary as an `ErrorRecord`: a name from the closed table above and a text, never a pickled object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+MAX_LISTED_PROBLEMS = 1000
+
+
+class WeightcastError(Exception):
+    """Base class: anything that went wrong outside the caller's own code."""
+
+
+class ManifestError(WeightcastError):
+    """A manifest or a message is malformed. `fault` is one word of the closed list in `docs/wire-format.md`."""
+
+    def __init__(self, message: str, *, fault: str = "invalid") -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
+class IntegrityError(WeightcastError):
+    """A bucket's trailer, length or digest does not match its payload, or the root digest differs."""
+
+
+class RefusedError(WeightcastError):
+    """An engine declined an update before any byte moved. `problems` lists every reason."""
+
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+
+
+class IncompatibleWeightsError(RefusedError):
+    """Offered tensors are unknown, missing, doubled or of another shape or dtype. `problems` names all of them."""
+
+
+class StaleVersionError(RefusedError):
+    """The version is not above the engine's last one of this run, or the update belongs to another run."""
+
+
+class EngineBusyError(RefusedError):
+    """Another run holds the engine; pass `takeover=True` or wait until its lease has ended."""
+
+
+class InsufficientMemoryError(RefusedError):
+    """Staging or an undo copy would not fit into the memory this host or container has left."""
+
+
+class UnsupportedError(RefusedError):
+    """The peer lacks an ability that was asked for (an undo copy, a transport, a protocol version)."""
+
+
+class PeerError(WeightcastError):
+    """A peer failed. `peer` is its name: an engine's URL, or `trainer`."""
+
+    def __init__(self, message: str, *, peer: str = "") -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class PeerDiedError(PeerError):
+    """The peer's connection ended in the middle of an update."""
+
+
+class PeerTimeoutError(PeerError):
+    """The peer did not answer before the deadline."""
+
+
+class ControlError(PeerError):
+    """The peer's control route answered with an error, or is not what was expected there."""
+
+
+class UpdateAbortedError(WeightcastError):
+    """The update was given up by one side; the old version serves."""
+
+
+class IncompleteUpdateError(WeightcastError):
+    """An update was sealed or installed before every bucket and every tensor of it had arrived."""
+
+
+class InstallError(WeightcastError):
+    """Loading failed after validation. If `torn`, the engine refuses to serve until a complete update heals it."""
+
+    def __init__(self, message: str, *, torn: bool = False) -> None:
+        super().__init__(message)
+        self.torn = torn
+
+
+class EngineTornError(WeightcastError):
+    """The engine's weights are of no whole version; publish a complete update to heal it."""
+
+
+class ClosedError(WeightcastError):
+    """The object was closed, or was never opened."""
+
+
+class PublishError(WeightcastError):
+    """At least one engine did not take the version. `failures` maps each to its cause; `report` has the rest."""
+
+    def __init__(self, message: str, failures: Mapping[str, WeightcastError], report: object = None) -> None:
+        super().__init__(message)
+        self.failures = dict(failures)
+        self.report = report
+
+
+class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An error as it travels: its class name in the tree above, its text, and what the class carries besides."""
+
+    kind: str
+    message: str
+    problems: tuple[str, ...] = ()
+    peer: str = ""
+    torn: bool = False
+
+
+def to_record(error: BaseException) -> ErrorRecord:
+    """Describe `error` for a peer. A foreign exception becomes a WeightcastError that keeps its type's name."""
+    problems = tuple(getattr(error, "problems", ()))[:MAX_LISTED_PROBLEMS]
+    if isinstance(error, WeightcastError):
+        return ErrorRecord(
+            kind=type(error).__name__,
+            message=str(error),
+            problems=problems,
+            peer=getattr(error, "peer", ""),
+            torn=getattr(error, "torn", False),
+        )
+    return ErrorRecord(kind="WeightcastError", message=f"{type(error).__name__}: {error}")
+
+
+def from_record(record: ErrorRecord) -> WeightcastError:
+    """Rebuild the error a peer described; a kind that this version does not know becomes a WeightcastError."""
+    cls = _BY_NAME.get(record.kind, WeightcastError)
+    if issubclass(cls, RefusedError):
+        return cls(record.message, record.problems)
+    if issubclass(cls, PeerError):
+        return cls(record.message, peer=record.peer)
+    if issubclass(cls, InstallError):
+        return cls(record.message, torn=record.torn)
+    if issubclass(cls, PublishError):
+        return WeightcastError(record.message)
+    return cls(record.message)
+
+
+def _tree(cls: type[WeightcastError]) -> dict[str, type[WeightcastError]]:
+    found = {cls.__name__: cls}
+    for child in cls.__subclasses__():
+        found |= _tree(child)
+    return found
+
+
+_BY_NAME = _tree(WeightcastError)

@@ -1,0 +1,188 @@
+"""The engines of one publisher, and the steps of an update that each takes on its own.
+
+Invariants: one engine's failure is its own result and never another's; a pause that was asked for is lifted on every
+path, by this process or, where the engine has no lease, by the guard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from weightcast.control.messages import Abort, Accepted, InitInfo, Installed, Offer, Received, Seal, WeightInfo
+from weightcast.errors import IntegrityError, PeerDiedError, PeerError, PeerTimeoutError, WeightcastError, to_record
+from weightcast.guard import Guard
+from weightcast.interfaces import EngineClient, Pausable, Rescuable
+from weightcast.link import Link, LinkListener
+from weightcast.report import EngineResult
+
+_MAX_PARALLEL = 64
+
+
+class Member:
+    """One engine: its client, the links of its workers, and its result in the update in progress."""
+
+    def __init__(self, client: EngineClient, *, owned: bool) -> None:
+        self.client = client
+        self.name = client.name
+        self.owned = owned
+        self.links: list[Link] = []
+        self.info: WeightInfo | None = None
+        self.result = EngineResult()
+        self.is_paused = False
+        self._known_manifest = ""
+        self._paused_at = 0.0
+
+    @property
+    def is_joined(self) -> bool:
+        return bool(self.links) and all(link.is_alive for link in self.links)
+
+    @property
+    def newest_version(self) -> int:
+        """The number of the version it had when it was asked last; -1 for none."""
+        text = "" if self.info is None else self.info.weight_version
+        return int(text) if text.isdigit() else -1
+
+    def join(self, listener: LinkListener, init: InitInfo, deadline_seconds: float) -> None:
+        """Ask what the engine is, have its workers connect, and wait for their hellos."""
+        listener.drop(self.name, "the publisher connects again")
+        self.links, self._known_manifest = [], ""
+        self.info = self.client.info()
+        self.client.init(init)
+        self.links = listener.wait(self.name, self.info.world_size, deadline_seconds)
+
+    def offer(self, offer: Offer, deadline_seconds: float) -> None:
+        """Offer a version and wait until every worker has accepted."""
+        if self._known_manifest != offer.manifest_digest:
+            self.client.update(offer)
+        else:
+            self.client.update(_without_manifest(offer))
+        for link in self.links:
+            link.wait(Accepted, offer.version, deadline_seconds)
+        self._known_manifest = offer.manifest_digest
+
+    def received(self, version: int, num_buckets: int, root: str, deadline_seconds: float) -> None:
+        """Wait until every worker has everything. Raises IntegrityError if one has something else."""
+        for link in self.links:
+            got = link.wait(Received, version, deadline_seconds)
+            if (got.num_buckets, got.root) != (num_buckets, root):
+                raise IntegrityError(f"{link.peer} has {got.num_buckets} buckets of root {got.root}, sent was {root}")
+
+    def seal(self, seal: Seal) -> None:
+        self.client.update(seal)
+
+    def pause(self, run: str, guard: Guard) -> None:
+        """Stand still for `run`; where no lease ends that, have the guard ready to."""
+        if self.is_paused or not isinstance(self.client, Pausable):
+            return
+        if self.info is not None and "lease" not in self.info.abilities and isinstance(self.client, Rescuable):
+            guard.hold(self.name, self.client.rescue(run))
+        self.is_paused, self._paused_at = True, time.perf_counter()
+        self.client.pause(run)
+
+    def resume(self, run: str, guard: Guard) -> None:
+        if not self.is_paused:
+            return
+        assert isinstance(self.client, Pausable)
+        self.client.resume(run)
+        self.is_paused = False
+        self.result.pause_seconds = time.perf_counter() - self._paused_at
+        guard.release(self.name)
+
+    def install(self, version: int, run: str, deadline_seconds: float) -> None:
+        """Have the engine install the version; a lost reply is made good by asking."""
+        try:
+            self.client.finish(version)
+        except (PeerTimeoutError, PeerDiedError):
+            if not self._serves(run, version):
+                raise
+        for link in self.links:
+            installed = link.wait(Installed, version, deadline_seconds)
+            self.result.install_seconds = max(self.result.install_seconds, installed.seconds)
+        self.result.ok = True
+
+    def _serves(self, run: str, version: int) -> bool:
+        with contextlib.suppress(PeerError):
+            info = self.client.info()
+            return (info.run, info.weight_version) == (run, str(version))
+        return False
+
+    def abort(self, abort: Abort) -> None:
+        self.client.update(abort)
+
+
+def _without_manifest(offer: Offer) -> Offer:
+    return Offer(
+        offer.run, offer.version, offer.manifest_digest, base=offer.base, install=offer.install, undo=offer.undo
+    )
+
+
+class Fleet:
+    """All members, driven concurrently: a call on each, the failures sorted out."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, Member] = {}
+        self._pool = ThreadPoolExecutor(max_workers=_MAX_PARALLEL, thread_name_prefix="weightcast-fleet")
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(list(self._members.values()))
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, member: Member) -> None:
+        """Raises ValueError if an engine of that name is there already."""
+        if member.name in self._members:
+            raise ValueError(f"{member.name} is in the fleet already")
+        self._members[member.name] = member
+
+    def pop(self, name: str) -> Member:
+        """Raises ValueError if there is none of that name."""
+        if name not in self._members:
+            raise ValueError(f"{name} is not in the fleet; it has {', '.join(self._members) or 'no engines'}")
+        return self._members.pop(name)
+
+    def healthy(self) -> list[Member]:
+        """The members without a failure in this update."""
+        return [member for member in self if member.result.error is None]
+
+    def each(self, call: Callable[[Member], None], members: Iterable[Member] | None = None) -> None:
+        """Run `call` on each healthy member at once; a library error becomes that member's result."""
+        todo = self.healthy() if members is None else list(members)
+        if len(todo) == 1:
+            self._one(call, todo[0])
+            return
+        for future in [self._pool.submit(self._one, call, member) for member in todo]:
+            future.result()
+
+    @staticmethod
+    def _one(call: Callable[[Member], None], member: Member) -> None:
+        try:
+            call(member)
+        except WeightcastError as exc:
+            fail(member, exc)
+
+    def take_failures(self, failures: Mapping[str, WeightcastError]) -> None:
+        """Sort a sender's failures, by peer, to the members whose workers those are."""
+        for member in self.healthy():
+            for link in member.links:
+                if link.peer in failures and member.result.error is None:
+                    fail(member, failures[link.peer])
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+        for member in self:
+            if member.owned:
+                member.client.close()
+
+
+def fail(member: Member, error: WeightcastError) -> None:
+    """Note why this engine does not take the version. What its own worker said explains more than a lost peer."""
+    version_error = next((f for link in member.links for f in link.failures()), None)
+    if isinstance(error, PeerError) and version_error is not None:
+        member.result.error = version_error
+    else:
+        member.result.error = to_record(error)
+    member.result.ok = False

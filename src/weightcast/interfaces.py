@@ -1,0 +1,226 @@
+"""The seams: what a source of weights, a transport, an engine and an engine's client must do.
+
+One update, and who calls what. P: the publisher, on the trainer. W: a worker, in the engine's process.
+
+    P  Source.specs()                    once, and after a change
+    P  EngineClient.init(info)           W connects its link and makes its Receiver, in the background
+    P  EngineClient.update(Offer)        W  Engine.specs(), then Receiver.open(...), then answers on the link
+    P  Sender.open(...)                  waits until the peers' receivers are there
+    P  Source.regions()
+    P  for each bucket:
+           Sender.buffer(k), fill, Sender.send(k)
+                                         W  next(Receiver) -> Bucket k, checked; streaming: Engine.load(...)
+    P  waits for Received on every link
+    P  EngineClient.update(Seal)
+    P  Pausable.pause()                  streaming: before the first bucket instead
+    P  EngineClient.finish()             W  staged: Engine.load(...); then Engine.commit(version), Receiver.end()
+    P  Pausable.resume()
+    P  Sender.close()                    only at the end of the publisher's life; W likewise Receiver.close()
+
+Any failure: EngineClient.update(Abort), Sender.abort(reason); W: Receiver.end(), Engine.discard().
+
+Optional abilities are Protocols of one method, asked with `isinstance`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from weightcast.control.messages import InitInfo, UpdateInfo, WeightInfo
+from weightcast.errors import WeightcastError
+from weightcast.guard import RescueRequest
+from weightcast.manifest import Manifest, Region, TensorSpec, WeightVersion
+
+
+class Source(Protocol):
+    """Where weights come from: one trainer rank's share of a model in checkpoint form."""
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """Names, dtypes and global shapes of the whole model; the same on all trainer ranks.
+
+        Returns the same object as long as nothing has changed, so that a publisher can keep its plan.
+        """
+        ...
+
+    def regions(self) -> Mapping[str, tuple[Region, torch.Tensor]]:
+        """This rank's views, each with its region in the global tensor. No copy and no communication.
+
+        Returns the same object as long as every view is still of the same memory.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bucket:
+    """Bucket `index`: `buffer` is a flat uint8 tensor, the payload and its trailer (see `bucket.check_trailer`)."""
+
+    index: int
+    buffer: torch.Tensor
+
+
+class Sender(Protocol):
+    """The publisher's end of a transport. One thread calls it. Every wait inside has a deadline.
+
+    `address` is the URL that a `Receiver` connects to. `failures` names the peers that were dropped since `open`,
+    each with its error: a peer that dies, stalls past its deadline or leaves never stops the others.
+    With `staged`, what was sent stays readable until every peer has ended the update.
+    """
+
+    address: str
+
+    @property
+    def failures(self) -> Mapping[str, WeightcastError]: ...
+
+    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
+        """Begin an update for these peers. Raises InsufficientMemoryError before any byte moves."""
+        ...
+
+    def buffer(self, index: int) -> torch.Tensor:
+        """Where bucket `index` is to be packed: `slot_size_bytes(manifest)` bytes, or just enough for this bucket.
+
+        Waits until every living peer has released the buffer's former content. The same index gives the same tensor
+        object in every update while the manifest stays, so that views of it can be kept.
+        """
+        ...
+
+    def send(self, index: int) -> None:
+        """Tell the peers that the bucket in `buffer(index)` is whole. A peer that fails is in `failures`, not raised."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """End the update: every peer's receiver raises UpdateAbortedError with this reason. Idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Free everything. Idempotent."""
+        ...
+
+
+class Receiver(Protocol):
+    """A worker's end of a transport. It connects when it is made (in the background thread of `init`)."""
+
+    def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
+        """Prepare for an update. Does not wait for the sender."""
+        ...
+
+    def __iter__(self) -> Iterator[Bucket]:
+        """Every bucket in order, once. Raises PeerDiedError, PeerTimeoutError or UpdateAbortedError.
+
+        A bucket is valid until the next is asked for; when staged, until `end`.
+        """
+        ...
+
+    def end(self) -> None:
+        """The update is over, in whichever way: every bucket is released. Idempotent; the connection stays."""
+        ...
+
+    def close(self) -> None:
+        """Disconnect and free everything; wakes an iteration that waits. Idempotent, from any thread."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Transport:
+    """A registered pair: `sender(url, deadline_seconds=...)` and `receiver(url, peer=..., deadline_seconds=...)`.
+
+    `default_bucket_size_bytes`: by device type ("cpu", "cuda"). `same_host`: both ends share one.
+    """
+
+    sender: Callable[..., Sender]
+    receiver: Callable[..., Receiver]
+    default_bucket_size_bytes: Mapping[str, int]
+    same_host: bool
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Serves a model, in the process that holds it. Calls come from one thread at a time."""
+
+    def specs(self) -> Sequence[TensorSpec] | None:
+        """What it would accept, or None if it cannot know; then `load` must refuse what it cannot take.
+
+        Returns the same object as long as nothing has changed, so that an offer is checked once.
+        """
+        ...
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take tensors in checkpoint form, whole load groups. They are valid only during the call.
+
+        Called once per install when staged, once per bucket when streaming, never while the engine generates.
+        """
+        ...
+
+    def commit(self, version: WeightVersion) -> None:
+        """Every tensor has been loaded: drop caches, serve `version`. Raises IncompleteUpdateError if one is missing."""
+        ...
+
+    def discard(self) -> None:
+        """The update is given up: forget what `load` noted. The weights themselves are restored by an undo, or torn."""
+        ...
+
+
+@runtime_checkable
+class RegionLoader(Protocol):
+    """An engine that can take a part of a tensor, so that a tensor larger than a bucket is not put together first."""
+
+    def load_region(self, name: str, region: Region, part: torch.Tensor) -> None: ...
+
+
+@runtime_checkable
+class Casting(Protocol):
+    """An engine that was asked to take other dtypes than its own; `offered` and `held` are dtype names."""
+
+    def can_cast(self, offered: str, held: str) -> bool: ...
+
+
+@runtime_checkable
+class Undoable(Protocol):
+    """An engine that can go back: `snapshot` copies the live weights to host memory and returns what restores them."""
+
+    def snapshot(self) -> Callable[[], None]: ...
+
+
+@runtime_checkable
+class Readable(Protocol):
+    """An engine whose live weights can be read, in checkpoint form, while it is paused or between its steps."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+class EngineClient(Protocol):
+    """One engine's control routes, from the trainer's side. Every call has a deadline and raises PeerError.
+
+    `name` is how errors and reports call the engine. `abilities` in `info()` says what it can do besides.
+    """
+
+    name: str
+
+    def info(self) -> WeightInfo: ...
+
+    def init(self, info: InitInfo) -> None: ...
+
+    def update(self, info: UpdateInfo) -> None: ...
+
+    def finish(self, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Pausable(Protocol):
+    """A client whose engine serves traffic that must stand still during an install. `run` owns the pause."""
+
+    def pause(self, run: str) -> None: ...
+
+    def resume(self, run: str) -> None: ...
+
+
+@runtime_checkable
+class Rescuable(Protocol):
+    """A client whose pause no lease ends: `rescue` says what the guard process sends if the publisher dies."""
+
+    def rescue(self, run: str) -> Sequence[RescueRequest]: ...

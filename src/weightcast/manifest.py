@@ -1,0 +1,330 @@
+"""What an update holds, as typed JSON: tensors, the regions they travel in, and where each region lies in a bucket.
+
+Invariants of a manifest that `check()` has accepted:
+every name occurs once, each tensor is covered exactly once by its pieces, no two pieces share a byte, every piece is
+aligned and inside its bucket. There is no second place where names, shapes or offsets are kept.
+The format is written down in `docs/wire-format.md`. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from weightcast.errors import ManifestError
+
+PROTOCOL = 1
+ALIGNMENT_BYTES = 256
+
+MAX_MESSAGE_BYTES = 256 << 20
+MAX_TENSORS = 1 << 20
+MAX_BUCKETS = 1 << 20
+MAX_PIECES_PER_TENSOR = 1 << 16
+MAX_NAME_BYTES = 1024
+MAX_ALIASES = 64
+MAX_DIMS = 16
+MAX_BYTES = 1 << 56
+MAX_VERSION = (1 << 63) - 1
+MAX_OVERLAP_TESTS = 1 << 22
+
+DigestKind = Literal["xxh3-128", "sum-64x2"]
+
+ITEMSIZE_BYTES: Mapping[str, int] = {
+    "bool": 1,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""Every dtype that may travel, by torch's own name, with the bytes of one element."""
+
+
+RunId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+"""A run's random id: 16 bytes in lower-case hex."""
+
+VersionNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
+
+
+class WeightVersion(msgspec.Struct, frozen=True):
+    """A version of the weights: `number` grows within `run`, which is one life of a publisher."""
+
+    run: RunId
+    number: VersionNumber
+
+
+class Region(msgspec.Struct, frozen=True):
+    """A hyper-rectangle of a tensor: `offsets[d] <= index[d] < offsets[d] + sizes[d]` for every dim d."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def covers(self, shape: Sequence[int]) -> bool:
+        """Whether this region is the whole of a tensor of that shape."""
+        return self.sizes == tuple(shape) and not any(self.offsets)
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """One region's place: contiguous, row-major, from `offset_bytes` of bucket number `bucket`."""
+
+    bucket: int
+    offset_bytes: int
+    region: Region
+
+
+class TensorSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tensor in checkpoint form: its global shape, and `aliases`, the other names tied to the same values.
+
+    Tensors of one non-empty `group` must reach the engine in one call.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+    group: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE_BYTES[self.dtype]
+
+
+class TensorRecord(TensorSpec, frozen=True, omit_defaults=True):
+    """A tensor of an update and the pieces it travels in; a tensor without elements has none."""
+
+    pieces: tuple[Piece, ...] = ()
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """All tensors of an update and the plan of its buckets (`buckets[i]`: payload bytes of bucket i, no trailer).
+
+    A manifest says nothing of version or run: publishing the same model again repeats it, so that a peer that knows
+    its `digest()` need not be sent it again.
+    """
+
+    protocol: int
+    digest_kind: DigestKind
+    buckets: tuple[int, ...]
+    tensors: tuple[TensorRecord, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of tensor data, without padding and trailers."""
+        return sum(t.num_bytes for t in self.tensors)
+
+    @property
+    def max_bucket_bytes(self) -> int:
+        return max(self.buckets, default=0)
+
+    def encode(self) -> bytes:
+        return encode(self)
+
+    def digest(self) -> str:
+        """The manifest's identity: SHA-256 of its encoding, in hex."""
+        return hashlib.sha256(self.encode()).hexdigest()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """Read and check a manifest. Raises ManifestError for anything that `docs/wire-format.md` forbids."""
+        manifest = decode(data, cls)
+        manifest.check()
+        return manifest
+
+    def check(self) -> None:
+        """Prove the invariants above, in O(pieces log pieces). Raises ManifestError, naming the first offender."""
+        _check_head(self)
+        seen: set[str] = set()
+        for record in self.tensors:
+            _check_spec(record, seen)
+            _check_pieces(record, self.buckets)
+        _check_buckets(self)
+
+
+T = TypeVar("T")
+_encoder = msgspec.json.Encoder()
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Encode any message of the protocol; the same message always gives the same bytes."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | bytearray | memoryview, kind: type[T] | Any, *, max_bytes: int = MAX_MESSAGE_BYTES) -> T:
+    """Decode one message of type `kind`. Raises ManifestError if it is too large, truncated or of another form."""
+    if len(data) > max_bytes:
+        raise _fault("too_large", f"a message of {len(data)} bytes; the limit is {max_bytes}")
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.json.Decoder(kind)
+    try:
+        return decoder.decode(data)  # type: ignore[no-any-return]
+    except msgspec.ValidationError as exc:
+        raise _fault("type", f"not a {_kind_name(kind)} of protocol {PROTOCOL}: {exc}") from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise _fault("syntax", f"not the JSON of a {_kind_name(kind)}: {exc}; {len(data)} bytes received") from exc
+    except RecursionError as exc:
+        raise _fault("depth", "JSON nested too deeply; no message of this protocol nests more than 6 levels") from exc
+
+
+def _kind_name(kind: object) -> str:
+    return getattr(kind, "__name__", None) or str(kind)
+
+
+def _fault(fault: str, message: str) -> ManifestError:
+    return ManifestError(f"{message} [{fault}]", fault=fault)
+
+
+def _check_head(manifest: Manifest) -> None:
+    if manifest.protocol != PROTOCOL:
+        raise _fault("protocol", f"protocol {manifest.protocol} was offered, {PROTOCOL} is spoken here: update one end")
+    if len(manifest.tensors) > MAX_TENSORS:
+        raise _fault("count", f"{len(manifest.tensors)} tensors; the limit is {MAX_TENSORS}")
+    if len(manifest.buckets) > MAX_BUCKETS:
+        raise _fault("count", f"{len(manifest.buckets)} buckets; the limit is {MAX_BUCKETS}")
+    for index, size in enumerate(manifest.buckets):
+        if size <= 0 or size > MAX_BYTES or size % ALIGNMENT_BYTES:
+            raise _fault(
+                "size", f"bucket {index} has {size} bytes; it must be a positive multiple of {ALIGNMENT_BYTES}"
+            )
+    if sum(manifest.buckets) > MAX_BYTES:
+        raise _fault("size", f"{sum(manifest.buckets)} bytes in all; the limit is {MAX_BYTES}")
+
+
+def _check_spec(spec: TensorSpec, seen: set[str]) -> None:
+    if len(spec.aliases) > MAX_ALIASES:
+        raise _fault("count", f"{spec.name[:80]!r} has {len(spec.aliases)} aliases; the limit is {MAX_ALIASES}")
+    for name in spec.names:
+        if not name or len(name.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
+            raise _fault("name", f"the name {name[:80]!r} is empty or longer than {MAX_NAME_BYTES} bytes")
+        if name in seen:
+            raise _fault("duplicate", f"the name {name!r} occurs twice")
+        seen.add(name)
+    if len(spec.group.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
+        raise _fault("name", f"the group of {spec.name!r} is longer than {MAX_NAME_BYTES} bytes")
+    if spec.dtype not in ITEMSIZE_BYTES:
+        raise _fault("dtype", f"{spec.name!r} has the dtype {spec.dtype[:40]!r}; known: {', '.join(ITEMSIZE_BYTES)}")
+    if len(spec.shape) > MAX_DIMS:
+        raise _fault("shape", f"{spec.name!r} has {len(spec.shape)} dims; the limit is {MAX_DIMS}")
+    if any(size < 0 or size > MAX_BYTES for size in spec.shape):
+        raise _fault("shape", f"{spec.name!r} has the shape {list(spec.shape)}: sizes must be 0 to {MAX_BYTES}")
+    if spec.num_bytes > MAX_BYTES:
+        raise _fault("shape", f"{spec.name!r} of shape {list(spec.shape)} has over {MAX_BYTES} bytes")
+
+
+def _check_pieces(record: TensorRecord, buckets: Sequence[int]) -> None:
+    if len(record.pieces) > MAX_PIECES_PER_TENSOR:
+        raise _fault("count", f"{record.name!r} has {len(record.pieces)} pieces; the limit is {MAX_PIECES_PER_TENSOR}")
+    numel = math.prod(record.shape)
+    if numel == 0:
+        if record.pieces:
+            raise _fault("region", f"{record.name!r} has no elements but {len(record.pieces)} pieces")
+        return
+    for piece in record.pieces:
+        _check_piece(record, piece, buckets)
+    if len(record.pieces) == 1 and record.pieces[0].region.covers(record.shape):
+        return
+    check_tiling([p.region for p in record.pieces], record.shape, record.name)
+
+
+def _check_piece(record: TensorRecord, piece: Piece, buckets: Sequence[int]) -> None:
+    region = piece.region
+    if not (len(region.offsets) == len(region.sizes) == len(record.shape)):
+        raise _fault("region", f"a region of {record.name!r} has other dims than its shape {list(record.shape)}")
+    for offset, size, whole in zip(region.offsets, region.sizes, record.shape, strict=True):
+        if offset < 0 or size <= 0 or offset + size > whole:
+            raise _fault(
+                "region",
+                f"a region of {record.name!r} at {list(region.offsets)} of sizes {list(region.sizes)} "
+                f"is not inside its shape {list(record.shape)}",
+            )
+    if not 0 <= piece.bucket < len(buckets):
+        raise _fault("bucket", f"{record.name!r} lies in bucket {piece.bucket}; there are {len(buckets)}")
+    end = piece.offset_bytes + region.numel * ITEMSIZE_BYTES[record.dtype]
+    if piece.offset_bytes < 0 or piece.offset_bytes % ALIGNMENT_BYTES or end > buckets[piece.bucket]:
+        raise _fault(
+            "offset",
+            f"{record.name!r} lies at bytes {piece.offset_bytes} to {end} of bucket {piece.bucket} "
+            f"with {buckets[piece.bucket]} bytes; offsets must be multiples of {ALIGNMENT_BYTES}",
+        )
+
+
+def check_tiling(regions: Sequence[Region], shape: Sequence[int], name: str) -> None:
+    """Prove that `regions` (inside `shape`, none empty) cover each element exactly once. Raises ManifestError.
+
+    Disjoint regions whose volumes add up to the whole cover it. The sweep runs along the dim with the most distinct
+    offsets; adversarial inputs are cut off after MAX_OVERLAP_TESTS comparisons.
+    """
+    covered = sum(region.numel for region in regions)
+    if covered != math.prod(shape):
+        raise _fault(
+            "coverage", f"the regions of {name!r} hold {covered} of its {math.prod(shape)} elements: missing or doubled"
+        )
+    if not shape:
+        return
+    dim = max(range(len(shape)), key=lambda d: len({r.offsets[d] for r in regions}))
+    active: list[Region] = []
+    num_tests = 0
+    for region in sorted(regions, key=lambda r: r.offsets[dim]):
+        active = [r for r in active if r.offsets[dim] + r.sizes[dim] > region.offsets[dim]]
+        num_tests += len(active)
+        if num_tests > MAX_OVERLAP_TESTS:
+            raise _fault("count", f"the regions of {name!r} are too entangled to check")
+        for other in active:
+            if _overlap(region, other):
+                raise _fault("overlap", f"two regions of {name!r} overlap at {list(region.offsets)}")
+        active.append(region)
+
+
+def _overlap(a: Region, b: Region) -> bool:
+    return all(
+        ao < bo + bs and bo < ao + asz for ao, asz, bo, bs in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    )
+
+
+def _check_buckets(manifest: Manifest) -> None:
+    spans = sorted(_spans(manifest.tensors))
+    last_bucket, last_end, last_name = -1, 0, ""
+    for bucket, start, end, name in spans:
+        if bucket == last_bucket and start < last_end:
+            raise _fault("overlap", f"{name!r} and {last_name!r} share bytes of bucket {bucket} at {start}")
+        if bucket > last_bucket + 1:
+            raise _fault("bucket", f"bucket {last_bucket + 1} is empty")
+        last_bucket, last_end, last_name = bucket, end, name
+    if last_bucket + 1 != len(manifest.buckets):
+        raise _fault("bucket", f"bucket {last_bucket + 1} is empty")
+
+
+def _spans(records: Iterable[TensorRecord]) -> Iterator[tuple[int, int, int, str]]:
+    for record in records:
+        itemsize = ITEMSIZE_BYTES[record.dtype]
+        for piece in record.pieces:
+            yield piece.bucket, piece.offset_bytes, piece.offset_bytes + piece.region.numel * itemsize, record.name

@@ -1,0 +1,254 @@
+"""One publish: the steps of an update, over the whole fleet. Made for one version and used once.
+
+Invariants: bytes are packed once; whoever fails is out of this update and nobody waits for it twice; every pause is
+lifted before `run` returns or raises, and whatever was begun on an engine is aborted there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from weightcast.bucket import Layout, Packer, root_digest
+from weightcast.control.messages import Abort, InitInfo, InstallMode, Offer, Seal
+from weightcast.errors import IncompatibleWeightsError
+from weightcast.fleet import Fleet, Member
+from weightcast.guard import Guard
+from weightcast.interfaces import Sender
+from weightcast.link import LinkListener
+from weightcast.manifest import Region, TensorSpec, WeightVersion
+from weightcast.report import EngineResult, PublishReport, StageSeconds
+
+Regions = Mapping[str, tuple[Region, torch.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Terms:
+    """What a publisher and its engines agree on for every update of a run."""
+
+    run: str
+    install: InstallMode
+    undo: bool
+    takeover: bool
+    deadline_seconds: float
+    lease_seconds: float
+
+
+class Wire:
+    """What connects a publisher with its engines' workers."""
+
+    def __init__(self, sender: Sender, listener: LinkListener, device: torch.device) -> None:
+        self.sender = sender
+        self.listener = listener
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextlib.contextmanager
+    def packing_stream(self) -> Iterator[None]:
+        """On a GPU: a side stream that starts where the trainer's is now, so that packing overlaps with its work."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def close(self) -> None:
+        self.listener.close()
+        self.sender.close()
+
+
+class Packing:
+    """A layout and the packer for the source's present views."""
+
+    def __init__(self, specs: Sequence[TensorSpec], layout: Layout) -> None:
+        self.specs = specs
+        self.layout = layout
+        self.manifest_digest = layout.manifest.digest()
+        self._regions: Regions | None = None
+        self._packer: Packer | None = None
+
+    def packer(self, regions: Regions) -> Packer:
+        """Raises IncompatibleWeightsError unless the regions are exactly the tensors of the specs, whole."""
+        if self._packer is None or self._regions is not regions:
+            problems = [
+                f"{spec.name!r}: {'no region' if held is None else f'a region of sizes {list(held[0].sizes)}'}"
+                f" for the shape {list(spec.shape)}"
+                for spec in self.specs
+                if (held := regions.get(spec.name)) is None or not held[0].covers(spec.shape)
+            ]
+            problems += [f"{name!r} is not in the specs" for name in regions.keys() - {s.name for s in self.specs}]
+            if problems:
+                raise IncompatibleWeightsError(f"the source's regions do not fit: {'; '.join(problems[:8])}", problems)
+            self._packer = Packer(self.layout, {name: tensor for name, (_, tensor) in regions.items()})
+            self._regions = regions
+        return self._packer
+
+
+class Publication:
+    """One version's way to every engine of a fleet."""
+
+    def __init__(self, terms: Terms, fleet: Fleet, guard: Guard, wire: Wire, packing: Packing) -> None:
+        self.number = -1
+        self._terms = terms
+        self._fleet = fleet
+        self._guard = guard
+        self._wire = wire
+        self._packing = packing
+        self._manifest = packing.layout.manifest
+        self._seconds = StageSeconds()
+
+    def run(self, regions: Regions, *, above: int, number: int | None) -> PublishReport:
+        """Publish `regions` as version `number`, by default one above `above` and above every engine's version.
+
+        Returns a report that names each engine's failure. Raises only what ends the update for everybody.
+        """
+        start, packer = time.perf_counter(), self._packing.packer(regions)
+        for member in self._fleet:
+            member.result = EngineResult()
+        try:
+            with self._timed("offer"):
+                self._join()
+                newest = max((member.newest_version for member in self._fleet), default=-1)
+                self.number = 1 + max(newest, above) if number is None else number
+                self._offer()
+            root = self._send(packer)
+            with self._timed("seal"):
+                seal = Seal(self._terms.run, self.number, len(self._manifest.buckets), root)
+                self._fleet.each(lambda member: member.seal(seal))
+            self._fleet.each(self._install)
+        except BaseException as exc:
+            self._give_up(exc)
+            raise
+        finally:
+            self._fleet.each(self._resume, list(self._fleet))
+        self._abort_failed()
+        self._seconds.pause = max((m.result.pause_seconds for m in self._fleet), default=0.0)
+        self._seconds.total = time.perf_counter() - start
+        return self._report()
+
+    @contextlib.contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self._seconds, stage, getattr(self._seconds, stage) + time.perf_counter() - start)
+
+    def _join(self) -> None:
+        """Connect whoever has no link."""
+        newcomers = [member for member in self._fleet if not member.is_joined]
+        self._fleet.each(self._join_member, newcomers)
+        for member in self._fleet:
+            for link in member.links:
+                link.forget()
+
+    def _join_member(self, member: Member) -> None:
+        terms, listener = self._terms, self._wire.listener
+        info = InitInfo(
+            run=terms.run,
+            engine=member.name,
+            transport=self._wire.sender.address,
+            link=listener.address,
+            secret=listener.secret,
+            lease_seconds=terms.lease_seconds,
+            takeover=terms.takeover,
+        )
+        member.join(listener, info, terms.deadline_seconds)
+
+    def _offer(self) -> None:
+        terms = self._terms
+        offer = Offer(
+            terms.run,
+            self.number,
+            self._packing.manifest_digest,
+            self._manifest,
+            install=terms.install,
+            undo=terms.undo,
+        )
+        if terms.install == "streaming":
+            self._fleet.each(self._pause)
+        self._fleet.each(lambda member: member.offer(offer, terms.deadline_seconds))
+
+    def _pause(self, member: Member) -> None:
+        member.pause(self._terms.run, self._guard)
+
+    def _resume(self, member: Member) -> None:
+        member.resume(self._terms.run, self._guard)
+
+    def _send(self, packer: Packer) -> str:
+        """Pack and send every bucket, then wait until everyone has them; return the root digest."""
+        sender, num_buckets = self._wire.sender, len(self._manifest.buckets)
+        version = WeightVersion(self._terms.run, self.number)
+        peers = [link.peer for member in self._fleet.healthy() for link in member.links]
+        if not peers:
+            return ""
+        with self._timed("send"):
+            sender.open(self._manifest, version, peers=peers, staged=self._terms.install == "staged")
+        digests: list[bytes | torch.Tensor] = []
+        with self._wire.packing_stream():
+            for index in range(num_buckets):
+                with self._timed("send"):
+                    buffer = sender.buffer(index)
+                with self._timed("pack"):
+                    digests.append(packer.pack(index, buffer, version))
+                with self._timed("send"):
+                    sender.send(index)
+        with self._timed("send"):
+            self._drop_failed()
+            root, deadline = root_digest(self._packing.manifest_digest, digests), self._terms.deadline_seconds
+            self._fleet.each(lambda member: member.received(self.number, num_buckets, root, deadline))
+            self._drop_failed()
+        return root
+
+    def _drop_failed(self) -> None:
+        """Who lost the data connection is out of this update; ending its link tells it so if it is alive."""
+        failures = self._wire.sender.failures
+        self._fleet.take_failures(failures)
+        for member in self._fleet:
+            if any(link.peer in failures for link in member.links):
+                self._wire.listener.drop(member.name, "its data connection failed")
+
+    def _install(self, member: Member) -> None:
+        try:
+            self._pause(member)
+            member.install(self.number, self._terms.run, self._terms.deadline_seconds)
+        finally:
+            self._resume(member)
+
+    def _abort_failed(self) -> None:
+        """Tell engines that failed on our side, and may be alive, to drop what they hold. Best effort."""
+        abort = Abort(self._terms.run, self.number, "this engine's update failed at the publisher")
+        for member in self._fleet:
+            if member.result.error is not None and member.is_joined:
+                with contextlib.suppress(Exception):
+                    member.abort(abort)
+
+    def _give_up(self, exc: BaseException) -> None:
+        """The publish itself failed: end the update everywhere. A Ctrl-C does not wait for answers."""
+        reason = f"{type(exc).__name__}: {exc}"[:4000]
+        self._wire.sender.abort(reason)
+        if not isinstance(exc, Exception):
+            for member in self._fleet:
+                self._wire.listener.drop(member.name, reason)
+            return
+        abort = Abort(self._terms.run, max(self.number, 0), reason)
+        for member in self._fleet.healthy():
+            with contextlib.suppress(Exception):
+                member.abort(abort)
+
+    def _report(self) -> PublishReport:
+        return PublishReport(
+            run=self._terms.run,
+            version=self.number,
+            num_bytes=self._manifest.num_bytes,
+            num_tensors=len(self._manifest.tensors),
+            num_buckets=len(self._manifest.buckets),
+            install=self._terms.install,
+            seconds=self._seconds,
+            engines={member.name: member.result for member in self._fleet},
+        )

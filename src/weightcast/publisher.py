@@ -1,0 +1,207 @@
+"""Publisher: one source of weights, one transport, many engines; each version whole or not at all, engine by engine.
+
+Invariants: versions only grow within this publisher's run; bytes are packed once however many engines take them; a
+failure on one engine leaves the others' update alone; every pause is lifted before `publish` returns or raises.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Literal
+
+import torch
+
+from weightcast import registry
+from weightcast.bucket import Layout
+from weightcast.control.client import HttpEngine
+from weightcast.control.messages import InstallMode
+from weightcast.errors import ClosedError, PublishError, from_record
+from weightcast.fleet import Fleet, Member
+from weightcast.guard import Guard
+from weightcast.interfaces import EngineClient, Sender, Source
+from weightcast.link import LinkListener
+from weightcast.manifest import MAX_VERSION, TensorSpec
+from weightcast.plan import plan
+from weightcast.publication import Packing, Publication, Regions, Terms, Wire
+from weightcast.report import PublishReport
+
+
+class Publisher:
+    """Moves a source's weights into running engines.
+
+    Memory on this side: the transport's slots (streaming) or arena (staged), stated there; nothing of the model's size
+    besides. Not for use by several threads at once: calls wait for each other.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        transport: str = "ipc://",
+        engines: Sequence[str | EngineClient] = (),
+        token: str | None = None,
+        bucket_size_bytes: int | None = None,
+        install: InstallMode = "staged",
+        undo: bool = False,
+        takeover: bool = False,
+        on_failure: Literal["raise", "report"] = "raise",
+        deadline_seconds: float = 60.0,
+        lease_seconds: float = 30.0,
+    ) -> None:
+        """Nothing is connected and nothing allocated before the first `publish`.
+
+        `engines`: URLs, or EngineClient objects. `token`: the bearer token of engines given as URLs. `install`:
+        "staged" (the old version serves until everything is there) or "streaming" (bounded memory; the engine stands
+        still meanwhile and must be healed after a failure). `undo`: engines keep a copy while they install, and go back
+        to it if that fails. `takeover`: take engines that another run holds. `deadline_seconds`: of each single wait.
+        `lease_seconds`: how long a silent publisher keeps an engine.
+
+        Raises ValueError for an unknown transport, install or on_failure, or an engine named twice.
+        """
+        if install not in ("staged", "streaming"):
+            raise ValueError(f"install is {install!r}; it must be 'staged' or 'streaming'")
+        if on_failure not in ("raise", "report"):
+            raise ValueError(f"on_failure is {on_failure!r}; it must be 'raise' or 'report'")
+        if deadline_seconds <= 0 or lease_seconds <= 0:
+            raise ValueError(f"deadline_seconds {deadline_seconds} and lease_seconds {lease_seconds} must be positive")
+        self.run = secrets.token_hex(16)
+        self.version = -1
+        self._source = source
+        self._url = transport
+        self._transport = registry.transport(transport)
+        self._token = token
+        self._bucket_size_bytes = bucket_size_bytes
+        self._terms = Terms(self.run, install, undo, takeover, deadline_seconds, lease_seconds)
+        self._on_failure = on_failure
+        self._lock = threading.RLock()
+        self._fleet = Fleet()
+        self._guard = Guard()
+        self._wire: Wire | None = None
+        self._packing: Packing | None = None
+        self._closed = False
+        try:
+            for engine in engines:
+                self.add_engine(engine)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- the fleet ---
+
+    def add_engine(self, engine: str | EngineClient) -> None:
+        """Add an engine; the next publish connects it. Raises ValueError if it is there already."""
+        owned = isinstance(engine, str)
+        client: EngineClient = (
+            HttpEngine(engine, token=self._token, timeout_seconds=self._terms.deadline_seconds)
+            if isinstance(engine, str)
+            else engine
+        )
+        with self._lock:
+            self._require_open()
+            self._fleet.add(Member(client, owned=owned))
+
+    def remove_engine(self, engine: str | EngineClient) -> None:
+        """Let an engine go: it keeps the version it has, and another publisher may take it. Raises ValueError."""
+        name = engine.rstrip("/") if isinstance(engine, str) else engine.name
+        with self._lock:
+            member = self._fleet.pop(name)
+            if self._wire is not None:
+                self._wire.listener.drop(name, "the engine was removed from the fleet")
+            if member.owned:
+                member.client.close()
+
+    def close(self) -> None:
+        """Let every engine go and free everything. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._wire is not None:
+                self._wire.close()
+            self._packing = None
+            self._fleet.close()
+            self._guard.close()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this publisher was closed")
+
+    # --- one publish ---
+
+    def publish(self, version: int | None = None) -> PublishReport:
+        """Make every engine serve the source's weights as they are now; blocks until they do.
+
+        `version` must be above this publisher's last; by default it is one above the highest in the fleet. Don't
+        change the weights meanwhile. Extra memory: see the class.
+
+        Raises PublishError if an engine did not take it, whose `failures` and `report` say which and why (with
+        `on_failure="report"` the report is returned instead); ValueError for a version that does not grow;
+        IncompatibleWeightsError if the source's tensors are not what its specs say; InsufficientMemoryError if the
+        transport's arena does not fit. After any of these the next publish goes to every engine again.
+        """
+        with self._lock:
+            self._require_open()
+            if version is not None and not self.version < version <= MAX_VERSION:
+                raise ValueError(f"version {version} is not above {self.version}, the last one of this publisher")
+            start = time.perf_counter()
+            specs, regions = self._source.specs(), self._source.regions()
+            gather_seconds = time.perf_counter() - start
+            wire = self._ready_wire(regions)
+            packing = self._ready_packing(specs, wire.device)
+            publication = Publication(self._terms, self._fleet, self._guard, wire, packing)
+            try:
+                report = publication.run(regions, above=self.version, number=version)
+            finally:
+                self.version = max(self.version, publication.number)
+            report.seconds.gather = gather_seconds
+            report.seconds.total = time.perf_counter() - start
+        if not report.ok and self._on_failure == "raise":
+            raise _publish_error(report)
+        return report
+
+    def _ready_wire(self, regions: Regions) -> Wire:
+        """The sender and the listener, made at the first publish, when the device of the weights is known."""
+        if self._wire is None:
+            devices = {tensor.device for _, tensor in regions.values()}
+            device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+            sender: Sender = self._transport.sender(
+                self._url, run=self.run, deadline_seconds=self._terms.deadline_seconds, device=device
+            )
+            try:
+                host = None if self._transport.same_host else registry.host(self._url)
+                listener = LinkListener(self.run, host=host, heartbeat_seconds=self._terms.lease_seconds / 4)
+            except BaseException:
+                sender.close()
+                raise
+            self._wire = Wire(sender, listener, device)
+        return self._wire
+
+    def _ready_packing(self, specs: Sequence[TensorSpec], device: torch.device) -> Packing:
+        """The plan for these specs: made once, and again when the source's specs have changed."""
+        if self._packing is None or self._packing.specs is not specs:
+            size = self._bucket_size_bytes or self._transport.default_bucket_size_bytes[device.type]
+            manifest = plan(specs, size, digest_kind="xxh3-128" if device.type == "cpu" else "sum-64x2")
+            self._packing = Packing(specs, Layout(manifest))
+        return self._packing
+
+
+def _publish_error(report: PublishReport) -> PublishError:
+    failures = {name: from_record(r.error) for name, r in report.engines.items() if r.error is not None}
+    causes = "; ".join(f"{name}: {error}" for name, error in failures.items())
+    return PublishError(
+        f"{len(failures)} of {len(report.engines)} engines did not take version {report.version}: {causes}",
+        failures,
+        report,
+    )

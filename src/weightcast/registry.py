@@ -1,0 +1,48 @@
+"""Names to code, as strings only: nothing is imported until it is asked for.
+
+Third parties add a transport with an entry point in the group `weightcast.transports`: its name is the URL scheme,
+its value `module:attribute`, a `Transport` pair.
+"""
+
+from __future__ import annotations
+
+import importlib
+import urllib.parse
+from importlib.metadata import entry_points
+from typing import Any
+
+TRANSPORTS = {
+    "memory": "weightcast.transports.memory:TRANSPORT",
+    "ipc": "weightcast.transports.ipc:TRANSPORT",
+}
+ENTRY_POINT_GROUP = "weightcast.transports"
+
+
+def scheme(url: str) -> str:
+    """The scheme of a transport's URL. Raises ValueError if there is none."""
+    name, separator, _ = url.partition("://")
+    if not separator or not name:
+        raise ValueError(f"{url!r} is not a transport URL; write one like {', '.join(f'{n}://' for n in known())}")
+    return name
+
+
+def known() -> list[str]:
+    """The schemes that can be resolved here."""
+    return sorted({*TRANSPORTS, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def transport(url: str) -> Any:
+    """Import the `Transport` for a URL's scheme. Raises ValueError, naming the known ones, if there is none."""
+    name = scheme(url)
+    target = TRANSPORTS.get(name)
+    if target is None:
+        target = next((p.value for p in entry_points(group=ENTRY_POINT_GROUP) if p.name == name), None)
+    if target is None:
+        raise ValueError(f"no transport {name!r}; known here: {', '.join(known())}")
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def host(url: str) -> str:
+    """The host of a transport's URL, without the port."""
+    return urllib.parse.urlsplit(url).hostname or "127.0.0.1"

@@ -1,0 +1,230 @@
+"""One update on the engine's side, as a state machine: offered -> receiving -> received -> sealed -> installed | aborted.
+
+Invariants: nothing reaches the engine before its bucket was checked; staged, nothing reaches it before the seal; an
+unsealed update can't be installed; whichever way it ends, the receiver's buckets are released and the engine either
+serves one whole version or is torn and says so.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import threading
+import time
+from collections.abc import Callable
+
+from weightcast.assemble import LoadPlan
+from weightcast.bucket import check_trailer, root_digest
+from weightcast.control.messages import InstallMode, Seal
+from weightcast.errors import (
+    IncompleteUpdateError,
+    InstallError,
+    IntegrityError,
+    UpdateAbortedError,
+    WeightcastError,
+)
+from weightcast.gate import Gate
+from weightcast.interfaces import Bucket, Engine, Receiver, Undoable
+from weightcast.manifest import WeightVersion
+
+
+class State(enum.Enum):
+    OFFERED = "offered"
+    RECEIVING = "receiving"
+    RECEIVED = "received"
+    SEALED = "sealed"
+    INSTALLED = "installed"
+    ABORTED = "aborted"
+
+
+class Update:
+    """One version's way into one engine. `receive` runs in a thread of its own; the other calls come from the worker."""
+
+    def __init__(
+        self,
+        version: WeightVersion,
+        load_plan: LoadPlan,
+        manifest_digest: str,
+        *,
+        engine: Engine,
+        receiver: Receiver,
+        gate: Gate,
+        install: InstallMode,
+        undo: bool,
+    ) -> None:
+        self.version = version
+        self.state = State.OFFERED
+        self.offered_at = time.perf_counter()
+        self.error: WeightcastError | None = None
+        self._load_plan = load_plan
+        self._manifest = load_plan.layout.manifest
+        self._manifest_digest = manifest_digest
+        self._engine = engine
+        self._receiver = receiver
+        self._gate = gate
+        self._streaming = install == "streaming"
+        self._undo = undo
+        self._restore: Callable[[], None] | None = None
+        self._touched = False
+        self.num_buckets = len(self._manifest.buckets)
+        self._buckets: list[Bucket] = []
+        self._root = ""
+        # Only the receiving thread may touch the receiver until it is done with it.
+        self._in_receive = False
+        # Held while the engine is being written, so that an abort waits for it.
+        self._writing = threading.Lock()
+
+    def open(self) -> None:
+        """Prepare the receiver. Does not wait for the publisher."""
+        self._receiver.open(self._manifest, self.version, staged=not self._streaming)
+
+    def receive(self) -> str:
+        """Receive and check every bucket; return the root digest. Streaming: load each as it comes.
+
+        Raises IntegrityError, PeerDiedError, PeerTimeoutError, UpdateAbortedError, or what the engine's `load` raised
+        as InstallError. The caller aborts then.
+        """
+        self._in_receive = True
+        try:
+            self._move(State.OFFERED, State.RECEIVING)
+            digests = self._receive_all()
+        finally:
+            with self._writing:
+                self._in_receive = False
+                ended = self.state is State.ABORTED
+            if ended:
+                self._release()
+        if len(digests) != self.num_buckets:
+            raise IncompleteUpdateError(f"{len(digests)} of {self.num_buckets} buckets arrived")
+        self._root = root_digest(self._manifest_digest, digests)
+        self._move(State.RECEIVING, State.RECEIVED)
+        return self._root
+
+    def _receive_all(self) -> list[bytes]:
+        digests: list[bytes] = []
+        parts = self._load_plan.assembly() if self._streaming else None
+        for bucket in self._receiver:
+            digests.append(self._check(bucket, len(digests)))
+            if parts is None:
+                self._buckets.append(bucket)
+            else:
+                self._write(functools.partial(self._load_plan.load_bucket, bucket, parts))
+        if parts is not None:
+            self._write(functools.partial(self._load_plan.load_end, parts))
+        return digests
+
+    def _check(self, bucket: Bucket, index: int) -> bytes:
+        if bucket.index != index or index >= self.num_buckets:
+            raise IntegrityError(f"bucket {bucket.index} arrived, bucket {index} was expected")
+        num_bytes = self._manifest.buckets[index]
+        return check_trailer(bucket.buffer, num_bytes, self.version, index, self._manifest.digest_kind)
+
+    def _write(self, load: Callable[[], None]) -> None:
+        """Streaming: one write into the live model, which is paused for the whole update."""
+        with self._writing:
+            if self.state is not State.RECEIVING:
+                raise self.error or UpdateAbortedError("the update was aborted")
+            self._touch()
+            try:
+                load()
+            except Exception as exc:
+                raise InstallError(f"loading version {self.version.number} failed: {exc}", torn=not self._undo) from exc
+
+    def _touch(self) -> None:
+        """From here on the live weights change. Call once the engine stands still."""
+        if not self._touched:
+            if self._undo:
+                assert isinstance(self._engine, Undoable)
+                self._restore = self._engine.snapshot()
+            self._touched = True
+
+    def seal(self, seal: Seal) -> None:
+        """Accept the publisher's word that this is all of it. Never waits.
+
+        Raises IncompleteUpdateError if buckets are missing, IntegrityError if the roots differ. Idempotent.
+        """
+        if self.state in (State.SEALED, State.INSTALLED):
+            return
+        if self.state is not State.RECEIVED:
+            raise IncompleteUpdateError(
+                f"version {self.version.number} is {self.state.value}, not received: seal it after its last bucket"
+            )
+        if (seal.num_buckets, seal.root) != (self.num_buckets, self._root):
+            raise IntegrityError(
+                f"the seal names {seal.num_buckets} buckets with root {seal.root}, "
+                f"received were {self.num_buckets} with root {self._root}"
+            )
+        self._move(State.RECEIVED, State.SEALED)
+
+    def install(self, *, deadline_seconds: float) -> float:
+        """Make the version serve, between two steps of generation; return the seconds the engine stood still.
+
+        Raises IncompleteUpdateError if it is not sealed (nothing happens then), InstallError if loading failed: the
+        former version is restored if an undo was asked for, else the engine is torn.
+        """
+        with self._writing:
+            if self.state is not State.SEALED:
+                raise IncompleteUpdateError(
+                    f"version {self.version.number} is {self.state.value}, not sealed: it can't be installed"
+                )
+            with self._gate.exclusive(deadline_seconds=deadline_seconds):
+                start = time.perf_counter()
+                try:
+                    self._touch()
+                    if not self._streaming:
+                        self._load_plan.load_all(self._buckets)
+                    self._engine.commit(self.version)
+                except Exception as exc:
+                    raise self._failed_install(exc) from exc
+                self._gate.set_version(self.version)
+                self.state = State.INSTALLED
+                seconds = time.perf_counter() - start
+        self._release()
+        return seconds
+
+    def _failed_install(self, cause: Exception) -> InstallError:
+        error = InstallError(f"installing version {self.version.number} failed: {cause}", torn=True)
+        self.error, self.state = error, State.ABORTED
+        error.torn = not self._go_back(str(error))
+        self._release()
+        return error
+
+    def abort(self, error: WeightcastError) -> bool:
+        """Give the update up, after a write that is under way. False if it had ended before.
+
+        Everything is freed here, or by the receiving thread as soon as it notices.
+        """
+        with self._writing:
+            if self.state in (State.INSTALLED, State.ABORTED):
+                return False
+            self.error, self.state = error, State.ABORTED
+            self._go_back(f"version {self.version.number} was given up half-way: {error}")
+            receiving = self._in_receive
+        if not receiving:
+            self._release()
+        return True
+
+    def _go_back(self, reason: str) -> bool:
+        """Undo what was written; without an undo copy the engine is torn. True if a whole version is there."""
+        self._engine.discard()
+        if not self._touched:
+            return True
+        if self._restore is not None:
+            try:
+                self._restore()
+                return True
+            except Exception as exc:
+                reason = f"{reason}; restoring the former version failed too: {exc}"
+        self._gate.tear(f"{reason}; publish a complete update to heal this engine")
+        return False
+
+    def _release(self) -> None:
+        self._buckets.clear()
+        self._restore = None
+        self._receiver.end()
+
+    def _move(self, expected: State, state: State) -> None:
+        with self._writing:
+            if self.state is not expected:
+                raise self.error or UpdateAbortedError(f"the update is {self.state.value}, expected {expected.value}")
+            self.state = state

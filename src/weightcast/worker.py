@@ -1,0 +1,414 @@
+"""One worker of an engine: which publisher holds it, the update in progress, and what every control call does.
+
+Invariants: at most one run holds the worker, at most one update is in progress; no call waits for the publisher
+(background threads do); however a hold ends (shutdown, takeover, the publisher's death, the end of its lease), its update
+is aborted and its pause lifted, after an install that has begun. Errors are raised to the caller and told over the link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from weightcast import host_memory, registry
+from weightcast.assemble import LoadPlan
+from weightcast.bucket import Layout
+from weightcast.control.messages import (
+    Abort,
+    Accepted,
+    Failed,
+    Hello,
+    InitInfo,
+    Installed,
+    LinkMessage,
+    Offer,
+    Received,
+    Seal,
+    UpdateInfo,
+    WeightInfo,
+)
+from weightcast.errors import (
+    ClosedError,
+    EngineBusyError,
+    IncompatibleWeightsError,
+    InsufficientMemoryError,
+    ManifestError,
+    StaleVersionError,
+    UnsupportedError,
+    UpdateAbortedError,
+    WeightcastError,
+    to_record,
+)
+from weightcast.gate import Gate
+from weightcast.interfaces import Casting, Engine, Readable, Receiver, Undoable
+from weightcast.link import WorkerLink
+from weightcast.manifest import PROTOCOL, WeightVersion
+from weightcast.plan import compare_specs
+from weightcast.update import State, Update
+
+Observe = Callable[[str, float, bool], None]
+logger = logging.getLogger(__name__)
+
+_RECEIVER_SECONDS = 5.0
+
+
+class _Hold:
+    """A run's hold on the worker: its link, its receiver, the layouts it has sent. Connects in the background."""
+
+    def __init__(self, info: InitInfo, engine_rank: int, on_end: Callable[[_Hold, str], None]) -> None:
+        self.info = info
+        self.ended = ""
+        self.update: Update | None = None
+        self.last_offered = -1
+        self.load_plans: dict[str, LoadPlan] = {}
+        self.receiver: Receiver | None = None
+        self._link: WorkerLink | None = None
+        self._error: WeightcastError | None = None
+        self._on_end = on_end
+        self._engine_rank = engine_rank
+        self._connected = threading.Event()
+        self._receiving: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._connect, name="weightcast-init", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def peer(self) -> str:
+        return f"{self.info.engine}#{self._engine_rank}" if self._engine_rank else self.info.engine
+
+    def _connect(self) -> None:
+        info = self.info
+        try:
+            # The receiver first: a hello on the link means that this worker is ready for an offer.
+            self.receiver = registry.transport(info.transport).receiver(info.transport, peer=self.peer, run=info.run)
+            hello = Hello(info.run, info.engine, self._engine_rank, info.secret)
+            self._link = WorkerLink(
+                info.link, hello, lease_seconds=info.lease_seconds, on_end=lambda reason: self._on_end(self, reason)
+            )
+        except Exception as exc:
+            self._error = exc if isinstance(exc, WeightcastError) else WeightcastError(f"{type(exc).__name__}: {exc}")
+            logger.warning("the publisher of run %s could not be reached: %s", info.run[:8], exc)
+        self._connected.set()
+        if self._error is not None:
+            self._on_end(self, f"its publisher could not be reached: {self._error}")
+        elif self.ended:
+            self.close()
+
+    def require_receiver(self) -> Receiver:
+        if self._error is not None:
+            raise self._error
+        if self.receiver is None or not self._connected.is_set():
+            raise ClosedError("the link to the publisher is not up yet; wait for the worker's hello before an offer")
+        return self.receiver
+
+    def tell(self, message: LinkMessage) -> None:
+        """Send over the link; a publisher that has gone is noticed by the link itself."""
+        if self._link is not None:
+            with contextlib.suppress(OSError):
+                self._link.send(message)
+
+    def receive_in_background(self, receive: Callable[[], None]) -> None:
+        self._receiving = threading.Thread(target=receive, name="weightcast-receive", daemon=True)
+        self._receiving.start()
+
+    def end_update(self, error: WeightcastError) -> None:
+        """Abort an update that is in progress, and see that its thread has left the receiver."""
+        if self.update is not None:
+            self.update.abort(error)
+        if self._receiving is not None:
+            self._receiving.join(timeout=_RECEIVER_SECONDS)
+            if self._receiving.is_alive():
+                raise ClosedError("the former update is still receiving; connect again")
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        if self.receiver is not None:
+            self.receiver.close()
+
+
+class Worker:
+    """Serves the control protocol for one `Engine`. Every method may be called from any thread.
+
+    `observe(stage, seconds, ok)` is told of each offer, receive, seal, install and whole update, for metrics.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        gate: Gate,
+        engine_rank: int = 0,
+        world_size: int = 1,
+        observe: Observe | None = None,
+        install_deadline_seconds: float = 60.0,
+    ) -> None:
+        self.engine = engine
+        self.gate = gate
+        self._engine_rank = engine_rank
+        self._world_size = world_size
+        self._observe = observe or (lambda stage, seconds, ok: None)
+        self._install_deadline_seconds = install_deadline_seconds
+        self._lock = threading.RLock()
+        self._hold: _Hold | None = None
+        self._closed = False
+
+    def info(self) -> WeightInfo:
+        """What this engine is and does now."""
+        version, hold = self.gate.version, self._hold
+        able = {"undo": isinstance(self.engine, Undoable), "inspect": isinstance(self.engine, Readable)}
+        return WeightInfo(
+            weight_version="default" if version is None else str(version.number),
+            run="" if version is None else version.run,
+            holder="" if hold is None else hold.info.run,
+            paused=self.gate.is_paused,
+            torn=self.gate.torn,
+            world_size=self._world_size,
+            abilities=("lease", "streaming", *(name for name, has in able.items() if has)),
+        )
+
+    def init(self, info: InitInfo) -> None:
+        """Let a run hold this worker; it connects in the background. A run's second init replaces its first.
+
+        Raises UnsupportedError (protocol, transport), EngineBusyError if another run holds it and `takeover` is off.
+        """
+        if info.protocol != PROTOCOL:
+            raise UnsupportedError(f"the publisher speaks protocol {info.protocol}, this engine {PROTOCOL}")
+        try:
+            registry.transport(info.transport)
+        except (ValueError, ImportError) as exc:
+            raise UnsupportedError(f"this engine has no transport for {info.transport!r}: {exc}") from exc
+        with self._lock:
+            if self._closed:
+                raise ClosedError("this engine is shutting down")
+            former = self._hold
+            if former is not None and former.info.run != info.run and not info.takeover:
+                raise EngineBusyError(
+                    f"run {former.info.run} holds this engine; close its publisher, wait {former.info.lease_seconds:g} s "
+                    f"for its lease to end, or pass takeover=True (asked by run {info.run})"
+                )
+            hold = _Hold(info, self._engine_rank, self._on_end)
+            if former is not None and former.info.run == info.run:
+                hold.last_offered = former.last_offered
+            self._hold = hold
+        if former is not None:
+            self._release(former, f"run {info.run} took the engine over" if info.takeover else "it connected again")
+        hold.start()
+
+    def update(self, info: UpdateInfo) -> None:
+        """Take an offer, a seal or an abort. Returns at once; raises what was wrong with it and tells it on the link."""
+        match info:
+            case Offer():
+                self._call("offer", info.run, info.version, lambda hold: self._offer(hold, info))
+            case Seal():
+                self._call("seal", info.run, info.version, lambda hold: self._current(hold, info.version).seal(info))
+            case Abort():
+                self._abort(info)
+
+    def finish(self, number: int) -> WeightVersion:
+        """Install the sealed update of that number. Idempotent; waits for the current step of generation only.
+
+        Raises IncompleteUpdateError (not sealed), InstallError, StaleVersionError (another number).
+        """
+        hold = self._require_hold()
+        version = WeightVersion(hold.info.run, number)
+        if self.gate.version != version:
+            self._call("install", version.run, number, lambda hold: self._install(hold, number))
+        return version
+
+    def pause(self, mode: str, run: str = "") -> None:
+        """Close the gate for a run, whose pause ends with its hold, or for a person (empty)."""
+        if run:
+            self._require_hold(run)
+        self.gate.pause(mode, owner=run, deadline_seconds=self._install_deadline_seconds)
+        hold = self._hold
+        if run and (hold is None or hold.info.run != run):
+            self.gate.resume(owner=run)
+            raise ClosedError(f"the hold of run {run} ended while it paused")
+
+    def resume(self, run: str = "") -> None:
+        self.gate.resume(owner=run)
+
+    def shutdown(self) -> None:
+        """End the hold of whichever run has it. Idempotent; the engine serves on."""
+        with self._lock:
+            hold, self._hold = self._hold, None
+        if hold is not None:
+            self._release(hold, "the engine was told to end the transfer")
+
+    def close(self) -> None:
+        """The engine ends. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self.shutdown()
+
+    # --- the calls, each under a hold ---
+
+    def _call(self, stage: str, run: str, number: int, call: Callable[[_Hold], None]) -> None:
+        start, hold = time.perf_counter(), self._hold
+        try:
+            call(self._require_hold(run))
+        except Exception as exc:
+            if hold is not None and hold.info.run == run:
+                hold.tell(Failed(number, to_record(exc)))
+            self._observe(stage, time.perf_counter() - start, False)
+            raise
+        self._observe(stage, time.perf_counter() - start, True)
+
+    def _require_hold(self, run: str | None = None) -> _Hold:
+        hold = self._hold
+        if hold is None:
+            raise ClosedError("no publisher holds this engine: call /init_weight_transfer_engine first")
+        if run is not None and hold.info.run != run:
+            raise StaleVersionError(f"the update is of run {run}, this engine is held by run {hold.info.run}")
+        return hold
+
+    def _current(self, hold: _Hold, number: int) -> Update:
+        update = hold.update
+        if update is None or update.version.number != number:
+            found = "none" if update is None else f"version {update.version.number}"
+            raise StaleVersionError(f"version {number} is not the update in progress ({found})")
+        if update.state is State.ABORTED:
+            raise UpdateAbortedError(f"version {number} was aborted: {update.error}")
+        return update
+
+    def _offer(self, hold: _Hold, offer: Offer) -> None:
+        receiver = hold.require_receiver()
+        with self._lock:
+            served = self.gate.version
+            newest = max(hold.last_offered, served.number if served and served.run == offer.run else -1)
+            if offer.version <= newest:
+                raise StaleVersionError(
+                    f"version {offer.version} was offered, version {newest} has been seen: replayed?"
+                )
+            hold.last_offered = offer.version
+        load_plan = self._load_plan(hold, offer)
+        self._check_undo(offer, load_plan)
+        hold.end_update(UpdateAbortedError(f"version {offer.version} was offered in its place"))
+        hold.update = update = Update(
+            WeightVersion(offer.run, offer.version),
+            load_plan,
+            offer.manifest_digest,
+            engine=self.engine,
+            receiver=receiver,
+            gate=self.gate,
+            install=offer.install,
+            undo=offer.undo,
+        )
+        update.open()
+        if offer.install == "streaming":
+            self.gate.pause("keep", owner=_streaming_owner(offer.run), deadline_seconds=self._install_deadline_seconds)
+        hold.tell(Accepted(offer.version))
+        hold.receive_in_background(functools.partial(self._receive, hold, update))
+
+    def _load_plan(self, hold: _Hold, offer: Offer) -> LoadPlan:
+        """The checked layout of an offer; a layout that this run has sent before is not checked again."""
+        if offer.base is not None:
+            raise UnsupportedError(f"a delta on version {offer.base} was offered; this engine takes full updates only")
+        known = hold.load_plans.get(offer.manifest_digest)
+        specs = self.engine.specs()
+        if known is not None and known.specs is specs:
+            return known
+        manifest = offer.manifest if known is None else known.layout.manifest
+        if manifest is None:
+            raise ManifestError("the offer has no manifest, and its digest is not one that this link has been sent")
+        manifest.check()
+        if known is None and manifest.digest() != offer.manifest_digest:
+            raise ManifestError(f"the manifest's digest is {manifest.digest()}, the offer says {offer.manifest_digest}")
+        if specs is not None:
+            can_cast = self.engine.can_cast if isinstance(self.engine, Casting) else None
+            problems = compare_specs(manifest.tensors, specs, can_cast=can_cast)
+            if problems:
+                raise IncompatibleWeightsError(_summary(problems), problems)
+        try:
+            load_plan = LoadPlan(Layout(manifest), self.engine, specs)
+        except ValueError as exc:
+            raise UnsupportedError(str(exc)) from exc
+        hold.load_plans = {offer.manifest_digest: load_plan}
+        return load_plan
+
+    def _check_undo(self, offer: Offer, load_plan: LoadPlan) -> None:
+        if not offer.undo:
+            return
+        if not isinstance(self.engine, Undoable):
+            raise UnsupportedError(f"{type(self.engine).__name__} can't be undone: publish with undo=False")
+        needed, available = load_plan.layout.manifest.num_bytes, host_memory.available_bytes()
+        if needed > available:
+            raise InsufficientMemoryError(f"the undo copy needs {needed} bytes, this host has {available} left")
+
+    def _receive(self, hold: _Hold, update: Update) -> None:
+        start, number = time.perf_counter(), update.version.number
+        try:
+            root = update.receive()
+        except Exception as exc:
+            error = exc if isinstance(exc, WeightcastError) else WeightcastError(f"{type(exc).__name__}: {exc}")
+            update.abort(error)
+            self._end_streaming(update)
+            hold.tell(Failed(number, to_record(error)))
+            self._observe("receive", time.perf_counter() - start, False)
+            logger.warning("version %d was not received: %s", number, exc)
+            return
+        self._observe("receive", time.perf_counter() - start, True)
+        hold.tell(Received(number, update.num_buckets, root))
+
+    def _install(self, hold: _Hold, number: int) -> None:
+        update = self._current(hold, number)
+        try:
+            seconds = update.install(deadline_seconds=self._install_deadline_seconds)
+        finally:
+            if update.state in (State.INSTALLED, State.ABORTED):
+                self._end_streaming(update)
+        self._observe("update", time.perf_counter() - update.offered_at, True)
+        hold.tell(Installed(number, seconds))
+
+    def _abort(self, abort: Abort) -> None:
+        hold = self._require_hold(abort.run)
+        update = hold.update
+        if update is not None and update.version.number == abort.version:
+            update.abort(UpdateAbortedError(f"the publisher gave it up: {abort.reason}"))
+            self._end_streaming(update)
+
+    def _end_streaming(self, update: Update) -> None:
+        self.gate.resume(owner=_streaming_owner(update.version.run))
+
+    # --- the end of a hold ---
+
+    def _on_end(self, hold: _Hold, reason: str) -> None:
+        with self._lock:
+            if self._hold is hold:
+                self._hold = None
+        self._release(hold, reason)
+
+    def _release(self, hold: _Hold, reason: str) -> None:
+        """Abort what the hold had begun, lift its pause, disconnect. An install under way is finished first."""
+        hold.ended = reason
+        if hold.update is not None:
+            hold.update.abort(UpdateAbortedError(f"the publisher of run {hold.info.run[:8]} has gone: {reason}"))
+            self._end_streaming(hold.update)
+        hold.close()
+        current = self._hold
+        if current is None or current.info.run != hold.info.run:
+            self.gate.resume(owner=hold.info.run)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Readable]:
+        """The engine, held still between two steps, so that one version is read whole. Raises UnsupportedError."""
+        if not isinstance(self.engine, Readable):
+            raise UnsupportedError(f"the weights of {type(self.engine).__name__} can't be read")
+        with self.gate.exclusive(deadline_seconds=self._install_deadline_seconds):
+            yield self.engine
+
+
+def _streaming_owner(run: str) -> str:
+    return f"{run}/streaming"
+
+
+def _summary(problems: list[str]) -> str:
+    shown = "; ".join(problems[:8])
+    more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+    return f"{len(problems)} tensors do not fit this engine: {shown}{more}"
