@@ -85,7 +85,7 @@ class LoadPlan:
             self.engine.load(tensors)
 
     def load_end(self, parts: Assembly) -> None:
-        """Streaming, after the last bucket: tensors without elements. Raises IncompleteUpdateError if parts are left."""
+        """Streaming, after the last bucket: tensors without elements. Raises IncompleteUpdateError."""
         parts.check_done()
         empties = list(self._empties())
         if empties:

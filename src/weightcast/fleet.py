@@ -15,7 +15,7 @@ from weightcast.control.messages import Abort, Accepted, InitInfo, Installed, Of
 from weightcast.errors import IntegrityError, PeerDiedError, PeerError, PeerTimeoutError, WeightcastError, to_record
 from weightcast.guard import Guard
 from weightcast.interfaces import EngineClient, Pausable, Rescuable
-from weightcast.link import Link, LinkListener
+from weightcast.listener import Link, LinkListener
 from weightcast.report import EngineResult
 
 _MAX_PARALLEL = 64

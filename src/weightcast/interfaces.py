@@ -88,7 +88,7 @@ class Sender(Protocol):
         ...
 
     def send(self, index: int) -> None:
-        """Tell the peers that the bucket in `buffer(index)` is whole. A peer that fails is in `failures`, not raised."""
+        """Tell the peers that the bucket in `buffer(index)` is whole. A peer's failure is noted, not raised."""
         ...
 
     def abort(self, reason: str) -> None:
@@ -155,7 +155,7 @@ class Engine(Protocol):
         ...
 
     def commit(self, version: WeightVersion) -> None:
-        """Every tensor has been loaded: drop caches, serve `version`. Raises IncompleteUpdateError if one is missing."""
+        """Every tensor was loaded: drop caches, serve `version`. Raises IncompleteUpdateError if one is missing."""
         ...
 
     def discard(self) -> None:

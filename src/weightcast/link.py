@@ -1,35 +1,25 @@
 """The worker's own connection to the publisher: hello, verdicts, heartbeats; its end means death.
 
-Frames are a 4-byte big-endian length and one JSON record of `control.messages`. Invariants: nothing but a Hello with the
-run's secret opens a link; a link that ends (EOF, garbage, or silence past the lease) is closed for good and wakes
-everybody who waits on it; no wait is without a deadline.
+Frames are a 4-byte big-endian length and one JSON record of `control.messages`. This is the workers' side; `listener`
+has the publisher's. A link that ends (EOF, garbage, or silence past the lease) is closed for good.
 Addresses: `unix:@NAME` (abstract, one host, same user only) or `tcp:HOST:PORT`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
-import secrets
-import selectors
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
-from weightcast.control.messages import MAX_LINK_MESSAGE_BYTES, Failed, Heartbeat, Hello, LinkMessage
-from weightcast.errors import ErrorRecord, ManifestError, PeerDiedError, PeerTimeoutError, from_record
-from weightcast.manifest import PROTOCOL, decode, encode
+from weightcast.control.messages import MAX_LINK_MESSAGE_BYTES, Hello, LinkMessage
+from weightcast.errors import ManifestError, PeerDiedError
+from weightcast.manifest import decode, encode
 
 _LENGTH = struct.Struct(">I")
-_HELLO_SECONDS = 10.0
-_MAX_STRANGERS = 128
 _CREDENTIALS = struct.Struct("3i")
-
-M = TypeVar("M", bound="LinkMessage")
 
 
 def frame(message: LinkMessage) -> bytes:
@@ -83,236 +73,6 @@ def check_same_user(sock: socket.socket) -> None:
     _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid != os.geteuid():
         raise PermissionError(f"the peer runs as user {uid}, this process as {os.geteuid()}")
-
-
-class Link:
-    """The publisher's end of one worker's connection. Made by a LinkListener, which reads it."""
-
-    def __init__(self, sock: socket.socket, condition: threading.Condition) -> None:
-        self.engine = ""
-        self.engine_rank = 0
-        self.opened_at = time.monotonic()
-        self._sock = sock
-        self._condition = condition
-        self._frames = Frames()
-        self._messages: list[LinkMessage] = []
-        self._ended = ""
-
-    @property
-    def is_alive(self) -> bool:
-        return not self._ended
-
-    @property
-    def peer(self) -> str:
-        return f"{self.engine}#{self.engine_rank}" if self.engine_rank else self.engine
-
-    def wait(self, kind: type[M], version: int, deadline_seconds: float) -> M:
-        """Wait for the worker's message of this kind about this version.
-
-        Raises what the worker reports as Failed, PeerDiedError if the link ends, PeerTimeoutError at the deadline
-        (the link is then closed, so that a worker that wakes later gives the update up).
-        """
-        with self._condition:
-            found = self._condition.wait_for(lambda: self._find(kind, version) or self._ended, deadline_seconds)
-            message = self._find(kind, version)
-        if isinstance(message, Failed):
-            raise from_record(message.error)
-        if message is not None:
-            return message
-        if found:
-            raise PeerDiedError(f"the link of {self.peer} ended: {self._ended}", peer=self.peer)
-        self.end(f"no {kind.__name__} for version {version} within {deadline_seconds:g} s")
-        raise PeerTimeoutError(f"{self.peer} sent no {kind.__name__} within {deadline_seconds:g} s", peer=self.peer)
-
-    def failures(self) -> list[ErrorRecord]:
-        """What the worker has reported as failed since `forget`, without waiting."""
-        with self._condition:
-            return [message.error for message in self._messages if isinstance(message, Failed)]
-
-    def forget(self) -> None:
-        """Drop what was received for former versions."""
-        with self._condition:
-            self._messages.clear()
-
-    def _find(self, kind: type[M], version: int) -> M | Failed | None:
-        for message in self._messages:
-            if isinstance(message, (kind, Failed)) and getattr(message, "version", None) == version:
-                return message
-        return None
-
-    def end(self, reason: str) -> None:
-        """Close the link, which tells the worker that the publisher has gone. Idempotent."""
-        with self._condition:
-            if self._ended:
-                return
-            self._ended = reason
-            # shutdown, not close: the listener's selector still holds the descriptor and closes it.
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
-            self._condition.notify_all()
-
-    def beat(self, data: bytes) -> None:
-        # A full buffer means a stopped worker: its deadlines deal with that, not the heartbeat.
-        with contextlib.suppress(OSError):
-            self._sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-
-
-class LinkListener:
-    """The publisher's side: accepts workers, reads their verdicts, sends heartbeats. One thread."""
-
-    def __init__(self, run: str, *, host: str | None = None, heartbeat_seconds: float = 5.0) -> None:
-        """Listen on an abstract Unix socket, or with `host` on a free TCP port of that address."""
-        self.run = run
-        self.secret = secrets.token_hex(32)
-        self._heartbeat_seconds = heartbeat_seconds
-        self._condition = threading.Condition()
-        self._links: dict[tuple[str, int], Link] = {}
-        self._selector = selectors.DefaultSelector()
-        self._listener, self.address = _listen(run, host)
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="weightcast-links", daemon=True)
-        self._thread.start()
-
-    def links(self, engine: str) -> list[Link]:
-        """The living links of an engine's workers, by engine rank."""
-        with self._condition:
-            return [link for (name, _), link in sorted(self._links.items()) if name == engine and link.is_alive]
-
-    def wait(self, engine: str, num_workers: int, deadline_seconds: float) -> list[Link]:
-        """Wait until that many workers of an engine have said hello. Raises PeerTimeoutError."""
-        with self._condition:
-            if not self._condition.wait_for(lambda: len(self.links(engine)) >= num_workers, deadline_seconds):
-                raise PeerTimeoutError(
-                    f"{len(self.links(engine))} of {num_workers} workers of {engine} connected to the link "
-                    f"{self.address} within {deadline_seconds:g} s: can they reach it?",
-                    peer=engine,
-                )
-            return self.links(engine)
-
-    def drop(self, engine: str, reason: str) -> None:
-        """End every link of an engine."""
-        for link in self.links(engine):
-            link.end(reason)
-
-    def close(self) -> None:
-        """End every link and free everything. Idempotent."""
-        if self._thread.is_alive():
-            self._wake_writer.close()
-            self._thread.join(timeout=10)
-
-    def _serve(self) -> None:
-        beat, next_beat = frame(Heartbeat()), time.monotonic()
-        try:
-            while True:
-                for key, _ in self._selector.select(max(0.0, next_beat - time.monotonic())):
-                    if key.fileobj is self._wake_reader:
-                        return
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    else:
-                        self._read(key.data)
-                if time.monotonic() >= next_beat:
-                    next_beat = time.monotonic() + self._heartbeat_seconds
-                    self._tend(beat)
-        finally:
-            self._close_all()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            sock, _ = self._listener.accept()
-            try:
-                if sock.family == socket.AF_UNIX:
-                    check_same_user(sock)
-                if len(self._open_links()) - len(self._links) >= _MAX_STRANGERS:
-                    raise PermissionError("too many connections without a hello")
-                sock.setblocking(False)
-                self._selector.register(sock, selectors.EVENT_READ, Link(sock, self._condition))
-            except BaseException as exc:
-                sock.close()
-                if not isinstance(exc, OSError):
-                    raise
-
-    def _open_links(self) -> list[Link]:
-        return [key.data for key in self._selector.get_map().values() if key.data is not None]
-
-    def _read(self, link: Link) -> None:
-        try:
-            data = link._sock.recv(1 << 16)
-            if not data:
-                raise ConnectionResetError("its process ended or closed it")
-            for message in link._frames.feed(data):
-                self._take(link, message)
-        except BlockingIOError:
-            return
-        except (OSError, ManifestError) as exc:
-            self._drop(link, str(exc))
-
-    def _take(self, link: Link, message: LinkMessage) -> None:
-        if isinstance(message, Hello):
-            self._greet(link, message)
-        elif not link.engine:
-            raise ManifestError("the first message was no hello")
-        else:
-            with self._condition:
-                link._messages.append(message)
-                self._condition.notify_all()
-
-    def _greet(self, link: Link, hello: Hello) -> None:
-        if hello.protocol != PROTOCOL or hello.run != self.run or link.engine:
-            raise ManifestError(f"a hello of protocol {hello.protocol} for run {hello.run[:8]}")
-        if not hmac.compare_digest(hello.secret, self.secret):
-            raise ManifestError("a hello with a wrong secret")
-        with self._condition:
-            link.engine, link.engine_rank = hello.engine, hello.engine_rank
-            former = self._links.get((hello.engine, hello.engine_rank))
-            self._links[hello.engine, hello.engine_rank] = link
-            self._condition.notify_all()
-        if former is not None:
-            former.end("the worker connected again")
-
-    def _drop(self, link: Link, reason: str) -> None:
-        link.end(reason)
-        with self._condition:
-            if self._links.get((link.engine, link.engine_rank)) is link:
-                del self._links[link.engine, link.engine_rank]
-            self._condition.notify_all()
-        self._selector.unregister(link._sock)
-        link._sock.close()
-
-    def _tend(self, beat: bytes) -> None:
-        for link in self._open_links():
-            if link.engine:
-                link.beat(beat)
-            elif time.monotonic() - link.opened_at > _HELLO_SECONDS:
-                self._drop(link, "no hello")
-
-    def _close_all(self) -> None:
-        for link in self._open_links():
-            self._drop(link, "the publisher was closed")
-        self._selector.close()
-        for sock in (self._listener, self._wake_reader, self._wake_writer):
-            sock.close()
-
-
-def _listen(run: str, host: str | None) -> tuple[socket.socket, str]:
-    if host is None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        name = f"weightcast-link-{run[:12]}-{secrets.token_hex(4)}"
-        address = f"unix:@{name}"
-        target: str | tuple[str, int] = f"\0{name}"
-    else:
-        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        target = (host, 0)
-    try:
-        sock.bind(target)
-        sock.listen(128)
-        sock.setblocking(False)
-    except BaseException:
-        sock.close()
-        raise
-    return sock, address if host is None else f"tcp:{host}:{sock.getsockname()[1]}"
 
 
 class WorkerLink:

@@ -19,7 +19,7 @@ from weightcast.errors import IncompatibleWeightsError
 from weightcast.fleet import Fleet, Member
 from weightcast.guard import Guard
 from weightcast.interfaces import Sender
-from weightcast.link import LinkListener
+from weightcast.listener import LinkListener
 from weightcast.manifest import Region, TensorSpec, WeightVersion
 from weightcast.report import EngineResult, PublishReport, StageSeconds
 

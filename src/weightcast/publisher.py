@@ -23,7 +23,7 @@ from weightcast.errors import ClosedError, PublishError, from_record
 from weightcast.fleet import Fleet, Member
 from weightcast.guard import Guard
 from weightcast.interfaces import EngineClient, Sender, Source
-from weightcast.link import LinkListener
+from weightcast.listener import LinkListener
 from weightcast.manifest import MAX_VERSION, TensorSpec
 from weightcast.plan import plan
 from weightcast.publication import Packing, Publication, Regions, Terms, Wire

@@ -1,4 +1,4 @@
-"""One update on the engine's side, as a state machine: offered -> receiving -> received -> sealed -> installed | aborted.
+"""One update on the engine's side, a state machine: offered -> receiving -> received -> sealed -> installed | aborted.
 
 Invariants: nothing reaches the engine before its bucket was checked; staged, nothing reaches it before the seal; an
 unsealed update can't be installed; whichever way it ends, the receiver's buckets are released and the engine either
@@ -38,7 +38,7 @@ class State(enum.Enum):
 
 
 class Update:
-    """One version's way into one engine. `receive` runs in a thread of its own; the other calls come from the worker."""
+    """One version's way into one engine. `receive` has a thread of its own; the other calls come from the worker."""
 
     def __init__(
         self,

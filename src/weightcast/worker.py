@@ -1,8 +1,9 @@
 """One worker of an engine: which publisher holds it, the update in progress, and what every control call does.
 
 Invariants: at most one run holds the worker, at most one update is in progress; no call waits for the publisher
-(background threads do); however a hold ends (shutdown, takeover, the publisher's death, the end of its lease), its update
-is aborted and its pause lifted, after an install that has begun. Errors are raised to the caller and told over the link.
+(background threads do); however a hold ends (shutdown, takeover, the publisher's death, the end of its lease), its
+update is aborted and its pause lifted, after an install that has begun. Errors are raised to the caller and told over
+the link.
 """
 
 from __future__ import annotations
@@ -21,10 +22,8 @@ from weightcast.control.messages import (
     Abort,
     Accepted,
     Failed,
-    Hello,
     InitInfo,
     Installed,
-    LinkMessage,
     Offer,
     Received,
     Seal,
@@ -44,92 +43,14 @@ from weightcast.errors import (
     to_record,
 )
 from weightcast.gate import Gate
-from weightcast.interfaces import Casting, Engine, Readable, Receiver, Undoable
-from weightcast.link import WorkerLink
+from weightcast.hold import Hold
+from weightcast.interfaces import Casting, Engine, Readable, Undoable
 from weightcast.manifest import PROTOCOL, WeightVersion
 from weightcast.plan import compare_specs
 from weightcast.update import State, Update
 
 Observe = Callable[[str, float, bool], None]
 logger = logging.getLogger(__name__)
-
-_RECEIVER_SECONDS = 5.0
-
-
-class _Hold:
-    """A run's hold on the worker: its link, its receiver, the layouts it has sent. Connects in the background."""
-
-    def __init__(self, info: InitInfo, engine_rank: int, on_end: Callable[[_Hold, str], None]) -> None:
-        self.info = info
-        self.ended = ""
-        self.update: Update | None = None
-        self.last_offered = -1
-        self.load_plans: dict[str, LoadPlan] = {}
-        self.receiver: Receiver | None = None
-        self._link: WorkerLink | None = None
-        self._error: WeightcastError | None = None
-        self._on_end = on_end
-        self._engine_rank = engine_rank
-        self._connected = threading.Event()
-        self._receiving: threading.Thread | None = None
-        self._thread = threading.Thread(target=self._connect, name="weightcast-init", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    @property
-    def peer(self) -> str:
-        return f"{self.info.engine}#{self._engine_rank}" if self._engine_rank else self.info.engine
-
-    def _connect(self) -> None:
-        info = self.info
-        try:
-            # The receiver first: a hello on the link means that this worker is ready for an offer.
-            self.receiver = registry.transport(info.transport).receiver(info.transport, peer=self.peer, run=info.run)
-            hello = Hello(info.run, info.engine, self._engine_rank, info.secret)
-            self._link = WorkerLink(
-                info.link, hello, lease_seconds=info.lease_seconds, on_end=lambda reason: self._on_end(self, reason)
-            )
-        except Exception as exc:
-            self._error = exc if isinstance(exc, WeightcastError) else WeightcastError(f"{type(exc).__name__}: {exc}")
-            logger.warning("the publisher of run %s could not be reached: %s", info.run[:8], exc)
-        self._connected.set()
-        if self._error is not None:
-            self._on_end(self, f"its publisher could not be reached: {self._error}")
-        elif self.ended:
-            self.close()
-
-    def require_receiver(self) -> Receiver:
-        if self._error is not None:
-            raise self._error
-        if self.receiver is None or not self._connected.is_set():
-            raise ClosedError("the link to the publisher is not up yet; wait for the worker's hello before an offer")
-        return self.receiver
-
-    def tell(self, message: LinkMessage) -> None:
-        """Send over the link; a publisher that has gone is noticed by the link itself."""
-        if self._link is not None:
-            with contextlib.suppress(OSError):
-                self._link.send(message)
-
-    def receive_in_background(self, receive: Callable[[], None]) -> None:
-        self._receiving = threading.Thread(target=receive, name="weightcast-receive", daemon=True)
-        self._receiving.start()
-
-    def end_update(self, error: WeightcastError) -> None:
-        """Abort an update that is in progress, and see that its thread has left the receiver."""
-        if self.update is not None:
-            self.update.abort(error)
-        if self._receiving is not None:
-            self._receiving.join(timeout=_RECEIVER_SECONDS)
-            if self._receiving.is_alive():
-                raise ClosedError("the former update is still receiving; connect again")
-
-    def close(self) -> None:
-        if self._link is not None:
-            self._link.close()
-        if self.receiver is not None:
-            self.receiver.close()
 
 
 class Worker:
@@ -155,7 +76,7 @@ class Worker:
         self._observe = observe or (lambda stage, seconds, ok: None)
         self._install_deadline_seconds = install_deadline_seconds
         self._lock = threading.RLock()
-        self._hold: _Hold | None = None
+        self._hold: Hold | None = None
         self._closed = False
 
     def info(self) -> WeightInfo:
@@ -189,10 +110,10 @@ class Worker:
             former = self._hold
             if former is not None and former.info.run != info.run and not info.takeover:
                 raise EngineBusyError(
-                    f"run {former.info.run} holds this engine; close its publisher, wait {former.info.lease_seconds:g} s "
-                    f"for its lease to end, or pass takeover=True (asked by run {info.run})"
+                    f"run {former.info.run} holds this engine; close its publisher, wait for its lease of "
+                    f"{former.info.lease_seconds:g} s to end, or pass takeover=True (asked by run {info.run})"
                 )
-            hold = _Hold(info, self._engine_rank, self._on_end)
+            hold = Hold(info, self._engine_rank, self._on_end)
             if former is not None and former.info.run == info.run:
                 hold.last_offered = former.last_offered
             self._hold = hold
@@ -201,7 +122,7 @@ class Worker:
         hold.start()
 
     def update(self, info: UpdateInfo) -> None:
-        """Take an offer, a seal or an abort. Returns at once; raises what was wrong with it and tells it on the link."""
+        """Take an offer, a seal or an abort. Returns at once; raises what was wrong and tells it on the link."""
         match info:
             case Offer():
                 self._call("offer", info.run, info.version, lambda hold: self._offer(hold, info))
@@ -249,7 +170,7 @@ class Worker:
 
     # --- the calls, each under a hold ---
 
-    def _call(self, stage: str, run: str, number: int, call: Callable[[_Hold], None]) -> None:
+    def _call(self, stage: str, run: str, number: int, call: Callable[[Hold], None]) -> None:
         start, hold = time.perf_counter(), self._hold
         try:
             call(self._require_hold(run))
@@ -260,7 +181,7 @@ class Worker:
             raise
         self._observe(stage, time.perf_counter() - start, True)
 
-    def _require_hold(self, run: str | None = None) -> _Hold:
+    def _require_hold(self, run: str | None = None) -> Hold:
         hold = self._hold
         if hold is None:
             raise ClosedError("no publisher holds this engine: call /init_weight_transfer_engine first")
@@ -268,7 +189,7 @@ class Worker:
             raise StaleVersionError(f"the update is of run {run}, this engine is held by run {hold.info.run}")
         return hold
 
-    def _current(self, hold: _Hold, number: int) -> Update:
+    def _current(self, hold: Hold, number: int) -> Update:
         update = hold.update
         if update is None or update.version.number != number:
             found = "none" if update is None else f"version {update.version.number}"
@@ -277,7 +198,7 @@ class Worker:
             raise UpdateAbortedError(f"version {number} was aborted: {update.error}")
         return update
 
-    def _offer(self, hold: _Hold, offer: Offer) -> None:
+    def _offer(self, hold: Hold, offer: Offer) -> None:
         receiver = hold.require_receiver()
         with self._lock:
             served = self.gate.version
@@ -306,7 +227,7 @@ class Worker:
         hold.tell(Accepted(offer.version))
         hold.receive_in_background(functools.partial(self._receive, hold, update))
 
-    def _load_plan(self, hold: _Hold, offer: Offer) -> LoadPlan:
+    def _load_plan(self, hold: Hold, offer: Offer) -> LoadPlan:
         """The checked layout of an offer; a layout that this run has sent before is not checked again."""
         if offer.base is not None:
             raise UnsupportedError(f"a delta on version {offer.base} was offered; this engine takes full updates only")
@@ -341,7 +262,7 @@ class Worker:
         if needed > available:
             raise InsufficientMemoryError(f"the undo copy needs {needed} bytes, this host has {available} left")
 
-    def _receive(self, hold: _Hold, update: Update) -> None:
+    def _receive(self, hold: Hold, update: Update) -> None:
         start, number = time.perf_counter(), update.version.number
         try:
             root = update.receive()
@@ -356,7 +277,7 @@ class Worker:
         self._observe("receive", time.perf_counter() - start, True)
         hold.tell(Received(number, update.num_buckets, root))
 
-    def _install(self, hold: _Hold, number: int) -> None:
+    def _install(self, hold: Hold, number: int) -> None:
         update = self._current(hold, number)
         try:
             seconds = update.install(deadline_seconds=self._install_deadline_seconds)
@@ -378,13 +299,13 @@ class Worker:
 
     # --- the end of a hold ---
 
-    def _on_end(self, hold: _Hold, reason: str) -> None:
+    def _on_end(self, hold: Hold, reason: str) -> None:
         with self._lock:
             if self._hold is hold:
                 self._hold = None
         self._release(hold, reason)
 
-    def _release(self, hold: _Hold, reason: str) -> None:
+    def _release(self, hold: Hold, reason: str) -> None:
         """Abort what the hold had begun, lift its pause, disconnect. An install under way is finished first."""
         hold.ended = reason
         if hold.update is not None:

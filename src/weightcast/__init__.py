@@ -1,0 +1,100 @@
+"""weightcast moves a trainer's weights into running inference engines: fast, verified, and as a transaction.
+
+Every public name is imported when it is first asked for, so that `import weightcast` costs next to nothing and a
+trainer never loads a server, nor an engine a publisher.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from weightcast.control.client import HttpEngine as HttpEngine
+    from weightcast.control.server import EngineServer as EngineServer
+    from weightcast.engines.module import ModuleEngine as ModuleEngine
+    from weightcast.engines.transformers import TextGenerator as TextGenerator
+    from weightcast.errors import InstallError as InstallError
+    from weightcast.errors import IntegrityError as IntegrityError
+    from weightcast.errors import PeerError as PeerError
+    from weightcast.errors import PublishError as PublishError
+    from weightcast.errors import RefusedError as RefusedError
+    from weightcast.errors import WeightcastError as WeightcastError
+    from weightcast.gate import Gate as Gate
+    from weightcast.manifest import Manifest as Manifest
+    from weightcast.manifest import Region as Region
+    from weightcast.manifest import TensorSpec as TensorSpec
+    from weightcast.manifest import WeightVersion as WeightVersion
+    from weightcast.publisher import EngineResult as EngineResult
+    from weightcast.publisher import Publisher as Publisher
+    from weightcast.publisher import PublishReport as PublishReport
+    from weightcast.sources.module import ModuleSource as ModuleSource
+    from weightcast.sources.safetensors import SafetensorsSource as SafetensorsSource
+
+__all__ = [
+    # the trainer's side
+    "Publisher",
+    "PublishReport",
+    "EngineResult",
+    "HttpEngine",
+    "ModuleSource",
+    "SafetensorsSource",
+    # the engine's side
+    "EngineServer",
+    "ModuleEngine",
+    "TextGenerator",
+    "Gate",
+    # what travels
+    "Manifest",
+    "TensorSpec",
+    "Region",
+    "WeightVersion",
+    # errors; the whole tree is in `weightcast.errors`
+    "errors",
+    "WeightcastError",
+    "PublishError",
+    "RefusedError",
+    "PeerError",
+    "InstallError",
+    "IntegrityError",
+    "__version__",
+]
+
+_HOMES = {
+    "Publisher": "weightcast.publisher",
+    "PublishReport": "weightcast.publisher",
+    "EngineResult": "weightcast.publisher",
+    "HttpEngine": "weightcast.control.client",
+    "ModuleSource": "weightcast.sources.module",
+    "SafetensorsSource": "weightcast.sources.safetensors",
+    "EngineServer": "weightcast.control.server",
+    "ModuleEngine": "weightcast.engines.module",
+    "TextGenerator": "weightcast.engines.transformers",
+    "Gate": "weightcast.gate",
+    "Manifest": "weightcast.manifest",
+    "TensorSpec": "weightcast.manifest",
+    "Region": "weightcast.manifest",
+    "WeightVersion": "weightcast.manifest",
+    "WeightcastError": "weightcast.errors",
+    "PublishError": "weightcast.errors",
+    "RefusedError": "weightcast.errors",
+    "PeerError": "weightcast.errors",
+    "InstallError": "weightcast.errors",
+    "IntegrityError": "weightcast.errors",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name == "errors":
+        return importlib.import_module("weightcast.errors")
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'weightcast' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

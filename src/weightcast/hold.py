@@ -1,0 +1,96 @@
+"""A run's hold on a worker: its link and its receiver, connected in the background, and what it has sent so far."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+
+from weightcast import registry
+from weightcast.assemble import LoadPlan
+from weightcast.control.messages import Hello, InitInfo, LinkMessage
+from weightcast.errors import ClosedError, WeightcastError
+from weightcast.interfaces import Receiver
+from weightcast.link import WorkerLink
+from weightcast.update import Update
+
+logger = logging.getLogger(__name__)
+
+_RECEIVER_SECONDS = 5.0
+
+
+class Hold:
+    """A run's hold on the worker: its link, its receiver, the layouts it has sent. Connects in the background."""
+
+    def __init__(self, info: InitInfo, engine_rank: int, on_end: Callable[[Hold, str], None]) -> None:
+        self.info = info
+        self.ended = ""
+        self.update: Update | None = None
+        self.last_offered = -1
+        self.load_plans: dict[str, LoadPlan] = {}
+        self.receiver: Receiver | None = None
+        self._link: WorkerLink | None = None
+        self._error: WeightcastError | None = None
+        self._on_end = on_end
+        self._engine_rank = engine_rank
+        self._connected = threading.Event()
+        self._receiving: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._connect, name="weightcast-init", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def peer(self) -> str:
+        return f"{self.info.engine}#{self._engine_rank}" if self._engine_rank else self.info.engine
+
+    def _connect(self) -> None:
+        info = self.info
+        try:
+            # The receiver first: a hello on the link means that this worker is ready for an offer.
+            self.receiver = registry.transport(info.transport).receiver(info.transport, peer=self.peer, run=info.run)
+            hello = Hello(info.run, info.engine, self._engine_rank, info.secret)
+            self._link = WorkerLink(
+                info.link, hello, lease_seconds=info.lease_seconds, on_end=lambda reason: self._on_end(self, reason)
+            )
+        except Exception as exc:
+            self._error = exc if isinstance(exc, WeightcastError) else WeightcastError(f"{type(exc).__name__}: {exc}")
+            logger.warning("the publisher of run %s could not be reached: %s", info.run[:8], exc)
+        self._connected.set()
+        if self._error is not None:
+            self._on_end(self, f"its publisher could not be reached: {self._error}")
+        elif self.ended:
+            self.close()
+
+    def require_receiver(self) -> Receiver:
+        if self._error is not None:
+            raise self._error
+        if self.receiver is None or not self._connected.is_set():
+            raise ClosedError("the link to the publisher is not up yet; wait for the worker's hello before an offer")
+        return self.receiver
+
+    def tell(self, message: LinkMessage) -> None:
+        """Send over the link; a publisher that has gone is noticed by the link itself."""
+        if self._link is not None:
+            with contextlib.suppress(OSError):
+                self._link.send(message)
+
+    def receive_in_background(self, receive: Callable[[], None]) -> None:
+        self._receiving = threading.Thread(target=receive, name="weightcast-receive", daemon=True)
+        self._receiving.start()
+
+    def end_update(self, error: WeightcastError) -> None:
+        """Abort an update that is in progress, and see that its thread has left the receiver."""
+        if self.update is not None:
+            self.update.abort(error)
+        if self._receiving is not None:
+            self._receiving.join(timeout=_RECEIVER_SECONDS)
+            if self._receiving.is_alive():
+                raise ClosedError("the former update is still receiving; connect again")
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        if self.receiver is not None:
+            self.receiver.close()
