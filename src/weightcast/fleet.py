@@ -165,11 +165,16 @@ class Fleet:
             fail(member, exc)
 
     def take_failures(self, failures: Mapping[str, WeightcastError]) -> None:
-        """Sort a sender's failures, by peer, to the members whose workers those are."""
+        """Sort a sender's failures, by peer, to the members whose workers those are, and drop these members' links.
+
+        A receiver that left of its own accord (UpdateAbortedError) is left out: its worker says why over its link.
+        """
         for member in self.healthy():
-            for link in member.links:
-                if link.peer in failures and member.result.error is None:
-                    fail(member, failures[link.peer])
+            lost = [failures[p] for p in (link.peer for link in member.links) if isinstance(failures.get(p), PeerError)]
+            if lost:
+                fail(member, lost[0])
+                for link in member.links:
+                    link.end("its data connection failed")
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)

@@ -64,10 +64,13 @@ class Hold:
             self.close()
 
     def require_receiver(self) -> Receiver:
+        """The connected receiver. Raises what kept it from connecting, ClosedError if it is still at it."""
+        # The hello may have been answered with an offer before the connecting thread has returned from saying it.
+        if not self._connected.wait(_RECEIVER_SECONDS):
+            raise ClosedError("the link to the publisher is not up yet; wait for the worker's hello before an offer")
         if self._error is not None:
             raise self._error
-        if self.receiver is None or not self._connected.is_set():
-            raise ClosedError("the link to the publisher is not up yet; wait for the worker's hello before an offer")
+        assert self.receiver is not None
         return self.receiver
 
     def tell(self, message: LinkMessage) -> None:
@@ -94,3 +97,6 @@ class Hold:
             self._link.close()
         if self.receiver is not None:
             self.receiver.close()
+        # Views keep the transport's memory mapped; this object may be part of a cycle and live on until a collection.
+        for load_plan in self.load_plans.values():
+            load_plan.layout.forget_views()

@@ -11,9 +11,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from weightcast.errors import ManifestError
 from weightcast.manifest import (
     ALIGNMENT_BYTES,
     ITEMSIZE_BYTES,
+    MAX_PIECES_PER_TENSOR,
     PROTOCOL,
     DigestKind,
     Manifest,
@@ -21,6 +23,7 @@ from weightcast.manifest import (
     Region,
     TensorRecord,
     TensorSpec,
+    check_specs,
 )
 
 
@@ -49,14 +52,17 @@ def plan(
     capacity = bucket_size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     if capacity <= 0:
         raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}; it must be at least {ALIGNMENT_BYTES}")
+    check_specs(specs)
     filler = _Filler(capacity)
     pieces: dict[str, tuple[Piece, ...]] = {}
     for group in _load_groups(specs):
-        filler.keep_together(sum(align(spec.num_bytes) for spec in group))
+        held = {s.name: (regions or {}).get(s.name) or (whole(s.shape),) for s in group}
+        filler.keep_together(sum(align(r.numel * ITEMSIZE_BYTES[s.dtype]) for s in group for r in held[s.name]))
         for spec in group:
-            held = (regions or {}).get(spec.name) or (whole(spec.shape),)
             itemsize = ITEMSIZE_BYTES[spec.dtype]
-            pieces[spec.name] = tuple(p for region in held if region.numel for p in filler.place(region, itemsize))
+            pieces[spec.name] = tuple(
+                p for region in held[spec.name] if region.numel for p in filler.place(region, itemsize)
+            )
     records = tuple(
         TensorRecord(s.name, s.dtype, s.shape, aliases=s.aliases, group=s.group, pieces=pieces[s.name]) for s in specs
     )
@@ -101,6 +107,12 @@ class _Filler:
         max_elements = self._capacity // itemsize
         dim = next(d for d in range(len(region.sizes)) if math.prod(region.sizes[d + 1 :]) <= max_elements)
         row_bytes = math.prod(region.sizes[dim + 1 :]) * itemsize
+        if region.numel * itemsize > MAX_PIECES_PER_TENSOR * self._capacity:
+            raise ManifestError(
+                f"a region of {list(region.sizes)} needs more than {MAX_PIECES_PER_TENSOR} buckets of "
+                f"{self._capacity} bytes: use larger buckets [count]",
+                fault="count",
+            )
         for outer in itertools.product(*(range(size) for size in region.sizes[:dim])):
             start = 0
             while start < region.sizes[dim]:

@@ -198,20 +198,14 @@ class Publication:
                     digests.append(packer.pack(index, buffer, version))
                 with self._timed("send"):
                     sender.send(index)
+                if len(sender.failures) == len(peers):
+                    break
         with self._timed("send"):
-            self._drop_failed()
+            self._fleet.take_failures(sender.failures)
             root, deadline = root_digest(self._packing.manifest_digest, digests), self._terms.deadline_seconds
             self._fleet.each(lambda member: member.received(self.number, num_buckets, root, deadline))
-            self._drop_failed()
+            self._fleet.take_failures(sender.failures)
         return root
-
-    def _drop_failed(self) -> None:
-        """Who lost the data connection is out of this update; ending its link tells it so if it is alive."""
-        failures = self._wire.sender.failures
-        self._fleet.take_failures(failures)
-        for member in self._fleet:
-            if any(link.peer in failures for link in member.links):
-                self._wire.listener.drop(member.name, "its data connection failed")
 
     def _install(self, member: Member) -> None:
         try:

@@ -122,7 +122,9 @@ class Publisher:
             self._closed = True
             if self._wire is not None:
                 self._wire.close()
-            self._packing = None
+            if self._packing is not None:
+                # An exception that somebody keeps may hold on to the layout; its views would keep the arena mapped.
+                self._packing.layout.forget_views()
             self._fleet.close()
             self._guard.close()
 

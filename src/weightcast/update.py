@@ -22,6 +22,8 @@ from weightcast.errors import (
     IntegrityError,
     UpdateAbortedError,
     WeightcastError,
+    from_record,
+    to_record,
 )
 from weightcast.gate import Gate
 from weightcast.interfaces import Bucket, Engine, Receiver, Undoable
@@ -184,7 +186,8 @@ class Update:
 
     def _failed_install(self, cause: Exception) -> InstallError:
         error = InstallError(f"installing version {self.version.number} failed: {cause}", torn=True)
-        self.error, self.state = error, State.ABORTED
+        # A copy without its traceback, whose frames would keep views of the transport's memory alive.
+        self.error, self.state = from_record(to_record(error)), State.ABORTED
         error.torn = not self._go_back(str(error))
         self._release()
         return error

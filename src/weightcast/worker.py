@@ -39,7 +39,7 @@ from weightcast.errors import (
     StaleVersionError,
     UnsupportedError,
     UpdateAbortedError,
-    WeightcastError,
+    from_record,
     to_record,
 )
 from weightcast.gate import Gate
@@ -267,12 +267,13 @@ class Worker:
         try:
             root = update.receive()
         except Exception as exc:
-            error = exc if isinstance(exc, WeightcastError) else WeightcastError(f"{type(exc).__name__}: {exc}")
-            update.abort(error)
+            # A copy without its traceback, whose frames would keep views of the transport's memory alive.
+            record = to_record(exc)
+            update.abort(from_record(record))
             self._end_streaming(update)
-            hold.tell(Failed(number, to_record(error)))
+            hold.tell(Failed(number, record))
             self._observe("receive", time.perf_counter() - start, False)
-            logger.warning("version %d was not received: %s", number, exc)
+            logger.warning("version %d was not received: %s", number, record.message)
             return
         self._observe("receive", time.perf_counter() - start, True)
         hold.tell(Received(number, update.num_buckets, root))
