@@ -1,0 +1,182 @@
+"""What an engine is given: every byte once, under the right names, in whole tensors and whole load groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from core.direct import DictSource, RecordingEngine, fleet
+from weightcast.errors import IncompatibleWeightsError, PublishError, UnsupportedError
+from weightcast.manifest import Region, TensorSpec
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+BIG = torch.arange(5000, dtype=torch.float32).view(100, 50)
+TENSORS = {
+    "small": torch.arange(10, dtype=torch.int16),
+    "big": BIG,
+    "scalar": torch.tensor(True),
+    "empty": torch.empty(0, 3, dtype=torch.float64),
+    "strided": torch.arange(64.0).view(8, 8).t(),
+    "last": torch.full((700,), -0.0, dtype=torch.bfloat16),
+}
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def assert_same(held: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert held.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (held[name].dtype, held[name].shape) == (tensor.dtype, tensor.shape), name
+        assert bits(held[name]) == bits(tensor), name
+
+
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+@pytest.mark.parametrize("bucket_size_bytes", [256, 4096, 1 << 20])
+def test_every_tensor_arrives_as_it_was(install: str, bucket_size_bytes: int) -> None:
+    engines = RecordingEngine(), RecordingEngine(DictSource(TENSORS).specs())
+    with fleet(DictSource(TENSORS), *engines, install=install, bucket_size_bytes=bucket_size_bytes) as (publisher, _):
+        for _ in range(3):
+            report = publisher.publish()
+            assert report.ok
+    for engine in engines:
+        assert_same(engine.held, TENSORS)
+        assert [v.number for v in engine.versions] == [0, 1, 2]
+        if install == "staged":
+            assert [call.keys() for call in engine.calls] == [TENSORS.keys()] * 3
+
+
+class RegionEngine(RecordingEngine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.regions: list[tuple[str, Region]] = []
+
+    def load_region(self, name: str, region: Region, part: torch.Tensor) -> None:
+        self.regions.append((name, region))
+        whole = self.held.setdefault(name, torch.zeros(100, 50))
+        assert part.shape == region.sizes
+        rows = slice(region.offsets[0], region.offsets[0] + region.sizes[0])
+        whole[rows, region.offsets[1] : region.offsets[1] + region.sizes[1]] = part
+
+
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+def test_engine_that_takes_regions_gets_cut_tensors_in_parts(install: str) -> None:
+    engine = RegionEngine()
+    with fleet(DictSource(TENSORS), engine, install=install) as (publisher, _):
+        publisher.publish()
+    assert len(engine.regions) > 1
+    assert {name for name, _ in engine.regions} == {"big"}
+    assert sum(region.numel for _, region in engine.regions) == BIG.numel()
+    assert_same(engine.held, TENSORS)
+
+
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+def test_load_groups_reach_the_engine_in_one_call(install: str) -> None:
+    tensors = {f"t{i}": torch.randn(30, 30) for i in range(8)}
+    groups = {"t0": "a", "t5": "a", "t2": "b", "t3": "b", "t7": "b"}
+    engine = RecordingEngine()
+    with fleet(DictSource(tensors, groups=groups), engine, install=install) as (publisher, _):
+        publisher.publish()
+    assert_same(engine.held, tensors)
+    for group in "ab":
+        members = {name for name, of in groups.items() if of == group}
+        assert sum(1 for call in engine.calls if members & call.keys()) == 1
+        assert any(members <= call.keys() for call in engine.calls)
+
+
+def test_tied_names_are_given_out_as_the_engine_knows_them() -> None:
+    embed = torch.randn(20, 20)
+    source = DictSource({"embed": embed}, aliases={"embed": ("head",)})
+    tied = RecordingEngine([TensorSpec("embed", "float32", (20, 20), aliases=("head",))])
+    untied = RecordingEngine([TensorSpec("embed", "float32", (20, 20)), TensorSpec("head", "float32", (20, 20))])
+    only_head = RecordingEngine([TensorSpec("head", "float32", (20, 20))])
+    unknowing = RecordingEngine()
+    with fleet(source, tied, untied, only_head, unknowing) as (publisher, _):
+        report = publisher.publish()
+    assert report.num_bytes == embed.numel() * 4
+    assert_same(tied.held, {"embed": embed})
+    assert_same(untied.held, {"embed": embed, "head": embed})
+    assert_same(only_head.held, {"head": embed})
+    assert_same(unknowing.held, {"embed": embed, "head": embed})
+
+
+def test_offenders_are_all_named_and_nothing_is_loaded() -> None:
+    held = [
+        TensorSpec("small", "int16", (10,)),
+        TensorSpec("big", "float32", (100, 51)),
+        TensorSpec("scalar", "uint8", ()),
+        TensorSpec("missing", "float32", (1,)),
+    ]
+    picky, fine = RecordingEngine(held), RecordingEngine()
+    with fleet(DictSource(TENSORS), picky, fine) as (publisher, _):
+        with pytest.raises(PublishError) as caught:
+            publisher.publish()
+        (error,) = caught.value.failures.values()
+    assert isinstance(error, IncompatibleWeightsError)
+    for name in ("big", "scalar", "missing", "empty", "strided", "last"):
+        assert any(f"'{name}'" in problem for problem in error.problems), name
+    assert not any("'small'" in problem for problem in error.problems)
+    assert picky.calls == []
+    assert_same(fine.held, TENSORS)
+    assert caught.value.report.engines["engine-1"].ok  # type: ignore[attr-defined]
+
+
+def test_untied_weights_for_a_tied_engine_are_refused() -> None:
+    source = DictSource({"embed": torch.randn(4), "head": torch.randn(4)})
+    engine = RecordingEngine([TensorSpec("embed", "float32", (4,), aliases=("head",))])
+    with fleet(source, engine, on_failure="report") as (publisher, _):
+        result = publisher.publish().engines["engine-0"]
+    assert result.error is not None
+    assert "'head' and 'embed' are both the engine's 'embed'" in result.error.message
+    assert engine.calls == []
+
+
+def test_undo_is_refused_by_an_engine_that_has_none() -> None:
+    with fleet(DictSource(TENSORS), RecordingEngine(), undo=True) as (publisher, _):
+        with pytest.raises(PublishError) as caught:
+            publisher.publish()
+    assert isinstance(caught.value.failures["engine-0"], UnsupportedError)
+
+
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+def test_failed_load_tears_until_the_next_publish(install: str) -> None:
+    engine = RecordingEngine()
+    engine.fail_after = 0
+    with fleet(DictSource(TENSORS), engine, install=install) as (publisher, (client,)):
+        with pytest.raises(PublishError):
+            publisher.publish()
+        assert client.gate.torn
+        assert not client.gate.is_paused
+        engine.fail_after = None
+        publisher.publish()
+        assert not client.gate.torn
+    assert_same(engine.held, TENSORS)
+
+
+def test_empty_model() -> None:
+    engine = RecordingEngine()
+    with fleet(DictSource({}), engine) as (publisher, _):
+        report = publisher.publish()
+    assert (report.num_bytes, report.num_buckets, report.ok) == (0, 0, True)
+    assert len(engine.versions) == 1
+
+
+def test_source_that_lies_is_refused_before_anything_moves() -> None:
+    source = DictSource(TENSORS)
+    source._regions.pop("big")
+    engine = RecordingEngine()
+    with fleet(source, engine) as (publisher, _), pytest.raises(IncompatibleWeightsError, match="big"):
+        publisher.publish()
+    assert engine.calls == []
+
+
+def test_changed_specs_make_a_new_plan() -> None:
+    source, engine = DictSource({"a": torch.ones(3)}), RecordingEngine()
+    with fleet(source, engine) as (publisher, _):
+        publisher.publish()
+        other = DictSource({"a": torch.ones(3), "b": torch.zeros(5000)})
+        source._specs, source._regions = other._specs, other._regions
+        publisher.publish()
+    assert_same(engine.held, other.tensors)

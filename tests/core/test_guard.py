@@ -1,0 +1,117 @@
+"""The guard resumes paused engines when the publisher dies, and only those."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import weightcast
+from weightcast.guard import Guard, RescueRequest, rescue, watch
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+@pytest.fixture
+def server():  # type: ignore[no-untyped-def]
+    import torch
+
+    with weightcast.EngineServer(weightcast.ModuleEngine(torch.nn.Linear(2, 2))) as server:
+        yield server
+
+
+def resume_of(server: weightcast.EngineServer) -> list[RescueRequest]:
+    return [RescueRequest(f"{server.url}/resume", {"content-type": "application/json"})]
+
+
+def test_killed_publisher_is_replaced_by_its_guard(server: weightcast.EngineServer) -> None:
+    server.gate.pause()
+    program = textwrap.dedent(
+        f"""
+        from weightcast.guard import Guard, RescueRequest
+        guard = Guard()
+        guard.hold("engine", [RescueRequest({server.url + "/resume"!r})])
+        guard.hold("other", [RescueRequest({server.url + "/pause?mode=keep"!r})])
+        guard.release("other")
+        print(guard.pid, flush=True)
+        input()
+        """
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stdin=subprocess.PIPE) as publisher:
+        assert publisher.stdout is not None
+        guard_pid = int(publisher.stdout.readline())
+        assert server.gate.is_paused
+        publisher.send_signal(signal.SIGKILL)
+    assert server.gate.wait_open(10), "the guard did not resume the engine"
+    descriptor = None
+    try:
+        descriptor = os.pidfd_open(guard_pid)
+    except ProcessLookupError:
+        return
+    import select
+
+    try:
+        assert select.select([descriptor], [], [], 10)[0], "the guard did not end"
+    finally:
+        os.close(descriptor)
+
+
+def test_released_engine_stays_as_it_is(server: weightcast.EngineServer) -> None:
+    guard = Guard()
+    guard.hold("engine", resume_of(server))
+    guard.release("engine")
+    server.gate.pause()
+    guard.close()
+    assert server.gate.is_paused
+
+
+def test_closing_a_guard_sends_what_is_held(server: weightcast.EngineServer) -> None:
+    server.gate.pause()
+    guard = Guard()
+    guard.hold("engine", resume_of(server))
+    guard.close()
+    guard.close()
+    assert not server.gate.is_paused
+
+
+def test_half_a_line_does_not_count() -> None:
+    whole = b'{"a": [["http://127.0.0.1:1/x", {}, ""]]}\n'
+    assert watch([whole, b'{"b": [["http']) == {"a": [RescueRequest("http://127.0.0.1:1/x", {}, "")]}
+
+
+def test_an_engine_that_is_gone_is_given_up() -> None:
+    assert not rescue([RescueRequest("http://127.0.0.1:9/resume")], give_up_seconds=0.3)
+
+
+def test_a_refusal_is_an_answer(server: weightcast.EngineServer) -> None:
+    assert rescue([RescueRequest(f"{server.url}/no-such-route")], give_up_seconds=5)
+
+
+def test_publisher_holds_the_guard_only_where_no_lease_ends_a_pause(server: weightcast.EngineServer) -> None:
+    import torch
+
+    seen: list[bool] = []
+
+    class Stock(weightcast.HttpEngine):
+        """An engine whose routes know no lease."""
+
+        def info(self):  # type: ignore[no-untyped-def]
+            import msgspec
+
+            return msgspec.structs.replace(super().info(), abilities=())
+
+        def finish(self, version: int) -> None:
+            seen.append(publisher._guard.pid is not None)
+            super().finish(version)
+
+    source = weightcast.ModuleSource(torch.nn.Linear(2, 2))
+    client = Stock(server.url)
+    with weightcast.Publisher(source, engines=[client]) as publisher:
+        publisher.publish()
+        assert publisher._guard._held == {}
+    client.close()
+    assert seen == [True]
