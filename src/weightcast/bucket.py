@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from weightcast.errors import IntegrityError
+from weightcast.host_copy import copy_plain, is_plain
 from weightcast.manifest import ITEMSIZE_BYTES, DigestKind, Manifest, Piece, Region, TensorRecord, WeightVersion
 from weightcast.plan import align
 
@@ -26,7 +27,7 @@ TRAILER = struct.Struct("<8s16sQQQ16s")
 TRAILER_BYTES = TRAILER.size
 TRAILER_MAGIC = b"wcbuckt1"
 DIGEST_BYTES = 16
-_HASH_STEP_BYTES = 4 << 20
+_HASH_STEP_BYTES = 512 << 10
 _SUM_COLUMNS = 4096
 
 
@@ -119,6 +120,7 @@ class Packer:
         self._sources = [
             [narrow(tensors[e.record.name].detach(), e.piece.region) for e in entries] for entries in layout.entries
         ]
+        self._known_steps: list[list[tuple[int, int, int]] | None] = [None] * len(layout.entries)
 
     def pack(self, index: int, buffer: torch.Tensor, version: WeightVersion) -> bytes | torch.Tensor:
         """Fill `buffer` with bucket `index` and its trailer; return the digest, on a GPU as two int64 still to come.
@@ -131,9 +133,12 @@ class Packer:
         if layout.manifest.digest_kind != "xxh3-128":
             torch._foreach_copy_(views, self._sources[index])
             return write_trailer(buffer, num_bytes, version, index, layout.manifest.digest_kind)
-        hasher, data, start = xxhash.xxh3_128(), buffer.numpy(), 0
-        for first, last, end in self._steps(index):
-            torch._foreach_copy_(views[first:last], self._sources[index][first:last])
+        hasher, data, sources, start = xxhash.xxh3_128(), buffer.numpy().data, self._sources[index], 0
+        for first, last, end in self._steps(index, views):
+            if last - first == 1 and is_plain(views[first], sources[first]):
+                start = self._pack_plain(index, first, data, start, hasher, views[first])
+            else:
+                torch._foreach_copy_(views[first:last], sources[first:last])
             hasher.update(data[start:end])
             start = end
         hasher.update(data[start:num_bytes])
@@ -141,22 +146,39 @@ class Packer:
         _put_trailer(buffer, num_bytes, version, index, digest)
         return digest
 
-    def _steps(self, index: int) -> list[tuple[int, int, int]]:
-        """Runs of entries of about _HASH_STEP_BYTES: (first, last, end in bytes)."""
-        steps, first, start = [], 0, 0
-        entries = self._layout.entries[index]
+    def _pack_plain(
+        self, index: int, position: int, data: memoryview, start: int, hasher: xxhash.xxh3_128, view: torch.Tensor
+    ) -> int:
+        """Copy one large tensor, digesting from byte `start` on; return where the digest has come to."""
+        offset, num_bytes = self._layout.entries[index][position].piece.offset_bytes, view.nbytes
+        for done in range(0, num_bytes, _HASH_STEP_BYTES):
+            size = min(_HASH_STEP_BYTES, num_bytes - done)
+            copy_plain(view, self._sources[index][position], done, size)
+            hasher.update(data[start : offset + done + size])
+            start = offset + done + size
+        return start
+
+    def _steps(self, index: int, views: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
+        """Runs of entries, large plain ones alone, others of about _HASH_STEP_BYTES: (first, last, end in bytes)."""
+        known = self._known_steps[index]
+        if known is not None:
+            return known
+        steps, first, start, entries = [], 0, 0, self._layout.entries[index]
+        alone = [is_plain(*pair) for pair in zip(views, self._sources[index], strict=True)]
         for number, entry in enumerate(entries, start=1):
             end = entry.piece.offset_bytes + entry.piece.region.numel * ITEMSIZE_BYTES[entry.record.dtype]
-            if end - start >= _HASH_STEP_BYTES or number == len(entries):
+            is_last = number == len(entries)
+            if is_last or alone[number - 1] or alone[number] or end - start >= _HASH_STEP_BYTES:
                 steps.append((first, number, end))
                 first, start = number, end
+        self._known_steps[index] = steps
         return steps
 
 
 def payload_digest(payload: torch.Tensor, kind: DigestKind) -> bytes:
     """The 16-byte digest of a contiguous uint8 payload whose length is a multiple of 8."""
     if kind == "xxh3-128":
-        return xxhash.xxh3_128_digest(payload.numpy())
+        return xxhash.xxh3_128_digest(payload.numpy().data)
     return device_sums(payload).cpu().numpy().tobytes()
 
 

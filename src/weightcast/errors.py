@@ -26,11 +26,14 @@ boundary as an `ErrorRecord`: a name from the closed table above and a text, nev
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 MAX_LISTED_PROBLEMS = 1000
+MAX_TEXT_CHARACTERS = 1 << 16
+"""Of a record's message, and of all its problems together: either takes at most 6 bytes each in JSON."""
 
 
 class WeightcastError(Exception):
@@ -142,16 +145,26 @@ class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def to_record(error: BaseException) -> ErrorRecord:
     """Describe `error` for a peer. A foreign exception becomes a WeightcastError that keeps its type's name."""
-    problems = tuple(getattr(error, "problems", ()))[:MAX_LISTED_PROBLEMS]
     if isinstance(error, WeightcastError):
         return ErrorRecord(
             kind=type(error).__name__,
-            message=str(error),
-            problems=problems,
+            message=_cut(str(error)),
+            problems=_listed(getattr(error, "problems", ())),
             peer=getattr(error, "peer", ""),
             torn=getattr(error, "torn", False),
         )
-    return ErrorRecord(kind="WeightcastError", message=f"{type(error).__name__}: {error}")
+    return ErrorRecord(kind="WeightcastError", message=_cut(f"{type(error).__name__}: {error}"))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT_CHARACTERS else f"{text[: MAX_TEXT_CHARACTERS - 8]} ... cut"
+
+
+def _listed(problems: Sequence[str]) -> tuple[str, ...]:
+    """As many as fit into a record; the message says how many there are in all."""
+    sizes = itertools.accumulate(map(len, problems))
+    fitting = itertools.takewhile(lambda pair: pair[1] <= MAX_TEXT_CHARACTERS, zip(problems, sizes, strict=True))
+    return tuple(problem for problem, _ in fitting)[:MAX_LISTED_PROBLEMS]
 
 
 def from_record(record: ErrorRecord) -> WeightcastError:

@@ -110,6 +110,7 @@ class Gate:
                     self._owners.discard(owner)
                     self._condition.notify_all()
                 raise PeerTimeoutError("generation did not reach the end of its step by the deadline", peer="engine")
+            self._owners.add(owner)  # another pause of this owner that timed out meanwhile has taken it away
 
     def resume(self, *, owner: str = "") -> None:
         """End the pause of `owner`; a person's resume (empty) ends everybody's. Idempotent."""

@@ -2,11 +2,10 @@
 
 One update, and who calls what. P: the publisher, on the trainer. W: a worker, in the engine's process.
 
-    P  Source.specs()                    once, and after a change
+    P  Source.regions(), .specs()        specs only when regions gave another object
     P  EngineClient.init(info)           W connects its link and makes its Receiver, in the background
     P  EngineClient.update(Offer)        W  Engine.specs(), then Receiver.open(...), then answers on the link
     P  Sender.open(...)                  waits until the peers' receivers are there
-    P  Source.regions()
     P  for each bucket:
            Sender.buffer(k), fill, Sender.send(k)
                                          W  next(Receiver) -> Bucket k, checked; streaming: Engine.load(...)
@@ -49,7 +48,8 @@ class Source(Protocol):
     def regions(self) -> Mapping[str, tuple[Region, torch.Tensor]]:
         """This rank's views, each with its region in the global tensor. No copy and no communication.
 
-        Returns the same object as long as every view is still of the same memory.
+        Returns the same object as long as every view is still of the same memory, of the same specs: a publisher then
+        does not ask for the specs again.
         """
         ...
 

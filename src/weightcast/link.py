@@ -39,7 +39,8 @@ class Frames:
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)
             if length > MAX_LINK_MESSAGE_BYTES:
-                raise ManifestError(f"a link message of {length} bytes; the limit is {MAX_LINK_MESSAGE_BYTES}")
+                what = f"a link message of {length} bytes; the limit is {MAX_LINK_MESSAGE_BYTES}"
+                raise ManifestError(f"{what} [too_large]", fault="too_large")
             if len(self._data) < _LENGTH.size + length:
                 return
             body = bytes(self._data[_LENGTH.size : _LENGTH.size + length])

@@ -61,7 +61,7 @@ ITEMSIZE_BYTES: Mapping[str, int] = {
 """Every dtype that may travel, by torch's own name, with the bytes of one element."""
 
 
-RunId = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+RunId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 """A run's random id: 16 bytes in lower-case hex."""
 
 VersionNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
@@ -276,11 +276,12 @@ def _check_piece(record: TensorRecord, piece: Piece, buckets: Sequence[int]) -> 
             )
     if not 0 <= piece.bucket < len(buckets):
         raise _fault("bucket", f"{record.name!r} lies in bucket {piece.bucket}; there are {len(buckets)}")
-    end = piece.offset_bytes + region.numel * ITEMSIZE_BYTES[record.dtype]
-    if piece.offset_bytes < 0 or piece.offset_bytes % ALIGNMENT_BYTES or end > buckets[piece.bucket]:
+    num_bytes = region.numel * ITEMSIZE_BYTES[record.dtype]
+    last = buckets[piece.bucket] - num_bytes
+    if not 0 <= piece.offset_bytes <= last or piece.offset_bytes % ALIGNMENT_BYTES:
         raise _fault(
             "offset",
-            f"{record.name!r} lies at bytes {piece.offset_bytes} to {end} of bucket {piece.bucket} "
+            f"{num_bytes} bytes of {record.name!r} lie at offset {piece.offset_bytes} of bucket {piece.bucket} "
             f"with {buckets[piece.bucket]} bytes; offsets must be multiples of {ALIGNMENT_BYTES}",
         )
 

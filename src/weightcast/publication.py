@@ -72,6 +72,10 @@ class Packing:
         self._regions: Regions | None = None
         self._packer: Packer | None = None
 
+    def is_of(self, regions: Regions) -> bool:
+        """Whether the packer was made for these very views, with which the specs can't have changed either."""
+        return self._regions is regions
+
     def packer(self, regions: Regions) -> Packer:
         """Raises IncompatibleWeightsError unless the regions are exactly the tensors of the specs, whole."""
         if self._packer is None or self._regions is not regions:

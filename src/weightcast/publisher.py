@@ -24,7 +24,7 @@ from weightcast.fleet import Fleet, Member
 from weightcast.guard import Guard
 from weightcast.interfaces import EngineClient, Sender, Source
 from weightcast.listener import LinkListener
-from weightcast.manifest import MAX_VERSION, TensorSpec
+from weightcast.manifest import MAX_VERSION
 from weightcast.plan import plan
 from weightcast.publication import Packing, Publication, Regions, Terms, Wire
 from weightcast.report import PublishReport
@@ -158,10 +158,10 @@ class Publisher:
             if version is not None and not self.version < version <= MAX_VERSION:
                 raise ValueError(f"version {version} is not above {self.version}, the last one of this publisher")
             start = time.perf_counter()
-            specs, regions = self._source.specs(), self._source.regions()
-            gather_seconds = time.perf_counter() - start
+            regions = self._source.regions()
             wire = self._ready_wire(regions)
-            packing = self._ready_packing(specs, wire.device)
+            packing = self._ready_packing(regions, wire.device)
+            gather_seconds = time.perf_counter() - start
             publication = Publication(self._terms, self._fleet, self._guard, wire, packing)
             try:
                 report = publication.run(regions, above=self.version, number=version)
@@ -190,8 +190,11 @@ class Publisher:
             self._wire = Wire(sender, listener, device)
         return self._wire
 
-    def _ready_packing(self, specs: Sequence[TensorSpec], device: torch.device) -> Packing:
-        """The plan for these specs: made once, and again when the source's specs have changed."""
+    def _ready_packing(self, regions: Regions, device: torch.device) -> Packing:
+        """The plan for the source's specs: made once, and again when they have changed."""
+        if self._packing is not None and self._packing.is_of(regions):
+            return self._packing
+        specs = self._source.specs()
         if self._packing is None or self._packing.specs is not specs:
             size = self._bucket_size_bytes or self._transport.default_bucket_size_bytes[device.type]
             manifest = plan(specs, size, digest_kind="xxh3-128" if device.type == "cpu" else "sum-64x2")

@@ -221,9 +221,14 @@ class Worker:
             install=offer.install,
             undo=offer.undo,
         )
-        update.open()
-        if offer.install == "streaming":
-            self.gate.pause("keep", owner=_streaming_owner(offer.run), deadline_seconds=self._install_deadline_seconds)
+        try:
+            update.open()
+            if offer.install == "streaming":
+                owner = _streaming_owner(offer.run)
+                self.gate.pause("keep", owner=owner, deadline_seconds=self._install_deadline_seconds)
+        except Exception as exc:
+            update.abort(from_record(to_record(exc)))
+            raise
         hold.tell(Accepted(offer.version))
         hold.receive_in_background(functools.partial(self._receive, hold, update))
 
