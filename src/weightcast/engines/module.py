@@ -1,0 +1,243 @@
+"""Installs weights into a live `nn.Module`, in place: for models served in your own process, and as the reference.
+
+Invariants: nothing is written before the whole call has been checked; only memory of the module is written, in one
+`_foreach_copy_` per call; a tensor of another shape, or without `cast` of another dtype, is never taken. Parameters
+keep their identity, so compiled and graph-captured models stay valid.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from weightcast.bucket import DTYPE_NAMES, narrow
+from weightcast.checkpoint import CASTABLE, Buffers, LiveCheckpoint, Names
+from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError, ManifestError
+from weightcast.manifest import Region, TensorSpec, WeightVersion, check_tiling
+
+_MAX_NAMED = 20
+
+
+class ModuleEngine:
+    """An `Engine` that copies into a module's own parameters and buffers; also takes regions, undoes and reads.
+
+    It accepts the names and shapes that the module has in checkpoint form (see `checkpoint`): a model with fused
+    experts takes one tensor per expert. With `cast`, half, bfloat16, single and double precision may differ.
+    Calls come from one thread at a time, and nothing else may use the module meanwhile. Extra memory: none but
+    `snapshot_bytes` for an undo. Raises ValueError if the module has no checkpoint form in place.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, cast: bool = False, buffers: Buffers = "persistent", names: Names | None = None
+    ) -> None:
+        self.version: WeightVersion | None = None
+        self._cast = cast
+        self._live = LiveCheckpoint(model, buffers=buffers, names=names)
+        self._live.require_memory()
+        self._targets = _Targets(self._live)
+        self._updating = False
+        self._replaced = False
+        self._loaded: set[int] = set()
+        self._parts: dict[int, set[Region]] = {}
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Host memory that `snapshot` takes."""
+        return sum(spec.num_bytes for spec in self._live.specs)
+
+    def specs(self) -> Sequence[TensorSpec]:
+        self._refresh()
+        return self._live.specs
+
+    def can_cast(self, offered: str, held: str) -> bool:
+        """Whether `load` takes dtype `offered` for a tensor of dtype `held`."""
+        return offered == held or (self._cast and offered in CASTABLE and held in CASTABLE)
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy into the module; returns when the copies are done, on a GPU too.
+
+        Raises IncompatibleWeightsError, before anything is written, for unknown names, other shapes or dtypes, or
+        different tensors for names that are tied; InstallError (torn) if a copy fails.
+        """
+        pairs = list(tensors)
+        if not pairs:
+            return
+        self._begin()
+        names, sources = zip(*pairs, strict=True)
+        numbers = self._targets.numbers(names)
+        if len(set(numbers)) != len(numbers):
+            numbers, sources = _once(names, numbers, sources)
+        self._check(numbers, sources)
+        self._copy([self._targets.views[number] for number in numbers], sources)
+        self._loaded.update(numbers)
+
+    def load_region(self, name: str, region: Region, part: torch.Tensor) -> None:
+        """Copy a part of a tensor into its place. Raises as `load`."""
+        self._begin()
+        (number,) = self._targets.numbers([name])
+        target = self._targets.views[number]
+        if not _is_inside(region, target.shape) or tuple(part.shape) != region.sizes:
+            found = f"{list(part.shape)} elements at {list(region.offsets)}"
+            raise IncompatibleWeightsError(f"{found} are not a region of {name!r} {list(target.shape)}")
+        self._check_dtype(number, part)
+        self._copy([narrow(target, region)], [part])
+        if region.numel:
+            self._parts.setdefault(number, set()).add(region)
+
+    def commit(self, version: WeightVersion) -> None:
+        """Every tensor has been loaded since the last commit or discard: `version` is served.
+
+        Raises IncompleteUpdateError, naming what was not loaded; InstallError (torn) if the module's tensors were
+        replaced during the update, so that what was written is no longer in use.
+        """
+        self._refresh()
+        if self._replaced:
+            raise InstallError("the module's tensors were replaced during the update: publish again", torn=True)
+        missing = self._missing()
+        if missing:
+            shown = ", ".join(repr(spec.name) for spec in missing[:_MAX_NAMED])
+            more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
+            raise IncompleteUpdateError(
+                f"{len(missing)} of {len(self._live.specs)} tensors were not loaded: {shown}{more}; publish all of them"
+            )
+        self.discard()
+        self.version = version
+
+    def discard(self) -> None:
+        self._updating = False
+        self._replaced = False
+        self._loaded = set()
+        self._parts = {}
+
+    def snapshot(self) -> Callable[[], None]:
+        """Copy the live weights to host memory; the result restores them, and frees nothing until it is dropped.
+
+        Takes `snapshot_bytes` of host memory. The restorer raises InstallError (torn) if the module has other tensors.
+        """
+        self._refresh()
+        specs = self._live.specs
+        with torch.inference_mode():
+            copies = [view.to("cpu", copy=True) for view in self._targets.views]
+
+        def restore() -> None:
+            self._refresh()
+            if self._live.specs != specs:
+                raise InstallError("the module's tensors changed their form, the undo copy no longer fits", torn=True)
+            self._copy(self._targets.views, copies)
+            self.discard()
+
+        return restore
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every record's name with the live memory, in the order of `specs`."""
+        self._refresh()
+        yield from self._live.views.items()
+
+    def _begin(self) -> None:
+        # Once for an update: a look at every tensor of the module for each bucket would cost more than the copies.
+        if not self._updating:
+            self._refresh()
+            self._updating = True
+
+    def _refresh(self) -> None:
+        if self._live.refresh():
+            self._replaced = self._updating
+            self._live.require_memory()
+            self._targets = _Targets(self._live)
+
+    def _check(self, numbers: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
+        shapes, dtypes = self._targets.shapes, self._targets.dtypes
+        if list(map(_shape_of, sources)) != [shapes[number] for number in numbers]:
+            specs = self._live.specs
+            problems = [
+                f"{specs[number].name!r} has the shape {list(source.shape)}, the module has {list(shapes[number])}"
+                for number, source in zip(numbers, sources, strict=True)
+                if source.shape != shapes[number]
+            ]
+            raise IncompatibleWeightsError(f"other shapes: {'; '.join(problems[:_MAX_NAMED])}", problems)
+        if list(map(_dtype_of, sources)) != [dtypes[number] for number in numbers]:
+            for number, source in zip(numbers, sources, strict=True):
+                self._check_dtype(number, source)
+
+    def _check_dtype(self, number: int, source: torch.Tensor) -> None:
+        spec, offered = self._live.specs[number], DTYPE_NAMES.get(source.dtype, str(source.dtype))
+        if not self.can_cast(offered, spec.dtype):
+            found = f"{spec.name!r} is {offered}, the module has {spec.dtype}"
+            raise IncompatibleWeightsError(f"{found}: give the source a dtype, or the engine cast=True")
+
+    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> None:
+        try:
+            # Not no_grad: parameters that were made in inference mode can be written only there.
+            with torch.inference_mode():
+                torch._foreach_copy_(targets, sources)
+            for device in self._targets.cuda_devices:
+                torch.cuda.current_stream(device).synchronize()
+        except RuntimeError as exc:
+            raise InstallError(f"copying {len(targets)} tensors into the module failed: {exc}", torn=True) from exc
+
+    def _missing(self) -> list[TensorSpec]:
+        if len(self._loaded) == len(self._live.specs):
+            return []
+        return [spec for number, spec in enumerate(self._live.specs) if not self._is_loaded(number, spec)]
+
+    def _is_loaded(self, number: int, spec: TensorSpec) -> bool:
+        if number in self._loaded or 0 in spec.shape:
+            return True
+        if number not in self._parts:
+            return False
+        try:
+            check_tiling(list(self._parts[number]), spec.shape, spec.name)
+        except ManifestError as exc:
+            raise IncompleteUpdateError(f"{spec.name!r} was loaded in part: {exc}") from exc
+        return True
+
+
+_shape_of = operator.attrgetter("shape")
+_dtype_of = operator.attrgetter("dtype")
+
+
+class _Targets:
+    """The module's tensors by number, prepared for many checks at once."""
+
+    def __init__(self, live: LiveCheckpoint) -> None:
+        self.views = list(live.views.values())
+        self.shapes = [view.shape for view in self.views]
+        self.dtypes = [view.dtype for view in self.views]
+        self.cuda_devices = {view.device for view in self.views if view.is_cuda}
+        self._by_name = {name: number for number, spec in enumerate(live.specs) for name in spec.names}
+
+    def numbers(self, names: Sequence[str]) -> list[int]:
+        """Raises IncompatibleWeightsError, naming every name that the module does not have."""
+        try:
+            return [self._by_name[name] for name in names]
+        except KeyError as exc:
+            problems = [f"unknown tensor {name!r}" for name in names if name not in self._by_name]
+            raise IncompatibleWeightsError("; ".join(problems[:_MAX_NAMED]), problems) from exc
+
+
+def _once(
+    names: Sequence[str], numbers: Sequence[int], sources: Sequence[torch.Tensor]
+) -> tuple[list[int], tuple[torch.Tensor, ...]]:
+    """Each target once: tied names may come each with the same tensor, not with different ones."""
+    first: dict[int, int] = {}
+    for position, number in enumerate(numbers):
+        former = first.setdefault(number, position)
+        if sources[former] is not sources[position] and not _same_memory(sources[former], sources[position]):
+            raise IncompatibleWeightsError(
+                f"{names[former]!r} and {names[position]!r} are one tensor in the module, but two different ones came"
+            )
+    return list(first), tuple(sources[position] for position in first.values())
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+def _is_inside(region: Region, shape: Sequence[int]) -> bool:
+    return len(region.offsets) == len(region.sizes) == len(shape) and all(
+        offset >= 0 and size >= 0 and offset + size <= limit
+        for offset, size, limit in zip(region.offsets, region.sizes, shape, strict=True)
+    )

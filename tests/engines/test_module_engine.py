@@ -1,0 +1,378 @@
+"""ModuleEngine: in place and whole or refused, regions, undo, reading; over the kinds of tensors there are."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+from weightcast.bucket import DTYPE_NAMES, TORCH_DTYPES
+from weightcast.engines.module import ModuleEngine
+from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError
+from weightcast.interfaces import Casting, Engine, Readable, RegionLoader, Undoable
+from weightcast.manifest import Region, WeightVersion
+
+VERSION = WeightVersion("0" * 32, 7)
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Any bit patterns: NaN payloads and -0.0 among them; a bool is 0 or 1."""
+    high = 2 if dtype == torch.bool else 256
+    generator = torch.Generator().manual_seed(seed)
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, high, (num_bytes,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def buffers(**tensors: torch.Tensor) -> nn.Module:
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        module.register_buffer(name, tensor)
+    return module
+
+
+def make_net() -> nn.Module:
+    net = nn.Sequential(nn.Embedding(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 5, bias=False))
+    net[2].weight = net[0].weight
+    return net
+
+
+def update_of(engine: ModuleEngine, seed: int = 1) -> dict[str, torch.Tensor]:
+    return {spec.name: random_bits(spec.shape, TORCH_DTYPES[spec.dtype], seed) for spec in engine.specs()}
+
+
+def test_it_has_every_ability() -> None:
+    engine = ModuleEngine(make_net())
+    for ability in (Engine, RegionLoader, Undoable, Readable, Casting):
+        assert isinstance(engine, ability)
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=TORCH_DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (5, 7), (2, 3, 5)], ids=str)
+def test_every_dtype_is_copied_bit_by_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    module = buffers(value=random_bits(shape, dtype, seed=1), before=torch.ones(1), after=torch.ones(1))
+    engine = ModuleEngine(module)
+    update = update_of(engine, seed=2)
+    address = module.value.data_ptr()
+
+    engine.load(update.items())
+    engine.commit(VERSION)
+
+    assert bits(module.value) == bits(update["value"])
+    assert module.value.data_ptr() == address
+    assert engine.version == VERSION
+
+
+def test_non_contiguous_targets_and_sources() -> None:
+    grid = torch.zeros(6, 8)
+    engine = ModuleEngine(buffers(columns=grid[:, 2:5], turned=grid[:, 5:].t()))
+    columns, turned = torch.rand(3, 6).t(), torch.rand(6, 6)[::2]
+    engine.load([("columns", columns), ("turned", turned)])
+    engine.commit(VERSION)
+    assert torch.equal(grid, torch.cat([torch.zeros(6, 2), columns, turned.t()], dim=1))
+
+
+def test_nothing_is_loaded_by_nothing() -> None:
+    engine = ModuleEngine(make_net())
+    engine.load([])
+    engine.load(iter(()))
+    with pytest.raises(IncompleteUpdateError):
+        engine.commit(VERSION)
+
+
+def test_a_tied_tensor_comes_once_under_any_of_its_names() -> None:
+    net = make_net()
+    engine = ModuleEngine(net, buffers="none")
+    update = update_of(engine)
+    tied = update.pop("0.weight")
+    engine.load([*update.items(), ("2.weight", tied)])
+    engine.commit(VERSION)
+    assert bits(net[0].weight) == bits(tied)
+
+    both = torch.rand(5, 4)
+    engine.load([("0.weight", both), ("2.weight", both.view(5, 4))])
+    assert torch.equal(net[0].weight, both)
+
+
+def test_different_tensors_for_tied_names_are_refused() -> None:
+    net = make_net()
+    engine = ModuleEngine(net)
+    before = bits(net[0].weight)
+    with pytest.raises(IncompatibleWeightsError, match=r"'0\.weight' and '2\.weight' are one tensor"):
+        engine.load([("0.weight", torch.ones(5, 4)), ("2.weight", torch.zeros(5, 4))])
+    assert bits(net[0].weight) == before
+
+
+WRONG = {
+    "unknown": ("absent", torch.ones(2), "unknown tensor 'absent'"),
+    "misshapen": ("1.bias", torch.ones(4, 1), r"'1\.bias' has the shape \[4, 1\], the module has \[4\]"),
+    "broadcastable": ("1.bias", torch.ones(1), r"has the shape \[1\]"),
+    "other-dtype": ("1.bias", torch.ones(4).bfloat16(), r"is bfloat16, the module has float32"),
+}
+
+
+@pytest.mark.parametrize(("name", "tensor", "message"), WRONG.values(), ids=WRONG)
+def test_one_wrong_tensor_refuses_the_whole_call(name: str, tensor: torch.Tensor, message: str) -> None:
+    net = make_net()
+    engine = ModuleEngine(net)
+    before = {key: bits(value) for key, value in net.state_dict().items()}
+    with pytest.raises(IncompatibleWeightsError, match=message):
+        engine.load([("0.weight", torch.ones(5, 4)), (name, tensor)])
+    assert {key: bits(value) for key, value in net.state_dict().items()} == before
+
+
+def test_every_offender_is_named() -> None:
+    engine = ModuleEngine(make_net())
+    with pytest.raises(IncompatibleWeightsError) as unknown:
+        engine.load([("a", torch.ones(1)), ("0.weight", torch.ones(5, 4)), ("b", torch.ones(1))])
+    assert unknown.value.problems == ("unknown tensor 'a'", "unknown tensor 'b'")
+    with pytest.raises(IncompatibleWeightsError) as shapes:
+        engine.load([("0.weight", torch.ones(1)), ("1.bias", torch.ones(1))])
+    assert len(shapes.value.problems) == 2
+
+
+def test_casts_only_when_asked_and_only_plain_floats() -> None:
+    net = buffers(weight=torch.zeros(3), scale=torch.zeros(3).to(torch.float8_e4m3fn), count=torch.zeros(3).long())
+    wide = torch.tensor([1.5, -0.0, 3.0], dtype=torch.float64)
+    assert not ModuleEngine(net).can_cast("float64", "float32")
+    engine = ModuleEngine(net, cast=True)
+    assert engine.can_cast("float64", "float32")
+    engine.load([("weight", wide)])
+    assert torch.equal(net.weight, wide.float())
+    engine.load_region("weight", Region((1,), (1,)), torch.tensor([9.0]).bfloat16())
+    assert net.weight[1] == 9
+    for name in ("scale", "count"):
+        with pytest.raises(IncompatibleWeightsError, match="cast=True"):
+            engine.load([(name, wide)])
+
+
+def test_commit_names_what_is_missing_and_may_be_completed() -> None:
+    engine = ModuleEngine(make_net())
+    update = update_of(engine)
+    mean, bias = update.pop("1.running_mean"), update.pop("1.bias")
+    engine.load(update.items())
+    with pytest.raises(IncompleteUpdateError, match=r"2 of 6 tensors were not loaded: '1\.bias', '1\.running_mean'"):
+        engine.commit(VERSION)
+    assert engine.version is None
+    engine.load([("1.bias", bias), ("1.running_mean", mean)])
+    engine.commit(VERSION)
+    assert engine.version == VERSION
+    with pytest.raises(IncompleteUpdateError, match="6 of 6"):
+        engine.commit(VERSION)
+
+
+def test_discard_forgets_what_was_loaded() -> None:
+    engine = ModuleEngine(make_net())
+    update = update_of(engine)
+    engine.load(update.items())
+    engine.load_region("0.weight", Region((0, 0), (5, 4)), update["0.weight"])
+    engine.discard()
+    with pytest.raises(IncompleteUpdateError, match="6 of 6"):
+        engine.commit(VERSION)
+
+
+@hypothesis.given(st.data())
+def test_any_tiling_by_regions_is_the_whole(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(0, 5), max_size=3)))
+    whole = random_bits(shape, torch.bfloat16)
+    module = buffers(value=torch.zeros_like(whole))
+    engine = ModuleEngine(module)
+    for region in data.draw(st.permutations(cut(data, Region((0,) * len(shape), shape)))):
+        part = whole[tuple(slice(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True))]
+        engine.load_region("value", region, part)
+    engine.commit(VERSION)
+    assert bits(module.value) == bits(whole)
+
+
+def cut(data: st.DataObject, region: Region) -> list[Region]:
+    dims = [d for d, size in enumerate(region.sizes) if size > 1]
+    if not dims or data.draw(st.booleans()):
+        return [region]
+    dim = data.draw(st.sampled_from(dims))
+    at = data.draw(st.integers(1, region.sizes[dim] - 1))
+    offsets, sizes = list(region.offsets), list(region.sizes)
+    rest = sizes[dim] - at
+    sizes[dim] = at
+    low = Region(tuple(offsets), tuple(sizes))
+    offsets[dim], sizes[dim] = offsets[dim] + at, rest
+    return cut(data, low) + cut(data, Region(tuple(offsets), tuple(sizes)))
+
+
+def test_regions_that_leave_a_hole_are_incomplete() -> None:
+    engine = ModuleEngine(buffers(value=torch.zeros(4, 4)))
+    engine.load_region("value", Region((0, 0), (2, 4)), torch.ones(2, 4))
+    with pytest.raises(IncompleteUpdateError, match="'value' was loaded in part"):
+        engine.commit(VERSION)
+
+
+BAD_REGIONS = {
+    "outside": Region((3, 0), (2, 4)),
+    "negative": Region((-1, 0), (2, 4)),
+    "other-sizes": Region((0, 0), (2, 3)),
+    "other-dims": Region((0,), (2,)),
+}
+
+
+@pytest.mark.parametrize("region", BAD_REGIONS.values(), ids=BAD_REGIONS)
+def test_a_region_that_does_not_fit_is_refused(region: Region) -> None:
+    module = buffers(value=torch.zeros(4, 4))
+    with pytest.raises(IncompatibleWeightsError, match="not a region of 'value'"):
+        ModuleEngine(module).load_region("value", region, torch.ones(2, 4))
+    assert not module.value.any()
+
+
+def test_a_region_of_another_dtype_or_name_is_refused() -> None:
+    engine = ModuleEngine(buffers(value=torch.zeros(4)))
+    with pytest.raises(IncompatibleWeightsError, match="is float64"):
+        engine.load_region("value", Region((0,), (1,)), torch.ones(1, dtype=torch.float64))
+    with pytest.raises(IncompatibleWeightsError, match="unknown tensor 'other'"):
+        engine.load_region("other", Region((0,), (1,)), torch.ones(1))
+
+
+def test_an_undo_copy_restores_every_bit() -> None:
+    net = make_net()
+    engine = ModuleEngine(net)
+    before = {key: bits(value) for key, value in net.state_dict().items()}
+    assert engine.snapshot_bytes == sum(len(before[spec.name]) for spec in engine.specs())
+    restore = engine.snapshot()
+    engine.load(update_of(engine).items())
+    assert {key: bits(value) for key, value in net.state_dict().items()} != before
+    restore()
+    assert {key: bits(value) for key, value in net.state_dict().items()} == before
+    with pytest.raises(IncompleteUpdateError):
+        engine.commit(VERSION)
+
+
+def test_an_undo_copy_that_no_longer_fits_is_refused() -> None:
+    net = make_net()
+    engine = ModuleEngine(net)
+    restore = engine.snapshot()
+    net[1] = nn.BatchNorm1d(3)
+    with pytest.raises(InstallError, match="no longer fits") as error:
+        restore()
+    assert error.value.torn
+
+
+def test_tensors_are_the_live_ones_by_name() -> None:
+    net = make_net()
+    engine = ModuleEngine(net, names=lambda name: f"model.{name}")
+    found = dict(engine.tensors())
+    assert list(found) == [spec.name for spec in engine.specs()]
+    assert found["model.0.weight"].data_ptr() == net[0].weight.data_ptr()
+    assert all(DTYPE_NAMES[found[s.name].dtype] == s.dtype for s in engine.specs())
+
+
+def test_specs_are_the_same_object_until_something_changes() -> None:
+    net = make_net()
+    engine = ModuleEngine(net)
+    specs = engine.specs()
+    engine.load(update_of(engine).items())
+    engine.commit(VERSION)
+    assert engine.specs() is specs
+    net[1] = nn.BatchNorm1d(3)
+    assert engine.specs() != specs
+
+
+def test_replaced_memory_is_found_between_updates() -> None:
+    net = make_net()
+    engine = ModuleEngine(net)
+    net.load_state_dict({name: tensor.clone() for name, tensor in net.state_dict().items()}, assign=True)
+    update = update_of(engine)
+    engine.load(update.items())
+    engine.commit(VERSION)
+    assert bits(net[1].bias) == bits(update["1.bias"])
+
+
+def test_memory_that_is_replaced_during_an_update_is_not_committed() -> None:
+    net = make_net()
+    engine = ModuleEngine(net)
+    update = update_of(engine)
+    engine.load(update.items())
+    net[1].bias.data = net[1].bias.data.clone()
+    engine.specs()
+    with pytest.raises(InstallError, match="replaced during the update") as error:
+        engine.commit(VERSION)
+    assert error.value.torn
+    engine.discard()
+    engine.load(update.items())
+    engine.commit(VERSION)
+    assert bits(net[1].bias) == bits(update["1.bias"])
+
+
+def test_a_graph_over_the_old_weights_cannot_be_used_for_gradients() -> None:
+    net = nn.Linear(3, 2)
+    engine = ModuleEngine(net)
+    loss = net(torch.ones(1, 3, requires_grad=True)).sum()
+    engine.load(update_of(engine).items())
+    engine.commit(VERSION)
+    assert net.weight.requires_grad
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_parameters_made_in_inference_mode_are_written() -> None:
+    with torch.inference_mode():
+        net = nn.Linear(3, 2)
+    engine = ModuleEngine(net)
+    update = update_of(engine)
+    restore = engine.snapshot()
+    before = bits(net.weight)
+    engine.load(update.items())
+    engine.load_region("weight", Region((0, 0), (2, 3)), update["weight"])
+    engine.commit(VERSION)
+    assert bits(net.weight) == bits(update["weight"])
+    restore()
+    assert bits(net.weight) == before
+
+
+def test_a_meta_module_is_refused() -> None:
+    with pytest.raises(ValueError, match="'weight' is on the meta device"):
+        ModuleEngine(nn.Linear(2, 2, device="meta"))
+
+
+def test_a_fused_model_takes_one_tensor_per_expert() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    trainer, served = (transformers.Qwen3MoeForCausalLM(config).eval() for _ in range(2))
+    tokens = torch.arange(6).view(1, 6)
+    engine = ModuleEngine(served)
+    update = list(ModuleEngine(trainer).tensors())
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in dict(update)
+    with torch.no_grad():
+        assert not torch.equal(served(tokens).logits, trainer(tokens).logits)
+        engine.load(update[:20])
+        engine.load(update[20:])
+        engine.commit(VERSION)
+        assert torch.equal(served(tokens).logits, trainer(tokens).logits)
+
+
+@pytest.mark.gpu
+def test_a_module_on_a_gpu_is_loaded_when_the_call_returns() -> None:
+    net = nn.Linear(512, 512).cuda()
+    engine = ModuleEngine(net)
+    update = update_of(engine)
+    engine.load(update.items())
+    engine.commit(VERSION)
+    assert all(bits(tensor.cpu()) == bits(update[name]) for name, tensor in engine.tensors())
+    restore = engine.snapshot()
+    on_device = {name: tensor.cuda() for name, tensor in update_of(engine, seed=2).items()}
+    engine.load(on_device.items())
+    assert all(bits(tensor.cpu()) == bits(on_device[name].cpu()) for name, tensor in engine.tensors())
+    restore()
+    assert all(bits(tensor.cpu()) == bits(update[name]) for name, tensor in engine.tensors())

@@ -1,0 +1,116 @@
+"""ModuleSource: the Source contract, casts, and what it notices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from weightcast.bucket import DTYPE_NAMES, TRAILER_BYTES, Layout, Packer
+from weightcast.manifest import Region, WeightVersion
+from weightcast.plan import plan, whole
+from weightcast.sources.module import ModuleSource
+
+VERSION = WeightVersion("0" * 32, 1)
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 5, bias=False))
+    net[2].weight = net[0].weight
+    return net
+
+
+def test_every_tensor_is_one_whole_region_of_live_memory() -> None:
+    net = make_net()
+    source = ModuleSource(net)
+    specs, regions, state = source.specs(), source.regions(), net.state_dict()
+    assert [spec.name for spec in specs] == list(regions)
+    assert {name for spec in specs for name in spec.names} == set(state)
+    for spec in specs:
+        region, view = regions[spec.name]
+        assert region == whole(spec.shape)
+        assert spec.dtype == DTYPE_NAMES[view.dtype]
+        assert view.data_ptr() == state[spec.name].data_ptr()
+        assert not view.requires_grad
+
+
+def test_the_same_objects_come_back_while_nothing_changes() -> None:
+    net = make_net()
+    source = ModuleSource(net, dtype=torch.float16)
+    specs, regions = source.specs(), source.regions()
+    with torch.no_grad():
+        net[0].weight.add_(1)
+    assert source.specs() is specs
+    assert source.regions() is regions
+
+
+def test_replaced_memory_gives_new_regions_and_the_same_specs() -> None:
+    net = make_net()
+    source = ModuleSource(net, dtype=torch.float16)
+    specs, regions = source.specs(), source.regions()
+    net[0].weight.data = torch.full((5, 4), 7.0)
+    assert source.regions() is not regions
+    assert torch.equal(source.regions()["0.weight"][1], torch.full((5, 4), 7.0))
+    assert source.specs() is specs
+
+
+def test_another_shape_gives_new_specs() -> None:
+    net = make_net()
+    source = ModuleSource(net)
+    specs = source.specs()
+    net[0].weight.data = torch.zeros(6, 4)
+    assert source.specs() is not specs
+    assert source.specs()[0].shape == (6, 4)
+    assert source.regions()["0.weight"][0] == Region((0, 0), (6, 4))
+
+
+def test_only_floating_point_tensors_are_cast() -> None:
+    net = make_net()
+    net.register_buffer("scaled", torch.zeros(3).to(torch.float8_e4m3fn))
+    net.register_buffer("phase", torch.zeros(3, dtype=torch.complex64))
+    dtypes = {spec.name: spec.dtype for spec in ModuleSource(net, dtype=torch.bfloat16).specs()}
+    assert dtypes == {
+        "scaled": "float8_e4m3fn",
+        "phase": "complex64",
+        "0.weight": "bfloat16",
+        "1.weight": "bfloat16",
+        "1.bias": "bfloat16",
+        "1.running_mean": "bfloat16",
+        "1.running_var": "bfloat16",
+        "1.num_batches_tracked": "int64",
+    }
+
+
+def test_a_cast_source_is_packed_cast() -> None:
+    source = ModuleSource(make_net(), dtype=torch.bfloat16)
+    layout = Layout(plan(source.specs(), 1 << 16))
+    buffer = torch.zeros(layout.manifest.buckets[0] + TRAILER_BYTES, dtype=torch.uint8)
+    Packer(layout, {name: view for name, (_, view) in source.regions().items()}).pack(0, buffer, VERSION)
+    packed = {e.record.name: v for e, v in zip(layout.entries[0], layout.views(0, buffer), strict=True)}
+    for name, (_, view) in source.regions().items():
+        assert torch.equal(packed[name], view.bfloat16() if view.is_floating_point() else view)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2, torch.complex64])
+def test_a_cast_to_what_holds_no_plain_weights_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="weights can be cast to bfloat16, float16, float32, float64"):
+        ModuleSource(make_net(), dtype=dtype)
+
+
+def test_names_and_buffers_are_passed_on() -> None:
+    source = ModuleSource(make_net(), names=lambda name: f"model.{name}", buffers="none")
+    assert [spec.name for spec in source.specs()] == ["model.0.weight", "model.1.weight", "model.1.bias"]
+    assert source.specs()[0].aliases == ("model.2.weight",)
+    assert list(source.regions()) == [spec.name for spec in source.specs()]
+
+
+def test_a_meta_module_has_specs_but_no_regions() -> None:
+    net = nn.Linear(3, 4, device="meta")
+    source = ModuleSource(net)
+    assert [spec.shape for spec in source.specs()] == [(4, 3), (4,)]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="'weight' is on the meta device"):
+            source.regions()
+    net.to_empty(device="cpu")
+    assert not source.regions()["weight"][1].is_meta
