@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from weightcast.manifest import Region as Region
     from weightcast.manifest import TensorSpec as TensorSpec
     from weightcast.manifest import WeightVersion as WeightVersion
-    from weightcast.publisher import EngineResult as EngineResult
     from weightcast.publisher import Publisher as Publisher
-    from weightcast.publisher import PublishReport as PublishReport
+    from weightcast.report import EngineResult as EngineResult
+    from weightcast.report import PublishReport as PublishReport
     from weightcast.sources.module import ModuleSource as ModuleSource
     from weightcast.sources.safetensors import SafetensorsSource as SafetensorsSource
 
@@ -64,8 +64,8 @@ __all__ = [
 
 _HOMES = {
     "Publisher": "weightcast.publisher",
-    "PublishReport": "weightcast.publisher",
-    "EngineResult": "weightcast.publisher",
+    "PublishReport": "weightcast.report",
+    "EngineResult": "weightcast.report",
     "HttpEngine": "weightcast.control.client",
     "ModuleSource": "weightcast.sources.module",
     "SafetensorsSource": "weightcast.sources.safetensors",

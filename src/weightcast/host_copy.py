@@ -8,6 +8,7 @@ Here the calling thread copies; only a copy as large as an install is shared out
 from __future__ import annotations
 
 import ctypes
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
@@ -19,6 +20,7 @@ PLAIN_BYTES = 64 << 10
 
 _PIECE_BYTES = 4 << 20
 _BYTES_PER_THREAD = 128 << 20
+_num_bytes = operator.attrgetter("nbytes")
 _TYPES = (torch.Tensor, torch.nn.Parameter)
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -50,6 +52,11 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
     A target that autograd has saved for a backward pass is not noticed.
     """
+    if not targets:
+        return
+    if max(map(_num_bytes, targets)) < PLAIN_BYTES:
+        torch._foreach_copy_(list(targets), list(sources))
+        return
     plain: list[Pair] = []
     others: list[Pair] = []
     for pair in zip(targets, sources, strict=True):

@@ -26,10 +26,20 @@ from weightcast.manifest import (
     check_specs,
 )
 
+MIN_BUCKET_BYTES = 1 << 20
+
 
 def align(num_bytes: int) -> int:
     """Round up to the alignment of the wire format."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def fitting_bucket_size(num_bytes: int, largest_bytes: int) -> int:
+    """A bucket size for an update of `num_bytes`: enough buckets for packing, moving and checking to overlap.
+
+    A sixteenth of the whole, from MIN_BUCKET_BYTES up to `largest_bytes`, which is the transport's choice.
+    """
+    return min(largest_bytes, max(MIN_BUCKET_BYTES, num_bytes // 16))
 
 
 def whole(shape: Sequence[int]) -> Region:

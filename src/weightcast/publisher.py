@@ -25,7 +25,7 @@ from weightcast.guard import Guard
 from weightcast.interfaces import EngineClient, Sender, Source
 from weightcast.listener import LinkListener
 from weightcast.manifest import MAX_VERSION
-from weightcast.plan import plan
+from weightcast.plan import fitting_bucket_size, plan
 from weightcast.publication import Packing, Publication, Regions, Terms, Wire
 from weightcast.report import PublishReport
 
@@ -56,8 +56,9 @@ class Publisher:
 
         `engines`: URLs, or EngineClient objects. `token`: the bearer token of engines given as URLs. `install`:
         "staged" (the old version serves until everything is there) or "streaming" (bounded memory; the engine stands
-        still meanwhile and must be healed after a failure). `undo`: engines keep a copy while they install, and go back
-        to it if that fails. `takeover`: take engines that another run holds. `deadline_seconds`: of each single wait.
+        still meanwhile and must be healed after a failure). `bucket_size_bytes`: by default a sixteenth of the model,
+        at most the transport's choice for the device. `undo`: engines keep a copy while they install, and go back to it
+        if that fails. `takeover`: take engines that another run holds. `deadline_seconds`: of each single wait.
         `lease_seconds`: how long a silent publisher keeps an engine.
 
         Raises ValueError for an unknown transport, install or on_failure, or an engine named twice.
@@ -196,7 +197,8 @@ class Publisher:
             return self._packing
         specs = self._source.specs()
         if self._packing is None or self._packing.specs is not specs:
-            size = self._bucket_size_bytes or self._transport.default_bucket_size_bytes[device.type]
+            largest = self._transport.default_bucket_size_bytes[device.type]
+            size = self._bucket_size_bytes or fitting_bucket_size(sum(spec.num_bytes for spec in specs), largest)
             manifest = plan(specs, size, digest_kind="xxh3-128" if device.type == "cpu" else "sum-64x2")
             self._packing = Packing(specs, Layout(manifest))
         return self._packing

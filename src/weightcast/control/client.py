@@ -16,7 +16,6 @@ from weightcast.errors import (
     ControlError,
     ErrorRecord,
     PeerDiedError,
-    PeerError,
     PeerTimeoutError,
     WeightcastError,
     from_record,
@@ -101,11 +100,10 @@ class HttpEngine:
         self._http.close()
 
     def _typed(self, method: str, path: str, kind: type[T]) -> T:
+        reply = self._call(method, path)
         try:
-            return decode(self._call(method, path), kind)
+            return decode(reply, kind)
         except WeightcastError as exc:
-            if isinstance(exc, PeerError):
-                raise
             raise ControlError(f"{self.name}{path} did not answer as an engine: {exc}", peer=self.name) from exc
 
     def _call(self, method: str, path: str, body: bytes | None = None) -> bytes:

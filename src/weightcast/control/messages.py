@@ -18,8 +18,8 @@ PauseMode = Literal["keep", "wait", "abort"]
 
 MAX_LINK_MESSAGE_BYTES = 1 << 20
 ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
-Digest128 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
-Digest256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+Digest128 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+Digest256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 
 
