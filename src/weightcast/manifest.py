@@ -155,7 +155,7 @@ class Manifest(msgspec.Struct, frozen=True):
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
         """Read and check a manifest. Raises ManifestError for anything that `docs/wire-format.md` forbids."""
-        manifest = decode(data, cls)
+        manifest: Manifest = decode(data, cls)
         manifest.check()
         return manifest
 

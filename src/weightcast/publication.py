@@ -45,7 +45,7 @@ class Wire:
         self.sender = sender
         self.listener = listener
         self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def packing_stream(self) -> Iterator[None]:

@@ -134,9 +134,9 @@ def test_untied_weights_for_a_tied_engine_are_refused() -> None:
 
 
 def test_undo_is_refused_by_an_engine_that_has_none() -> None:
-    with fleet(DictSource(TENSORS), RecordingEngine(), undo=True) as (publisher, _):
-        with pytest.raises(PublishError) as caught:
-            publisher.publish()
+    engine = RecordingEngine()
+    with fleet(DictSource(TENSORS), engine, undo=True) as (publisher, _), pytest.raises(PublishError) as caught:
+        publisher.publish()
     assert isinstance(caught.value.failures["engine-0"], UnsupportedError)
 
 

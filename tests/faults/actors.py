@@ -1,7 +1,7 @@
-"""Real processes for the fault table: an engine server and a publisher, each told what to do over a pipe.
+"""Real processes for the fault table: an engine server and a publisher, told what to do over a pipe.
 
-Both can be asked to stop at a phase: they say "at PHASE" and wait for a word before they go on, which gives the test the
-moment to kill or stop them. The weights of version v are a function of v, so that whoever serves can be checked.
+Both can be asked to stop at a phase: they say "at PHASE" and wait for a word before they go on, which gives the test
+the moment to kill or stop them. The weights of version v are a function of v, so that whoever serves can be checked.
 """
 
 from __future__ import annotations

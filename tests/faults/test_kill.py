@@ -130,7 +130,7 @@ def test_engine_stopped_and_woken(stage: Stage, phase: str) -> None:
 
 @pytest.mark.parametrize("phase", ["offer", "before seal", "paused"])
 def test_publisher_stopped_and_woken(stage: Stage, phase: str) -> None:
-    """A silent publisher loses its lease: its engines generate again; woken, it learns so and the next publish works."""
+    """A silent publisher loses its lease: its engines generate again; woken, it learns so, and publishes again."""
     engine = stage.engine()
     publisher = stage.publisher(engine, lease_seconds=1.0)
     assert publisher.publish(OLD, 1)["failures"] == {}

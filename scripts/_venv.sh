@@ -1,0 +1,52 @@
+# Sourced by the other scripts. Leaves $PYTHON, an interpreter with weightcast and all its extras installed.
+#
+# Makes .venv when it is missing or broken, and installs again only when pyproject.toml, constraints.txt or this
+# folder's place has changed. WEIGHTCAST_PYTHON names an interpreter to use as it is, with nothing installed.
+# pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) decide where packages come from and which build of torch.
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+_say() { printf '[weightcast] %s\n' "$*" >&2; }
+
+_find_python() {
+    local candidate
+    for candidate in python3.11 python3.12 python3.13 python3; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+            echo "$candidate"
+            return
+        fi
+    done
+    _say "no Python 3.11 or newer was found on PATH: install one, or set WEIGHTCAST_PYTHON"
+    return 1
+}
+
+_stamp() { { pwd; cat pyproject.toml constraints.txt; } | sha256sum | cut -d' ' -f1; }
+
+_install() {
+    local base
+    if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+        base=$(_find_python)
+        _say "making .venv with $("$base" --version)"
+        "$base" -m venv --clear .venv
+    fi
+    _say "installing torch into .venv (the longest step: a download of some 200 MB for the CPU build)"
+    .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt "$(grep '^torch==' constraints.txt)"
+    _say "installing weightcast with all its extras (about 60 small packages)"
+    .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+    _stamp >.venv/weightcast-stamp
+    _say "installed"
+}
+
+if [[ -n "${WEIGHTCAST_PYTHON:-}" ]]; then
+    PYTHON=$WEIGHTCAST_PYTHON
+    export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+else
+    exec {_lock}>.venv.lock
+    flock -n "$_lock" || { _say "waiting for another script that is installing"; flock "$_lock"; }
+    if [[ "$(cat .venv/weightcast-stamp 2>/dev/null)" != "$(_stamp)" ]]; then
+        _install
+    fi
+    exec {_lock}>&-
+    PYTHON=$PWD/.venv/bin/python
+fi

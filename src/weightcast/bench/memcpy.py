@@ -1,0 +1,44 @@
+"""One memcpy of as many bytes as are published: what the machine's memory can do, measured beside what we do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+
+MAX_BUFFER_BYTES = 2 << 30
+
+
+class Memcpy:
+    """Copies `num_bytes` with torch's `copy_`, with torch's default threads, between two warm buffers.
+
+    Memory: twice `num_bytes`, at most twice MAX_BUFFER_BYTES; beyond that the buffers, which no cache could hold, are
+    copied repeatedly until `num_bytes` have been.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._numel = -(-num_bytes // 2)
+        size = min(self._numel, MAX_BUFFER_BYTES // 2)
+        self._source = torch.ones(size, dtype=torch.bfloat16)
+        self._target = torch.empty(size, dtype=torch.bfloat16)
+        self.seconds()
+
+    def seconds(self) -> float:
+        """Copy once; return how long it took."""
+        return self._timed(torch.Tensor.copy_, self._target, self._source)
+
+    def one_thread_seconds(self) -> float:
+        """The same on one thread, by numpy."""
+        target, source = (tensor.view(torch.int16).numpy() for tensor in (self._target, self._source))
+        return self._timed(numpy.copyto, target, source)
+
+    def _timed(self, copy: Callable[[Any, Any], object], target: Any, source: Any) -> float:
+        left, start = self._numel, time.perf_counter()
+        while left > 0:
+            size = min(left, len(source))
+            copy(target[:size], source[:size])
+            left -= size
+        return time.perf_counter() - start

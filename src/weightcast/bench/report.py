@@ -1,0 +1,137 @@
+"""A bench result for people: a table in the terminal, or a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from weightcast.bench.result import BenchResult, Run
+
+_MIB = 1 << 20
+_STAGES = ("gather", "offer", "pack", "send", "seal")
+_REST = "install"
+_INK, _GRID = "#333333", "#dddddd"
+_BAR_COLORS = ("#9aa5b1", "#2563eb", "#b45309")
+_STAGE_COLORS = ("#94a3b8", "#64748b", "#2563eb", "#93c5fd", "#a78bfa", "#f59e0b")
+
+
+def table(result: BenchResult) -> Table:
+    """What was measured, one figure a row, with what it is measured against."""
+    grid = Table(title=_title(result), title_justify="left")
+    grid.add_column("figure")
+    grid.add_column("value", justify="right")
+    grid.add_column("against")
+    for row in _rows(result):
+        grid.add_row(*row)
+    return grid
+
+
+def _title(result: BenchResult) -> str:
+    engines = f"{result.num_engines} engine{'s' if result.num_engines > 1 else ''}"
+    return f"{result.shapes} over {result.transport}, {result.install}, {engines}"
+
+
+def _rows(result: BenchResult) -> Iterator[tuple[str, str, str]]:
+    yield "tensors", f"{result.num_tensors:,}", f"{result.num_bytes / 1e9:.3f} GB in {result.num_buckets} buckets"
+    yield "one memcpy", _ms(result.memcpy_seconds), f"{result.memcpy_gb_per_s:.1f} GB/s, {_threads(result)}"
+    yield (
+        "publish to installed",
+        _ms(result.publish_seconds),
+        f"{result.memcpy_ratio:.2f} x one memcpy, {result.gb_per_second:.2f} GB/s",
+    )
+    yield "pause", _ms(result.pause_seconds), f"{result.pause_seconds / result.memcpy_seconds:.2f} x one memcpy"
+    yield (
+        "CPU, publisher + engines",
+        f"{result.cpu_seconds.publisher * 1e3:.0f} + {result.cpu_seconds.engine * 1e3:.0f} ms",
+        f"{result.cpu_us_per_tensor:.1f} us per tensor",
+    )
+    yield (
+        "extra memory, publisher / engine",
+        f"{result.extra_bytes.publisher / _MIB:.0f} / {result.extra_bytes.engine / _MIB:.0f} MiB",
+        f"{result.host_extra_bytes / _MIB:.0f} MiB on the host; bucket {result.bucket_size_bytes / _MIB:.0f} MiB, "
+        f"largest tensor {result.largest_tensor_bytes / _MIB:.0f} MiB",
+    )
+    if result.per_tensor_seconds is not None and result.per_tensor_speedup is not None:
+        yield (
+            "one round trip per tensor",
+            _ms(result.per_tensor_seconds),
+            f"publish is {result.per_tensor_speedup:.1f} x faster",
+        )
+    yield "first publish", _ms(result.first_publish_seconds), "connections and arena included"
+    yield "engines hold what was sent", "yes" if result.verified else "NO", "digest of every tensor"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+def _threads(result: BenchResult) -> str:
+    return f"{result.torch_threads} threads; {result.memcpy_one_thread_gb_per_s:.1f} on one"
+
+
+def require_matplotlib() -> None:
+    """Raise ModuleNotFoundError, with the remedy, if no plot could be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("a plot needs matplotlib: pip install 'weightcast[bench]'")
+
+
+def plot(result: BenchResult, path: Path) -> None:
+    """Draw the publish against memcpy and the baseline, and each run by stage. The suffix of `path` is the format.
+
+    Raises ValueError for a suffix that matplotlib doesn't know, ModuleNotFoundError with the remedy without it.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _draw_comparison(left, result)
+    _draw_stages(right, result)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+    figure.suptitle(f"{_title(result)}: {result.num_tensors:,} tensors, {result.num_bytes / 1e9:.2f} GB", color=_INK)
+    figure.savefig(path, dpi=144)
+
+
+def _draw_comparison(axes: Any, result: BenchResult) -> None:
+    bars = {"one memcpy": result.memcpy_seconds, "publish": result.publish_seconds}
+    if result.per_tensor_seconds is not None:
+        bars["per tensor"] = result.per_tensor_seconds
+    milliseconds = [seconds * 1e3 for seconds in bars.values()]
+    drawn = axes.barh(list(bars), milliseconds, color=_BAR_COLORS[: len(bars)], height=0.6)
+    axes.bar_label(drawn, fmt="%.1f ms", padding=4, color=_INK)
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    axes.set_xlabel("milliseconds, median")
+    axes.grid(axis="x", color=_GRID)
+
+
+def _draw_stages(axes: Any, result: BenchResult) -> None:
+    """A bar for each run, of stages that follow one another; the pause, which overlaps them, is a mark."""
+    labels = [str(index + 1) for index in range(len(result.runs))]
+    bottom = [0.0] * len(labels)
+    for stage, color in zip((*_STAGES, _REST), _STAGE_COLORS, strict=True):
+        heights = [_stage_seconds(run, stage) * 1e3 for run in result.runs]
+        axes.bar(labels, heights, bottom=bottom, label=stage, color=color, width=0.7)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    pauses = [run.pause_seconds * 1e3 for run in result.runs]
+    axes.scatter(labels, pauses, marker="_", s=1200, color=_INK, label="pause")
+    axes.set_xlabel("run")
+    axes.set_ylabel("milliseconds")
+    axes.grid(axis="y", color=_GRID)
+    legend = axes.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small")
+    for handle in legend.legend_handles:
+        if hasattr(handle, "set_sizes"):
+            handle.set_sizes([120])
+
+
+def _stage_seconds(run: Run, stage: str) -> float:
+    """Of a stage that the publisher reports; of the install, whatever the others leave of the whole."""
+    if stage == _REST:
+        return max(run.publish_seconds - sum(run.seconds.get(name, 0.0) for name in _STAGES), 0.0)
+    return run.seconds.get(stage, 0.0)

@@ -1,0 +1,102 @@
+"""The `weightcast` command: one module for each subcommand, imported only when it is the one that was called.
+
+What holds for all of them: results go to stdout, progress and errors to stderr; with `--json` stdout is one JSON object
+and nothing else; the exit status is one of `exits.py`; an error is one line unless `--debug` is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Protocol
+
+from weightcast import __version__
+from weightcast.cli import exits
+from weightcast.cli.failures import describe, status_of
+
+COMMANDS = {
+    "demo": "train a small model with RL and publish every step to two live engines",
+    "serve": "serve a model directory as an engine that takes new weights while it generates",
+    "publish": "publish a safetensors checkpoint to running engines",
+    "inspect": "show what an engine or a checkpoint holds",
+    "verify": "check that an engine holds exactly this checkpoint",
+    "bench": "measure a publish on this machine",
+}
+
+_DESCRIPTION = "Move a trainer's weights into running inference engines: fast, verified, and as a transaction."
+_EPILOG = f"""\
+Run `weightcast COMMAND --help` for the options and examples of one command.
+
+exit status:
+{exits.TABLE}"""
+
+
+class Command(Protocol):
+    """What a module of this package gives."""
+
+    EPILOG: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do it; return the exit status."""
+        ...
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit status. Usage errors and --help end with SystemExit, as argparse does."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return _run(argv)
+    except (Exception, KeyboardInterrupt) as exc:
+        if "--debug" in argv:
+            traceback.print_exc()
+        elif status_of(exc) is None:
+            raise
+        return _report(exc, as_json="--json" in argv)
+
+
+def _run(argv: Sequence[str]) -> int:
+    name = next((word for word in argv if not word.startswith("-")), "")
+    command = _command(name) if name in COMMANDS else None
+    args = _parser(name, command).parse_args(argv)
+    assert command is not None  # argparse has ended the process for any other name
+    return command.run(args)
+
+
+def _report(exc: BaseException, *, as_json: bool) -> int:
+    if as_json and not isinstance(exc, KeyboardInterrupt):
+        sys.stdout.write(describe(exc, as_json=True) + "\n")
+    print(f"weightcast: {describe(exc)}", file=sys.stderr)
+    status = status_of(exc)
+    return exits.NEGATIVE if status is None else status
+
+
+def _command(name: str) -> Command:
+    module: Command = importlib.import_module(f"weightcast.cli.{name}")
+    return module
+
+
+def _parser(chosen: str, command: Command | None) -> argparse.ArgumentParser:
+    """The parser of all commands; only the chosen one's options are filled in."""
+    parser = argparse.ArgumentParser(
+        "weightcast", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"weightcast {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        is_chosen = command is not None and name == chosen
+        subparser = subparsers.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=f"{command.EPILOG.strip()}\n\nexit status:\n{exits.TABLE}" if command and is_chosen else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        if command is not None and is_chosen:
+            command.add_arguments(subparser)
+    return parser

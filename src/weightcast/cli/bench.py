@@ -1,0 +1,71 @@
+"""`weightcast bench`: what a publish costs on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from weightcast.cli import exits, output
+
+EPILOG = """
+examples:
+  weightcast bench --shapes qwen3-0.6b --install streaming
+  weightcast bench --shapes many-small --json
+  weightcast bench --shapes uniform --num-tensors 50000 --total-mib 1024
+  weightcast bench --shapes qwen3-30b-a3b --layers 4 --scale 4 --num-engines 2 --plot bench.png
+
+Needs memory for the model once and once for each engine, for the transport, and twice its size (2 GiB each at most)
+for the memcpy that it is measured against.
+"""
+
+_MIB = 1 << 20
+_SHAPES = ("qwen3-0.6b", "qwen3-1.7b", "llama-3.2-1b", "qwen3-30b-a3b", "moonlight-16b-a3b", "many-small", "uniform")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--transport", choices=("ipc", "memory"), default="ipc", help="memory: all in one process (%(default)s)")
+    add("--shapes", choices=_SHAPES, default="qwen3-0.6b", help="what is published (default: %(default)s)")
+    add("--install", choices=("staged", "streaming"), default="staged", help="default: %(default)s")
+    add("--num-engines", type=int, default=1, metavar="N", help="default: %(default)s")
+    add("--runs", type=int, default=5, metavar="R", help="timed publishes after the first one (default: %(default)s)")
+    add("--bucket-size-mib", type=int, metavar="M", help="default: the transport's")
+    add("--layers", type=int, metavar="N", help="keep the first N layers of an architecture")
+    add("--scale", type=int, default=1, metavar="N", help="divide every width of an architecture by N")
+    add("--num-tensors", type=int, default=500, metavar="N", help="of the shapes `uniform` (default: %(default)s)")
+    add("--total-mib", type=int, default=1024, metavar="M", help="of the shapes `uniform` (default: %(default)s)")
+    add("--no-per-tensor", action="store_true", help="leave out one round trip per tensor, the slow baseline")
+    add("--plot", type=Path, metavar="FILE", help="draw the result, as .png, .svg or .pdf (needs matplotlib)")
+    output.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from weightcast.bench import report
+    from weightcast.bench.measure import measure
+    from weightcast.bench.settings import Settings
+
+    settings = Settings(
+        transport=args.transport,
+        shapes=args.shapes,
+        install=args.install,
+        num_engines=args.num_engines,
+        num_runs=args.runs,
+        bucket_size_bytes=args.bucket_size_mib and args.bucket_size_mib * _MIB,
+        num_tensors=args.num_tensors,
+        num_bytes=args.total_mib * _MIB,
+        layers=args.layers,
+        scale=args.scale,
+        per_tensor=not args.no_per_tensor,
+    )
+    if args.plot is not None:
+        report.require_matplotlib()
+    with output.stage("starting") as say:
+        result = measure(settings, say)
+    if args.plot is not None:
+        report.plot(result, args.plot)
+    if args.json:
+        sys.stdout.write(result.encode().decode() + "\n")
+    else:
+        output.show(result, False, lambda: report.table(result))
+    return exits.OK if result.verified else exits.NEGATIVE

@@ -1,0 +1,85 @@
+"""`weightcast inspect`: what an engine or a checkpoint directory holds."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from weightcast.cli import exits, output
+from weightcast.control.messages import WeightInfo
+from weightcast.manifest import TensorSpec
+
+EPILOG = """
+examples:
+  weightcast inspect http://127.0.0.1:8000
+  weightcast inspect ./checkpoint --filter '*.layers.0.*'
+  weightcast inspect ./checkpoint --json | jq '.tensors[].name'
+"""
+
+
+class Inspection(msgspec.Struct, frozen=True):
+    """The JSON of `inspect`. `engine` is None for a checkpoint; totals are of the tensors that the filter lets by."""
+
+    target: str
+    engine: WeightInfo | None
+    num_tensors: int
+    num_bytes: int
+    tensors: list[TensorSpec]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="TARGET", help="an engine's URL, or a checkpoint directory")
+    parser.add_argument("--filter", default="*", metavar="GLOB", help="only tensors with such a name")
+    output.add_token(parser)
+    output.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    info, specs = _look(args.target, args.token_file)
+    shown = [spec for spec in specs if any(fnmatchcase(name, args.filter) for name in spec.names)]
+    found = Inspection(args.target, info, len(shown), sum(spec.num_bytes for spec in shown), shown)
+    output.show(found, args.json, lambda: _view(found))
+    return exits.OK
+
+
+def _look(target: str, token_file: Path | None) -> tuple[WeightInfo | None, Sequence[TensorSpec]]:
+    if target.startswith(("http://", "https://")):
+        from weightcast.control.client import HttpEngine
+
+        with contextlib.closing(HttpEngine(target, token=output.read_token(token_file))) as engine:
+            return engine.info(), engine.specs()
+    from weightcast.sources.safetensors import SafetensorsSource
+
+    return None, SafetensorsSource(Path(target)).specs()
+
+
+def _view(found: Inspection) -> RenderableType:
+    table = Table()
+    for heading in ("name", "dtype", "shape", "bytes"):
+        table.add_column(heading, justify="right" if heading == "bytes" else "left", overflow="fold")
+    for spec in found.tensors:
+        name = spec.name + "".join(f"\n= {alias}" for alias in spec.aliases)
+        table.add_row(Text(name), spec.dtype, " x ".join(map(str, spec.shape)) or "scalar", f"{spec.num_bytes:,}")
+    total = f"{found.num_tensors:,} tensors, {found.num_bytes / 1e9:.3f} GB"
+    return Group(table, Text(f"{total}{'' if found.engine is None else '; ' + _state(found.engine)}"))
+
+
+def _state(info: WeightInfo) -> str:
+    is_default = info.weight_version == "default"
+    version = "the version it was started with" if is_default else f"version {info.weight_version}"
+    parts = [version if not info.torn else f"torn: {info.torn}"]
+    if info.run:
+        parts.append(f"of run {info.run[:8]}")
+    if info.holder:
+        parts.append(f"held by run {info.holder[:8]}")
+    if info.paused:
+        parts.append("paused")
+    return ", ".join(parts)

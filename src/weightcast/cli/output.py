@@ -1,0 +1,83 @@
+"""Where a command's words go: results to stdout, as a table or as one JSON object; progress to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+Step = Callable[[int], None]
+Say = Callable[[str], None]
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def add_engines(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine",
+        action="append",
+        required=True,
+        metavar="URL",
+        dest="engines",
+        help="an engine, such as http://127.0.0.1:8000; repeat it for more",
+    )
+    add_token(parser)
+
+
+def add_token(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="a file with the engines' bearer token")
+
+
+def read_token(path: Path | None) -> str | None:
+    """The token in a file, without the line end. Raises ValueError if there is none in it."""
+    if path is None:
+        return None
+    token = path.read_text(encoding="ascii").strip()
+    if not token or len(token.split()) != 1:
+        raise ValueError(f"{path} must hold one token and nothing else")
+    return token
+
+
+def show(result: object, as_json: bool, view: Callable[[], RenderableType]) -> None:
+    """Print `result` as JSON, or what `view` makes of it."""
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
+        return
+    console = Console()
+    console.print(view(), width=None if console.is_terminal else 120)
+
+
+@contextlib.contextmanager
+def stage(text: str) -> Iterator[Say]:
+    """A spinner on a terminal, nothing elsewhere. Call what it gives to change the text."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with _progress(*columns) as progress:
+        task = progress.add_task(text, total=None)
+        yield lambda text: progress.update(task, description=text)
+
+
+@contextlib.contextmanager
+def counted(text: str, total: int, unit: str) -> Iterator[Step]:
+    """A bar on a terminal, nothing elsewhere. Call what it gives with how many more are done."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + unit, markup=False),
+        TimeElapsedColumn(),
+    )
+    with _progress(*columns) as progress:
+        task = progress.add_task(text, total=total)
+        yield lambda count: progress.advance(task, count)
+
+
+def _progress(*columns: SpinnerColumn | TextColumn | BarColumn | TimeElapsedColumn) -> Progress:
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -1,0 +1,89 @@
+"""`weightcast publish`: a safetensors checkpoint to running engines, as one new version."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.table import Table
+
+from weightcast.cli import exits, output
+from weightcast.errors import PublishError
+from weightcast.report import PublishReport
+
+EPILOG = """
+examples:
+  weightcast publish ./checkpoint --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001
+  weightcast publish ./checkpoint --engine http://127.0.0.1:8000 --version 12 --undo
+  weightcast publish ./checkpoint --engine http://127.0.0.1:8000 --install streaming --json
+"""
+
+_MIB = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT_DIR", help="a directory of safetensors files")
+    output.add_engines(parser)
+    parser.add_argument("--version", type=int, metavar="N", help="default: one above the highest of the engines")
+    parser.add_argument("--transport", default="ipc://", metavar="URL", help="how bytes travel (default: %(default)s)")
+    parser.add_argument(
+        "--install",
+        choices=("staged", "streaming"),
+        default="staged",
+        help="staged: the old version serves until everything is there; streaming: less memory (default: %(default)s)",
+    )
+    parser.add_argument("--undo", action="store_true", help="engines go back to the old version if the install fails")
+    parser.add_argument("--takeover", action="store_true", help="take engines that another publisher holds")
+    parser.add_argument("--bucket-size-mib", type=int, metavar="M", help="default: the transport's")
+    parser.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS", help="of each wait (%(default)s)")
+    output.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    with output.stage(f"reading {args.checkpoint}") as say:
+        report = _publish(args, say)
+    output.show(report, args.json, lambda: _table(report))
+    return exits.OK if report.ok else exits.NEGATIVE
+
+
+def _publish(args: argparse.Namespace, say: output.Say) -> PublishReport:
+    from weightcast.publisher import Publisher
+    from weightcast.sources.safetensors import SafetensorsSource
+
+    publisher = Publisher(
+        SafetensorsSource(args.checkpoint),
+        transport=args.transport,
+        engines=args.engines,
+        token=output.read_token(args.token_file),
+        bucket_size_bytes=args.bucket_size_mib and args.bucket_size_mib * _MIB,
+        install=args.install,
+        undo=args.undo,
+        takeover=args.takeover,
+        on_failure="report",
+        deadline_seconds=args.deadline,
+    )
+    with publisher:
+        say(f"publishing to {len(args.engines)} engine{'s' if len(args.engines) > 1 else ''}")
+        try:
+            return publisher.publish(version=args.version)
+        except PublishError as exc:
+            if not isinstance(exc.report, PublishReport):
+                raise
+            return exc.report
+
+
+def _table(report: PublishReport) -> Table:
+    seconds = report.seconds
+    title = (
+        f"version {report.version}: {report.num_tensors:,} tensors, {report.num_bytes / 1e9:.3f} GB in "
+        f"{report.num_buckets} buckets, {seconds.total:.2f} s, {report.gb_per_second:.2f} GB/s\n"
+        f"offer {seconds.offer:.2f} s, pack {seconds.pack:.2f} s, send {seconds.send:.2f} s, "
+        f"seal {seconds.seal:.2f} s, longest pause {seconds.pause:.2f} s"
+    )
+    table = Table(title=title, title_justify="left")
+    for heading in ("engine", "result", "pause", "install"):
+        table.add_column(heading, overflow="fold")
+    for name, result in report.engines.items():
+        outcome = f"serves {report.version}" if result.error is None else f"{result.error.kind}: {result.error.message}"
+        table.add_row(name, outcome, f"{result.pause_seconds:.3f} s", f"{result.install_seconds:.3f} s")
+    return table

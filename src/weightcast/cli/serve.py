@@ -1,0 +1,135 @@
+"""`weightcast serve`: a model directory as an engine, for laptops, tests and small models.
+
+Reads safetensors only, never a pickle, runs no code of the model directory, and asks no hub.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from weightcast.cli import exits, output
+
+EPILOG = """
+examples:
+  weightcast serve ./Qwen3-0.6B --port 8000
+  weightcast serve ./Qwen3-0.6B --random-weights --dtype bfloat16
+  weightcast serve ./Qwen3-0.6B --host 0.0.0.0 --token-file ./token
+
+One line on stdout says that it serves, and where: `weightcast: serving NAME at URL`.
+Ctrl-C or SIGTERM ends it, with status 0.
+"""
+
+_STDIN = 0
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL_DIR", help="config.json, safetensors, and a tokenizer if there is one")
+    add("--host", default="127.0.0.1", help="another than loopback needs --token-file (default: %(default)s)")
+    add("--port", type=int, default=8000, help="0 lets the system choose (default: %(default)s)")
+    add("--token-file", type=Path, metavar="FILE", help="a file with the bearer token that weight routes ask for")
+    add("--dtype", choices=DTYPES, default="auto", help="of the weights (default: %(default)s, the checkpoint's)")
+    add("--threads", type=int, metavar="N", help="of torch (default: torch's own)")
+    add(
+        "--random-weights",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="SEED",
+        help="start with random weights, from config.json alone, and wait for a publisher",
+    )
+    add("--exit-with-parent", action="store_true", help="end when stdin ends, so that no engine outlives its starter")
+
+
+def run(args: argparse.Namespace) -> int:
+    token = output.read_token(args.token_file)
+    if not (args.model / "config.json").is_file():
+        raise FileNotFoundError(f"{args.model} has no config.json: give the directory that save_pretrained wrote")
+    if args.exit_with_parent:
+        threading.Thread(target=_end_with_stdin, name="weightcast-stdin", daemon=True).start()
+    with _sigterm_as_ctrl_c(), contextlib.suppress(KeyboardInterrupt):
+        with output.stage(f"loading {args.model}"):
+            model, tokenizer = _load(args)
+        _serve(model, tokenizer, args, token)
+    return exits.OK
+
+
+def _serve(model: Any, tokenizer: Any, args: argparse.Namespace, token: str | None) -> None:
+    """Serve until SIGTERM or Ctrl-C."""
+    from weightcast.control.server import EngineServer
+    from weightcast.engines.module import ModuleEngine
+    from weightcast.engines.transformers import TextGenerator
+    from weightcast.gate import Gate
+
+    gate, name = Gate(), args.model.resolve().name
+    with contextlib.closing(TextGenerator(model, tokenizer, gate=gate)) as generator:
+        server = EngineServer(
+            ModuleEngine(model),
+            host=args.host,
+            port=args.port,
+            token=token,
+            gate=gate,
+            generator=generator,
+            model_name=name,
+        )
+        with server:
+            print(f"weightcast: serving {name} at {server.url}", flush=True)
+            server.run()
+
+
+def _load(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The model and its tokenizer, None where the directory has none."""
+    import torch
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    tokenizer = None
+    if any((args.model / name).is_file() for name in _TOKENIZER_FILES):
+        tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    return _load_model(args.model, args.dtype, args.random_weights), tokenizer
+
+
+def _load_model(directory: Path, dtype: str, seed: int | None) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if seed is None:
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True, use_safetensors=True)
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    torch.manual_seed(seed)
+    wanted = config.dtype if dtype == "auto" else getattr(torch, dtype)
+    return AutoModelForCausalLM.from_config(config, dtype=wanted)  # type: ignore[no-untyped-call]
+
+
+def _end_with_stdin() -> None:
+    """End this process as SIGTERM does, as soon as whoever holds the other end of stdin has gone."""
+    # Not sys.stdin.read: it would hold a lock that the interpreter wants when it ends for another reason.
+    while os.read(_STDIN, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM unwind like Ctrl-C, so that what was begun is closed."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)

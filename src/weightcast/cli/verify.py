@@ -1,0 +1,174 @@
+"""`weightcast verify`: does the engine hold exactly this checkpoint, tensor by tensor?"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from weightcast.cli import exits, output
+from weightcast.control.client import HttpEngine
+from weightcast.errors import ControlError
+from weightcast.interfaces import Source
+from weightcast.manifest import TensorSpec
+
+EPILOG = """
+examples:
+  weightcast verify ./checkpoint --engine http://127.0.0.1:8000
+  weightcast verify ./checkpoint --engine http://127.0.0.1:8000 --json
+
+A digest of each tensor's elements as they are stored is computed on both sides: an engine that casts to another dtype
+does not hold this checkpoint, and differs.
+"""
+
+T = TypeVar("T")
+ENGINE_TIMEOUT_SECONDS = 600.0
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """The tensors that somebody holds: specs, and each one's digest by its first name."""
+
+    specs: Sequence[TensorSpec]
+    digests: Mapping[str, str]
+
+    def describe(self, spec: TensorSpec) -> str:
+        return f"{spec.dtype}{list(spec.shape)} {self.digests.get(spec.name, 'no digest')}"
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """`what`: "differs" (values, dtype or shape), "missing" in the engine, or "unknown" to the checkpoint."""
+
+    name: str
+    what: str
+    checkpoint: str = ""
+    engine: str = ""
+
+
+class EngineVerdict(msgspec.Struct, frozen=True):
+    """One engine; it holds the checkpoint if there are no differences."""
+
+    engine: str
+    weight_version: str
+    differences: list[Difference]
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """The JSON of `verify`: `ok` if no engine differs."""
+
+    ok: bool
+    num_tensors: int
+    num_bytes: int
+    engines: list[EngineVerdict]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT_DIR", help="a directory of safetensors files")
+    output.add_engines(parser)
+    output.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    verdict = _verify(args.checkpoint, args.engines, output.read_token(args.token_file))
+    output.show(verdict, args.json, lambda: _view(verdict))
+    return exits.OK if verdict.ok else exits.NEGATIVE
+
+
+def compare(checkpoint: Holding, engine: Holding) -> list[Difference]:
+    """Every tensor in which the two differ. Tensors are matched by any of their names; tied ones have several."""
+    by_name = {name: spec for spec in engine.specs for name in spec.names}
+    matched: set[str] = set()
+    found: list[Difference] = []
+    for spec in checkpoint.specs:
+        others = {by_name[name].name: by_name[name] for name in spec.names if name in by_name}
+        matched |= others.keys()
+        if not others:
+            found.append(Difference(spec.name, "missing", checkpoint=checkpoint.describe(spec)))
+        for other in others.values():
+            ours, theirs = checkpoint.describe(spec), engine.describe(other)
+            if ours != theirs:
+                found.append(Difference(spec.name, "differs", checkpoint=ours, engine=theirs))
+    strangers = (spec for spec in engine.specs if spec.name not in matched)
+    return found + [Difference(spec.name, "unknown", engine=engine.describe(spec)) for spec in strangers]
+
+
+def _verify(directory: Path, engines: Sequence[str], token: str | None) -> Verdict:
+    from weightcast.sources.safetensors import SafetensorsSource
+
+    source = SafetensorsSource(directory)
+    asked = [_in_background(functools.partial(_ask, url, token)) for url in engines]  # they compute while we do
+    checkpoint = _digest_checkpoint(source)
+    with output.stage("waiting for the engines"):
+        verdicts = [_judge(url, checkpoint, *held.result()) for url, held in zip(engines, asked, strict=True)]
+    num_bytes = sum(spec.num_bytes for spec in checkpoint.specs)
+    ok = not any(verdict.differences for verdict in verdicts)
+    return Verdict(ok, len(checkpoint.specs), num_bytes, verdicts)
+
+
+def _digest_checkpoint(source: Source) -> Holding:
+    from weightcast.tensor_digest import tensor_digest
+
+    specs, regions = source.specs(), source.regions()
+    digests = {}
+    with output.counted("checkpoint", sum(spec.num_bytes for spec in specs), "bytes") as step:
+        for spec in specs:
+            _, tensor = regions[spec.name]
+            digests[spec.name] = tensor_digest(tensor)
+            step(spec.num_bytes)
+    return Holding(specs, digests)
+
+
+def _ask(url: str, token: str | None) -> tuple[str, Holding]:
+    """The engine's version and what it holds. Raises ControlError if the version changed meanwhile."""
+    with contextlib.closing(HttpEngine(url, token=token, timeout_seconds=ENGINE_TIMEOUT_SECONDS)) as engine:
+        before = engine.info()
+        held = Holding(engine.specs(), engine.digests())
+        after = engine.info()
+    if (before.run, before.weight_version) != (after.run, after.weight_version):
+        change = f"from version {before.weight_version} to {after.weight_version}"
+        raise ControlError(f"{url} went {change} while it was read: verify again", peer=url)
+    return after.weight_version, held
+
+
+def _in_background(call: Callable[[], T]) -> Future[T]:
+    """Run `call` in a thread that does not keep the process from ending after a Ctrl-C."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as exc:
+            future.set_exception(exc)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _judge(url: str, checkpoint: Holding, weight_version: str, held: Holding) -> EngineVerdict:
+    return EngineVerdict(url, weight_version, compare(checkpoint, held))
+
+
+def _view(verdict: Verdict) -> RenderableType:
+    return Group(*(part for engine in verdict.engines for part in _engine_view(engine, verdict)))
+
+
+def _engine_view(engine: EngineVerdict, verdict: Verdict) -> Iterator[RenderableType]:
+    if not engine.differences:
+        amount = f"{verdict.num_tensors:,} tensors, {verdict.num_bytes / 1e9:.3f} GB"
+        yield Text(f"{engine.engine} (version {engine.weight_version}) holds exactly this checkpoint: {amount}")
+        return
+    table = Table(title=f"{engine.engine} (version {engine.weight_version}): {len(engine.differences)} differences")
+    for heading in ("tensor", "what", "checkpoint", "engine"):
+        table.add_column(heading, overflow="fold")
+    for difference in engine.differences:
+        table.add_row(Text(difference.name), difference.what, difference.checkpoint, difference.engine)
+    yield table

@@ -1,0 +1,289 @@
+"""Continuous batching over a gate: requests wait in a bounded queue, run in cohorts, end at any time.
+
+Invariants: one thread touches the model; every forward pass is one step of the gate, so an install waits for at most
+one; the KV cache of one version is never read under another; no request is begun while a pause drains the running ones.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import torch
+
+from weightcast.engines.transformers.cohort import Cohort
+from weightcast.engines.transformers.model import CausalModel
+from weightcast.engines.transformers.request import Completion, Delta, Request, Row, SamplingParams
+from weightcast.engines.transformers.text import Tokenizer
+from weightcast.errors import ClosedError, EngineTornError, PeerTimeoutError, WeightcastError
+from weightcast.gate import Gate
+from weightcast.manifest import WeightVersion
+
+_POLL_SECONDS = 0.1
+"""How often a paused generator looks whether requests were cancelled, aborted or closed meanwhile."""
+
+
+class QueueFullError(WeightcastError):
+    """More completions wait than the generator was told to hold; ask again later."""
+
+
+class TextGenerator:
+    """Generates with `model`, which it puts into eval mode, in a thread of its own. All methods are thread-safe.
+
+    `tokenizer` may be None where prompts are token ids and no text is wanted. At most `max_batch_size` sequences run at
+    once, at most `max_prefill_tokens` (padding included) are prefilled in one step unless one prompt alone is longer,
+    and `max_queue` completions wait. Memory: the KV cache of the running sequences, twice while one grows.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tokenizer: Tokenizer | None = None,
+        *,
+        gate: Gate,
+        max_batch_size: int = 256,
+        max_prefill_tokens: int = 16384,
+        max_queue: int = 8192,
+    ) -> None:
+        if gate.drain is not None:
+            raise ValueError("the gate has a generator already; give each generator a gate of its own")
+        self.gate = gate
+        self.tokenizer = tokenizer
+        self._model = CausalModel(model, tokenizer)
+        self._max_batch_size, self._max_prefill_tokens = max_batch_size, max_prefill_tokens
+        self._max_queue = max_queue
+        self._condition = threading.Condition()
+        self._waiting: deque[Row] = deque()
+        self._cohorts: deque[Cohort] = deque()
+        self._num_running = 0
+        self._is_aborting = False
+        self._has_cancelled = False
+        self._is_closed = False
+        gate.drain = self._drain
+        self._thread = threading.Thread(target=self._run, name="weightcast-generator", daemon=True)
+        self._thread.start()
+
+    @property
+    def max_model_len(self) -> int:
+        """How many tokens a sequence may have, prompt and output together."""
+        return self._model.max_model_len
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are still answered: false once closed, or if the thread has died."""
+        return self._thread.is_alive()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return self._num_running
+
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | None = None,
+        *,
+        on_delta: Callable[[Delta], None] | None = None,
+    ) -> Request:
+        """Queue prompts of token ids; returns at once. `on_delta` is called for each token, from another thread.
+
+        Raises ValueError for prompts this model can't take, QueueFullError, EngineTornError while the engine holds no
+        whole version, ClosedError.
+        """
+        sampling = sampling or SamplingParams()
+        self._check(prompts, sampling)
+        stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._model.eos_token_ids)
+        request = Request(
+            prompts,
+            sampling,
+            tokenizer=self.tokenizer,
+            stop_token_ids=stops,
+            on_delta=on_delta,
+            weight_version=self.gate.version,
+        )
+        with self._condition:
+            if self._is_closed:
+                raise ClosedError("the generator is closed")
+            if self.gate.torn:
+                raise EngineTornError(self.gate.torn)
+            if len(self._waiting) + len(request.rows) > self._max_queue:
+                raise QueueFullError(
+                    f"{len(request.rows)} more completions would wait with {len(self._waiting)} others; "
+                    f"the limit is {self._max_queue}: ask again later or for fewer"
+                )
+            self._waiting.extend(request.rows)
+            self._condition.notify_all()
+        request.future.add_done_callback(self._note_cancelled)
+        return request
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | None = None,
+        *,
+        timeout_seconds: float = 60.0,
+    ) -> list[Completion]:
+        """Continue each prompt (text or token ids) and wait for all. Raises what `submit` does, PeerTimeoutError."""
+        request = self.submit([self.encode(p) if isinstance(p, str) else p for p in prompts], sampling)
+        try:
+            return request.future.result(timeout_seconds)
+        except TimeoutError as exc:
+            raise PeerTimeoutError(f"not generated within {timeout_seconds} s", peer="engine") from exc
+        finally:
+            request.cancel()
+
+    def encode(self, text: str) -> list[int]:
+        """Text to token ids. Raises ValueError without a tokenizer."""
+        if self.tokenizer is None:
+            raise ValueError("this server has no tokenizer: send prompts as token ids, and no stop strings")
+        return list(self.tokenizer.encode(text))
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself; `token_id:5` without a tokenizer."""
+        if self.tokenizer is None:
+            return f"token_id:{token_id}"
+        return self.tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def close(self) -> None:
+        """End the thread; unfinished requests fail with ClosedError. Waits for the step that runs. Idempotent."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
+        self._thread.join(timeout=60.0)
+        if self.gate.drain == self._drain:
+            self.gate.drain = None
+
+    def __enter__(self) -> TextGenerator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
+        self._model.check(prompts, sampling)
+        if len(prompts) * sampling.n > self._max_queue:
+            raise ValueError(f"{len(prompts)} prompts x n={sampling.n} completions; the limit is {self._max_queue}")
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, which this server lacks: use stop_token_ids")
+
+    def _note_cancelled(self, future: Future[list[Completion]]) -> None:
+        if future.cancelled():
+            with self._condition:
+                self._has_cancelled = True
+                self._condition.notify_all()
+
+    # --- the generator's thread ---
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while self._await_work():
+                    self._try_step()
+                    self._settle()
+        finally:
+            with self._condition:
+                self._is_closed = True
+            self._fail_all(ClosedError("the generator was closed before the request was answered"))
+
+    def _await_work(self) -> bool:
+        with self._condition:
+            while not self._is_closed and not self._num_running:
+                if self._waiting and not self.gate.is_draining:
+                    break
+                self._condition.wait(_POLL_SECONDS if self._waiting else None)
+            return not self._is_closed
+
+    def _try_step(self) -> None:
+        try:
+            with self.gate.step(timeout_seconds=_POLL_SECONDS) as version:
+                self._step(version)
+        except PeerTimeoutError:
+            pass  # Paused: the next turn looks again.
+        except EngineTornError as exc:
+            self._fail_all(exc)
+
+    def _step(self, version: WeightVersion | None) -> None:
+        if self._is_aborting:
+            return
+        rows = self._admit()
+        if rows:
+            cohort = Cohort(self._model, rows)
+        elif self._cohorts:
+            cohort = self._cohorts.popleft()
+        else:
+            return
+        self._cohorts.append(cohort)
+        try:
+            cohort.step(version)
+        except Exception as exc:  # Whatever the model raises is these requests' answer, not the generator's end.
+            for row in cohort.rows:
+                row.request.fail(exc)
+
+    def _admit(self) -> list[Row]:
+        """Take waiting rows for one prefill. Under the lock, so that a drain sees them either waiting or running."""
+        rows: list[Row] = []
+        longest = 0
+        with self._condition:
+            while self._waiting and not self.gate.is_draining and self._num_running < self._max_batch_size:
+                row = self._waiting[0]
+                longest = max(longest, row.num_tokens)
+                if rows and longest * (len(rows) + 1) > self._max_prefill_tokens:
+                    break
+                self._waiting.popleft()
+                if not row.is_over:
+                    rows.append(row)
+                    self._num_running += 1
+        return rows
+
+    def _settle(self) -> None:
+        """Between steps: let ended rows go, join what can be joined, tell a drain that waits."""
+        if self._is_aborting:
+            for row in (row for cohort in self._cohorts for row in cohort.rows):
+                row.abort(self.gate.version)
+        for cohort in self._cohorts:
+            cohort.drop_ended()
+        self._cohorts = deque(cohort for cohort in self._cohorts if cohort.rows)
+        if len(self._cohorts) > 1:
+            newest = self._cohorts.pop()
+            if not any(cohort.try_join(newest) for cohort in self._cohorts):
+                self._cohorts.append(newest)
+        with self._condition:
+            self._num_running = sum(len(cohort.rows) for cohort in self._cohorts)
+            if not self._num_running:
+                self._is_aborting = False
+            if self._has_cancelled:
+                self._has_cancelled = False
+                self._waiting = deque(row for row in self._waiting if not row.is_over)
+            self._condition.notify_all()
+
+    def _fail_all(self, error: Exception) -> None:
+        with self._condition:
+            rows = [*self._waiting, *(row for cohort in self._cohorts for row in cohort.rows)]
+            self._waiting.clear()
+            self._cohorts.clear()
+            self._num_running = 0
+            self._condition.notify_all()
+        for row in rows:
+            row.request.fail(error)
+
+    # --- the gate's thread ---
+
+    def _drain(self, mode: str, deadline_seconds: float) -> None:
+        """See `Gate`: wait until the running requests have ended, or end them."""
+        end = time.monotonic() + deadline_seconds
+        with self._condition:
+            self._is_aborting = mode == "abort" and self._num_running > 0
+            self._condition.notify_all()
+            if self._condition.wait_for(lambda: not self._num_running, end - time.monotonic()):
+                return
+            self._is_aborting = False
+            raise PeerTimeoutError(
+                f"{self._num_running} sequences still ran after {deadline_seconds} s; pause with `abort` or `keep`",
+                peer="engine",
+            )

@@ -1,0 +1,42 @@
+"""For people who write a source, a transport or an engine: contract suites, fault wrappers, the payload table.
+
+Needs pytest, and `transport_machine` hypothesis. For readable failures put
+`pytest.register_assert_rewrite("weightcast.testing")` into your conftest.py before anything here is imported.
+"""
+
+from __future__ import annotations
+
+from weightcast.testing.engine_contract import EngineContract
+from weightcast.testing.faults import (
+    Corrupt,
+    Drop,
+    Duplicate,
+    FaultyReceiver,
+    FaultySender,
+    FaultyTransport,
+    Kill,
+    Reorder,
+    Stall,
+)
+from weightcast.testing.payloads import PAYLOADS, Payload, payloads, raw_bytes
+from weightcast.testing.source_contract import SourceContract
+from weightcast.testing.transport_contract import TransportContract
+
+__all__ = [
+    "PAYLOADS",
+    "Corrupt",
+    "Drop",
+    "Duplicate",
+    "EngineContract",
+    "FaultyReceiver",
+    "FaultySender",
+    "FaultyTransport",
+    "Kill",
+    "Payload",
+    "Reorder",
+    "SourceContract",
+    "Stall",
+    "TransportContract",
+    "payloads",
+    "raw_bytes",
+]

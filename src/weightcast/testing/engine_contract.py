@@ -1,0 +1,163 @@
+"""What every `Engine` must do. Subclass `EngineContract` in a test module, fill in one fixture and one raw accessor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+
+from weightcast.errors import IncompleteUpdateError, WeightcastError
+from weightcast.interfaces import Engine, Readable, RegionLoader, Undoable
+from weightcast.manifest import Region, TensorSpec, WeightVersion
+from weightcast.plan import compare_specs
+from weightcast.testing.payloads import PAYLOADS, Payload, random_tensor, raw_bytes
+
+ONE, TWO = (WeightVersion("5a" * 16, number) for number in (1, 2))
+
+
+class EngineContract:
+    """Runs over the payload table; override `payload` with `params=payloads(without=...)` for what can't be held."""
+
+    @pytest.fixture(params=PAYLOADS, ids=str)
+    def payload(self, request: pytest.FixtureRequest) -> Payload:
+        payload: Payload = request.param
+        return payload
+
+    @pytest.fixture
+    def engine(self, payload: Payload) -> Engine:
+        """An engine whose model has the payload's names, dtypes, shapes and ties, and other values in them."""
+        raise NotImplementedError(f"{type(self).__name__} must define the fixture `engine`")
+
+    def raw(self, engine: Engine) -> Mapping[str, bytes]:
+        """What the model holds now, under every name, by `raw_bytes`. Must not use any method of the engine."""
+        raise NotImplementedError(f"{type(self).__name__} must define `raw`")
+
+    def test_specs_are_those_of_the_model(self, engine: Engine, payload: Payload) -> None:
+        specs = engine.specs()
+        if specs is None:
+            return
+        assert compare_specs(payload.specs(), specs) == []
+        assert {n for s in specs for n in s.names} == payload.expected().keys()
+        assert engine.specs() is specs
+
+    def test_all_in_one_call(self, engine: Engine, payload: Payload) -> None:
+        engine.load((name, tensor) for name, tensor in payload.tensors().items())
+        engine.commit(ONE)
+        self.assert_holds(engine, payload)
+
+    def test_group_by_group(self, engine: Engine, payload: Payload) -> None:
+        for call in _groups(payload):
+            engine.load(call.items())
+        engine.commit(ONE)
+        self.assert_holds(engine, payload)
+
+    def test_twice(self, engine: Engine, payload: Payload) -> None:
+        engine.load([(s.name, _other(s)) for s in payload.specs()])
+        engine.commit(ONE)
+        engine.load(payload.tensors().items())
+        engine.commit(TWO)
+        self.assert_holds(engine, payload)
+
+    def test_tensors_are_valid_only_during_the_call(self, engine: Engine, payload: Payload) -> None:
+        """The memory behind them is a slot that is written over as soon as the call returns."""
+        lent = {name: tensor.clone() for name, tensor in payload.tensors().items()}
+        engine.load(lent.items())
+        for tensor in lent.values():
+            tensor.contiguous().reshape(-1).view(torch.uint8).fill_(1)
+            if tensor.numel() and tensor.is_contiguous():
+                assert set(raw_bytes(tensor)) == {1}
+        engine.commit(ONE)
+        self.assert_holds(engine, payload)
+
+    def test_an_update_that_lacks_a_tensor_is_not_committed(self, engine: Engine, payload: Payload) -> None:
+        """Each tensor in its turn, up to four; one without elements may be left out."""
+        names = [s.name for s in payload.specs() if 0 not in s.shape]
+        for missing in dict.fromkeys([*names[:3], *names[-1:]]):
+            engine.load((n, t) for n, t in payload.tensors().items() if n != missing)
+            with pytest.raises(IncompleteUpdateError, match=_quoted(missing)):
+                engine.commit(ONE)
+            engine.discard()
+        engine.load(payload.tensors().items())
+        engine.commit(ONE)
+        self.assert_holds(engine, payload)
+
+    def test_nothing_of_a_discarded_update_counts_for_the_next(self, engine: Engine, payload: Payload) -> None:
+        if all(0 in s.shape for s in payload.specs()):
+            return
+        engine.load(payload.tensors().items())
+        engine.discard()
+        engine.discard()
+        with pytest.raises(IncompleteUpdateError):
+            engine.commit(ONE)
+
+    def test_an_unknown_tensor_is_refused_before_anything_is_written(self, engine: Engine, payload: Payload) -> None:
+        before = self.raw(engine)
+        foreign = ("no.such.tensor", torch.zeros(3))
+        with pytest.raises(WeightcastError, match=r"no\.such\.tensor"):
+            engine.load([*payload.tensors().items(), foreign])
+        assert self.raw(engine) == before
+
+    def test_another_shape_is_refused_before_anything_is_written(self, engine: Engine, payload: Payload) -> None:
+        before = self.raw(engine)
+        for spec in payload.specs()[-1:]:
+            pairs = dict(payload.tensors())
+            pairs[spec.name] = random_tensor(spec.dtype, (*spec.shape, 2), 3)
+            with pytest.raises(WeightcastError, match=_quoted(spec.name)):
+                engine.load(pairs.items())
+            assert self.raw(engine) == before
+
+    def test_undo(self, engine: Engine, payload: Payload) -> None:
+        if not isinstance(engine, Undoable):
+            return
+        before = self.raw(engine)
+        restore = engine.snapshot()
+        engine.load(payload.tensors().items())
+        restore()
+        assert self.raw(engine) == before
+
+    def test_reading(self, engine: Engine, payload: Payload) -> None:
+        if not isinstance(engine, Readable):
+            return
+        engine.load(payload.tensors().items())
+        engine.commit(ONE)
+        read = {name: raw_bytes(tensor) for name, tensor in engine.tensors()}
+        held = self.raw(engine)
+        assert read == {name: held[name] for name in read}
+        assert compare_specs([s for s in payload.specs() if s.name in read], payload.specs()) == []
+
+    def test_part_by_part(self, engine: Engine, payload: Payload) -> None:
+        """In rows, the last one first; what has no rows comes whole."""
+        if not isinstance(engine, RegionLoader):
+            return
+        tensors = payload.tensors()
+        for spec in payload.specs():
+            if not spec.shape or 0 in spec.shape or spec.shape[0] > 100:
+                engine.load([(spec.name, tensors[spec.name])])
+                continue
+            for row in reversed(range(spec.shape[0])):
+                region = Region((row, *(0 for _ in spec.shape[1:])), (1, *spec.shape[1:]))
+                engine.load_region(spec.name, region, tensors[spec.name][row : row + 1])
+        engine.commit(ONE)
+        self.assert_holds(engine, payload)
+
+    def assert_holds(self, engine: Engine, payload: Payload) -> None:
+        found, expected = self.raw(engine), payload.expected()
+        assert found.keys() == expected.keys()
+        assert [name for name in expected if found[name] != expected[name]] == []
+
+
+def _groups(payload: Payload) -> Iterator[dict[str, torch.Tensor]]:
+    calls: dict[str, dict[str, torch.Tensor]] = {}
+    for spec, tensor in payload.build():
+        calls.setdefault(spec.group or f"\0{spec.name}", {})[spec.name] = tensor
+    yield from calls.values()
+
+
+def _other(spec: TensorSpec) -> torch.Tensor:
+    return random_tensor(spec.dtype, spec.shape, 99)
+
+
+def _quoted(name: str) -> str:
+    """The start of a name as it stands in a message, for a pattern."""
+    return "".join(c if c.isalnum() else "." for c in name[:20] if c != "\\")

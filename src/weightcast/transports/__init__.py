@@ -1,0 +1,1 @@
+"""The ways in which buckets travel. Each is found by its URL scheme (`weightcast.registry`); none imports another."""

@@ -1,0 +1,20 @@
+"""`ipc://`: publisher and engines on one host share memory; nothing is copied but into it and out of it.
+
+`ipc_sender` and `ipc_receiver` are the two ends, `ipc_arena` and `ipc_cuda` the memory, `ipc_peers`, `ipc_listener`,
+`ipc_channel` and `ipc_records` the signals.
+"""
+
+from __future__ import annotations
+
+from weightcast.interfaces import Transport
+from weightcast.transports.ipc_receiver import IpcReceiver
+from weightcast.transports.ipc_sender import IpcSender
+
+TRANSPORT = Transport(
+    sender=IpcSender,
+    receiver=IpcReceiver,
+    default_bucket_size_bytes={"cpu": 64 << 20, "cuda": 512 << 20},
+    same_host=True,
+)
+
+__all__ = ["TRANSPORT", "IpcReceiver", "IpcSender"]

@@ -1,0 +1,35 @@
+"""What every test shares: hypothesis profiles, the choice of GPU tests, a check that a test leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+pytest.register_assert_rewrite("weightcast.testing")
+
+from weightcast.testing.leftovers import nothing_left  # noqa: E402
+
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=100, database=None)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=5000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a CUDA device the GPU tests are left out, and counted as deselected, unless `-m` asks for them."""
+    if torch.cuda.is_available() or "gpu" in (config.getoption("markexpr") or ""):
+        return
+    out = [item for item in items if item.get_closest_marker("gpu")]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in out]
+
+
+@pytest.fixture
+def leaves_nothing() -> Iterator[None]:
+    """Fails the test if a thread, child process, socket, pipe or shared memory outlives it by over five seconds."""
+    with nothing_left():
+        yield

@@ -1,0 +1,63 @@
+"""Made-up runs, for what shows and judges them."""
+
+from __future__ import annotations
+
+from weightcast.demo.events import Checked, Ended, Evaluated, Event, Saved, Stepped, Warming
+from weightcast.demo.result import Machine, Result
+from weightcast.demo.settings import Settings
+from weightcast.report import StageSeconds
+
+ENGINES = ("http://127.0.0.1:1111", "http://127.0.0.1:2222")
+
+
+def step(number: int, *, num_rollouts: int = 8) -> Stepped:
+    return Stepped(
+        step=number,
+        reward=0.1 * number,
+        solved=0.05 * number,
+        versions=dict.fromkeys(ENGINES, number),
+        num_bytes=2_500_000,
+        num_tensors=36,
+        seconds=StageSeconds(gather=0.001, offer=0.002, pack=0.003, send=0.004, seal=0.005, pause=0.006, total=0.03),
+        gb_per_second=0.083,
+        num_rollouts=num_rollouts,
+        num_spanning=3 if num_rollouts else 0,
+    )
+
+
+def check(engine: str, *problems: str) -> Checked:
+    return Checked(
+        engine=engine,
+        version=4,
+        num_prompts=2,
+        num_tokens=12,
+        max_difference=0.0,
+        control_difference=1.5,
+        tolerance=0.01,
+        problems=problems,
+    )
+
+
+def evaluated(when: str, reward: float) -> Evaluated:
+    return Evaluated(when=when, version=0, reward=reward, solved=reward / 2)
+
+
+def events() -> list[Event]:
+    """A whole run that went well."""
+    return [
+        Saved(num_parameters=1000),
+        *(Warming(step=n, num_steps=4, loss=2.0 / n) for n in range(1, 5)),
+        step(0, num_rollouts=0),
+        evaluated("start", 0.3),
+        *(step(number) for number in range(1, 5)),
+        evaluated("end", 0.9),
+        *(check(engine) for engine in ENGINES),
+        Ended(),
+    ]
+
+
+def result(*happened: Event) -> Result:
+    found = Result(settings=Settings(seed=0, num_steps=4), machine=Machine.this(2), num_engines=2)
+    for event in happened:
+        found.add(event)
+    return found

@@ -1,0 +1,72 @@
+"""The messages whose bytes are kept in this folder: file name -> (object, the type it is decoded as)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weightcast.control.messages import (
+    Abort,
+    Accepted,
+    Failed,
+    Heartbeat,
+    Hello,
+    InitInfo,
+    Installed,
+    LinkMessage,
+    Offer,
+    Received,
+    Seal,
+    UpdateInfo,
+    WeightInfo,
+)
+from weightcast.errors import ErrorRecord
+from weightcast.manifest import Manifest, Piece, Region, TensorRecord, WeightVersion
+
+RUN = "0123456789abcdeffedcba9876543210"
+VERSION = WeightVersion(RUN, 7)
+
+MANIFEST = Manifest(
+    protocol=1,
+    digest_kind="xxh3-128",
+    buckets=(1024, 512),
+    tensors=(
+        TensorRecord(
+            "model.embed_tokens.weight",
+            "bfloat16",
+            (16, 16),
+            aliases=("lm_head.weight",),
+            pieces=(Piece(0, 0, Region((0, 0), (8, 16))), Piece(1, 0, Region((8, 0), (8, 16)))),
+        ),
+        TensorRecord("norm.Größe", "float32", (16,), group="norm", pieces=(Piece(0, 256, Region((0,), (16,))),)),
+        TensorRecord("empty", "int8", (0, 4)),
+        TensorRecord("step", "int64", (), pieces=(Piece(1, 256, Region((), ())),)),
+    ),
+)
+
+MESSAGES: dict[str, tuple[Any, Any]] = {
+    "manifest.json": (MANIFEST, Manifest),
+    "init.json": (
+        InitInfo(RUN, "http://127.0.0.1:8000", "ipc://@a", "unix:@b", "c" * 64, 10.0, takeover=True),
+        InitInfo,
+    ),
+    "offer.json": (
+        Offer(RUN, 7, "d" * 64, manifest=MANIFEST, base=None, install="streaming", undo=True),
+        UpdateInfo,
+    ),
+    "offer_known.json": (Offer(RUN, 8, "d" * 64), UpdateInfo),
+    "seal.json": (Seal(RUN, 7, 2, "e" * 32), UpdateInfo),
+    "abort.json": (Abort(RUN, 7, "the trainer ended"), UpdateInfo),
+    "info.json": (
+        WeightInfo("7", run=RUN, holder=RUN, paused=True, torn="", world_size=2, abilities=("lease", "undo")),
+        WeightInfo,
+    ),
+    "hello.json": (Hello(RUN, "http://127.0.0.1:8000", 1, "c" * 64), LinkMessage),
+    "heartbeat.json": (Heartbeat(), LinkMessage),
+    "accepted.json": (Accepted(7), LinkMessage),
+    "received.json": (Received(7, 2, "e" * 32), LinkMessage),
+    "installed.json": (Installed(7, 0.25), LinkMessage),
+    "failed.json": (
+        Failed(7, ErrorRecord("IncompatibleWeightsError", "2 problems", problems=("missing 'a'", "unknown 'b'"))),
+        LinkMessage,
+    ),
+}

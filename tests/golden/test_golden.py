@@ -1,0 +1,111 @@
+"""The bytes on the wire are those of the files here, in both directions: a change of them needs a new protocol."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from golden.objects import MANIFEST, MESSAGES, VERSION
+
+from weightcast.bucket import TRAILER_BYTES, DigestKind, check_trailer, payload_digest, root_digest, write_trailer
+from weightcast.link import Frames, frame
+from weightcast.manifest import Manifest, decode, encode
+
+HERE = Path(__file__).parent
+DIGESTS = json.loads((HERE / "digests.json").read_text())
+
+
+def payload() -> torch.Tensor:
+    """1,024 bytes that count up, modulo 251."""
+    return torch.tensor([i % 251 for i in range(1024)], dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_encodes_to_the_file(name: str) -> None:
+    message, _ = MESSAGES[name]
+    assert encode(message) == (HERE / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_the_file_decodes_to_the_message(name: str) -> None:
+    message, kind = MESSAGES[name]
+    assert decode((HERE / name).read_bytes(), kind) == message
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_the_file_is_plain_json_without_white_space(name: str) -> None:
+    data = (HERE / name).read_bytes()
+    assert json.dumps(json.loads(data), separators=(",", ":"), ensure_ascii=False).encode() == data
+
+
+def test_no_file_is_left_over() -> None:
+    assert {p.name for p in HERE.glob("*.json")} == {*MESSAGES, "digests.json"}
+
+
+def test_the_manifest_is_a_valid_one_and_has_its_digest() -> None:
+    data = (HERE / "manifest.json").read_bytes()
+    assert Manifest.decode(data) == MANIFEST
+    assert MANIFEST.digest() == hashlib.sha256(data).hexdigest() == DIGESTS["manifest"]
+
+
+@pytest.mark.parametrize("kind", ["xxh3-128", "sum-64x2"])
+def test_digest_of_a_payload(kind: DigestKind) -> None:
+    assert payload_digest(payload(), kind).hex() == DIGESTS[kind]
+
+
+def test_sum_64x2_by_its_definition() -> None:
+    words = struct.unpack("<128Q", bytes(payload().tolist()))
+    sums = [sum(words), sum((i + 1) * w for i, w in enumerate(words))]
+    assert b"".join((s % (1 << 64)).to_bytes(8, "little") for s in sums).hex() == DIGESTS["sum-64x2"]
+
+
+@pytest.mark.parametrize("kind", ["xxh3-128", "sum-64x2"])
+def test_trailer(kind: DigestKind) -> None:
+    """Written: the file's bytes. Read: accepted, and nothing else is."""
+    file = (HERE / f"trailer.{kind}.bin").read_bytes()
+    assert len(file) == TRAILER_BYTES == 64
+    buffer = torch.zeros(2048, dtype=torch.uint8)
+    buffer[:1024] = payload()
+    write_trailer(buffer, 1024, VERSION, 5, kind)
+    assert bytes(buffer[1024 : 1024 + 64].tolist()) == file
+
+    buffer[1024:] = 0
+    buffer[1024 : 1024 + 64] = torch.tensor(list(file), dtype=torch.uint8)
+    assert check_trailer(buffer, 1024, VERSION, 5, kind).hex() == DIGESTS[kind]
+    magic, run, number, index, length, digest = struct.unpack("<8s16sQQQ16s", file)
+    assert (magic, run.hex(), number, index, length, digest.hex()) == (
+        b"wcbuckt1",
+        VERSION.run,
+        7,
+        5,
+        1024,
+        DIGESTS[kind],
+    )
+
+
+def test_root_digest() -> None:
+    digests = [bytes.fromhex(DIGESTS["xxh3-128"]), bytes.fromhex(DIGESTS["sum-64x2"])]
+    expected = xxhash.xxh3_128(bytes.fromhex(DIGESTS["manifest"]) + b"".join(digests)).hexdigest()
+    assert root_digest(DIGESTS["manifest"], digests) == expected == DIGESTS["root"]
+
+
+def test_a_link_frame_is_a_length_and_the_record() -> None:
+    message: Any = MESSAGES["hello.json"][0]
+    data = (HERE / "hello.json").read_bytes()
+    assert frame(message) == len(data).to_bytes(4, "big") + data
+    assert list(Frames().feed(frame(message))) == [message]
+
+
+def test_frames_may_come_in_any_cuts() -> None:
+    messages = [message for name, (message, kind) in MESSAGES.items() if name in ("hello.json", "failed.json")] * 3
+    stream = b"".join(map(frame, messages))
+    for size in (1, 2, 3, 7, 64, len(stream)):
+        frames = Frames()
+        found = [m for start in range(0, len(stream), size) for m in frames.feed(stream[start : start + size])]
+        assert found == messages

@@ -1,0 +1,115 @@
+"""The error tree: drawn as it is, and every error survives the way to a peer as far as its record reaches."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import msgspec
+import pytest
+
+from weightcast import errors
+from weightcast.control.messages import MAX_LINK_MESSAGE_BYTES, Failed
+from weightcast.errors import (
+    MAX_LISTED_PROBLEMS,
+    ErrorRecord,
+    InstallError,
+    ManifestError,
+    PeerError,
+    PublishError,
+    RefusedError,
+    WeightcastError,
+    from_record,
+    to_record,
+)
+from weightcast.manifest import encode
+
+KINDS = [
+    cls
+    for _, cls in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(cls, WeightcastError) and cls.__module__ == errors.__name__
+]
+
+
+def make(cls: type[WeightcastError]) -> WeightcastError:
+    if issubclass(cls, PublishError):
+        return cls("m", {"engine": PeerError("p", peer="engine")})
+    return cls("m")
+
+
+def drawn() -> dict[str, str]:
+    """Child -> parent, from the module's docstring."""
+    parents: dict[str, str] = {}
+    path: list[tuple[int, str]] = [(0, "WeightcastError")]
+    for line in (errors.__doc__ or "").splitlines():
+        found = re.match(r"^([ │├└─]+)(\w+Error)\b", line)
+        if not found or found[2] == "WeightcastError":
+            continue
+        depth = len(found[1])
+        while path[-1][0] >= depth:
+            path.pop()
+        parents[found[2]] = path[-1][1]
+        path.append((depth, found[2]))
+    return parents
+
+
+def test_the_tree_is_as_drawn() -> None:
+    assert drawn() == {cls.__name__: cls.__mro__[1].__name__ for cls in KINDS if cls is not WeightcastError}
+
+
+@pytest.mark.parametrize("cls", KINDS)
+def test_every_error_has_a_docstring_of_its_own(cls: type[WeightcastError]) -> None:
+    assert "__doc__" in vars(cls)
+    assert len(cls.__doc__ or "") > 20
+
+
+@pytest.mark.parametrize("cls", KINDS)
+def test_every_error_comes_back_from_its_record(cls: type[WeightcastError]) -> None:
+    error = make(cls)
+    sent = msgspec.json.encode(to_record(error))
+    back = from_record(msgspec.json.decode(sent, type=ErrorRecord))
+    assert str(back) == "m"
+    assert type(back) is (WeightcastError if cls is PublishError else cls)
+
+
+def test_what_a_class_carries_besides_comes_back_too() -> None:
+    refused = from_record(to_record(RefusedError("m", ["a", "b"])))
+    assert isinstance(refused, RefusedError)
+    assert refused.problems == ("a", "b")
+    peer = from_record(to_record(PeerError("m", peer="http://x")))
+    assert isinstance(peer, PeerError)
+    assert peer.peer == "http://x"
+    install = from_record(to_record(InstallError("m", torn=True)))
+    assert isinstance(install, InstallError)
+    assert install.torn
+    fault = from_record(to_record(ManifestError("m [shape]", fault="shape")))
+    assert isinstance(fault, ManifestError)
+    assert "[shape]" in str(fault)
+
+
+def test_a_foreign_error_keeps_the_name_of_its_type() -> None:
+    back = from_record(to_record(KeyError("missing")))
+    assert type(back) is WeightcastError
+    assert str(back) == "KeyError: 'missing'"
+
+
+@pytest.mark.parametrize("kind", ["", "Exception", "SystemExit", "ErrorRecord", "os.system", "FutureError"])
+def test_an_unknown_kind_becomes_the_base_class_and_runs_nothing(kind: str) -> None:
+    back = from_record(ErrorRecord(kind=kind, message="m"))
+    assert type(back) is WeightcastError
+    assert str(back) == "m"
+
+
+def test_problems_of_a_foreign_error_are_not_trusted() -> None:
+    """An attribute of the same name on somebody else's exception must not break the report of it."""
+    error = OSError("disk")
+    error.problems = None  # type: ignore[attr-defined]
+    assert to_record(error).message == "OSError: disk"
+
+
+def test_the_largest_record_fits_a_link_message() -> None:
+    name = "layers." + "x" * 1000
+    problems = [f"unknown tensor {name}.{i} bfloat16[1024, 1024]" for i in range(MAX_LISTED_PROBLEMS + 500)]
+    record = to_record(RefusedError("; ".join(problems), problems))
+    assert len(encode(Failed(version=1, error=record))) <= MAX_LINK_MESSAGE_BYTES
+    assert len(record.problems) <= MAX_LISTED_PROBLEMS

@@ -1,0 +1,67 @@
+"""The README's Python runs, block after block, in a folder and a process of its own; what it names exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
+PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md"))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [body for found, body in FENCE.findall(page.read_text()) if found == language]
+
+
+def is_program(body: str) -> bool:
+    """A block that shows a signature or leaves something out with `...` on a line of its own is not run."""
+    return not re.search(r"^\s*\.\.\.\s*$", body, re.MULTILINE)
+
+
+def test_the_readme_has_code_that_runs(tmp_path: Path) -> None:
+    found = blocks(ROOT / "README.md", "python")
+    assert found, "the README shows no Python"
+    assert all(map(is_program, found))
+    run(found, tmp_path)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "README.md"], ids=lambda p: p.name)
+def test_the_pages_code_runs(page: Path, tmp_path: Path) -> None:
+    programs = [body for body in blocks(page, "python") if is_program(body)]
+    if programs:
+        run(programs, tmp_path)
+    for body in blocks(page, "python"):
+        compile(body, str(page), "exec")
+
+
+def run(programs: list[str], folder: Path) -> None:
+    script = folder / "blocks.py"
+    script.write_text("\n\n".join(programs))
+    done = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", str(script)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert not re.search("Traceback|Exception ignored", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    missing = [target for target in LINK.findall(page.read_text()) if not (page.parent / target).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_script_that_is_named_exists(page: Path) -> None:
+    for script in re.findall(r"(?:\./)?\b(scripts/[a-z-]+)", page.read_text()):
+        assert (ROOT / script).is_file(), script

@@ -1,0 +1,56 @@
+"""Transports by URL: the known ones resolve, third parties can add one, a wrong URL is answered with what there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weightcast import registry
+from weightcast.interfaces import Transport
+
+
+@pytest.mark.parametrize("name", sorted(registry.TRANSPORTS))
+def test_every_transport_of_the_table_is_one(name: str) -> None:
+    found = registry.transport(f"{name}://")
+    assert isinstance(found, Transport)
+    assert found.default_bucket_size_bytes["cpu"] > 0
+
+
+@pytest.mark.parametrize("url", ["", "ipc", "ipc:", "ipc:/", "://x", "//x"])
+def test_what_is_no_url_is_the_callers_mistake(url: str) -> None:
+    with pytest.raises(ValueError, match=r"is not a transport URL; write one like ipc://, memory://"):
+        registry.transport(url)
+
+
+def test_an_unknown_scheme_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="no transport 'carrier-pigeon'; known here: ipc, memory"):
+        registry.transport("carrier-pigeon://coop")
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, points: str) -> None:
+    """A distribution with these entry points, as pip would leave it."""
+    (folder / "pigeon.py").write_text("TRANSPORT = 'coo'\n")
+    info = folder / "pigeon-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pigeon\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{registry.ENTRY_POINT_GROUP}]\n{points}\n")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_a_third_party_adds_a_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "pigeon = pigeon:TRANSPORT")
+    assert registry.transport("pigeon://coop") == "coo"
+    assert "pigeon" in registry.known()
+
+
+def test_a_third_party_cannot_take_a_name_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "ipc = pigeon:TRANSPORT")
+    assert registry.transport("ipc://") != "coo"
+
+
+@pytest.mark.parametrize(
+    ("url", "host"), [("ipc://", "127.0.0.1"), ("gloo://10.0.0.1:29500", "10.0.0.1"), ("nccl://[::1]:1", "::1")]
+)
+def test_host(url: str, host: str) -> None:
+    assert registry.host(url) == host
