@@ -1,7 +1,7 @@
 """Installs weights into a live `nn.Module`, in place: for models served in your own process, and as the reference.
 
-Invariants: nothing is written before the whole call has been checked; only memory of the module is written, in one
-`_foreach_copy_` per call; a tensor of another shape, or without `cast` of another dtype, is never taken. Parameters
+Invariants: nothing is written before the whole call has been checked; only memory of the module is written, in a few
+calls however many tensors there are; a tensor of another shape, or without `cast` of another dtype, is never taken. Parameters
 keep their identity, so compiled and graph-captured models stay valid.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
+from weightcast import host_copy
 from weightcast.bucket import DTYPE_NAMES, narrow
 from weightcast.checkpoint import CASTABLE, Buffers, LiveCheckpoint, Names
 from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError, ManifestError
@@ -169,10 +170,15 @@ class ModuleEngine:
             raise IncompatibleWeightsError(f"{found}: give the source a dtype, or the engine cast=True")
 
     def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> None:
+        if not targets:
+            return
         try:
             # Not no_grad: parameters that were made in inference mode can be written only there.
             with torch.inference_mode():
-                torch._foreach_copy_(targets, sources)
+                if self._targets.any_large:
+                    host_copy.copy_all(targets, sources)
+                else:
+                    torch._foreach_copy_(targets, sources)
             for device in self._targets.cuda_devices:
                 torch.cuda.current_stream(device).synchronize()
         except RuntimeError as exc:
@@ -206,6 +212,7 @@ class _Targets:
         self.views = list(live.views.values())
         self.shapes = [view.shape for view in self.views]
         self.dtypes = [view.dtype for view in self.views]
+        self.any_large = any(view.nbytes >= host_copy.PLAIN_BYTES for view in self.views)
         self.cuda_devices = {view.device for view in self.views if view.is_cuda}
         self._by_name = {name: number for number, spec in enumerate(live.specs) for name in spec.names}
 

@@ -51,7 +51,8 @@ def unpack(manifest: Manifest, payloads: Sequence[bytes]) -> Mapping[str, bytes]
 class Reader:
     """Receives one update in a thread of its own; `result` gives the buckets' bytes, or raises what it raised.
 
-    After an error it ends the update, as a worker does. `pause_at`: stand still while holding that bucket, until `go_on` is set.
+    After an error it ends the update, as a worker does. `pause_at`: stand still while holding that bucket, until
+    `go_on` is set.
     """
 
     def __init__(

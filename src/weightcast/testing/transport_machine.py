@@ -1,0 +1,176 @@
+"""A state machine that does the same with any transport and with `memory`, and compares what comes of it.
+
+Needs hypothesis. The reference is not the other implementation alone: bytes are compared with the payload's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from weightcast import registry
+from weightcast.bucket import Layout, Packer
+from weightcast.errors import PeerDiedError, UpdateAbortedError, WeightcastError
+from weightcast.interfaces import Receiver, Sender
+from weightcast.manifest import Manifest, WeightVersion
+from weightcast.testing.payloads import PAYLOADS, Payload
+from weightcast.testing.reading import PATIENCE_SECONDS, Reader, unpack
+
+RUN = "5a" * 16
+_PEERS = ("a", "b")
+_SMALL = [p for p in PAYLOADS if p.name not in ("many_tiny", "special_floats")]
+_OVER = (UpdateAbortedError, PeerDiedError)
+
+
+class Rig:
+    """One sender, its receivers and what they have read, driven step by step."""
+
+    def __init__(self, url: str) -> None:
+        transport = registry.transport(url)
+        self.sender: Sender = transport.sender(url, run=RUN, deadline_seconds=PATIENCE_SECONDS)
+        self.receivers: dict[str, Receiver] = {}
+        self.readers: dict[str, Reader] = {}
+        self._layout: Layout | None = None
+        self._make_receiver = transport.receiver
+        for peer in _PEERS:
+            self.connect(peer)
+
+    def connect(self, peer: str) -> None:
+        address = self.sender.address
+        self.receivers[peer] = self._make_receiver(address, peer=peer, run=RUN, deadline_seconds=PATIENCE_SECONDS)
+
+    def open(self, manifest: Manifest, version: WeightVersion, staged: bool) -> None:
+        peers = list(self.receivers)
+        self.readers = {p: Reader(r, manifest, version, staged=staged) for p, r in self.receivers.items()}
+        self.sender.open(manifest, version, peers=peers, staged=staged)
+        self._layout = Layout(manifest)
+        self._packer = Packer(self._layout, self._tensors)
+
+    def use(self, payload: Payload) -> None:
+        self._tensors = payload.tensors()
+
+    def send(self, index: int, version: WeightVersion) -> None:
+        self._packer.pack(index, self.sender.buffer(index), version)
+        self.sender.send(index)
+
+    def outcome(self, peer: str) -> list[bytes] | str:
+        """The buckets that the peer has received, or how its update ended; which of both is left open."""
+        try:
+            return self.readers.pop(peer).result()
+        except _OVER:
+            return "over"
+        except WeightcastError as exc:
+            return type(exc).__name__
+
+    def disconnect(self, peer: str) -> None:
+        self.receivers.pop(peer).close()
+
+    def close(self) -> None:
+        for receiver in self.receivers.values():
+            receiver.close()
+        self.sender.close()
+        if self._layout is not None:
+            # Its views would keep the memory for as long as hypothesis keeps the machine.
+            self._layout.forget_views()
+
+
+class TransportMachine(RuleBasedStateMachine):
+    """Set `url` in a subclass and run its `TestCase`. One update at a time, two peers that come and go."""
+
+    url = "memory://"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rigs = {"reference": Rig("memory://"), "tested": Rig(self.url)}
+        self.number = 0
+        self.payload = _SMALL[0]
+        self.manifest: Manifest | None = None
+        self.num_sent = 0
+
+    def both(self, call: Callable[[Rig], object]) -> None:
+        """Do it with both, and fail unless both give, or raise, the same."""
+        outcomes: dict[str, object] = {}
+        for name, rig in self.rigs.items():
+            try:
+                outcomes[name] = call(rig)
+            except (WeightcastError, ValueError) as exc:
+                outcomes[name] = type(exc).__name__
+        assert outcomes["tested"] == outcomes["reference"]
+
+    @property
+    def version(self) -> WeightVersion:
+        return WeightVersion(RUN, self.number)
+
+    @precondition(lambda self: self.manifest is None)
+    @rule(payload=st.sampled_from(_SMALL), staged=st.booleans())
+    def open(self, payload: Payload, staged: bool) -> None:
+        self.number += 1
+        self.payload, self.manifest, self.num_sent = payload, payload.manifest(), 0
+        for rig in self.rigs.values():
+            rig.use(payload)
+            rig.open(self.manifest, self.version, staged)
+        self.both(lambda rig: sorted(rig.sender.failures))
+
+    @precondition(lambda self: self.manifest is not None and self.num_sent < len(self.manifest.buckets))
+    @rule(count=st.integers(1, 8))
+    def send(self, count: int) -> None:
+        assert self.manifest is not None
+        for _ in range(min(count, len(self.manifest.buckets) - self.num_sent)):
+            self.both(lambda rig: rig.send(self.num_sent, self.version))
+            self.num_sent += 1
+
+    @precondition(lambda self: self.manifest is not None)
+    @rule(skip=st.integers(1, 3))
+    def send_out_of_turn(self, skip: int) -> None:
+        self.both(lambda rig: rig.sender.send(self.num_sent + skip))
+
+    @precondition(lambda self: self.manifest is not None and self.num_sent == len(self.manifest.buckets))
+    @rule()
+    def finish(self) -> None:
+        assert self.manifest is not None
+        expected = self.payload.expected()
+        for rig in self.rigs.values():
+            for peer in list(rig.readers):
+                found = rig.outcome(peer)
+                assert isinstance(found, list), found
+                assert unpack(self.manifest, found) == expected
+                rig.receivers[peer].end()
+        self.both(lambda rig: sorted(rig.sender.failures))
+        self.manifest = None
+
+    @precondition(lambda self: self.manifest is not None and self.num_sent < len(self.manifest.buckets))
+    @rule()
+    def abort(self) -> None:
+        for rig in self.rigs.values():
+            rig.sender.abort("the machine said so")
+            for peer in list(rig.readers):
+                assert rig.outcome(peer) == "over"
+                rig.receivers[peer].end()
+        self.manifest = None
+
+    @precondition(lambda self: self.manifest is None or self.num_sent < len(self.manifest.buckets))
+    @rule(peer=st.sampled_from(_PEERS))
+    def leave_and_come_back(self, peer: str) -> None:
+        """In the middle of an update the others go on, and the peer is there again for the next one."""
+        for rig in self.rigs.values():
+            reader = rig.readers.pop(peer, None)
+            rig.disconnect(peer)
+            if reader is not None:
+                with contextlib.suppress(WeightcastError):
+                    reader.result()
+            rig.connect(peer)
+
+    @invariant()
+    def aborting_nothing_is_harmless(self) -> None:
+        if self.manifest is None:
+            for rig in self.rigs.values():
+                rig.sender.abort("nothing")
+
+    def teardown(self) -> None:
+        for rig in self.rigs.values():
+            rig.close()
+            for peer in list(rig.readers):
+                rig.outcome(peer)

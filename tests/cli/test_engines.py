@@ -1,0 +1,183 @@
+"""serve, publish, inspect and verify together: a real engine process, two small checkpoints on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from weightcast import cli
+from weightcast.cli import exits
+
+END_SECONDS = 30
+TOKEN = "s3cret-token"
+
+
+@contextlib.contextmanager
+def serving(model: Path, *options: str, end: signal.Signals | None = None) -> Iterator[str]:
+    """The URL of a `weightcast serve` process, which ends cleanly with the context: by `end`, or with its stdin."""
+    command = [sys.executable, "-m", "weightcast.cli", "serve", str(model), "--port", "0", "--exit-with-parent"]
+    with subprocess.Popen([*command, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            assert line.startswith(f"weightcast: serving {model.name} at http://127.0.0.1:"), line
+            yield line.split()[-1]
+            if end is None:
+                process.stdin.close()
+            else:
+                process.send_signal(end)
+            assert process.wait(END_SECONDS) == exits.OK
+        finally:
+            process.kill()
+
+
+def save_checkpoint(directory: Path, seed: int, **changes: int) -> Path:
+    settings = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 64} | changes
+    config = Qwen3Config(
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True, **settings
+    )
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {
+        "old": save_checkpoint(root / "old", 1),
+        "new": save_checkpoint(root / "new", 2),
+        "wide": save_checkpoint(root / "wide", 3, hidden_size=48),
+    }
+
+
+@pytest.fixture(scope="module")
+def url(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(checkpoints["old"], "--threads", "1") as url:
+        yield url
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[str, object]]]:
+    """Run a command with --json; its status and its object."""
+
+    def run(*argv: object) -> tuple[int, dict[str, object]]:
+        status = cli.main([*map(str, argv), "--json"])
+        return status, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+Call = Callable[..., tuple[int, dict[str, object]]]
+
+
+def test_publish_then_verify(url: str, checkpoints: dict[str, Path], call: Call) -> None:
+    """A fresh engine holds its directory; after a publish it holds the other, as the version that the report names."""
+    status, report = call("publish", checkpoints["new"], "--engine", url)
+    assert status == exits.OK
+    assert report["engines"][url]["ok"]  # type: ignore[index]
+    status, verdict = call("verify", checkpoints["new"], "--engine", url)
+    assert (status, verdict["ok"]) == (exits.OK, True)
+    assert verdict["engines"][0]["weight_version"] == str(report["version"])  # type: ignore[index]
+
+    status, verdict = call("verify", checkpoints["old"], "--engine", url)
+    assert (status, verdict["ok"]) == (exits.NEGATIVE, False)
+    differences = verdict["engines"][0]["differences"]  # type: ignore[index]
+    assert {d["what"] for d in differences} == {"differs"}
+    assert "model.layers.1.mlp.up_proj.weight" in {d["name"] for d in differences}
+
+
+def test_publish_with_a_version_and_options(url: str, checkpoints: dict[str, Path], call: Call) -> None:
+    options = ["--version", "41", "--install", "streaming", "--bucket-size-mib", "1", "--undo", "--takeover"]
+    status, report = call("publish", checkpoints["old"], "--engine", url, *options)
+    assert (status, report["version"]) == (exits.OK, 41)
+    assert call("verify", checkpoints["old"], "--engine", url)[0] == exits.OK
+    assert httpx.get(f"{url}/weight_info").json()["weight_version"] == "41"
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(url: str, checkpoints: dict[str, Path], call: Call) -> None:
+    before = httpx.get(f"{url}/weight_info").json()["weight_version"]
+    status, report = call("publish", checkpoints["wide"], "--engine", url)
+    assert status == exits.NEGATIVE
+    assert report["engines"][url]["error"]["kind"] == "IncompatibleWeightsError"  # type: ignore[index]
+    assert httpx.get(f"{url}/weight_info").json()["weight_version"] == before
+    assert call("verify", checkpoints["wide"], "--engine", url)[0] == exits.NEGATIVE
+
+
+def test_one_of_two_engines_is_away(url: str, checkpoints: dict[str, Path], call: Call) -> None:
+    gone = "http://127.0.0.1:9"
+    status, report = call("publish", checkpoints["new"], "--engine", url, "--engine", gone)
+    assert status == exits.NEGATIVE
+    assert report["engines"][url]["ok"]  # type: ignore[index]
+    assert report["engines"][gone]["error"]["kind"] == "PeerDiedError"  # type: ignore[index]
+    assert call("verify", checkpoints["new"], "--engine", url)[0] == exits.OK
+
+
+def test_inspect_an_engine_and_a_checkpoint(url: str, checkpoints: dict[str, Path], call: Call) -> None:
+    status, engine = call("inspect", url)
+    assert status == exits.OK
+    assert engine["engine"]["weight_version"]  # type: ignore[index]
+    status, directory = call("inspect", checkpoints["old"])
+    assert (status, directory["engine"]) == (exits.OK, None)
+    shapes = [{t["name"]: t["shape"] for t in found["tensors"]} for found in (engine, directory)]  # type: ignore[union-attr, index]
+    assert shapes[0] == shapes[1]
+    assert (engine["num_tensors"], engine["num_bytes"]) == (directory["num_tensors"], directory["num_bytes"])
+
+
+def test_inspect_with_a_filter(checkpoints: dict[str, Path], call: Call) -> None:
+    _, found = call("inspect", checkpoints["old"], "--filter", "*.layers.1.*norm.weight")
+    assert found["num_tensors"] == 4
+    assert all(".layers.1." in tensor["name"] for tensor in found["tensors"])  # type: ignore[union-attr, index]
+
+
+def test_tables_for_people(url: str, checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["publish", str(checkpoints["new"]), "--engine", url]) == exits.OK
+    assert f"serves {httpx.get(f'{url}/weight_info').json()['weight_version']}" in capsys.readouterr().out
+    assert cli.main(["inspect", url]) == exits.OK
+    assert "24 tensors" in capsys.readouterr().out
+    assert cli.main(["verify", str(checkpoints["new"]), "--engine", url]) == exits.OK
+    assert "holds exactly this checkpoint" in capsys.readouterr().out
+    assert cli.main(["verify", str(checkpoints["old"]), "--engine", url]) == exits.NEGATIVE
+    assert "differs" in capsys.readouterr().out
+
+
+def test_the_engine_answers_completions(url: str) -> None:
+    answer = httpx.post(
+        f"{url}/v1/completions", json={"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}, timeout=60
+    )
+    assert answer.status_code == 200
+    assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "old"
+
+
+def test_ctrl_c_at_once_is_a_clean_end(checkpoints: dict[str, Path]) -> None:
+    with serving(checkpoints["old"], "--random-weights", end=signal.SIGINT):
+        pass
+
+
+def test_a_token_guards_the_weight_routes(checkpoints: dict[str, Path], call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\n")
+    options = ("--random-weights", "7", "--token-file", str(file))
+    with serving(checkpoints["old"], *options, end=signal.SIGTERM) as url:
+        assert call("inspect", url)[0] == exits.NEGATIVE
+        assert call("inspect", url, "--token-file", file)[0] == exits.OK
+        assert call("publish", checkpoints["new"], "--engine", url)[0] == exits.NEGATIVE
+        assert call("verify", checkpoints["new"], "--engine", url, "--token-file", file)[0] == exits.NEGATIVE
+        assert call("publish", checkpoints["new"], "--engine", url, "--token-file", file)[0] == exits.OK
+        assert call("verify", checkpoints["new"], "--engine", url, "--token-file", file)[0] == exits.OK
+
+
+def test_another_host_needs_a_token(checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", str(checkpoints["old"]), "--host", "0.0.0.0", "--port", "0"]) == exits.USAGE
+    assert "--token-file" in capsys.readouterr().err

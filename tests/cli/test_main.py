@@ -1,0 +1,167 @@
+"""The command line as a whole: help, exit statuses, and errors as one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weightcast import cli
+from weightcast.cli import exits, failures
+from weightcast.errors import IncompatibleWeightsError, PeerDiedError, PublishError
+
+NOBODY = "http://127.0.0.1:9"  # the discard port: refused at once
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "weightcast.cli", *argv], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("command", [c for c in cli.COMMANDS if c != "demo"])
+def test_help_has_examples_and_exit_statuses(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == exits.OK
+    assert f"examples:\n  weightcast {command}" in text
+    assert exits.TABLE in text
+
+
+def test_the_top_level_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"    {name} " in text for name in cli.COMMANDS)
+    assert "exit status" in text
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["nonsense"],
+        ["publish"],
+        ["publish", "directory"],
+        ["bench", "--shapes", "gpt-9"],
+        ["bench", "--runs", "many"],
+        ["--json"],
+    ],
+)
+def test_a_wrong_call_is_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == exits.USAGE
+    assert "usage: weightcast" in capsys.readouterr().err
+
+
+def test_the_help_of_a_command_loads_no_torch() -> None:
+    code = "import sys; from weightcast import cli\ntry: cli.main(['publish', '--help'])\nexcept SystemExit: pass\n"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}print(sorted({{'torch', 'httpx', 'transformers'}} & set(sys.modules)))"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.endswith("[]\n")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["inspect", "no/such/directory"],
+        ["verify", "no/such/directory", "--engine", NOBODY],
+        ["publish", "no/such/directory", "--engine", NOBODY],
+        ["serve", "no/such/directory"],
+        ["inspect", NOBODY, "--token-file", "no/such/file"],
+        ["bench", "--num-engines", "0"],
+    ],
+)
+def test_a_wrong_value_is_one_line_and_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == exits.USAGE
+    captured = capsys.readouterr()
+    assert captured.err.startswith("weightcast: ")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_an_engine_that_is_not_there_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", NOBODY]) == exits.NEGATIVE
+    assert f"PeerDiedError: {NOBODY}/weight_info can't be reached" in capsys.readouterr().err
+
+
+def test_with_json_an_error_is_an_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", NOBODY, "--json"]) == exits.NEGATIVE
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["kind"] == "PeerDiedError"
+    assert error["peer"] == NOBODY
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", NOBODY, "--debug"]) == exits.NEGATIVE
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(argv: object) -> int:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(cli, "_run", broken)
+    with pytest.raises(AssertionError, match="a bug"):
+        cli.main(["inspect", NOBODY])
+
+
+def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(argv: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupted)
+    assert cli.main(["inspect", NOBODY, "--json"]) == exits.INTERRUPTED
+    assert capsys.readouterr() == ("", "weightcast: interrupted\n")
+
+
+def test_running_the_package() -> None:
+    done = run("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("weightcast 0")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("x"), exits.USAGE),
+        (FileNotFoundError("x"), exits.USAGE),
+        (ModuleNotFoundError("x"), exits.USAGE),
+        (PeerDiedError("x"), exits.NEGATIVE),
+        (PublishError("x", {}), exits.NEGATIVE),
+        (BrokenPipeError("x"), exits.NEGATIVE),
+        (KeyboardInterrupt(), exits.INTERRUPTED),
+        (TypeError("x"), None),
+    ],
+)
+def test_status_of(error: BaseException, status: int | None) -> None:
+    assert failures.status_of(error) == status
+
+
+def test_an_error_is_one_line_and_its_problems_are_in_the_object() -> None:
+    error = IncompatibleWeightsError("2 tensors\n do not fit", ["a is missing", "b is unknown"])
+    assert failures.describe(error) == "IncompatibleWeightsError: 2 tensors do not fit"
+    assert json.loads(failures.describe(error, as_json=True))["error"]["problems"] == ["a is missing", "b is unknown"]
+
+
+def test_a_missing_extra_names_the_pip_line() -> None:
+    error = ModuleNotFoundError("No module named 'rich'", name="rich")
+    assert failures.describe(error).endswith("No module named 'rich': pip install 'weightcast[cli]'")
+
+
+@pytest.mark.parametrize("content", ["", "\n", "two words", "two\nlines"])
+def test_a_token_file_without_one_token(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "token"
+    file.write_text(content)
+    assert cli.main(["inspect", NOBODY, "--token-file", str(file)]) == exits.USAGE
+    assert "must hold one token" in capsys.readouterr().err
