@@ -22,9 +22,10 @@ Named = tuple[str, torch.Tensor]
 
 @dataclasses.dataclass(slots=True)
 class _BucketLoad:
-    """What one bucket gives: `direct` entries go out as views, `regions` as parts, `partial` are put together."""
+    """What one bucket gives: views of whole tensors by `names`, `regions` as parts, `partial` to be put together."""
 
-    direct: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+    names: list[str] = dataclasses.field(default_factory=list)
+    positions: list[int] = dataclasses.field(default_factory=list)
     regions: list[tuple[str, int, Entry]] = dataclasses.field(default_factory=list)
     partial: list[tuple[int, Entry]] = dataclasses.field(default_factory=list)
 
@@ -45,7 +46,8 @@ class LoadPlan:
             for position, entry in enumerate(entries):
                 names = self._targets.names(entry.record)
                 if entry.is_whole and entry.record.group not in spanning:
-                    load.direct += [(name, position) for name in names]
+                    load.names += names
+                    load.positions += [position] * len(names)
                 elif takes_regions and not entry.record.group:
                     load.regions += [(name, position, entry) for name in names]
                 else:
@@ -92,8 +94,8 @@ class LoadPlan:
             self.engine.load(empties)
 
     def _direct(self, bucket: Bucket) -> Iterable[Named]:
-        views = self.layout.views(bucket.index, bucket.buffer)
-        return ((name, views[position]) for name, position in self._loads[bucket.index].direct)
+        load, views = self._loads[bucket.index], self.layout.views(bucket.index, bucket.buffer)
+        return zip(load.names, map(views.__getitem__, load.positions), strict=True)
 
     def _load_regions(self, bucket: Bucket) -> None:
         regions = self._loads[bucket.index].regions

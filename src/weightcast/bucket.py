@@ -115,13 +115,15 @@ class Packer:
     Holds views of the sources only; make a new one when a source's storage has changed.
     """
 
+    @torch.no_grad()
     def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
         self._layout = layout
         self._sources = [
-            [narrow(tensors[e.record.name].detach(), e.piece.region) for e in entries] for entries in layout.entries
+            [narrow(tensors[e.record.name], e.piece.region) for e in entries] for entries in layout.entries
         ]
         self._known_steps: list[list[tuple[int, int, int]] | None] = [None] * len(layout.entries)
 
+    @torch.no_grad()
     def pack(self, index: int, buffer: torch.Tensor, version: WeightVersion) -> bytes | torch.Tensor:
         """Fill `buffer` with bucket `index` and its trailer; return the digest, on a GPU as two int64 still to come.
 

@@ -69,6 +69,7 @@ class Packing:
         self.specs = specs
         self.layout = layout
         self.manifest_digest = layout.manifest.digest()
+        self.num_bytes = layout.manifest.num_bytes
         self._regions: Regions | None = None
         self._packer: Packer | None = None
 
@@ -243,7 +244,7 @@ class Publication:
         return PublishReport(
             run=self._terms.run,
             version=self.number,
-            num_bytes=self._manifest.num_bytes,
+            num_bytes=self._packing.num_bytes,
             num_tensors=len(self._manifest.tensors),
             num_buckets=len(self._manifest.buckets),
             install=self._terms.install,

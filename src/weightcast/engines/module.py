@@ -1,8 +1,8 @@
 """Installs weights into a live `nn.Module`, in place: for models served in your own process, and as the reference.
 
 Invariants: nothing is written before the whole call has been checked; only memory of the module is written, in a few
-calls however many tensors there are; a tensor of another shape, or without `cast` of another dtype, is never taken. Parameters
-keep their identity, so compiled and graph-captured models stay valid.
+calls however many tensors there are; a tensor of another shape, or without `cast` of another dtype, is never taken.
+Parameters keep their identity, so compiled and graph-captured models stay valid.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class ModuleEngine:
         self._live.require_memory()
         self._targets = _Targets(self._live)
         self._updating = False
+        self._is_fresh = False
         self._replaced = False
         self._loaded: set[int] = set()
         self._parts: dict[int, set[Region]] = {}
@@ -50,7 +51,9 @@ class ModuleEngine:
         return sum(spec.num_bytes for spec in self._live.specs)
 
     def specs(self) -> Sequence[TensorSpec]:
-        self._refresh()
+        if not self._updating:
+            self._refresh()
+            self._is_fresh = True
         return self._live.specs
 
     def can_cast(self, offered: str, held: str) -> bool:
@@ -109,6 +112,7 @@ class ModuleEngine:
 
     def discard(self) -> None:
         self._updating = False
+        self._is_fresh = False
         self._replaced = False
         self._loaded = set()
         self._parts = {}
@@ -138,9 +142,10 @@ class ModuleEngine:
         yield from self._live.views.items()
 
     def _begin(self) -> None:
-        # Once for an update: a look at every tensor of the module for each bucket would cost more than the copies.
+        # A look at every tensor of the module costs about as much as the copies: the offer's look (`specs`) is enough.
         if not self._updating:
-            self._refresh()
+            if not self._is_fresh:
+                self._refresh()
             self._updating = True
 
     def _refresh(self) -> None:
