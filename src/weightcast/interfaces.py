@@ -115,7 +115,10 @@ class Receiver(Protocol):
         ...
 
     def end(self) -> None:
-        """The update is over, in whichever way: every bucket is released. Idempotent; the connection stays."""
+        """The update is over, in whichever way: every bucket is released; the connection stays.
+
+        Wakes an iteration, which raises UpdateAbortedError. Idempotent, from any thread.
+        """
         ...
 
     def close(self) -> None:

@@ -71,8 +71,6 @@ class Update:
         self.num_buckets = len(self._manifest.buckets)
         self._buckets: list[Bucket] = []
         self._root = ""
-        # Only the receiving thread may touch the receiver until it is done with it.
-        self._in_receive = False
         # Held while the engine is being written, so that an abort waits for it.
         self._writing = threading.Lock()
 
@@ -86,16 +84,8 @@ class Update:
         Raises IntegrityError, PeerDiedError, PeerTimeoutError, UpdateAbortedError, or what the engine's `load` raised
         as InstallError. The caller aborts then.
         """
-        self._in_receive = True
-        try:
-            self._move(State.OFFERED, State.RECEIVING)
-            digests = self._receive_all()
-        finally:
-            with self._writing:
-                self._in_receive = False
-                ended = self.state is State.ABORTED
-            if ended:
-                self._release()
+        self._move(State.OFFERED, State.RECEIVING)
+        digests = self._receive_all()
         if len(digests) != self.num_buckets:
             raise IncompleteUpdateError(f"{len(digests)} of {self.num_buckets} buckets arrived")
         self._root = root_digest(self._manifest_digest, digests)
@@ -195,16 +185,14 @@ class Update:
     def abort(self, error: WeightcastError) -> bool:
         """Give the update up, after a write that is under way. False if it had ended before.
 
-        Everything is freed here, or by the receiving thread as soon as it notices.
+        Frees everything; a thread that is receiving is woken and raises.
         """
         with self._writing:
             if self.state in (State.INSTALLED, State.ABORTED):
                 return False
             self.error, self.state = error, State.ABORTED
             self._go_back(f"version {self.version.number} was given up half-way: {error}")
-            receiving = self._in_receive
-        if not receiving:
-            self._release()
+        self._release()
         return True
 
     def _go_back(self, reason: str) -> bool:

@@ -200,16 +200,13 @@ class Worker:
 
     def _offer(self, hold: Hold, offer: Offer) -> None:
         receiver = hold.require_receiver()
-        with self._lock:
-            served = self.gate.version
-            newest = max(hold.last_offered, served.number if served and served.run == offer.run else -1)
-            if offer.version <= newest:
-                raise StaleVersionError(
-                    f"version {offer.version} was offered, version {newest} has been seen: replayed?"
-                )
-            hold.last_offered = offer.version
+        served = self.gate.version
+        newest = max(hold.last_offered, served.number if served and served.run == offer.run else -1)
+        if offer.version <= newest:
+            raise StaleVersionError(f"version {offer.version} was offered, version {newest} has been seen: replayed?")
         load_plan = self._load_plan(hold, offer)
         self._check_undo(offer, load_plan)
+        hold.last_offered = offer.version
         hold.end_update(UpdateAbortedError(f"version {offer.version} was offered in its place"))
         hold.update = update = Update(
             WeightVersion(offer.run, offer.version),

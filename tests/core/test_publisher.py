@@ -1,0 +1,222 @@
+"""The publisher's own contract: its arguments, its fleet, what an error leaves behind."""
+
+from __future__ import annotations
+
+import threading
+import types
+from typing import Any
+
+import pytest
+import torch
+
+import weightcast
+from core.direct import DictSource, DirectEngine, RecordingEngine, fleet
+from weightcast.errors import (
+    ClosedError,
+    ControlError,
+    EngineBusyError,
+    InsufficientMemoryError,
+    PeerDiedError,
+    PublishError,
+    StaleVersionError,
+    UnsupportedError,
+)
+from weightcast.publisher import Publisher
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+TENSORS = {f"t{i}": torch.randn(40, 40) for i in range(12)}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"transport": "carrier-pigeon://"}, "no transport 'carrier-pigeon'; known here: ipc, memory"),
+        ({"transport": "ipc"}, "not a transport URL"),
+        ({"install": "magic"}, "'staged' or 'streaming'"),
+        ({"on_failure": "ignore"}, "'raise' or 'report'"),
+        ({"deadline_seconds": 0}, "must be positive"),
+        ({"engines": ["localhost:8000"]}, "not the URL of an engine"),
+        ({"engines": ["http://a", "http://a/"]}, "in the fleet already"),
+    ],
+)
+def test_wrong_arguments_say_what_is_right(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Publisher(DictSource(TENSORS), **options)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+def test_error_in_mid_publish_leaves_nobody_paused_and_the_next_publish_works(
+    error: type[BaseException], install: str
+) -> None:
+    engine = RecordingEngine()
+    with fleet(DictSource(TENSORS), engine, install=install) as (publisher, (client,)):
+        publisher.publish()
+        wire = publisher._wire
+        assert wire is not None
+        send = wire.sender.send
+
+        def fail_once(index: int) -> None:
+            wire.sender.send = send  # type: ignore[method-assign]
+            raise error("in the middle")
+
+        wire.sender.send = fail_once  # type: ignore[method-assign]
+        with pytest.raises(error):
+            publisher.publish()
+        assert client.gate.wait_open(10) or client.gate.torn
+        assert not client.gate.is_paused
+        report = publisher.publish()
+        assert report.ok
+        assert client.gate.version is not None
+        assert client.gate.version.number == report.version == 2
+        assert not client.gate.torn
+
+
+def test_report_instead_of_raise() -> None:
+    good, bad = RecordingEngine(), RecordingEngine()
+    bad.fail_after = 3
+    with fleet(DictSource(TENSORS), good, bad, on_failure="report") as (publisher, _):
+        report = publisher.publish()
+    assert not report.ok
+    assert report.engines["engine-0"].ok
+    error = report.engines["engine-1"].error
+    assert error is not None
+    assert error.kind == "InstallError"
+    assert b'"engine-1"' in report.to_json()
+
+
+def test_fleet_may_change_between_publishes() -> None:
+    first, second = RecordingEngine(), RecordingEngine()
+    newcomer = DirectEngine("newcomer", second)
+    with fleet(DictSource(TENSORS), first) as (publisher, (client,)):
+        publisher.publish()
+        publisher.add_engine(newcomer)
+        assert set(publisher.publish().engines) == {"engine-0", "newcomer"}
+        publisher.remove_engine(client)
+        assert set(publisher.publish().engines) == {"newcomer"}
+        with pytest.raises(ValueError, match="not in the fleet"):
+            publisher.remove_engine("engine-0")
+        with Publisher(DictSource(TENSORS), engines=[client]) as other:
+            assert other.publish().version == 2  # one above the engine's own
+    newcomer.close()
+    assert [v.number for v in first.versions] == [0, 1, 2]
+    assert [v.number for v in second.versions] == [1, 2]
+
+
+def test_versions_only_grow_and_close_is_final() -> None:
+    with fleet(DictSource(TENSORS), RecordingEngine()) as (publisher, _):
+        assert publisher.publish(10).version == 10
+        assert publisher.publish().version == 11
+        for version in (11, 3, -1, 1 << 63):
+            with pytest.raises(ValueError, match="is not above 11"):
+                publisher.publish(version)
+        publisher.close()
+        publisher.close()
+        with pytest.raises(ClosedError):
+            publisher.publish()
+
+
+def test_calls_from_several_threads_wait_for_each_other() -> None:
+    engine, errors = RecordingEngine(), []
+
+    def publish(publisher: Publisher) -> None:
+        try:
+            publisher.publish()
+        except BaseException as exc:
+            errors.append(exc)
+
+    with fleet(DictSource(TENSORS), engine) as (publisher, _):
+        threads = [threading.Thread(target=publish, args=(publisher,)) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert errors == []
+    assert [v.number for v in engine.versions] == [0, 1, 2, 3, 4, 5]
+
+
+def test_one_engine_that_is_not_there_does_not_spoil_the_others() -> None:
+    engine = RecordingEngine()
+    with fleet(DictSource(TENSORS), engine) as (publisher, _):
+        publisher.add_engine("http://127.0.0.1:9")
+        with pytest.raises(PublishError, match="1 of 2 engines") as caught:
+            publisher.publish()
+    assert isinstance(caught.value.failures["http://127.0.0.1:9"], PeerDiedError)
+    assert len(engine.versions) == 1
+
+
+def test_token_is_needed_and_named_when_missing() -> None:
+    module = torch.nn.Linear(3, 3)
+    source = weightcast.ModuleSource(torch.nn.Linear(3, 3))
+    with weightcast.EngineServer(weightcast.ModuleEngine(module), token="s3cret") as server:
+        with Publisher(source, engines=[server.url]) as publisher, pytest.raises(PublishError) as caught:
+            publisher.publish()
+        error = caught.value.failures[server.url]
+        assert isinstance(error, ControlError)
+        assert "401" in str(error)
+        assert "token" in str(error)
+        with Publisher(source, engines=[server.url], token="s3cret") as publisher:
+            assert publisher.publish().ok
+
+
+def test_memory_is_checked_before_any_byte_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightcast import host_memory
+
+    engine = RecordingEngine()
+    with fleet(DictSource(TENSORS), engine) as (publisher, (client,)):
+        with monkeypatch.context() as patch:
+            patch.setattr(host_memory, "available_bytes", lambda *args, **kwargs: 1000)
+            with pytest.raises(InsufficientMemoryError, match="1000"):
+                publisher.publish()
+        assert engine.calls == []
+        assert publisher.publish().ok
+        assert not client.gate.is_paused
+
+
+class Undoable(RecordingEngine):
+    def snapshot(self) -> Any:
+        held = dict(self.held)
+        return lambda: self.held.update(held)
+
+
+def test_undo_copy_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightcast import worker
+
+    engine = Undoable()
+    monkeypatch.setattr(worker, "host_memory", types.SimpleNamespace(available_bytes=lambda: 1000))
+    with fleet(DictSource(TENSORS), engine, undo=True) as (publisher, _), pytest.raises(PublishError) as caught:
+        publisher.publish()
+    assert isinstance(caught.value.failures["engine-0"], InsufficientMemoryError)
+    assert engine.calls == []
+
+
+def test_worker_refuses_what_is_not_its_runs() -> None:
+    from weightcast.control.messages import Abort, InitInfo, Offer, Seal
+
+    engine = RecordingEngine()
+    with fleet(DictSource(TENSORS), engine) as (publisher, (client,)):
+        publisher.publish(5)
+        worker, digest = client.worker, "0" * 64
+        stranger = InitInfo("f" * 32, "x", "ipc://@nowhere", "unix:@nowhere", digest, 5.0)
+        with pytest.raises(EngineBusyError, match=publisher.run):
+            worker.init(stranger)
+        with pytest.raises(StaleVersionError, match="held by run"):
+            worker.update(Offer("f" * 32, 6, digest))
+        with pytest.raises(StaleVersionError, match="replayed"):
+            worker.update(Offer(publisher.run, 5, digest))
+        with pytest.raises(StaleVersionError, match="not the update in progress"):
+            worker.update(Seal(publisher.run, 4, 1, "0" * 32))
+        with pytest.raises(StaleVersionError):
+            worker.update(Abort("f" * 32, 5, "malice"))
+        with pytest.raises(UnsupportedError, match="no transport"):
+            worker.init(InitInfo(publisher.run, "x", "pigeon://", "unix:@n", digest, 5.0))
+        with pytest.raises(UnsupportedError, match="protocol 2"):
+            worker.init(InitInfo(publisher.run, "x", "ipc://@n", "unix:@n", digest, 5.0, protocol=2))
+        with pytest.raises(UnsupportedError, match="delta"):
+            worker.update(Offer(publisher.run, 6, digest, base=5))
+        worker.finish(5)  # installed already: idempotent
+        with pytest.raises(StaleVersionError):
+            worker.finish(7)
+        assert publisher.publish().ok
+    assert [v.number for v in engine.versions] == [5, 6]
