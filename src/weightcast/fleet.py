@@ -165,7 +165,7 @@ class Fleet:
             fail(member, exc)
 
     def take_failures(self, failures: Mapping[str, WeightcastError]) -> None:
-        """Sort a sender's failures, by peer, to the members whose workers those are, and drop these members' links.
+        """Sort a sender's failures, by peer, to the members whose workers those are.
 
         A receiver that left of its own accord (UpdateAbortedError) is left out: its worker says why over its link.
         """
@@ -173,8 +173,6 @@ class Fleet:
             lost = [failures[p] for p in (link.peer for link in member.links) if isinstance(failures.get(p), PeerError)]
             if lost:
                 fail(member, lost[0])
-                for link in member.links:
-                    link.end("its data connection failed")
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
@@ -184,10 +182,16 @@ class Fleet:
 
 
 def fail(member: Member, error: WeightcastError) -> None:
-    """Note why this engine does not take the version. What its own worker said explains more than a lost peer."""
+    """Note why this engine does not take the version. What its own worker said explains more than a lost peer.
+
+    A peer that died or stalled loses its links: should it wake, it learns from that to give the update up.
+    """
     version_error = next((f for link in member.links for f in link.failures()), None)
     if isinstance(error, PeerError) and version_error is not None:
         member.result.error = version_error
     else:
         member.result.error = to_record(error)
     member.result.ok = False
+    if isinstance(error, (PeerTimeoutError, PeerDiedError)):
+        for link in member.links:
+            link.end(f"the publisher gave this engine up: {error}")

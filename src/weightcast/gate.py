@@ -1,7 +1,7 @@
 """Stands between generation and installs: generation runs in steps, an install only between two of them.
 
 Invariants: no step runs while the gate is paused, torn or held for an install; a step that has begun ends before
-`exclusive` is granted; a pause that a run asked for ends when that run does (`release`).
+`exclusive` is granted; a pause that a run asked for ends when that run does (`resume`).
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class Publication:
                     digests.append(packer.pack(index, buffer, version))
                 with self._timed("send"):
                     sender.send(index)
-                if len(sender.failures) == len(peers):
+                if sender.failures.keys() >= set(peers):
                     break
         with self._timed("send"):
             self._fleet.take_failures(sender.failures)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -34,16 +35,22 @@ def assert_one_whole_version(engine: EngineProcess, contents: dict[str, int]) ->
     assert digests == expected_digests(contents[found])
 
 
-def our_leftovers() -> set[str]:
-    """Named shared memory and abstract sockets of ours, anywhere on this machine."""
-    names = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if "weightcast" in name}
+def sockets_of(pid: int) -> set[str]:
+    """The names of the Unix sockets that a process has open."""
+    inodes = set()
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(f"/proc/{pid}/fd/{number}").removeprefix("socket:[").removesuffix("]"))
+    return {fields[7] for fields in unix_sockets() if fields[6] in inodes and len(fields) > 7}
+
+
+def unix_sockets() -> list[list[str]]:
     with open("/proc/net/unix") as f:
-        return names | {line.split()[-1] for line in f if "weightcast" in line}
+        return [line.split() for line in f][1:]
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_publisher_killed(stage: Stage, phase: str) -> None:
-    before = our_leftovers()
     engines = [stage.engine(), stage.engine()]
     publisher = stage.publisher(*engines)
     if phase == "init":
@@ -53,6 +60,8 @@ def test_publisher_killed(stage: Stage, phase: str) -> None:
         (engines[0] if phase == "load" else publisher).ask("stop at", phase)
     publisher.tell("publish", NEW, 2)
     (engines[0] if phase == "load" else publisher).hear("at")
+    names = {name for name in sockets_of(publisher.pid) if "weightcast" in name}
+    assert len(names) >= 2, "the link's and the transport's listeners"
     publisher.kill()
     if phase == "load":
         engines[0].tell("go")
@@ -66,7 +75,8 @@ def test_publisher_killed(stage: Stage, phase: str) -> None:
             assert_serves(engine, "1", OLD)
     if phase == "load":
         assert_serves(engines[0], "2", NEW)
-    assert our_leftovers() == before
+    assert not names & {fields[-1] for fields in unix_sockets()}
+    assert not [name for name in os.listdir("/dev/shm") if "weightcast" in name]
 
     successor = stage.publisher(*engines)
     assert successor.publish(3, None)["failures"] == {}

@@ -38,6 +38,9 @@ class InitInfo(msgspec.Struct, frozen=True):
     takeover: bool = False
     protocol: int = PROTOCOL
 
+    def __repr__(self) -> str:
+        return f"InitInfo(run={self.run!r}, engine={self.engine!r}, transport={self.transport!r}, link={self.link!r})"
+
 
 class Offer(msgspec.Struct, frozen=True, tag="offer", tag_field="kind"):
     """A version that a publisher is about to send. The manifest is absent when this link has been sent it before."""
@@ -103,6 +106,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", tag_field="kind"):
     engine_rank: Count
     secret: Digest256
     protocol: int = PROTOCOL
+
+    def __repr__(self) -> str:
+        return f"Hello(run={self.run!r}, engine={self.engine!r}, engine_rank={self.engine_rank})"
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", tag_field="kind"):

@@ -1,0 +1,54 @@
+"""The source contract over every source there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from contracts.modules import module_of
+
+from weightcast.interfaces import Source
+from weightcast.sources.module import ModuleSource
+from weightcast.sources.safetensors import SafetensorsSource
+from weightcast.testing import Payload, SourceContract, payloads
+
+
+class TestModuleSource(SourceContract):
+    @pytest.fixture
+    def source(self, payload: Payload) -> Source:
+        return ModuleSource(module_of(payload.build()))
+
+
+class TestSafetensorsSource(SourceContract):
+    # what the format has no dtype for, and an archive of nothing, which its library does not write
+    @pytest.fixture(
+        params=payloads(
+            without_dtypes=("complex32", "complex128", "float4_e2m1fn_x2"),
+            without=("empty_stream",),
+        ),
+        ids=str,
+    )
+    def payload(self, request: pytest.FixtureRequest) -> Payload:
+        payload: Payload = request.param
+        return payload
+
+    @pytest.fixture
+    def source(self, payload: Payload, tmp_path: Path) -> Iterator[Source]:
+        tensors = {name: t.contiguous().clone() for spec, t in payload.build() for name in spec.names}
+        safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+        with SafetensorsSource(tmp_path) as source:
+            yield source
+
+
+def test_a_module_source_is_live() -> None:
+    """What the trainer's optimizer has done is what is published."""
+    model = torch.nn.Linear(2, 2)
+    source = ModuleSource(model)
+    before = source.regions()
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    assert source.regions() is before
+    assert before["weight"][1].tolist() == [[3.0, 3.0]] * 2
