@@ -1,0 +1,101 @@
+"""Ends of the ipc transport in processes of their own, so that they can be stopped and killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+from multiprocessing import resource_tracker
+from types import TracebackType
+from typing import Any
+
+from transports.transport_kit import LONG_SECONDS, RUN, check, make_manifest, send, version
+
+from weightcast.errors import WeightcastError
+from weightcast.transports.ipc import IpcReceiver, IpcSender
+
+_spawn = multiprocessing.get_context("spawn")
+# Else the first child would bring it, and a test would be blamed for it.
+resource_tracker.ensure_running()
+
+
+class Child:
+    """A spawned process with a pipe to it; ended by its pid, whatever state it is in."""
+
+    def __init__(self, target: Any, *args: Any) -> None:
+        self.pipe, theirs = _spawn.Pipe()
+        self.process = _spawn.Process(target=target, args=(theirs, *args), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.kill()
+        self.pipe.close()
+        self.process.close()
+
+    def hear(self) -> Any:
+        assert self.pipe.poll(LONG_SECONDS), "the child said nothing"
+        return self.pipe.recv()
+
+    def stop(self) -> None:
+        """SIGSTOP, and wait until it has stopped."""
+        pid = self.process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+    def wake(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self.process.exitcode is None:
+            self.process.kill()
+        self.process.join(LONG_SECONDS)
+
+
+def receive(
+    pipe: multiprocessing.connection.Connection, address: str, peer: str, staged: bool, num_buckets: int
+) -> None:
+    """Take part in one update for each number that comes; report each bucket when it was checked, and the outcome.
+
+    After each report, wait for a word before going on, so that the parent can stop this process at a known place.
+    """
+    manifest = make_manifest(num_buckets)
+    receiver = IpcReceiver(address, peer=peer, run=RUN, deadline_seconds=LONG_SECONDS)
+    pipe.send("connected")
+    while (number := pipe.recv()) is not None:
+        held = []
+        try:
+            receiver.open(manifest, version(number), staged=staged)
+            pipe.send("open")
+            for bucket in receiver:
+                held.append(bucket)
+                check(bucket, manifest, number)
+                pipe.send(bucket.index)
+                pipe.recv()
+                # Nothing was rewritten while this process stood still.
+                for kept in held if staged else held[-1:]:
+                    check(kept, manifest, number)
+            pipe.send("whole")
+        except WeightcastError as exc:
+            pipe.send(type(exc).__name__)
+        receiver.end()
+    receiver.close()
+
+
+def publish_one_bucket(pipe: multiprocessing.connection.Connection, staged: bool) -> None:
+    """Open an update for "engine", send one bucket of several, say so and wait for the end of time."""
+    manifest = make_manifest()
+    sender = IpcSender(run=RUN, deadline_seconds=LONG_SECONDS)
+    pipe.send(sender.address)
+    sender.open(manifest, version(1), peers=["engine"], staged=staged)
+    send(sender, manifest, 1, 0)
+    pipe.send("sent")
+    pipe.recv()

@@ -1,0 +1,283 @@
+"""The shared memory itself: what a receiver accepts, who sees whose writes, when its pages are given back."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transports.conftest import Ends
+from transports.transport_kit import LONG_SECONDS, RUN, Background, check, make_manifest, read_all, send_all, version
+
+from weightcast.errors import ManifestError, PeerDiedError
+from weightcast.manifest import encode
+from weightcast.transports.ipc import IpcReceiver
+from weightcast.transports.ipc_arena import MappedSharedArena, OwnedSharedArena, place
+from weightcast.transports.ipc_records import Begin, Ready, SharedArena, Waiting, Welcome
+
+SIZE_BYTES = 1 << 16
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def _memory(size_bytes: int = SIZE_BYTES, seals: int = SEALS) -> int:
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size_bytes)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "seals"),
+    [(SIZE_BYTES // 2, SEALS), (2 * SIZE_BYTES, SEALS), (SIZE_BYTES, 0), (SIZE_BYTES, fcntl.F_SEAL_GROW)],
+    ids=["smaller", "larger", "unsealed", "shrinkable"],
+)
+def test_memory_that_could_vanish_is_not_mapped(size_bytes: int, seals: int) -> None:
+    descriptor = _memory(size_bytes, seals)
+    with pytest.raises(ManifestError):
+        MappedSharedArena(SharedArena(1, SIZE_BYTES), descriptor)
+    assert not _is_open(descriptor)
+
+
+def test_what_is_no_anonymous_memory_is_not_mapped(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(SIZE_BYTES))
+    for path in (file, Path("/dev/null"), tmp_path):
+        with pytest.raises(ManifestError):
+            MappedSharedArena(SharedArena(1, SIZE_BYTES), os.open(path, os.O_RDONLY))
+
+
+def test_the_arena_cannot_be_resized() -> None:
+    arena = OwnedSharedArena(1, 1000)
+    _, descriptor = arena.announcement()
+    for size in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, size)
+    arena.close(free=True)
+
+
+def test_what_a_receiver_writes_stays_its_own_and_is_gone_with_the_failed_update(ipc_ends: Ends) -> None:
+    sender, manifest = ipc_ends.sender(), make_manifest()
+    writer, other = ipc_ends.receiver(sender, "writer"), ipc_ends.receiver(sender, "other")
+    for number in (1, 2):
+        for receiver in (writer, other):
+            receiver.open(manifest, version(number), staged=True)
+        sender.open(manifest, version(number), peers=["writer", "other"], staged=True)
+        send_all(sender, manifest, number)
+        if number == 1:
+            bucket = next(iter(writer))
+            bucket.buffer.zero_()
+            writer.end()
+        else:
+            assert len(read_all(writer, manifest, number)) == 5
+        assert len(read_all(other, manifest, number)) == 5
+        other.end()
+
+
+def test_pages_are_given_back_when_an_arena_is_outgrown() -> None:
+    arena = OwnedSharedArena(1, SIZE_BYTES)
+    _, descriptor = arena.announcement()
+    view = arena.buffers.get(0, 0, SIZE_BYTES)
+    view.fill_(7)
+    kept = os.dup(descriptor)
+    assert os.fstat(kept).st_blocks * 512 == SIZE_BYTES
+    arena.close(free=True)
+    assert os.fstat(kept).st_blocks == 0
+    assert not view.any()
+    os.close(kept)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_places_do_not_overlap_where_they_must_not(staged: bool) -> None:
+    manifest = make_manifest(7, 5000 // 256 * 256)
+    places = place(manifest, num_slots=3, staged=staged)
+    assert len(set(places.slots)) == (7 if staged else 3)
+    spans = sorted({(offset, slot) for offset, slot in zip(places.offsets, places.slots, strict=True)})
+    for (offset, _), (following, _) in itertools.pairwise(spans):
+        assert offset + max(places.sizes_bytes) <= following
+    assert places.size_bytes == max(o + s for o, s in zip(places.offsets, places.sizes_bytes, strict=True))
+
+
+# --- a sender that breaks the rules ---
+
+
+class FakeSender:
+    """Welcomes one receiver and then sends whatever a test wants."""
+
+    def __init__(self) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.settimeout(LONG_SECONDS)
+        name = f"weightcast-fake-{os.getpid()}-{id(self)}"
+        self.address = f"ipc://@{name}"
+        self._listener.bind("\0" + name)
+        self._listener.listen()
+        self._accepting = Background(self._welcome)
+
+    def _welcome(self) -> socket.socket:
+        sock, _ = self._listener.accept()
+        sock.settimeout(LONG_SECONDS)
+        sock.recv(1 << 16)
+        sock.send(encode(Welcome()))
+        return sock
+
+    def connect(self) -> tuple[IpcReceiver, socket.socket]:
+        receiver = IpcReceiver(self.address, peer="engine", run=RUN, deadline_seconds=LONG_SECONDS)
+        return receiver, self._accepting.result()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture
+def fake(leaves_nothing: None) -> Iterator[tuple[IpcReceiver, socket.socket]]:
+    with contextlib.closing(FakeSender()) as sender:
+        receiver, sock = sender.connect()
+        with contextlib.closing(receiver), sock:
+            yield receiver, sock
+
+
+BEGIN = Begin(version=1, update=1, staged=True, num_buckets=5)
+
+
+def _ready(**changes: int) -> Ready:
+    fields = {"version": 1, "update": 1, "generation": 1, "index": 0, "offset_bytes": 0}
+    return Ready(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        _ready(generation=2),
+        _ready(index=1),
+        _ready(offset_bytes=SIZE_BYTES),
+        _ready(offset_bytes=1 << 55),
+        SharedArena(2, SIZE_BYTES),
+        b"garbage",
+        b" " * (1 << 17),
+        b'{"kind":"ready","version":1,"update":1,"generation":1,"index":0,"offset_bytes":-8}',
+        b'{"kind":"released","version":1,"update":1,"generation":1,"index":0}',
+    ],
+    ids=["generation", "index", "behind", "overflow", "no descriptor", "garbage", "oversized", "negative", "direction"],
+)
+def test_a_receiver_trusts_no_record(fake: tuple[IpcReceiver, socket.socket], record: object) -> None:
+    receiver, sock = fake
+    receiver.open(make_manifest(), version(1), staged=True)
+    descriptor = _memory()
+    socket.send_fds(sock, [encode(SharedArena(1, SIZE_BYTES))], [descriptor])
+    os.close(descriptor)
+    sock.send(encode(BEGIN))
+    sock.send(record if isinstance(record, bytes) else encode(record))  # type: ignore[arg-type]
+    with pytest.raises(ManifestError):
+        next(iter(receiver))
+
+
+def test_an_arena_that_could_vanish_ends_the_connection(fake: tuple[IpcReceiver, socket.socket]) -> None:
+    receiver, sock = fake
+    receiver.open(make_manifest(), version(1), staged=True)
+    descriptor = _memory(seals=0)
+    socket.send_fds(sock, [encode(SharedArena(1, SIZE_BYTES))], [descriptor])
+    os.close(descriptor)
+    with pytest.raises(ManifestError, match="seals"):
+        next(iter(receiver))
+    with pytest.raises(PeerDiedError, match="seals"):
+        receiver.open(make_manifest(), version(2), staged=True)
+
+
+def test_superfluous_descriptors_are_closed(fake: tuple[IpcReceiver, socket.socket]) -> None:
+    receiver, sock = fake
+    receiver.open(make_manifest(), version(1), staged=True)
+    reader, writer = os.pipe()
+    descriptor = _memory()
+    socket.send_fds(sock, [encode(Waiting())], [writer])
+    socket.send_fds(sock, [encode(SharedArena(1, SIZE_BYTES))], [descriptor, writer])
+    socket.send_fds(sock, [encode(SharedArena(2, SIZE_BYTES))], [writer, descriptor])
+    for open_here in (descriptor, writer):
+        os.close(open_here)
+    with pytest.raises(ManifestError):
+        next(iter(receiver))
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
+def test_buckets_of_an_arena_that_was_replaced_are_still_read(fake: tuple[IpcReceiver, socket.socket]) -> None:
+    receiver, sock = fake
+    manifest = make_manifest()
+    receiver.open(manifest, version(1), staged=True)
+    sock.send(encode(BEGIN))
+    arenas = []
+    for index in range(2):
+        arena = OwnedSharedArena(index + 1, SIZE_BYTES)
+        record, descriptor = arena.announcement()
+        socket.send_fds(sock, [encode(record)], [descriptor])
+        arena.buffers.get(0, 0, SIZE_BYTES).fill_(index + 1)
+        sock.send(encode(_ready(generation=index + 1, index=index)))
+        arenas.append(arena)
+    buckets = iter(receiver)
+    for index in range(2):
+        bucket = next(buckets)
+        assert torch.equal(bucket.buffer, torch.full_like(bucket.buffer, index + 1))
+    for arena in arenas:
+        arena.close(free=False)
+
+
+def test_buckets_of_a_former_attempt_are_ignored(fake: tuple[IpcReceiver, socket.socket]) -> None:
+    receiver, sock = fake
+    receiver.open(make_manifest(), version(1), staged=True)
+    arena = OwnedSharedArena(1, SIZE_BYTES)
+    record, descriptor = arena.announcement()
+    socket.send_fds(sock, [encode(record)], [descriptor])
+    arena.buffers.get(0, 0, SIZE_BYTES // 2).fill_(1)
+    arena.buffers.get(1, SIZE_BYTES // 2, SIZE_BYTES // 2).fill_(2)
+    sock.send(encode(BEGIN))
+    sock.send(encode(_ready()))
+    sock.send(encode(Begin(version=1, update=2, staged=True, num_buckets=5)))
+    sock.send(encode(_ready()))
+    sock.send(encode(_ready(update=2, offset_bytes=SIZE_BYTES // 2)))
+    bucket = next(iter(receiver))
+    assert torch.equal(bucket.buffer, torch.full_like(bucket.buffer, 2))
+    arena.close(free=False)
+
+
+def test_an_abandoned_arena_is_not_reused_for_another_layout(ipc_ends: Ends) -> None:
+    sender, manifest, larger = ipc_ends.sender(deadline_seconds=0.3), make_manifest(2), make_manifest(1, 14336)
+    stalled, lively = ipc_ends.receiver(sender, "stalled"), ipc_ends.receiver(sender, "lively")
+    stalled.open(manifest, version(1), staged=False)
+    sender.open(manifest, version(1), peers=["stalled"], staged=False)
+    send_all(sender, manifest, 1)
+    buckets = iter(stalled)
+    next(buckets)
+    held = next(buckets)
+    lively.open(larger, version(2), staged=True)
+    sender.open(larger, version(2), peers=["lively"], staged=True)
+    send_all(sender, larger, 2)
+    assert len(read_all(lively, larger, 2)) == 1
+    check(held, manifest, 1)
+    assert list(sender.failures) == ["stalled"]
+
+
+def test_a_second_attempt_at_a_version_is_not_mistaken_for_the_first(ipc_ends: Ends) -> None:
+    sender, manifest = ipc_ends.sender(), make_manifest()
+    receiver = ipc_ends.receiver(sender)
+    for _ in range(3):
+        receiver.open(manifest, version(1), staged=True)
+        sender.open(manifest, version(1), peers=["engine"], staged=True)
+        send_all(sender, manifest, 1)
+        sender.abort("again")
+    receiver.open(manifest, version(1), staged=True)
+    sender.open(manifest, version(1), peers=["engine"], staged=True)
+    send_all(sender, manifest, 1)
+    for bucket in read_all(receiver, manifest, 1):
+        check(bucket, manifest, 1)

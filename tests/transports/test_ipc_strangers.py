@@ -1,0 +1,170 @@
+"""Whoever connects to an ipc sender without being a receiver of its run, and receivers that send what they must not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+from transports.conftest import Ends
+from transports.transport_kit import (
+    LONG_SECONDS,
+    OTHER_RUN,
+    RUN,
+    Background,
+    make_manifest,
+    read_all,
+    send,
+    send_all,
+    version,
+)
+
+from weightcast.errors import PeerDiedError
+from weightcast.interfaces import Sender
+from weightcast.manifest import decode, encode
+from weightcast.transports import ipc_channel, ipc_listener
+from weightcast.transports.ipc_records import MAX_RECORD_BYTES, Ended, Hello, Joined, Refused, Released, ToReceiver
+
+HOSTILE_PACKETS = {
+    "garbage": b"\x00\xff" * 50,
+    "truncated": encode(Hello(RUN, "engine"))[:-3],
+    "not a record": b"[1, 2, 3]",
+    "unknown kind": b'{"kind":"exec","code":"1"}',
+    "not a hello": encode(Joined(1)),
+    "the other direction": b'{"kind":"welcome"}',
+    "other run": encode(Hello(OTHER_RUN, "engine")),
+    "bad run": b'{"kind":"hello","run":"xyz","peer":"engine","protocol":1}',
+    "other protocol": encode(Hello(RUN, "engine", protocol=999)),
+    "long name": encode(Hello(RUN, "x" * 5000)),
+    "oversized": b"{" + b" " * (MAX_RECORD_BYTES + 100),
+    "deeply nested": b"[" * 30_000,
+}
+
+
+@pytest.fixture
+def sockets() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def _connect(sender: Sender, sockets: contextlib.ExitStack) -> socket.socket:
+    sock = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    sock.settimeout(LONG_SECONDS)
+    sock.connect("\0" + sender.address.removeprefix("ipc://@"))
+    return sock
+
+
+def _hear_the_end(sock: socket.socket) -> list[object]:
+    """Every record up to the end of the connection."""
+    records: list[object] = []
+    with contextlib.suppress(ConnectionResetError):
+        while data := sock.recv(MAX_RECORD_BYTES):
+            records.append(decode(data, ToReceiver))
+    return records
+
+
+def _publish(ends: Ends, sender: Sender, number: int) -> None:
+    manifest, receiver = make_manifest(), ends.receiver(sender, f"real-{number}")
+    receiver.open(manifest, version(number), staged=False)
+    sender.open(manifest, version(number), peers=[f"real-{number}"], staged=False)
+    reader = Background(read_all, receiver, manifest, number)
+    send_all(sender, manifest, number)
+    assert len(reader.result()) == 5
+    assert not sender.failures
+
+
+@pytest.mark.parametrize("kind", HOSTILE_PACKETS)
+def test_who_does_not_say_a_proper_hello_is_disconnected(
+    ipc_ends: Ends, sockets: contextlib.ExitStack, kind: str
+) -> None:
+    sender = ipc_ends.sender()
+    stranger = _connect(sender, sockets)
+    stranger.send(HOSTILE_PACKETS[kind])
+    answer = _hear_the_end(stranger)
+    assert all(isinstance(record, Refused) for record in answer)
+    assert bool(answer) == (kind in ("other run", "other protocol", "not a hello"))
+    _publish(ipc_ends, sender, 1)
+
+
+def test_silent_strangers_are_turned_out_and_keep_nobody_out(
+    ipc_ends: Ends, sockets: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ipc_listener, "_HELLO_SECONDS", 0.3)
+    monkeypatch.setattr(ipc_listener, "_MAX_STRANGERS", 4)
+    sender = ipc_ends.sender()
+    strangers = [_connect(sender, sockets) for _ in range(9)]
+    _publish(ipc_ends, sender, 1)
+    for stranger in strangers:
+        assert _hear_the_end(stranger) == []
+
+
+def test_another_user_is_refused_on_both_ends(ipc_ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = ipc_ends.sender()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(PeerDiedError, match="user"):
+        ipc_ends.receiver(sender)
+
+    def trusting(sock: socket.socket) -> None:
+        pass
+
+    monkeypatch.setattr(ipc_channel, "check_same_user", trusting)
+    with pytest.raises(PeerDiedError, match="closed the connection"):
+        ipc_ends.receiver(sender)
+    monkeypatch.undo()
+    _publish(ipc_ends, sender, 1)
+
+
+def test_descriptors_that_come_unasked_are_closed(ipc_ends: Ends, sockets: contextlib.ExitStack) -> None:
+    sender = ipc_ends.sender()
+    stranger = _connect(sender, sockets)
+    reader, writer = os.pipe()
+    socket.send_fds(stranger, [encode(Hello(RUN, "engine"))], [writer] * 3)
+    os.close(writer)
+    stranger.recv(MAX_RECORD_BYTES)
+    # The end of the pipe shows that no copy of its other end is open any more.
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+    _publish(ipc_ends, sender, 1)
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [b"garbage", b"{" * 1000, b" " * (MAX_RECORD_BYTES + 1), b'{"kind":"released","version":-1,"update":1}'],
+    ids=["garbage", "nested", "oversized", "negative"],
+)
+def test_a_receiver_that_turns_to_garbage_is_dropped_and_named(
+    ipc_ends: Ends, sockets: contextlib.ExitStack, packet: bytes
+) -> None:
+    sender, manifest = ipc_ends.sender(), make_manifest(6)
+    rogue, lively = _connect(sender, sockets), ipc_ends.receiver(sender, "lively")
+    rogue.send(encode(Hello(RUN, "rogue")))
+    lively.open(manifest, version(1), staged=False)
+    sender.open(manifest, version(1), peers=["rogue", "lively"], staged=False)
+    reader = Background(read_all, lively, manifest, 1)
+    rogue.send(packet)
+    send_all(sender, manifest, 1)
+    assert len(reader.result()) == 6
+    assert {name: type(error) for name, error in sender.failures.items()} == {"rogue": PeerDiedError}
+    assert "no valid record" in str(sender.failures["rogue"])
+
+
+def test_releases_of_other_updates_and_buckets_free_nothing(ipc_ends: Ends, sockets: contextlib.ExitStack) -> None:
+    sender, manifest = ipc_ends.sender(deadline_seconds=0.4), make_manifest(3)
+    rogue = _connect(sender, sockets)
+    rogue.send(encode(Hello(RUN, "rogue")))
+    sender.open(manifest, version(7), peers=["rogue"], staged=False)
+    send(sender, manifest, 7, 0)
+    send(sender, manifest, 7, 1)
+    for record in (
+        Released(version=7, update=999, generation=1, index=0),
+        Released(version=7, update=1, generation=999, index=0),
+        Released(version=7, update=1, generation=1, index=1),
+        Released(version=7, update=1, generation=1, index=4_000_000_000),
+        Ended(version=6, update=999),
+        Hello(RUN, "rogue"),
+    ):
+        rogue.send(encode(record))
+    send(sender, manifest, 7, 2)
+    assert "released nothing" in str(sender.failures["rogue"])
