@@ -2,15 +2,17 @@
 
 torch copies every large tensor with all its threads and a barrier. Where publisher and engines share a host these teams
 share its cores, and each barrier waits for a thread that has none: a copy of many tensors takes many times as long.
-Here the calling thread copies; only a copy as large as an install is shared out, in pieces, with one wait at its end.
+Here the calling thread copies; a copy as large as an install is shared out, in pieces, with one wait at its end.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import operator
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -19,12 +21,13 @@ PLAIN_BYTES = 64 << 10
 """From here on a plain copy is worth a call of its own; below, torch uses no team and batches."""
 
 _PIECE_BYTES = 4 << 20
-_BYTES_PER_THREAD = 128 << 20
-_num_bytes = operator.attrgetter("nbytes")
+_BATCH_TENSORS = 2048
+_BYTES_PER_THREAD = 64 << 20
 _TYPES = (torch.Tensor, torch.nn.Parameter)
+_num_bytes = operator.attrgetter("nbytes")
+_is_cpu = operator.attrgetter("is_cpu")
 
-Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-Piece: TypeAlias = tuple[torch.Tensor, torch.Tensor, int, int]
+Job: TypeAlias = Callable[[], None]
 
 
 def is_plain(target: torch.Tensor, source: torch.Tensor) -> bool:
@@ -52,45 +55,61 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
     A target that autograd has saved for a backward pass is not noticed.
     """
-    if not targets:
+    if not all(map(_is_cpu, itertools.chain(targets, sources))):
+        # Copies of a GPU belong to the caller's stream: other threads have streams of their own.
+        _copy_batch(targets, sources)
         return
-    if max(map(_num_bytes, targets)) < PLAIN_BYTES:
-        torch._foreach_copy_(list(targets), list(sources))
+    sizes = list(map(_num_bytes, targets))
+    num_threads = min(torch.get_num_threads(), sum(sizes) // _BYTES_PER_THREAD)
+    if max(sizes, default=0) < PLAIN_BYTES:
+        _run(_batches(targets, sources), num_threads)
         return
-    plain: list[Pair] = []
-    others: list[Pair] = []
-    for pair in zip(targets, sources, strict=True):
-        (plain if is_plain(*pair) else others).append(pair)
-    if others:
-        torch._foreach_copy_([target for target, _ in others], [source for _, source in others])
-    if plain:
-        _copy_shared(plain)
+    pairs = list(zip(targets, sources, strict=True))
+    large = [size >= PLAIN_BYTES and is_plain(*pair) for size, pair in zip(sizes, pairs, strict=True)]
+    small = [pair for pair, is_large in zip(pairs, large, strict=True) if not is_large]
+    jobs = _batches([target for target, _ in small], [source for _, source in small])
+    _run(itertools.chain(_pieces(itertools.compress(pairs, large)), jobs), num_threads)
 
 
-def _copy_shared(pairs: Sequence[Pair]) -> None:
-    num_threads = min(torch.get_num_threads(), sum(target.nbytes for target, _ in pairs) // _BYTES_PER_THREAD)
-    work, lock = _pieces(pairs), threading.Lock()
-    helpers = [threading.Thread(target=_copy_pieces, args=(work, lock), daemon=True) for _ in range(num_threads - 1)]
-    for helper in helpers:
-        helper.start()
-    try:
-        _copy_pieces(work, lock)
-    finally:
-        for helper in helpers:
-            helper.join()
+def _copy_batch(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    if targets:
+        with torch.inference_mode():
+            torch._foreach_copy_(list(targets), list(sources))
 
 
-def _pieces(pairs: Sequence[Pair]) -> Iterator[Piece]:
+def _batches(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Iterator[Job]:
+    for start in range(0, len(targets), _BATCH_TENSORS):
+        part = slice(start, start + _BATCH_TENSORS)
+        yield functools.partial(_copy_batch, targets[part], sources[part])
+
+
+def _pieces(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Job]:
     for target, source in pairs:
         num_bytes = target.nbytes
         for start in range(0, num_bytes, _PIECE_BYTES):
-            yield target, source, start, min(_PIECE_BYTES, num_bytes - start)
+            yield functools.partial(copy_plain, target, source, start, min(_PIECE_BYTES, num_bytes - start))
 
 
-def _copy_pieces(work: Iterator[Piece], lock: threading.Lock) -> None:
-    while True:
-        with lock:
-            piece = next(work, None)
-        if piece is None:
-            return
-        copy_plain(*piece)
+def _run(jobs: Iterator[Job], num_threads: int) -> None:
+    """Run every job, in this thread and in helpers that take the next one each; raise what one of them raised."""
+    lock, errors = threading.Lock(), list[BaseException]()
+
+    def work() -> None:
+        while True:
+            with lock:
+                job = None if errors else next(jobs, None)
+            if job is None:
+                return
+            try:
+                job()
+            except BaseException as exc:
+                errors.append(exc)
+
+    helpers = [threading.Thread(target=work, name="weightcast-copy", daemon=True) for _ in range(num_threads - 1)]
+    for helper in helpers:
+        helper.start()
+    work()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        raise errors[0]

@@ -37,9 +37,9 @@ def align(num_bytes: int) -> int:
 def fitting_bucket_size(num_bytes: int, largest_bytes: int) -> int:
     """A bucket size for an update of `num_bytes`: enough buckets for packing, moving and checking to overlap.
 
-    A sixteenth of the whole, from MIN_BUCKET_BYTES up to `largest_bytes`, which is the transport's choice.
+    An eighth of the whole, from MIN_BUCKET_BYTES up to `largest_bytes`, which is the transport's choice.
     """
-    return min(largest_bytes, max(MIN_BUCKET_BYTES, num_bytes // 16))
+    return min(largest_bytes, max(MIN_BUCKET_BYTES, num_bytes // 8))
 
 
 def whole(shape: Sequence[int]) -> Region:

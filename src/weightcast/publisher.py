@@ -56,7 +56,7 @@ class Publisher:
 
         `engines`: URLs, or EngineClient objects. `token`: the bearer token of engines given as URLs. `install`:
         "staged" (the old version serves until everything is there) or "streaming" (bounded memory; the engine stands
-        still meanwhile and must be healed after a failure). `bucket_size_bytes`: by default a sixteenth of the model,
+        still meanwhile and must be healed after a failure). `bucket_size_bytes`: by default an eighth of the model,
         at most the transport's choice for the device. `undo`: engines keep a copy while they install, and go back to it
         if that fails. `takeover`: take engines that another run holds. `deadline_seconds`: of each single wait.
         `lease_seconds`: how long a silent publisher keeps an engine.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
-import torch
 
 from weightcast.bench import memcpy
 from weightcast.bench.memcpy import Memcpy
@@ -12,17 +12,17 @@ from weightcast.bench.memcpy import Memcpy
 @pytest.mark.parametrize("num_bytes", [2, 1000, 1001, 1 << 20])
 def test_it_copies_everything(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     copied = 0
-    plain_copy = torch.Tensor.copy_
+    plain_copy = numpy.copyto
 
-    def counting_copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    def counting_copy(target: numpy.ndarray, source: numpy.ndarray) -> None:
         nonlocal copied
         copied += target.nbytes
-        return plain_copy(target, source)
+        plain_copy(target, source)
 
-    monkeypatch.setattr(torch.Tensor, "copy_", counting_copy)
+    monkeypatch.setattr(numpy, "copyto", counting_copy)
     monkeypatch.setattr(memcpy, "MAX_BUFFER_BYTES", 4096)
     copier = Memcpy(num_bytes)
     copied = 0
     assert copier.seconds() > 0
     assert copied == num_bytes + num_bytes % 2
-    assert copier.one_thread_seconds() > 0
+    assert copier.all_threads_seconds() > 0

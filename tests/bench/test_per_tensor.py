@@ -14,6 +14,7 @@ import torch
 from weightcast.bench import per_tensor
 from weightcast.bench.channel import Channel, SharedBytes, pair
 from weightcast.bench.model import build_model, fill
+from weightcast.engines.module import ModuleEngine
 from weightcast.errors import PeerDiedError, PeerTimeoutError
 from weightcast.manifest import TensorSpec
 
@@ -64,7 +65,7 @@ def test_every_tensor_arrives_at_every_engine() -> None:
 
 def _receive(model: torch.nn.Module, connected: tuple[Channel, socket.socket], slot: SharedBytes) -> None:
     channel = Channel(connected[1], peer="the bench", deadline_seconds=5)
-    per_tensor.receive(dict(model.named_parameters()), slot.tensor, channel)
+    per_tensor.receive(ModuleEngine(model), slot.tensor, channel)
     channel.close()
 
 

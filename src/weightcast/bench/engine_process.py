@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import msgspec
 import torch
@@ -54,10 +54,10 @@ def attend(connection: socket.socket, model: torch.nn.Module, url: str) -> None:
     """Carry out the bench's commands until it closes its end of the connection; close this one."""
     channel = Channel(connection, peer="the bench", deadline_seconds=ANSWER_SECONDS)
     with contextlib.closing(channel), contextlib.suppress(PeerDiedError):
-        parameters = dict(model.named_parameters())
+        engine = ModuleEngine(model)
         while True:
             with contextlib.suppress(PeerTimeoutError):  # between commands; the bench's end would end the connection
-                _per_tensor(channel, parameters, url)
+                _per_tensor(channel, engine, url)
 
 
 def main(argv: list[str]) -> int:
@@ -75,11 +75,11 @@ def _read_specs(connection: socket.socket) -> tuple[TensorSpec, ...]:
         return decode(shared.tensor.numpy().tobytes(), tuple[TensorSpec, ...])
 
 
-def _per_tensor(channel: Channel, parameters: Mapping[str, torch.Tensor], url: str) -> None:
+def _per_tensor(channel: Channel, engine: ModuleEngine, url: str) -> None:
     command, fd = channel.receive_with_fd(PerTensor)
     with contextlib.closing(SharedBytes(fd, command.num_bytes)) as slot:
         channel.send(Ready(url))
-        per_tensor.receive(parameters, slot.tensor, channel)
+        per_tensor.receive(engine, slot.tensor, channel)
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def _result(
         host_extra_bytes=publishes.host_extra_bytes,
         cpu_seconds=cpu,
         memcpy_seconds=memcpy_seconds,
-        memcpy_one_thread_gb_per_s=num_bytes / memcpy.one_thread_seconds() / 1e9,
+        all_threads_copy_gb_per_s=num_bytes / memcpy.all_threads_seconds() / 1e9,
         first_publish_seconds=publishes.first_seconds,
         bucket_size_bytes=settings.bucket_size_bytes or _default_bucket_size_bytes(settings.transport_url),
         num_buckets=publishes.last.num_buckets,

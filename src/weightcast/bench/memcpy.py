@@ -13,7 +13,7 @@ MAX_BUFFER_BYTES = 2 << 30
 
 
 class Memcpy:
-    """Copies `num_bytes` with torch's `copy_`, with torch's default threads, between two warm buffers.
+    """Copies `num_bytes` between two warm buffers, as memcpy does it: one thread.
 
     Memory: twice `num_bytes`, at most twice MAX_BUFFER_BYTES; beyond that the buffers, which no cache could hold, are
     copied repeatedly until `num_bytes` have been.
@@ -27,13 +27,13 @@ class Memcpy:
         self.seconds()
 
     def seconds(self) -> float:
-        """Copy once; return how long it took."""
-        return self._timed(torch.Tensor.copy_, self._target, self._source)
-
-    def one_thread_seconds(self) -> float:
-        """The same on one thread, by numpy."""
+        """Copy once; return how long it took. numpy's copy of a contiguous array is one call of memcpy."""
         target, source = (tensor.view(torch.int16).numpy() for tensor in (self._target, self._source))
         return self._timed(numpy.copyto, target, source)
+
+    def all_threads_seconds(self) -> float:
+        """The same by torch's `copy_` with torch's default threads."""
+        return self._timed(torch.Tensor.copy_, self._target, self._source)
 
     def _timed(self, copy: Callable[[Any, Any], object], target: Any, source: Any) -> float:
         left, start = self._numel, time.perf_counter()

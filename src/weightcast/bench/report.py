@@ -70,7 +70,7 @@ def _ms(seconds: float) -> str:
 
 
 def _threads(result: BenchResult) -> str:
-    return f"{result.torch_threads} threads; {result.memcpy_one_thread_gb_per_s:.1f} on one"
+    return f"one thread; {result.all_threads_copy_gb_per_s:.1f} by torch with {result.torch_threads}"
 
 
 def require_matplotlib() -> None:

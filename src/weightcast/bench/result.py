@@ -47,7 +47,8 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `weightcast bench --json`.
 
     transport, shapes, install, num_engines: what was asked for. num_tensors, num_bytes: what one publish carries.
-    memcpy_gb_per_s: 1e9 bytes a second of torch's `copy_` of num_bytes from one buffer to another, default threads.
+    memcpy_gb_per_s: 1e9 bytes a second of one memcpy (one thread) of num_bytes, from one warm buffer to another.
+    all_threads_copy_gb_per_s: the same by torch's `copy_` with all its threads, once.
     publish_seconds: from the call of `publish` until every engine serves the version; median.
     memcpy_ratio: publish_seconds / memcpy_seconds, the median of both.
     pause_seconds: how long the engine that stood still for longest stood still; median.
@@ -79,7 +80,7 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     host_extra_bytes: int
     cpu_seconds: Ends
     memcpy_seconds: float
-    memcpy_one_thread_gb_per_s: float
+    all_threads_copy_gb_per_s: float
     first_publish_seconds: float
     bucket_size_bytes: int
     num_buckets: int

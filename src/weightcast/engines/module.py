@@ -66,17 +66,22 @@ class ModuleEngine:
         Raises IncompatibleWeightsError, before anything is written, for unknown names, other shapes or dtypes, or
         different tensors for names that are tied; InstallError (torn) if a copy fails.
         """
-        pairs = list(tensors)
-        if not pairs:
+        # One object at a time: tens of thousands of tuples alive at once would set off collections of the whole heap.
+        names: list[str] = []
+        sources: list[torch.Tensor] = []
+        for name, tensor in tensors:
+            names.append(name)
+            sources.append(tensor)
+        if not names:
             return
         self._begin()
-        names, sources = zip(*pairs, strict=True)
         numbers = self._targets.numbers(names)
-        if len(set(numbers)) != len(numbers):
+        unique = set(numbers)
+        if len(unique) != len(numbers):
             numbers, sources = _once(names, numbers, sources)
         self._check(numbers, sources)
         self._copy([self._targets.views[number] for number in numbers], sources)
-        self._loaded.update(numbers)
+        self._loaded |= unique
 
     def load_region(self, name: str, region: Region, part: torch.Tensor) -> None:
         """Copy a part of a tensor into its place. Raises as `load`."""
@@ -156,7 +161,7 @@ class ModuleEngine:
 
     def _check(self, numbers: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
         shapes, dtypes = self._targets.shapes, self._targets.dtypes
-        if list(map(_shape_of, sources)) != [shapes[number] for number in numbers]:
+        if not all(map(operator.eq, map(_shape_of, sources), map(shapes.__getitem__, numbers))):
             specs = self._live.specs
             problems = [
                 f"{specs[number].name!r} has the shape {list(source.shape)}, the module has {list(shapes[number])}"
@@ -164,7 +169,7 @@ class ModuleEngine:
                 if source.shape != shapes[number]
             ]
             raise IncompatibleWeightsError(f"other shapes: {'; '.join(problems[:_MAX_NAMED])}", problems)
-        if list(map(_dtype_of, sources)) != [dtypes[number] for number in numbers]:
+        if not all(map(operator.is_, map(_dtype_of, sources), map(dtypes.__getitem__, numbers))):
             for number, source in zip(numbers, sources, strict=True):
                 self._check_dtype(number, source)
 
@@ -174,16 +179,13 @@ class ModuleEngine:
             found = f"{spec.name!r} is {offered}, the module has {spec.dtype}"
             raise IncompatibleWeightsError(f"{found}: give the source a dtype, or the engine cast=True")
 
-    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> None:
+    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         if not targets:
             return
         try:
             # Not no_grad: parameters that were made in inference mode can be written only there.
             with torch.inference_mode():
-                if self._targets.any_large:
-                    host_copy.copy_all(targets, sources)
-                else:
-                    torch._foreach_copy_(targets, sources)
+                host_copy.copy_all(targets, sources)
             for device in self._targets.cuda_devices:
                 torch.cuda.current_stream(device).synchronize()
         except RuntimeError as exc:
@@ -217,7 +219,6 @@ class _Targets:
         self.views = list(live.views.values())
         self.shapes = [view.shape for view in self.views]
         self.dtypes = [view.dtype for view in self.views]
-        self.any_large = any(view.nbytes >= host_copy.PLAIN_BYTES for view in self.views)
         self.cuda_devices = {view.device for view in self.views if view.is_cuda}
         self._by_name = {name: number for number, spec in enumerate(live.specs) for name in spec.names}
 
@@ -232,7 +233,7 @@ class _Targets:
 
 def _once(
     names: Sequence[str], numbers: Sequence[int], sources: Sequence[torch.Tensor]
-) -> tuple[list[int], tuple[torch.Tensor, ...]]:
+) -> tuple[list[int], list[torch.Tensor]]:
     """Each target once: tied names may come each with the same tensor, not with different ones."""
     first: dict[int, int] = {}
     for position, number in enumerate(numbers):
@@ -241,7 +242,7 @@ def _once(
             raise IncompatibleWeightsError(
                 f"{names[former]!r} and {names[position]!r} are one tensor in the module, but two different ones came"
             )
-    return list(first), tuple(sources[position] for position in first.values())
+    return list(first), [sources[position] for position in first.values()]
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -86,8 +86,12 @@ class IpcReceiver:
         self._ended = ""
         self._closed = False
         self._heard_at = 0.0
-        self._channel = connect(url, Hello(run, peer), deadline_seconds)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._channel = connect(url, Hello(run, peer), deadline_seconds)
+        except BaseException:
+            os.close(self._wake)
+            raise
 
     def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
         """Wait for `version` from now on. Raises PeerDiedError if the sender has gone."""
@@ -136,7 +140,7 @@ class IpcReceiver:
             wanted, self._wanted = self._wanted, None
             os.eventfd_write(self._wake, 1)
             if self._arena is not None and not wanted.is_whole:
-                self._arena.reset()
+                self._reset(self._arena)
             if wanted.incoming is None:
                 self._tell(Ended(wanted.version.number, 0))
             else:
@@ -280,6 +284,12 @@ class IpcReceiver:
         former, self._arena = self._arena, arena
         if former is not None:
             former.close()
+
+    def _reset(self, arena: _Arena) -> None:
+        try:
+            arena.reset()
+        except WeightcastError as exc:
+            self._give_up(f"it was disconnected: {exc}")
 
     def _take(self, wanted: _Wanted, ready: Ready, arena: _Arena) -> Bucket:
         """Find the bytes that a record speaks of. Raises ManifestError if they aren't the next bucket's."""
