@@ -85,7 +85,12 @@ class Update:
         as InstallError. The caller aborts then.
         """
         self._move(State.OFFERED, State.RECEIVING)
-        digests = self._receive_all()
+        try:
+            digests = self._receive_all()
+        except BaseException:
+            # An abort may have come while this thread held a bucket, and have released the others already.
+            self._buckets.clear()
+            raise
         if len(digests) != self.num_buckets:
             raise IncompleteUpdateError(f"{len(digests)} of {self.num_buckets} buckets arrived")
         self._root = root_digest(self._manifest_digest, digests)
