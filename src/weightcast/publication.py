@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -24,6 +24,7 @@ from weightcast.manifest import Region, TensorSpec, WeightVersion
 from weightcast.report import EngineResult, PublishReport, StageSeconds
 
 Regions = Mapping[str, tuple[Region, torch.Tensor]]
+OnProgress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class Publication:
         self._manifest = packing.layout.manifest
         self._seconds = StageSeconds()
 
-    def run(self, regions: Regions, *, above: int, number: int | None) -> PublishReport:
+    def run(self, regions: Regions, *, above: int, number: int | None, on_progress: OnProgress | None) -> PublishReport:
         """Publish `regions` as version `number`, by default one above `above` and above every engine's version.
 
         Returns a report that names each engine's failure. Raises only what ends the update for everybody.
@@ -121,7 +122,7 @@ class Publication:
                 newest = max((member.newest_version for member in self._fleet), default=-1)
                 self.number = 1 + max(newest, above) if number is None else number
                 self._offer()
-            root = self._send(packer)
+            root = self._send(packer, on_progress or _ignore)
             with self._timed("seal"):
                 seal = Seal(self._terms.run, self.number, len(self._manifest.buckets), root)
                 self._fleet.each(lambda member: member.seal(seal))
@@ -185,7 +186,7 @@ class Publication:
     def _resume(self, member: Member) -> None:
         member.resume(self._terms.run, self._guard)
 
-    def _send(self, packer: Packer) -> str:
+    def _send(self, packer: Packer, on_progress: OnProgress) -> str:
         """Pack and send every bucket, then wait until everyone has them; return the root digest."""
         sender, num_buckets = self._wire.sender, len(self._manifest.buckets)
         version = WeightVersion(self._terms.run, self.number)
@@ -195,6 +196,7 @@ class Publication:
         with self._timed("send"):
             sender.open(self._manifest, version, peers=peers, staged=self._terms.install == "staged")
         digests: list[bytes | torch.Tensor] = []
+        done_bytes, total_bytes = 0, sum(self._manifest.buckets)
         with self._wire.packing_stream():
             for index in range(num_buckets):
                 with self._timed("send"):
@@ -203,6 +205,8 @@ class Publication:
                     digests.append(packer.pack(index, buffer, version))
                 with self._timed("send"):
                     sender.send(index)
+                done_bytes += self._manifest.buckets[index]
+                on_progress(done_bytes, total_bytes)
                 if sender.failures.keys() >= set(peers):
                     break
         with self._timed("send"):
@@ -251,3 +255,7 @@ class Publication:
             seconds=self._seconds,
             engines={member.name: member.result for member in self._fleet},
         )
+
+
+def _ignore(done_bytes: int, total_bytes: int) -> None:
+    """Nobody watches the progress."""

@@ -26,7 +26,7 @@ from weightcast.interfaces import EngineClient, Sender, Source
 from weightcast.listener import LinkListener
 from weightcast.manifest import MAX_VERSION
 from weightcast.plan import fitting_bucket_size, plan
-from weightcast.publication import Packing, Publication, Regions, Terms, Wire
+from weightcast.publication import OnProgress, Packing, Publication, Regions, Terms, Wire
 from weightcast.report import PublishReport
 
 
@@ -143,11 +143,12 @@ class Publisher:
 
     # --- one publish ---
 
-    def publish(self, version: int | None = None) -> PublishReport:
+    def publish(self, version: int | None = None, *, on_progress: OnProgress | None = None) -> PublishReport:
         """Make every engine serve the source's weights as they are now; blocks until they do.
 
         `version` must be above this publisher's last; by default it is one above the highest in the fleet. Don't
-        change the weights meanwhile. Extra memory: see the class.
+        change the weights meanwhile. Extra memory: see the class. `on_progress(done_bytes, total_bytes)` is called
+        after each bucket.
 
         Raises PublishError if an engine did not take it, whose `failures` and `report` say which and why (with
         `on_failure="report"` the report is returned instead); ValueError for a version that does not grow;
@@ -165,7 +166,7 @@ class Publisher:
             gather_seconds = time.perf_counter() - start
             publication = Publication(self._terms, self._fleet, self._guard, wire, packing)
             try:
-                report = publication.run(regions, above=self.version, number=version)
+                report = publication.run(regions, above=self.version, number=version, on_progress=on_progress)
             finally:
                 self.version = max(self.version, publication.number)
             report.seconds.gather = gather_seconds

@@ -220,3 +220,12 @@ def test_worker_refuses_what_is_not_its_runs() -> None:
             worker.finish(7)
         assert publisher.publish().ok
     assert [v.number for v in engine.versions] == [5, 6]
+
+
+def test_progress_is_told_after_each_bucket() -> None:
+    told: list[tuple[int, int]] = []
+    with fleet(DictSource(TENSORS), RecordingEngine()) as (publisher, _):
+        report = publisher.publish(on_progress=lambda done, total: told.append((done, total)))
+    assert len(told) == report.num_buckets > 1
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert told[-1][0] == told[-1][1] >= report.num_bytes

@@ -10,10 +10,19 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 Step = Callable[[int], None]
 Say = Callable[[str], None]
+Update = Callable[[int, int], None]
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +74,15 @@ def stage(text: str) -> Iterator[Say]:
 
 
 @contextlib.contextmanager
+def measured(text: str) -> Iterator[Update]:
+    """A bar of bytes on a terminal, nothing elsewhere. Call what it gives with how many are done, and of how many."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with _progress(*columns) as progress:
+        task = progress.add_task(text, total=None)
+        yield lambda done_bytes, total_bytes: progress.update(task, completed=done_bytes, total=total_bytes)
+
+
+@contextlib.contextmanager
 def counted(text: str, total: int, unit: str) -> Iterator[Step]:
     """A bar on a terminal, nothing elsewhere. Call what it gives with how many more are done."""
     columns = (
@@ -78,6 +96,6 @@ def counted(text: str, total: int, unit: str) -> Iterator[Step]:
         yield lambda count: progress.advance(task, count)
 
 
-def _progress(*columns: SpinnerColumn | TextColumn | BarColumn | TimeElapsedColumn) -> Progress:
+def _progress(*columns: ProgressColumn) -> Progress:
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 
 from rich.table import Table
 
 from weightcast.cli import exits, output
-from weightcast.errors import PublishError
 from weightcast.report import PublishReport
 
 EPILOG = """
@@ -40,36 +40,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with output.stage(f"reading {args.checkpoint}") as say:
-        report = _publish(args, say)
+    with output.measured(f"publishing {args.checkpoint}") as update:
+        report = _publish(args, update)
     output.show(report, args.json, lambda: _table(report))
     return exits.OK if report.ok else exits.NEGATIVE
 
 
-def _publish(args: argparse.Namespace, say: output.Say) -> PublishReport:
+def _publish(args: argparse.Namespace, on_progress: output.Update) -> PublishReport:
     from weightcast.publisher import Publisher
     from weightcast.sources.safetensors import SafetensorsSource
 
-    publisher = Publisher(
-        SafetensorsSource(args.checkpoint),
-        transport=args.transport,
-        engines=args.engines,
-        token=output.read_token(args.token_file),
-        bucket_size_bytes=args.bucket_size_mib and args.bucket_size_mib * _MIB,
-        install=args.install,
-        undo=args.undo,
-        takeover=args.takeover,
-        on_failure="report",
-        deadline_seconds=args.deadline,
-    )
-    with publisher:
-        say(f"publishing to {len(args.engines)} engine{'s' if len(args.engines) > 1 else ''}")
-        try:
-            return publisher.publish(version=args.version)
-        except PublishError as exc:
-            if not isinstance(exc.report, PublishReport):
-                raise
-            return exc.report
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(SafetensorsSource(args.checkpoint))
+        publisher = Publisher(
+            source,
+            transport=args.transport,
+            engines=args.engines,
+            token=output.read_token(args.token_file),
+            bucket_size_bytes=args.bucket_size_mib and args.bucket_size_mib * _MIB,
+            install=args.install,
+            undo=args.undo,
+            takeover=args.takeover,
+            on_failure="report",
+            deadline_seconds=args.deadline,
+        )
+        return stack.enter_context(publisher).publish(args.version, on_progress=on_progress)
 
 
 def _table(report: PublishReport) -> Table:
