@@ -12,10 +12,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from weightcast.control.messages import Abort, Accepted, InitInfo, Installed, Offer, Received, Seal, WeightInfo
-from weightcast.errors import IntegrityError, PeerDiedError, PeerError, PeerTimeoutError, WeightcastError, to_record
+from weightcast.errors import (
+    IntegrityError,
+    PeerDiedError,
+    PeerError,
+    PeerTimeoutError,
+    WeightcastError,
+    from_record,
+    to_record,
+)
 from weightcast.guard import Guard
 from weightcast.interfaces import EngineClient, Pausable, Rescuable
 from weightcast.listener import Link, LinkListener
+from weightcast.manifest import MAX_VERSION
 from weightcast.report import EngineResult
 
 _MAX_PARALLEL = 64
@@ -43,7 +52,8 @@ class Member:
     def newest_version(self) -> int:
         """The number of the version it had when it was asked last; -1 for none."""
         text = "" if self.info is None else self.info.weight_version
-        return int(text) if text.isdigit() else -1
+        is_number = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_VERSION))
+        return int(text) if is_number and int(text) < MAX_VERSION else -1
 
     def join(self, listener: LinkListener, init: InitInfo, deadline_seconds: float) -> None:
         """Ask what the engine is, have its workers connect, and wait for their hellos."""
@@ -52,13 +62,13 @@ class Member:
         self.info = self.client.info()
         self.client.init(init)
         self.links = listener.wait(self.name, self.info.world_size, deadline_seconds)
+        # Again: a takeover waits for an install of the former run, whose version counts.
+        self.info = self.client.info()
 
     def offer(self, offer: Offer, deadline_seconds: float) -> None:
         """Offer a version and wait until every worker has accepted."""
-        if self._known_manifest != offer.manifest_digest:
-            self.client.update(offer)
-        else:
-            self.client.update(_without_manifest(offer))
+        known, self._known_manifest = self._known_manifest, ""
+        self.client.update(_without_manifest(offer) if known == offer.manifest_digest else offer)
         for link in self.links:
             link.wait(Accepted, offer.version, deadline_seconds)
         self._known_manifest = offer.manifest_digest
@@ -163,6 +173,9 @@ class Fleet:
             call(member)
         except WeightcastError as exc:
             fail(member, exc)
+        except Exception as exc:
+            # A client of the caller's own may raise anything; it is that engine's failure and nobody else's.
+            fail(member, from_record(to_record(exc)))
 
     def take_failures(self, failures: Mapping[str, WeightcastError]) -> None:
         """Sort a sender's failures, by peer, to the members whose workers those are.

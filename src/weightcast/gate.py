@@ -25,6 +25,7 @@ class Gate:
         self.drain = drain
         self._condition = threading.Condition()
         self._owners: set[str] = set()
+        self._writers: set[str] = set()
         self._draining = 0
         self._num_steps = 0
         self._exclusive = False
@@ -43,7 +44,7 @@ class Gate:
 
     @property
     def is_paused(self) -> bool:
-        return bool(self._owners)
+        return bool(self._owners or self._writers)
 
     @property
     def is_draining(self) -> bool:
@@ -53,7 +54,7 @@ class Gate:
     @property
     def is_open(self) -> bool:
         """Whether a step could begin now."""
-        return not (self._owners or self._exclusive or self._torn)
+        return not (self._owners or self._writers or self._exclusive or self._torn)
 
     @contextlib.contextmanager
     def step(self, *, timeout_seconds: float | None = None) -> Iterator[WeightVersion | None]:
@@ -113,12 +114,30 @@ class Gate:
             self._owners.add(owner)  # another pause of this owner that timed out meanwhile has taken it away
 
     def resume(self, *, owner: str = "") -> None:
-        """End the pause of `owner`; a person's resume (empty) ends everybody's. Idempotent."""
+        """End the pause of `owner`; a person's resume (empty) ends everybody's, but no `begin_writing`. Idempotent."""
         with self._condition:
             if owner:
                 self._owners.discard(owner)
             else:
                 self._owners.clear()
+            self._condition.notify_all()
+
+    def begin_writing(self, writer: str, *, deadline_seconds: float = 60.0) -> None:
+        """Keep the model still for an update that writes into it bit by bit; only its own `end_writing` ends that.
+
+        Raises PeerTimeoutError, with nothing changed, if the current step does not end by the deadline.
+        """
+        with self._condition:
+            self._writers.add(writer)
+            if not self._condition.wait_for(lambda: self._num_steps == 0, deadline_seconds):
+                self._writers.discard(writer)
+                self._condition.notify_all()
+                raise PeerTimeoutError("generation did not reach the end of its step by the deadline", peer="engine")
+
+    def end_writing(self, writer: str) -> None:
+        """The update has ended, whichever way. Idempotent."""
+        with self._condition:
+            self._writers.discard(writer)
             self._condition.notify_all()
 
     @contextlib.contextmanager

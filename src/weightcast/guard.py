@@ -18,6 +18,8 @@ import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from weightcast.forked import close_in_child
+
 _ATTEMPT_SECONDS = 10.0
 _GIVE_UP_SECONDS = 60.0
 _RETRY_SECONDS = 0.2
@@ -76,6 +78,8 @@ class Guard:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "weightcast.guard"], stdin=subprocess.PIPE, start_new_session=True
             )
+            assert self._process.stdin is not None
+            close_in_child(self._process.stdin)
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(self._held).encode() + b"\n")
         self._process.stdin.flush()

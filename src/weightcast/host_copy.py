@@ -42,6 +42,7 @@ def is_plain(target: torch.Tensor, source: torch.Tensor) -> bool:
         and target.device.type == source.device.type == "cpu"
         and target.is_contiguous()
         and source.is_contiguous()
+        and not (source.is_neg() or target.is_neg())
     )
 
 

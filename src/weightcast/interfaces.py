@@ -126,6 +126,13 @@ class Receiver(Protocol):
         ...
 
 
+@runtime_checkable
+class Rereadable(Protocol):
+    """A receiver whose buckets an engine may have written into by mistake: `reread` shows the sender's bytes again."""
+
+    def reread(self, bucket: Bucket) -> bool: ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transport:
     """A registered pair: `sender(url, deadline_seconds=...)` and `receiver(url, peer=..., deadline_seconds=...)`.
@@ -151,7 +158,7 @@ class Engine(Protocol):
         ...
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take tensors in checkpoint form, whole load groups. They are valid only during the call.
+        """Take tensors in checkpoint form, whole load groups. They are valid only during the call; don't write to them.
 
         Called once per install when staged, once per bucket when streaming, never while the engine generates.
         """

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 from weightcast.control.messages import MAX_LINK_MESSAGE_BYTES, Hello, LinkMessage
 from weightcast.errors import ManifestError, PeerDiedError
+from weightcast.forked import close_in_child
 from weightcast.manifest import decode, encode
 
 _LENGTH = struct.Struct(">I")
@@ -52,7 +53,7 @@ def connect(address: str, timeout_seconds: float) -> socket.socket:
     """Open a socket to a link's address. Raises ValueError for a malformed one, OSError if nobody answers."""
     kind, _, rest = address.partition(":")
     if kind == "unix" and rest.startswith("@"):
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock = close_in_child(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         sock.settimeout(timeout_seconds)
         try:
             sock.connect("\0" + rest[1:])
@@ -64,7 +65,7 @@ def connect(address: str, timeout_seconds: float) -> socket.socket:
     host, _, port = rest.rpartition(":")
     if kind != "tcp" or not host or not port.isdigit():
         raise ValueError(f"{address!r} is not a link address; expected unix:@NAME or tcp:HOST:PORT")
-    sock = socket.create_connection((host, int(port)), timeout=timeout_seconds)
+    sock = close_in_child(socket.create_connection((host, int(port)), timeout=timeout_seconds))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 

@@ -17,10 +17,12 @@ from typing import TypeVar
 
 from weightcast.control.messages import Failed, Heartbeat, Hello, LinkMessage
 from weightcast.errors import ErrorRecord, ManifestError, PeerDiedError, PeerTimeoutError, from_record
+from weightcast.forked import close_in_child
 from weightcast.link import Frames, check_same_user, frame
 from weightcast.manifest import PROTOCOL
 
 _HELLO_SECONDS = 10.0
+_ACCEPT_RETRY_SECONDS = 0.05
 _MAX_STRANGERS = 128
 
 M = TypeVar("M", bound="LinkMessage")
@@ -110,7 +112,7 @@ class LinkListener:
         self._links: dict[tuple[str, int], Link] = {}
         self._selector = selectors.DefaultSelector()
         self._listener, self.address = _listen(run, host)
-        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader, self._wake_writer = map(close_in_child, socket.socketpair())
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="weightcast-links", daemon=True)
@@ -161,8 +163,15 @@ class LinkListener:
             self._close_all()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            sock, _ = self._listener.accept()
+        try:
+            self._let_in()
+        except OSError:
+            # Out of descriptors, most likely: the connection stays in the queue, so don't spin on it.
+            time.sleep(_ACCEPT_RETRY_SECONDS)
+
+    def _let_in(self) -> None:
+        with contextlib.suppress(ConnectionError, PermissionError):
+            sock = close_in_child(self._listener.accept()[0])
             try:
                 if sock.family == socket.AF_UNIX:
                     check_same_user(sock)
@@ -253,4 +262,5 @@ def _listen(run: str, host: str | None) -> tuple[socket.socket, str]:
     except BaseException:
         sock.close()
         raise
+    close_in_child(sock)
     return sock, address if host is None else f"tcp:{host}:{sock.getsockname()[1]}"

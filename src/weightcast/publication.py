@@ -240,9 +240,10 @@ class Publication:
                 self._wire.listener.drop(member.name, reason)
             return
         abort = Abort(self._terms.run, max(self.number, 0), reason)
-        for member in self._fleet.healthy():
-            with contextlib.suppress(Exception):
-                member.abort(abort)
+        for member in self._fleet:
+            if member.is_joined:
+                with contextlib.suppress(Exception):
+                    member.abort(abort)
 
     def _report(self) -> PublishReport:
         return PublishReport(

@@ -6,6 +6,7 @@ failure on one engine leaves the others' update alone; every pause is lifted bef
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -24,7 +25,7 @@ from weightcast.fleet import Fleet, Member
 from weightcast.guard import Guard
 from weightcast.interfaces import EngineClient, Sender, Source
 from weightcast.listener import LinkListener
-from weightcast.manifest import MAX_VERSION
+from weightcast.manifest import ALIGNMENT_BYTES, MAX_VERSION
 from weightcast.plan import fitting_bucket_size, plan
 from weightcast.publication import OnProgress, Packing, Publication, Regions, Terms, Wire
 from weightcast.report import PublishReport
@@ -67,8 +68,12 @@ class Publisher:
             raise ValueError(f"install is {install!r}; it must be 'staged' or 'streaming'")
         if on_failure not in ("raise", "report"):
             raise ValueError(f"on_failure is {on_failure!r}; it must be 'raise' or 'report'")
-        if deadline_seconds <= 0 or lease_seconds <= 0:
+        if not (0 < deadline_seconds < math.inf and 0 < lease_seconds < math.inf):
             raise ValueError(f"deadline_seconds {deadline_seconds} and lease_seconds {lease_seconds} must be positive")
+        if not (hasattr(source, "specs") and hasattr(source, "regions")):
+            raise TypeError(f"{type(source).__name__} is no source of weights; wrap a module in ModuleSource(module)")
+        if bucket_size_bytes is not None and bucket_size_bytes < ALIGNMENT_BYTES:
+            raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}; it must be at least {ALIGNMENT_BYTES}")
         self.run = secrets.token_hex(16)
         self.version = -1
         self._source = source
@@ -157,7 +162,9 @@ class Publisher:
         """
         with self._lock:
             self._require_open()
-            if version is not None and not self.version < version <= MAX_VERSION:
+            if version is not None and not 0 <= version <= MAX_VERSION:
+                raise ValueError(f"version {version} is not from 0 to {MAX_VERSION}")
+            if version is not None and version <= self.version:
                 raise ValueError(f"version {version} is not above {self.version}, the last one of this publisher")
             start = time.perf_counter()
             regions = self._source.regions()
@@ -199,7 +206,9 @@ class Publisher:
         specs = self._source.specs()
         if self._packing is None or self._packing.specs is not specs:
             largest = self._transport.default_bucket_size_bytes[device.type]
-            size = self._bucket_size_bytes or fitting_bucket_size(sum(spec.num_bytes for spec in specs), largest)
+            size = self._bucket_size_bytes
+            if size is None:
+                size = fitting_bucket_size(sum(spec.num_bytes for spec in specs), largest)
             manifest = plan(specs, size, digest_kind="xxh3-128" if device.type == "cpu" else "sum-64x2")
             self._packing = Packing(specs, Layout(manifest))
         return self._packing

@@ -26,7 +26,7 @@ from weightcast.errors import (
     to_record,
 )
 from weightcast.gate import Gate
-from weightcast.interfaces import Bucket, Engine, Receiver, Undoable
+from weightcast.interfaces import Bucket, Engine, Receiver, Rereadable, Undoable
 from weightcast.manifest import WeightVersion
 
 
@@ -55,6 +55,7 @@ class Update:
         undo: bool,
     ) -> None:
         self.version = version
+        self.name = f"{version.run}/{version.number}"
         self.state = State.OFFERED
         self.offered_at = time.perf_counter()
         self.error: WeightcastError | None = None
@@ -113,8 +114,14 @@ class Update:
     def _check(self, bucket: Bucket, index: int) -> bytes:
         if bucket.index != index or index >= self.num_buckets:
             raise IntegrityError(f"bucket {bucket.index} arrived, bucket {index} was expected")
-        num_bytes = self._manifest.buckets[index]
-        return check_trailer(bucket.buffer, num_bytes, self.version, index, self._manifest.digest_kind)
+        num_bytes, kind = self._manifest.buckets[index], self._manifest.digest_kind
+        try:
+            return check_trailer(bucket.buffer, num_bytes, self.version, index, kind)
+        except IntegrityError:
+            # A loader that writes into the tensors it is given may have spoilt this process's view of the bucket.
+            if not (isinstance(self._receiver, Rereadable) and self._receiver.reread(bucket)):
+                raise
+        return check_trailer(bucket.buffer, num_bytes, self.version, index, kind)
 
     def _write(self, load: Callable[[], None]) -> None:
         """Streaming: one write into the live model, which is paused for the whole update."""
@@ -173,13 +180,16 @@ class Update:
                     self._engine.commit(self.version)
                 except Exception as exc:
                     raise self._failed_install(exc) from exc
+                except BaseException as exc:
+                    self._failed_install(exc)
+                    raise
                 self._gate.set_version(self.version)
                 self.state = State.INSTALLED
                 seconds = time.perf_counter() - start
         self._release()
         return seconds
 
-    def _failed_install(self, cause: Exception) -> InstallError:
+    def _failed_install(self, cause: BaseException) -> InstallError:
         error = InstallError(f"installing version {self.version.number} failed: {cause}", torn=True)
         # A copy without its traceback, whose frames would keep views of the transport's memory alive.
         self.error, self.state = from_record(to_record(error)), State.ABORTED

@@ -39,6 +39,7 @@ from weightcast.errors import (
     StaleVersionError,
     UnsupportedError,
     UpdateAbortedError,
+    WeightcastError,
     from_record,
     to_record,
 )
@@ -76,6 +77,7 @@ class Worker:
         self._observe = observe or (lambda stage, seconds, ok: None)
         self._install_deadline_seconds = install_deadline_seconds
         self._lock = threading.RLock()
+        self._init_lock = threading.Lock()
         self._hold: Hold | None = None
         self._closed = False
 
@@ -104,22 +106,30 @@ class Worker:
             registry.transport(info.transport)
         except (ValueError, ImportError) as exc:
             raise UnsupportedError(f"this engine has no transport for {info.transport!r}: {exc}") from exc
-        with self._lock:
-            if self._closed:
-                raise ClosedError("this engine is shutting down")
-            former = self._hold
-            if former is not None and former.info.run != info.run and not info.takeover:
-                raise EngineBusyError(
-                    f"run {former.info.run} holds this engine; close its publisher, wait for its lease of "
-                    f"{former.info.lease_seconds:g} s to end, or pass takeover=True (asked by run {info.run})"
-                )
+        with self._init_lock:
+            former = self._require_free(info)
+            if former is not None:
+                self._release(former, _replaced_by(info, former))
             hold = Hold(info, self._engine_rank, self._on_end)
             if former is not None and former.info.run == info.run:
                 hold.last_offered = former.last_offered
-            self._hold = hold
-        if former is not None:
-            self._release(former, f"run {info.run} took the engine over" if info.takeover else "it connected again")
+            with self._lock:
+                if self._closed:
+                    raise ClosedError("this engine is shutting down")
+                self._hold = hold
+            if former is not None:
+                self._lift_pause(former)
         hold.start()
+
+    def _require_free(self, info: InitInfo) -> Hold | None:
+        """The hold that a run would replace. Raises EngineBusyError if that is another run's, without takeover."""
+        former = self._hold
+        if former is not None and former.info.run != info.run and not info.takeover:
+            raise EngineBusyError(
+                f"run {former.info.run} holds this engine; close its publisher, wait for its lease of "
+                f"{former.info.lease_seconds:g} s to end, or pass takeover=True (asked by run {info.run})"
+            )
+        return former
 
     def update(self, info: UpdateInfo) -> None:
         """Take an offer, a seal or an abort. Returns at once; raises what was wrong and tells it on the link."""
@@ -138,7 +148,7 @@ class Worker:
         """
         hold = self._require_hold()
         version = WeightVersion(hold.info.run, number)
-        if self.gate.version != version:
+        if self.gate.version != version or self.gate.torn:
             self._call("install", version.run, number, lambda hold: self._install(hold, number))
         return version
 
@@ -157,10 +167,9 @@ class Worker:
 
     def shutdown(self) -> None:
         """End the hold of whichever run has it. Idempotent; the engine serves on."""
-        with self._lock:
-            hold, self._hold = self._hold, None
+        hold = self._hold
         if hold is not None:
-            self._release(hold, "the engine was told to end the transfer")
+            self._on_end(hold, "the engine was told to end the transfer")
 
     def close(self) -> None:
         """The engine ends. Idempotent."""
@@ -221,8 +230,7 @@ class Worker:
         try:
             update.open()
             if offer.install == "streaming":
-                owner = _streaming_owner(offer.run)
-                self.gate.pause("keep", owner=owner, deadline_seconds=self._install_deadline_seconds)
+                self.gate.begin_writing(update.name, deadline_seconds=self._install_deadline_seconds)
         except Exception as exc:
             update.abort(from_record(to_record(exc)))
             raise
@@ -298,25 +306,32 @@ class Worker:
             self._end_streaming(update)
 
     def _end_streaming(self, update: Update) -> None:
-        self.gate.resume(owner=_streaming_owner(update.version.run))
+        self.gate.end_writing(update.name)
 
     # --- the end of a hold ---
 
     def _on_end(self, hold: Hold, reason: str) -> None:
+        # Released first: while its install is under way no other run may hold the engine, and write into it.
+        self._release(hold, UpdateAbortedError(f"the publisher of run {hold.info.run[:8]} has gone: {reason}"))
         with self._lock:
             if self._hold is hold:
                 self._hold = None
-        self._release(hold, reason)
+        self._lift_pause(hold)
 
-    def _release(self, hold: Hold, reason: str) -> None:
+    def _release(self, hold: Hold, error: WeightcastError) -> None:
         """Abort what the hold had begun, lift its pause, disconnect. An install under way is finished first."""
-        hold.ended = reason
+        hold.ended = str(error)
         if hold.update is not None:
-            hold.update.abort(UpdateAbortedError(f"the publisher of run {hold.info.run[:8]} has gone: {reason}"))
+            if hold.update.abort(error):
+                hold.tell(Failed(hold.update.version.number, to_record(error)))
             self._end_streaming(hold.update)
         hold.close()
+        self._lift_pause(hold)
+
+    def _lift_pause(self, hold: Hold) -> None:
+        """A run's pause ends with its hold; a run that has connected anew keeps it."""
         current = self._hold
-        if current is None or current.info.run != hold.info.run:
+        if current is None or current is hold or current.info.run != hold.info.run:
             self.gate.resume(owner=hold.info.run)
 
     @contextlib.contextmanager
@@ -328,8 +343,10 @@ class Worker:
             yield self.engine
 
 
-def _streaming_owner(run: str) -> str:
-    return f"{run}/streaming"
+def _replaced_by(info: InitInfo, former: Hold) -> WeightcastError:
+    if info.run == former.info.run:
+        return UpdateAbortedError("its publisher connected again")
+    return EngineBusyError(f"run {info.run} took the engine over")
 
 
 def _summary(problems: list[str]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import pytest
 
 from weightcast import cli
@@ -97,8 +98,29 @@ def test_a_plot(result: BenchResult, tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("name", "says"), [("out.txt", ".svg"), ("out", ".svg"), ("none/out.png", "not a directory")])
+def test_a_plot_that_can_not_be_drawn_is_refused_first(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError("it was measured all the same")
+
+    monkeypatch.setattr("weightcast.bench.measure.measure", measured)
+    assert cli.main(["bench", "--plot", str(tmp_path / name)]) == exits.USAGE
+    assert says in capsys.readouterr().err
+
+
+def test_slower_is_called_slower(result: BenchResult, capsys: pytest.CaptureFixture[str]) -> None:
+    from weightcast.cli import output
+
+    slow = msgspec.structs.replace(result, per_tensor_speedup=0.5)
+    output.show(slow, False, lambda: report.table(slow))
+    assert "publish is 2.0 x slower" in capsys.readouterr().out
+
+
 def test_staged_in_one_process() -> None:
-    result = measure(small(transport="memory", install="staged", per_tensor=False))
+    result = measure(small(transport="memory", install="staged", per_tensor=False, bucket_size_bytes=None))
+    assert (result.bucket_size_bytes, result.num_buckets) == (4 * MIB, 8)
     assert result.verified
     assert (result.cpu_seconds.engine, result.extra_bytes.engine) == (0, 0)
     assert result.per_tensor_seconds is None

@@ -42,13 +42,13 @@ def serving(model: Path, *options: str, end: signal.Signals | None = None) -> It
             process.kill()
 
 
-def save_checkpoint(directory: Path, seed: int, **changes: int) -> Path:
+def save_checkpoint(directory: Path, seed: int, dtype: torch.dtype = torch.bfloat16, **changes: int) -> Path:
     settings = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 64} | changes
     config = Qwen3Config(
         num_attention_heads=2, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True, **settings
     )
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(directory)
     return directory
 
 
@@ -58,6 +58,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "old": save_checkpoint(root / "old", 1),
         "new": save_checkpoint(root / "new", 2),
+        "float": save_checkpoint(root / "float", 2, torch.float32),
         "wide": save_checkpoint(root / "wide", 3, hidden_size=48),
     }
 
@@ -115,6 +116,29 @@ def test_a_checkpoint_that_does_not_fit_is_refused(url: str, checkpoints: dict[s
     assert call("verify", checkpoints["wide"], "--engine", url)[0] == exits.NEGATIVE
 
 
+def test_what_was_wrong_is_below_the_table_and_unwrapped(
+    url: str, checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["publish", str(checkpoints["wide"]), "--engine", url]) == exits.NEGATIVE
+    out = capsys.readouterr().out
+    assert "was not installed anywhere" in out
+    assert "GB/s" not in out
+    lines = [line for line in out.splitlines() if line.startswith("  ")]
+    assert len(lines) >= 20, out
+    assert any("model.layers.1.post_attention_layernorm.weight" in line for line in lines)
+    assert cli.main(["verify", str(checkpoints["wide"]), "--engine", url]) == exits.NEGATIVE
+    names = capsys.readouterr().out.splitlines()
+    assert f"{url}: differs: model.layers.1.post_attention_layernorm.weight" in names
+
+
+def test_publish_casts_to_the_dtype_of_the_engine(url: str, checkpoints: dict[str, Path], call: Call) -> None:
+    status, report = call("publish", checkpoints["float"], "--engine", url)
+    assert status == exits.NEGATIVE
+    assert report["engines"][url]["error"]["kind"] == "IncompatibleWeightsError"  # type: ignore[index]
+    assert call("publish", checkpoints["float"], "--engine", url, "--dtype", "bfloat16")[0] == exits.OK
+    assert call("inspect", url)[1]["tensors"][0]["dtype"] == "bfloat16"  # type: ignore[index]
+
+
 def test_one_of_two_engines_is_away(url: str, checkpoints: dict[str, Path], call: Call) -> None:
     gone = "http://127.0.0.1:9"
     status, report = call("publish", checkpoints["new"], "--engine", url, "--engine", gone)
@@ -139,6 +163,29 @@ def test_inspect_with_a_filter(checkpoints: dict[str, Path], call: Call) -> None
     _, found = call("inspect", checkpoints["old"], "--filter", "*.layers.1.*norm.weight")
     assert found["num_tensors"] == 4
     assert all(".layers.1." in tensor["name"] for tensor in found["tensors"])  # type: ignore[union-attr, index]
+
+
+def test_a_filter_that_nothing_matches(checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", str(checkpoints["old"]), "--filter", "nothing*"]) == exits.OK
+    assert capsys.readouterr().out == "no tensor matches 'nothing*'\n"
+
+
+def test_serve_refuses_a_damaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = save_checkpoint(tmp_path, 1) / "model.safetensors"
+    capsys.readouterr()
+    file.write_bytes(file.read_bytes()[:-100])
+    assert cli.main(["serve", str(tmp_path), "--port", "0"]) == exits.USAGE
+    err = capsys.readouterr().err
+    assert f"a safetensors file of {tmp_path} is damaged" in err
+    assert err.count("\n") == 1
+    file.unlink()
+    assert cli.main(["serve", str(tmp_path), "--port", "0"]) == exits.USAGE
+    assert "--random-weights" in capsys.readouterr().err
+
+
+def test_serve_names_a_host_that_is_none(checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", str(checkpoints["old"]), "--host", "256.0.0.1.", "--port", "0"]) == exits.USAGE
+    assert "--host 256.0.0.1. is not an address" in capsys.readouterr().err
 
 
 def test_tables_for_people(url: str, checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,3 +228,20 @@ def test_a_token_guards_the_weight_routes(checkpoints: dict[str, Path], call: Ca
 def test_another_host_needs_a_token(checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", str(checkpoints["old"]), "--host", "0.0.0.0", "--port", "0"]) == exits.USAGE
     assert "--token-file" in capsys.readouterr().err
+
+
+def test_on_all_addresses_a_second_line_says_so(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    command = [sys.executable, "-m", "weightcast.cli", "serve", str(checkpoints["old"]), "--random-weights"]
+    options = ["--port", "0", "--host", "0.0.0.0", "--token-file", str(file), "--exit-with-parent"]
+    with subprocess.Popen([*command, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline().startswith("weightcast: serving old at http://127.0.0.1:")
+            assert "listens on all addresses" in process.stdout.readline()
+            process.stdin.close()
+            assert process.wait(END_SECONDS) == exits.OK
+        finally:
+            process.kill()

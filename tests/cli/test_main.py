@@ -59,6 +59,45 @@ def test_a_wrong_call_is_status_2(argv: list[str], capsys: pytest.CaptureFixture
     assert "usage: weightcast" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["serve", "model", "--port", "65536"], "from 0 to 65535"),
+        (["serve", "model", "--port", "-1"], "from 0 to 65535"),
+        (["serve", "model", "--threads", "0"], "at least 1"),
+        (["publish", "x", "--engine", NOBODY, "--bucket-size-mib", "0"], "at least 1"),
+        (["publish", "x", "--engine", NOBODY, "--deadline", "nan"], "finite"),
+        (["publish", "x", "--engine", NOBODY, "--deadline", "inf"], "finite"),
+        (["publish", "x", "--engine", NOBODY, "--deadline", "0"], "above 0"),
+        (["publish", "x", "--engine", NOBODY, "--version", "-1"], f"from 0 to {2**63 - 1}"),
+        (["publish", "x", "--engine", NOBODY, "--version", str(2**63)], f"from 0 to {2**63 - 1}"),
+        (["publish", "x", "--engine", NOBODY, "--transport", "memory://"], "one process only"),
+        (["publish", "x", "--engine", NOBODY, "--dtype", "int8"], "invalid choice"),
+        (["bench", "--bucket-size-mib", "0"], "at least 1"),
+    ],
+)
+def test_a_value_out_of_range_is_a_usage_error(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(argv)
+    assert ended.value.code == exits.USAGE
+    assert says in capsys.readouterr().err
+
+
+def test_an_address_without_a_scheme(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", "127.0.0.1:8000"]) == exits.USAGE
+    assert "write http://127.0.0.1:8000" in capsys.readouterr().err
+
+
+def test_a_token_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", NOBODY, "--token-file", "no/such/file"]) == exits.USAGE
+    assert "--token-file no/such/file can't be read: No such file" in capsys.readouterr().err
+
+
+def test_a_damaged_safetensors_file_is_status_2() -> None:
+    safetensors = pytest.importorskip("safetensors")
+    assert failures.status_of(safetensors.SafetensorError("x")) == exits.USAGE
+
+
 def test_the_help_of_a_command_loads_no_torch() -> None:
     code = "import sys; from weightcast import cli\ntry: cli.main(['publish', '--help'])\nexcept SystemExit: pass\n"
     done = subprocess.run(
@@ -159,7 +198,7 @@ def test_a_missing_extra_names_the_pip_line() -> None:
     assert failures.describe(error).endswith("No module named 'rich': pip install 'weightcast[cli]'")
 
 
-@pytest.mark.parametrize("content", ["", "\n", "two words", "two\nlines"])
+@pytest.mark.parametrize("content", ["", "\n", "two words", "two\nlines", "t\u00f6ken"])
 def test_a_token_file_without_one_token(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "token"
     file.write_text(content)

@@ -36,6 +36,9 @@ TENSORS = {f"t{i}": torch.randn(40, 40) for i in range(12)}
         ({"install": "magic"}, "'staged' or 'streaming'"),
         ({"on_failure": "ignore"}, "'raise' or 'report'"),
         ({"deadline_seconds": 0}, "must be positive"),
+        ({"deadline_seconds": float("nan")}, "must be positive"),
+        ({"bucket_size_bytes": 0}, "must be at least 256"),
+        ({"engines": ["http://[::1"]}, "not the URL of an engine"),
         ({"engines": ["localhost:8000"]}, "not the URL of an engine"),
         ({"engines": ["http://a", "http://a/"]}, "in the fleet already"),
     ],
@@ -108,8 +111,8 @@ def test_versions_only_grow_and_close_is_final() -> None:
     with fleet(DictSource(TENSORS), RecordingEngine()) as (publisher, _):
         assert publisher.publish(10).version == 10
         assert publisher.publish().version == 11
-        for version in (11, 3, -1, 1 << 63):
-            with pytest.raises(ValueError, match="is not above 11"):
+        for version, words in ((11, "not above 11"), (3, "not above 11"), (-1, "from 0 to"), (1 << 63, "from 0 to")):
+            with pytest.raises(ValueError, match=words):
                 publisher.publish(version)
         publisher.close()
         publisher.close()
@@ -214,7 +217,7 @@ def test_worker_refuses_what_is_not_its_runs() -> None:
         with pytest.raises(UnsupportedError, match="protocol 2"):
             worker.init(InitInfo(publisher.run, "x", "ipc://@n", "unix:@n", digest, 5.0, protocol=2))
         with pytest.raises(UnsupportedError, match="delta"):
-            worker.update(Offer(publisher.run, 6, digest, base=5))
+            worker.update(Offer(publisher.run, 60, digest, base=5))
         worker.finish(5)  # installed already: idempotent
         with pytest.raises(StaleVersionError):
             worker.finish(7)

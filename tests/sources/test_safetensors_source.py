@@ -70,6 +70,22 @@ def test_a_single_file_directory(tmp_path: Path) -> None:
         check(source)
 
 
+def test_with_a_dtype_the_specs_change_and_the_views_stay(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / SINGLE_FILE)
+    with SafetensorsSource(tmp_path, dtype=torch.float32) as source:
+        dtypes, regions = {spec.name: spec.dtype for spec in source.specs()}, source.regions()
+    stay = TENSORS.keys() - {"matrix", "empty"}
+    assert (dtypes["matrix"], dtypes["empty"]) == ("float32", "float32")
+    assert {name: dtypes[name] for name in stay} == {n: str(TENSORS[n].dtype).removeprefix("torch.") for n in stay}
+    assert all(regions[name][1].dtype == tensor.dtype for name, tensor in TENSORS.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_dtype_that_weights_are_not_cast_to(tmp_path: Path, dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="weights can be cast to bfloat16"):
+        SafetensorsSource(tmp_path, dtype=dtype)
+
+
 def test_a_file(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "weights.safetensors")
     with SafetensorsSource(str(tmp_path / "weights.safetensors")) as source:

@@ -23,6 +23,7 @@ from weightcast.bench.model import build_model, change, fill
 from weightcast.bench.result import BenchResult, Bytes, Ends, Run, median
 from weightcast.bench.settings import Settings
 from weightcast.control.client import HttpEngine
+from weightcast.plan import fitting_bucket_size
 from weightcast.publisher import Publisher
 from weightcast.report import PublishReport
 from weightcast.sources.module import ModuleSource
@@ -178,7 +179,7 @@ def _result(
         memcpy_seconds=memcpy_seconds,
         all_threads_copy_gb_per_s=num_bytes / memcpy.all_threads_seconds() / 1e9,
         first_publish_seconds=publishes.first_seconds,
-        bucket_size_bytes=settings.bucket_size_bytes or _default_bucket_size_bytes(settings.transport_url),
+        bucket_size_bytes=settings.bucket_size_bytes or _chosen_bucket_size_bytes(settings.transport_url, num_bytes),
         num_buckets=publishes.last.num_buckets,
         largest_tensor_bytes=max(tensor.nbytes for tensor in tensors.values()),
         torch_threads=torch.get_num_threads(),
@@ -195,5 +196,6 @@ def _median_cpu(runs: Sequence[Run]) -> Ends:
     )
 
 
-def _default_bucket_size_bytes(url: str) -> int:
-    return int(registry.transport(url).default_bucket_size_bytes["cpu"])
+def _chosen_bucket_size_bytes(url: str, num_bytes: int) -> int:
+    """What a publisher chooses by itself."""
+    return fitting_bucket_size(num_bytes, registry.transport(url).default_bucket_size_bytes["cpu"])

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from weightcast.bench.result import BenchResult, Run
 
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _MIB = 1 << 20
 _STAGES = ("gather", "offer", "pack", "send", "seal")
 _REST = "install"
@@ -59,10 +60,14 @@ def _rows(result: BenchResult) -> Iterator[tuple[str, str, str]]:
         yield (
             "one round trip per tensor",
             _ms(result.per_tensor_seconds),
-            f"publish is {result.per_tensor_speedup:.1f} x faster",
+            _speedup(result.per_tensor_speedup),
         )
     yield "first publish", _ms(result.first_publish_seconds), "connections and arena included"
     yield "engines hold what was sent", "yes" if result.verified else "NO", "digest of every tensor"
+
+
+def _speedup(speedup: float) -> str:
+    return f"publish is {speedup:.1f} x faster" if speedup >= 1 else f"publish is {1 / speedup:.1f} x slower"
 
 
 def _ms(seconds: float) -> str:
@@ -79,12 +84,22 @@ def require_matplotlib() -> None:
         raise ModuleNotFoundError("a plot needs matplotlib: pip install 'weightcast[bench]'")
 
 
+def check_plot(path: Path) -> None:
+    """Raise what `plot` would raise, so that nothing is measured in vain."""
+    if path.suffix.lower() not in PLOT_SUFFIXES:
+        raise ValueError(f"can't draw a plot to {path}; its name must end in {', '.join(PLOT_SUFFIXES)}")
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{path.parent}, where the plot is to be, is not a directory")
+    require_matplotlib()
+
+
 def plot(result: BenchResult, path: Path) -> None:
     """Draw the publish against memcpy and the baseline, and each run by stage. The suffix of `path` is the format.
 
-    Raises ValueError for a suffix that matplotlib doesn't know, ModuleNotFoundError with the remedy without it.
+    Raises ValueError for another suffix than those of PLOT_SUFFIXES, FileNotFoundError where there is no directory,
+    ModuleNotFoundError, with the remedy, without matplotlib.
     """
-    require_matplotlib()
+    check_plot(path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")

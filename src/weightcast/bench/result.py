@@ -56,6 +56,7 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     extra_bytes: see Bytes. host_extra_bytes: the same for the host: private memory of all, and the arena once.
     per_tensor_seconds: one round trip for each tensor, see `per_tensor`; None where it was not asked for.
     per_tensor_speedup: per_tensor_seconds / publish_seconds.
+    bucket_size_bytes: the payload that a bucket of these publishes may hold, whether asked for or chosen.
     verified: whether, after the last run, every engine held bit for bit what the publisher has.
     """
 

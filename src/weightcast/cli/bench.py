@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from weightcast.cli import exits, output
+from weightcast.cli import exits, output, values
 
 EPILOG = """
 examples:
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--install", choices=("staged", "streaming"), default="staged", help="default: %(default)s")
     add("--num-engines", type=int, default=1, metavar="N", help="default: %(default)s")
     add("--runs", type=int, default=5, metavar="R", help="timed publishes after the first one (default: %(default)s)")
-    add("--bucket-size-mib", type=int, metavar="M", help="default: the transport's")
+    add("--bucket-size-mib", type=values.integer(1), metavar="M", help="default: the transport's")
     add("--layers", type=int, metavar="N", help="keep the first N layers of an architecture")
     add("--scale", type=int, default=1, metavar="N", help="divide every width of an architecture by N")
     add("--num-tensors", type=int, default=500, metavar="N", help="of the shapes `uniform` (default: %(default)s)")
@@ -59,13 +59,14 @@ def run(args: argparse.Namespace) -> int:
         per_tensor=not args.no_per_tensor,
     )
     if args.plot is not None:
-        report.require_matplotlib()
+        report.check_plot(args.plot)
     with output.stage("starting") as say:
         result = measure(settings, say)
-    if args.plot is not None:
-        report.plot(result, args.plot)
     if args.json:
         sys.stdout.write(result.encode().decode() + "\n")
     else:
         output.show(result, False, lambda: report.table(result))
+    if args.plot is not None:
+        sys.stdout.flush()
+        report.plot(result, args.plot)
     return exits.OK if result.verified else exits.NEGATIVE

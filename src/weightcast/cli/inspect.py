@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,6 +24,8 @@ examples:
   weightcast inspect ./checkpoint --filter '*.layers.0.*'
   weightcast inspect ./checkpoint --json | jq '.tensors[].name'
 """
+
+_HOST_AND_PORT = re.compile(r"[^/\s]+:\d+/?")
 
 
 class Inspection(msgspec.Struct, frozen=True):
@@ -46,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     info, specs = _look(args.target, args.token_file)
     shown = [spec for spec in specs if any(fnmatchcase(name, args.filter) for name in spec.names)]
     found = Inspection(args.target, info, len(shown), sum(spec.num_bytes for spec in shown), shown)
-    output.show(found, args.json, lambda: _view(found))
+    output.show(found, args.json, lambda: _view(found, args.filter))
     return exits.OK
 
 
@@ -56,12 +59,16 @@ def _look(target: str, token_file: Path | None) -> tuple[WeightInfo | None, Sequ
 
         with contextlib.closing(HttpEngine(target, token=output.read_token(token_file))) as engine:
             return engine.info(), engine.specs()
+    if _HOST_AND_PORT.fullmatch(target) and not Path(target).exists():
+        raise ValueError(f"{target} is neither a directory nor a file; if it is an engine, write http://{target}")
     from weightcast.sources.safetensors import SafetensorsSource
 
     return None, SafetensorsSource(Path(target)).specs()
 
 
-def _view(found: Inspection) -> RenderableType:
+def _view(found: Inspection, pattern: str) -> RenderableType:
+    if not found.tensors:
+        return Text(f"no tensor matches {pattern!r}")
     table = Table()
     for heading in ("name", "dtype", "shape", "bytes"):
         table.add_column(heading, justify="right" if heading == "bytes" else "left", overflow="fold")

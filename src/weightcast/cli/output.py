@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,6 +19,7 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.text import Text
 
 Step = Callable[[int], None]
 Say = Callable[[str], None]
@@ -46,22 +47,29 @@ def add_token(parser: argparse.ArgumentParser) -> None:
 
 
 def read_token(path: Path | None) -> str | None:
-    """The token in a file, without the line end. Raises ValueError if there is none in it."""
+    """The token in a file, without the line end. Raises ValueError if it can't be read or has no token."""
     if path is None:
         return None
-    token = path.read_text(encoding="ascii").strip()
-    if not token or len(token.split()) != 1:
-        raise ValueError(f"{path} must hold one token and nothing else")
+    try:
+        token = path.read_bytes().decode("ascii", "replace").strip()
+    except OSError as exc:
+        raise ValueError(f"--token-file {path} can't be read: {exc.strerror}") from exc
+    if len(token.split()) != 1 or not token.isascii():
+        raise ValueError(f"--token-file {path} must hold one token, in ASCII, and nothing else")
     return token
 
 
-def show(result: object, as_json: bool, view: Callable[[], RenderableType]) -> None:
-    """Print `result` as JSON, or what `view` makes of it."""
+def show(
+    result: object, as_json: bool, view: Callable[[], RenderableType], lines: Callable[[], Iterable[str]] = tuple
+) -> None:
+    """Print `result` as JSON, or what `view` makes of it and below it each of `lines`, which is never wrapped."""
     if as_json:
         sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
         return
     console = Console()
     console.print(view(), width=None if console.is_terminal else 120)
+    for line in lines():
+        console.print(Text(line), soft_wrap=True)
 
 
 @contextlib.contextmanager

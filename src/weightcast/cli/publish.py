@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
-from weightcast.cli import exits, output
+from weightcast.cli import exits, output, values
+from weightcast.manifest import MAX_VERSION
 from weightcast.report import PublishReport
 
 EPILOG = """
@@ -16,16 +19,30 @@ examples:
   weightcast publish ./checkpoint --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001
   weightcast publish ./checkpoint --engine http://127.0.0.1:8000 --version 12 --undo
   weightcast publish ./checkpoint --engine http://127.0.0.1:8000 --install streaming --json
+  weightcast publish ./checkpoint --engine http://127.0.0.1:8000 --dtype bfloat16
 """
 
 _MIB = 1 << 20
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT_DIR", help="a directory of safetensors files")
     output.add_engines(parser)
-    parser.add_argument("--version", type=int, metavar="N", help="default: one above the highest of the engines")
-    parser.add_argument("--transport", default="ipc://", metavar="URL", help="how bytes travel (default: %(default)s)")
+    parser.add_argument(
+        "--version",
+        type=values.integer(0, MAX_VERSION),
+        metavar="N",
+        help="default: one above the highest of the engines",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="cast to it on the way (default: as the checkpoint has it)")
+    parser.add_argument(
+        "--transport",
+        type=values.transport_between_processes,
+        default="ipc://",
+        metavar="URL",
+        help="how bytes travel (default: %(default)s)",
+    )
     parser.add_argument(
         "--install",
         choices=("staged", "streaming"),
@@ -34,24 +51,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--undo", action="store_true", help="engines go back to the old version if the install fails")
     parser.add_argument("--takeover", action="store_true", help="take engines that another publisher holds")
-    parser.add_argument("--bucket-size-mib", type=int, metavar="M", help="default: the transport's")
-    parser.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS", help="of each wait (%(default)s)")
+    parser.add_argument("--bucket-size-mib", type=values.integer(1), metavar="M", help="default: the transport's")
+    parser.add_argument(
+        "--deadline", type=values.seconds, default=60.0, metavar="SECONDS", help="of each wait (%(default)s)"
+    )
     output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     with output.measured(f"publishing {args.checkpoint}") as update:
         report = _publish(args, update)
-    output.show(report, args.json, lambda: _table(report))
+    output.show(report, args.json, lambda: _table(report), lambda: _reasons(report))
     return exits.OK if report.ok else exits.NEGATIVE
 
 
 def _publish(args: argparse.Namespace, on_progress: output.Update) -> PublishReport:
+    import torch
+
     from weightcast.publisher import Publisher
     from weightcast.sources.safetensors import SafetensorsSource
 
     with contextlib.ExitStack() as stack:
-        source = stack.enter_context(SafetensorsSource(args.checkpoint))
+        dtype = args.dtype and getattr(torch, args.dtype)
+        source = stack.enter_context(SafetensorsSource(args.checkpoint, dtype=dtype))
         publisher = Publisher(
             source,
             transport=args.transport,
@@ -68,17 +90,30 @@ def _publish(args: argparse.Namespace, on_progress: output.Update) -> PublishRep
 
 
 def _table(report: PublishReport) -> Table:
+    table = Table(title=Text(_title(report)), title_justify="left")
+    for heading in ("engine", "result", "pause", "install"):
+        table.add_column(heading, overflow="fold")
+    for name, result in report.engines.items():
+        outcome = f"serves {report.version}" if result.error is None else result.error.kind
+        table.add_row(Text(name), outcome, f"{result.pause_seconds:.3f} s", f"{result.install_seconds:.3f} s")
+    return table
+
+
+def _title(report: PublishReport) -> str:
+    if not any(result.ok for result in report.engines.values()):
+        return f"version {report.version} was not installed anywhere"
     seconds = report.seconds
-    title = (
+    return (
         f"version {report.version}: {report.num_tensors:,} tensors, {report.num_bytes / 1e9:.3f} GB in "
         f"{report.num_buckets} buckets, {seconds.total:.2f} s, {report.gb_per_second:.2f} GB/s\n"
         f"offer {seconds.offer:.2f} s, pack {seconds.pack:.2f} s, send {seconds.send:.2f} s, "
         f"seal {seconds.seal:.2f} s, longest pause {seconds.pause:.2f} s"
     )
-    table = Table(title=title, title_justify="left")
-    for heading in ("engine", "result", "pause", "install"):
-        table.add_column(heading, overflow="fold")
+
+
+def _reasons(report: PublishReport) -> Iterator[str]:
+    """Why engines did not take the version, and below it every problem that they listed."""
     for name, result in report.engines.items():
-        outcome = f"serves {report.version}" if result.error is None else f"{result.error.kind}: {result.error.message}"
-        table.add_row(name, outcome, f"{result.pause_seconds:.3f} s", f"{result.install_seconds:.3f} s")
-    return table
+        if result.error is not None:
+            yield f"{name}: {result.error.kind}: {result.error.message}"
+            yield from (f"  {problem}" for problem in result.error.problems)

@@ -9,12 +9,13 @@ import argparse
 import contextlib
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from weightcast.cli import exits, output
+from weightcast.cli import exits, output, values
 
 EPILOG = """
 examples:
@@ -22,12 +23,13 @@ examples:
   weightcast serve ./Qwen3-0.6B --random-weights --dtype bfloat16
   weightcast serve ./Qwen3-0.6B --host 0.0.0.0 --token-file ./token
 
-One line on stdout says that it serves, and where: `weightcast: serving NAME at URL`.
+The first line on stdout says that it serves, and where: `weightcast: serving NAME at URL`.
 Ctrl-C or SIGTERM ends it, with status 0.
 """
 
 _STDIN = 0
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+_ALL_ADDRESSES = ("", "0.0.0.0", "::")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -35,10 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL_DIR", help="config.json, safetensors, and a tokenizer if there is one")
     add("--host", default="127.0.0.1", help="another than loopback needs --token-file (default: %(default)s)")
-    add("--port", type=int, default=8000, help="0 lets the system choose (default: %(default)s)")
+    add("--port", type=values.integer(0, 65535), default=8000, help="0 lets the system choose (default: %(default)s)")
     add("--token-file", type=Path, metavar="FILE", help="a file with the bearer token that weight routes ask for")
-    add("--dtype", choices=DTYPES, default="auto", help="of the weights (default: %(default)s, the checkpoint's)")
-    add("--threads", type=int, metavar="N", help="of torch (default: torch's own)")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="of the weights (default: %(default)s, the checkpoint's); a publisher must send this dtype, "
+        "see `weightcast publish --dtype`",
+    )
+    add("--threads", type=values.integer(1), metavar="N", help="of torch (default: torch's own)")
     add(
         "--random-weights",
         type=int,
@@ -52,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     token = output.read_token(args.token_file)
-    if not (args.model / "config.json").is_file():
-        raise FileNotFoundError(f"{args.model} has no config.json: give the directory that save_pretrained wrote")
+    _check_directory(args.model, needs_weights=args.random_weights is None)
+    _check_host(args.host)
     if args.exit_with_parent:
         threading.Thread(target=_end_with_stdin, name="weightcast-stdin", daemon=True).start()
     with _sigterm_as_ctrl_c(), contextlib.suppress(KeyboardInterrupt):
@@ -61,6 +69,21 @@ def run(args: argparse.Namespace) -> int:
             model, tokenizer = _load(args)
         _serve(model, tokenizer, args, token)
     return exits.OK
+
+
+def _check_directory(directory: Path, *, needs_weights: bool) -> None:
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(f"{directory} has no config.json: give the directory that save_pretrained wrote")
+    if needs_weights and not any(directory.glob("*.safetensors")):
+        raise FileNotFoundError(f"{directory} has no safetensors: add them, or start with --random-weights")
+
+
+def _check_host(host: str) -> None:
+    """Raises ValueError before the model is loaded, which takes time."""
+    try:
+        socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as exc:
+        raise ValueError(f"--host {host} is not an address of this machine: {exc}") from exc
 
 
 def _serve(model: Any, tokenizer: Any, args: argparse.Namespace, token: str | None) -> None:
@@ -83,6 +106,8 @@ def _serve(model: Any, tokenizer: Any, args: argparse.Namespace, token: str | No
         )
         with server:
             print(f"weightcast: serving {name} at {server.url}", flush=True)
+            if args.host in _ALL_ADDRESSES:
+                print(f"weightcast: it listens on all addresses of this machine, port {server.port}", flush=True)
             server.run()
 
 
@@ -103,10 +128,16 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def _load_model(directory: Path, dtype: str, seed: int | None) -> Any:
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if seed is None:
-        return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True, use_safetensors=True)
+        try:
+            return AutoModelForCausalLM.from_pretrained(
+                directory, dtype=dtype, local_files_only=True, use_safetensors=True
+            )
+        except SafetensorError as exc:
+            raise ValueError(f"a safetensors file of {directory} is damaged: {exc}") from exc
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     torch.manual_seed(seed)
     wanted = config.dtype if dtype == "auto" else getattr(torch, dtype)

@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     verdict = _verify(args.checkpoint, args.engines, output.read_token(args.token_file))
-    output.show(verdict, args.json, lambda: _view(verdict))
+    output.show(verdict, args.json, lambda: _view(verdict), lambda: _names(verdict))
     return exits.OK if verdict.ok else exits.NEGATIVE
 
 
@@ -155,6 +155,12 @@ def _in_background(call: Callable[[], T]) -> Future[T]:
 
 def _judge(url: str, checkpoint: Holding, weight_version: str, held: Holding) -> EngineVerdict:
     return EngineVerdict(url, weight_version, compare(checkpoint, held))
+
+
+def _names(verdict: Verdict) -> Iterator[str]:
+    """The names again, to copy: a column of the table breaks long ones."""
+    for engine in verdict.engines:
+        yield from (f"{engine.engine}: {difference.what}: {difference.name}" for difference in engine.differences)
 
 
 def _view(verdict: Verdict) -> RenderableType:

@@ -6,7 +6,8 @@ retries here); an engine's error comes back as the class it was raised as, namin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,12 +17,13 @@ from weightcast.errors import (
     ControlError,
     ErrorRecord,
     PeerDiedError,
+    PeerError,
     PeerTimeoutError,
     WeightcastError,
     from_record,
 )
 from weightcast.guard import RescueRequest
-from weightcast.manifest import TensorSpec, decode
+from weightcast.manifest import MAX_MESSAGE_BYTES, TensorSpec, decode
 
 T = TypeVar("T")
 _PAUSE_MODES = ("keep", "wait", "abort")
@@ -29,7 +31,7 @@ _encode = msgspec.json.encode
 
 
 class HttpEngine:
-    """An engine server that speaks the native protocol: `weightcast serve`, EngineServer, vLLM with the plugin.
+    """An engine server that speaks the native protocol: `weightcast serve` or EngineServer.
 
     `pause` is how its requests are treated during an install: `keep` freezes them and goes on with the new weights
     (the answer says which tokens came from which), `wait` finishes them first, `abort` ends them. Requests go straight
@@ -50,9 +52,13 @@ class HttpEngine:
         self._headers = {"content-type": "application/json"}
         if token is not None:
             self._headers["authorization"] = f"Bearer {token}"
-        self._http = httpx.Client(
-            base_url=self.name, headers=self._headers, timeout=timeout_seconds, trust_env=False, follow_redirects=False
-        )
+        self._timeout_seconds = timeout_seconds
+        try:
+            self._http = httpx.Client(
+                base_url=self.name, headers=self._headers, timeout=timeout_seconds, trust_env=False
+            )
+        except httpx.InvalidURL as exc:
+            raise ValueError(f"{url!r} is not the URL of an engine: {exc}") from exc
         self._httpx = httpx
 
     def info(self) -> WeightInfo:
@@ -107,16 +113,28 @@ class HttpEngine:
             raise ControlError(f"{self.name}{path} did not answer as an engine: {exc}", peer=self.name) from exc
 
     def _call(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        httpx = self._httpx
+        httpx, end = self._httpx, time.monotonic() + self._timeout_seconds
         try:
-            reply = self._http.request(method, path, content=body)
+            with self._http.stream(method, path, content=body) as reply:
+                content = self._read(path, reply.iter_bytes(), end)
         except httpx.TimeoutException as exc:
             raise PeerTimeoutError(f"{self.name}{path} gave no answer in time: {exc}", peer=self.name) from exc
         except httpx.HTTPError as exc:
             raise PeerDiedError(f"{self.name}{path} can't be reached: {exc}", peer=self.name) from exc
         if reply.status_code == 200:
-            return bytes(reply.content)
-        raise self._error(path, reply.status_code, reply.content)
+            return content
+        raise self._error(path, reply.status_code, content)
+
+    def _read(self, path: str, chunks: Iterator[bytes], end: float) -> bytes:
+        """The whole reply: by `end`, and no larger than a message may be."""
+        content = bytearray()
+        for chunk in chunks:
+            content += chunk
+            if time.monotonic() > end:
+                raise PeerTimeoutError(f"{self.name}{path} did not end its answer in time", peer=self.name)
+            if len(content) > MAX_MESSAGE_BYTES:
+                raise ControlError(f"{self.name}{path} answered with over {MAX_MESSAGE_BYTES} bytes", peer=self.name)
+        return bytes(content)
 
     def _error(self, path: str, status: int, content: bytes) -> WeightcastError:
         """The error inside a reply: our own record where there is one, else the text of vLLM's or a stranger's."""
@@ -124,12 +142,19 @@ class HttpEngine:
             body: Any = msgspec.json.decode(content)
             error = body.get("error") if isinstance(body, Mapping) else None
             if isinstance(error, Mapping) and "record" in error:
-                return from_record(msgspec.convert(error["record"], ErrorRecord))
+                raised = from_record(msgspec.convert(error["record"], ErrorRecord))
+                if isinstance(raised, PeerError):
+                    raised.peer = self.name
+                return raised
             message = error.get("message") if isinstance(error, Mapping) else None
         except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError):
             message = None
         text = message or content[:500].decode("utf-8", "replace")
-        hint = {401: ": pass the engine's token", 404: ": is this an engine server?"}.get(status, "")
+        has_token = "authorization" in self._headers
+        hint = {
+            401: ": the token does not match" if has_token else ": pass the engine's token",
+            404: ": is this an engine server?",
+        }.get(status, "")
         return ControlError(f"{self.name}{path} answered {status}{hint}: {text}", peer=self.name)
 
 

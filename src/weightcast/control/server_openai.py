@@ -150,16 +150,22 @@ class AnswerFormat:
         if logprobs is None:
             return None
         texts = [self._token_text(token) for token in tokens]
-        top = [
-            {**{self._token_text(t): p for t, p in one.top}, chosen: one.chosen}
-            for chosen, one in zip(texts, logprobs, strict=True)
-        ]
         return {
             "tokens": texts,
             "token_logprobs": [one.chosen for one in logprobs],
-            "top_logprobs": top,
+            "top_logprobs": [self._top(token, one) for token, one in zip(tokens, logprobs, strict=True)],
             "text_offset": _offsets(texts, text, offset),
         }
+
+    def _top(self, chosen: int, found: TokenLogprobs) -> dict[str, float]:
+        """By text; of tokens with one text (half a character each) the chosen one or the likeliest has it as its key,
+        and the others `token_id:237`, so that none is lost."""
+        logprobs = {**dict(found.top), chosen: found.chosen}
+        by_text: dict[str, int] = {}
+        for token in (chosen, *logprobs):
+            by_text.setdefault(self._token_text(token), token)
+        texts = {token: text for text, token in by_text.items()}
+        return {texts.get(token, f"token_id:{token}"): logprob for token, logprob in logprobs.items()}
 
 
 def _offsets(texts: Sequence[str], whole: str, offset: int) -> list[int]:

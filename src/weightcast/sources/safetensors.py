@@ -9,10 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
 from weightcast.bucket import DTYPE_NAMES
+from weightcast.checkpoint import CASTABLE
 from weightcast.errors import ClosedError
 from weightcast.manifest import Region, TensorSpec
 from weightcast.plan import whole
@@ -26,11 +28,14 @@ class SafetensorsSource:
     """A `Source` of a directory with `model.safetensors`, or an index and its shards, or of one .safetensors file.
 
     Tensors are private views of the mapped files: memory is the page cache, and values are read when they are packed.
-    Don't write to the files meanwhile. Raises FileNotFoundError if a file is missing, ValueError if one can't be read
-    or a name occurs in two shards, ClosedError after `close`.
+    Don't write to the files meanwhile. `dtype`: what half, bfloat16, single and double precision tensors are cast to
+    while they are packed: `specs` have it, `regions` don't; others stay. Raises FileNotFoundError if a file is missing,
+    ValueError if one can't be read, a name occurs in two shards or `dtype` is no such dtype, ClosedError after `close`.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        if dtype is not None and DTYPE_NAMES.get(dtype) not in CASTABLE:
+            raise ValueError(f"dtype is {dtype}; weights can be cast to {', '.join(sorted(CASTABLE))}")
         self._tensors: dict[str, torch.Tensor] = {}
         self._files = contextlib.ExitStack()
         self._closed = False
@@ -46,7 +51,8 @@ class SafetensorsSource:
         except BaseException:
             self.close()
             raise
-        self._specs = tuple(TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in self._tensors.items())
+        held = (TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in self._tensors.items())
+        self._specs = tuple(held if dtype is None else (_cast(spec, DTYPE_NAMES[dtype]) for spec in held))
         self._regions = {name: (whole(tensor.shape), tensor) for name, tensor in self._tensors.items()}
 
     def specs(self) -> Sequence[TensorSpec]:
@@ -88,6 +94,10 @@ class SafetensorsSource:
             if tensor.dtype not in DTYPE_NAMES:
                 raise ValueError(f"{name!r} in {file} is {tensor.dtype}, which can't travel")
         yield from tensors
+
+
+def _cast(spec: TensorSpec, dtype: str) -> TensorSpec:
+    return msgspec.structs.replace(spec, dtype=dtype) if spec.dtype in CASTABLE else spec
 
 
 def _files(path: Path) -> list[Path]:

@@ -52,7 +52,8 @@ def place(manifest: Manifest, *, num_slots: int, staged: bool) -> Places:
         starts = itertools.accumulate((_pages(size) for size in sizes), initial=0)
         return Places(tuple(indices), tuple(start for start, _ in zip(starts, sizes, strict=False)), sizes)
     slots = tuple(index % num_slots for index in indices)
-    return Places(slots, tuple(slot * _pages(slot_size_bytes(manifest)) for slot in slots), sizes)
+    stride = _pages(slot_size_bytes(manifest))
+    return Places(slots, tuple(slot * stride for slot in slots), sizes)
 
 
 def _pages(num_bytes: int) -> int:
@@ -148,7 +149,13 @@ class MappedSharedArena:
             mapping = mmap.mmap(self._descriptor, self.size_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError as exc:
             raise InsufficientMemoryError(f"an arena of {self.size_bytes} bytes could not be mapped: {exc}") from exc
+        self._mapping = mapping
         self.buffers = Buffers(torch.frombuffer(mapping, dtype=torch.uint8))
+
+    def reread(self, buffer: torch.Tensor) -> bool:
+        """Make `buffer`, a slice of this arena, show the sender's bytes again where this process wrote over them."""
+        self._mapping.madvise(mmap.MADV_DONTNEED, int(buffer.storage_offset()), _pages(buffer.numel()))
+        return True
 
     def wait_ready(self, event: str) -> None:
         """Nothing to wait for."""
@@ -159,6 +166,7 @@ class MappedSharedArena:
     def close(self) -> None:
         """Let go of it; what is mapped stays as long as a tensor needs it."""
         os.close(self._descriptor)
+        del self._mapping
 
 
 def _check(record: SharedArena, descriptor: int) -> None:

@@ -14,12 +14,12 @@ import select
 import socket
 import struct
 import time
-import weakref
 from typing import Any, TypeVar
 
 import msgspec
 
 from weightcast.errors import ManifestError, PeerDiedError, PeerTimeoutError, from_record
+from weightcast.forked import close_in_child
 from weightcast.manifest import decode, encode
 from weightcast.transports.ipc_records import MAX_RECORD_BYTES, Hello, Refused, ToReceiver, Welcome
 
@@ -29,7 +29,6 @@ _CREDENTIALS = struct.Struct("3i")
 _RETRY_SECONDS = 0.01
 
 T = TypeVar("T")
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def packet_socket() -> socket.socket:
@@ -40,16 +39,7 @@ def packet_socket() -> socket.socket:
 def adopt(sock: socket.socket) -> socket.socket:
     """Have a forked child close this socket, and make it non-blocking."""
     sock.setblocking(False)
-    _sockets.add(sock)
-    return sock
-
-
-def _close_inherited() -> None:
-    for sock in list(_sockets):
-        sock.close()
-
-
-os.register_at_fork(after_in_child=_close_inherited)
+    return close_in_child(sock)
 
 
 def check_same_user(sock: socket.socket) -> None:

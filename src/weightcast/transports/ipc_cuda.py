@@ -100,6 +100,10 @@ class MappedCudaArena:
         """Wait until nothing on this device reads it: an update that was given up may have been loading."""
         torch.cuda.synchronize(self._device)
 
+    def reread(self, buffer: torch.Tensor) -> bool:
+        """Device memory is shared itself: there is nothing older to go back to."""
+        return False
+
     def wait_ready(self, event: str) -> None:
         """Have the current stream wait until the bucket is whole. Does not block the caller."""
         if event not in self._events:

@@ -22,6 +22,8 @@ from weightcast.transports.ipc_listener import Listener
 from weightcast.transports.ipc_records import ToSender, Waiting
 
 _SIGNS_PER_DEADLINE = 4
+_MAX_SIGN_SECONDS = 10.0
+"""Well under a receiver's own deadline, however patient the sender is."""
 
 
 class Watcher(Protocol):
@@ -47,6 +49,7 @@ class Peers:
         self._listener = listener
         self._watcher = watcher
         self._deadline_seconds = deadline_seconds
+        self._sign_seconds = min(deadline_seconds / _SIGNS_PER_DEADLINE, _MAX_SIGN_SECONDS)
         self._peers: dict[str, _Peer] = {}
         self._left: set[str] = set()
         self._next_sign_at = 0.0
@@ -120,7 +123,7 @@ class Peers:
         by_descriptor = {peer.channel.fileno(): name for name, peer in self._peers.items()}
         for peer in self._peers.values():
             poller.register(peer.channel, select.POLLIN | (select.POLLOUT if peer is writing else 0))
-        patience = min(timeout_seconds, self._deadline_seconds / _SIGNS_PER_DEADLINE)
+        patience = min(timeout_seconds, self._sign_seconds)
         for descriptor, events in poller.poll(patience * 1000):
             if descriptor == self._listener.arrived:
                 self.let_in()
@@ -170,7 +173,7 @@ class Peers:
         now = time.monotonic()
         if now < self._next_sign_at:
             return
-        self._next_sign_at = now + self._deadline_seconds / _SIGNS_PER_DEADLINE
+        self._next_sign_at = now + self._sign_seconds
         for name in list(self.waiting):
             # No room, or gone: noticed where something is waited for.
             with contextlib.suppress(EOFError, KeyError):

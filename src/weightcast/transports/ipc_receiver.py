@@ -48,6 +48,9 @@ from weightcast.transports.ipc_records import (
 _Arena: TypeAlias = MappedSharedArena | MappedCudaArena
 
 
+_CONNECT_SECONDS = 15.0
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class _Incoming:
     """An update that the sender has begun, as far as it has told of it. `is_over`: this end has done with it."""
@@ -88,7 +91,7 @@ class IpcReceiver:
         self._heard_at = 0.0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
-            self._channel = connect(url, Hello(run, peer), deadline_seconds)
+            self._channel = connect(url, Hello(run, peer), min(deadline_seconds, _CONNECT_SECONDS))
         except BaseException:
             os.close(self._wake)
             raise
@@ -129,6 +132,11 @@ class IpcReceiver:
                 arena.finish()
                 self._release(wanted, ready)
         wanted.is_whole = True
+
+    def reread(self, bucket: Bucket) -> bool:
+        """Drop what this process wrote over a bucket, if it could: the mapping is private. The views stay valid."""
+        with self._lock:
+            return self._arena is not None and self._arena.reread(bucket.buffer)
 
     def end(self) -> None:
         """Release every bucket and wake an iteration, which raises UpdateAbortedError. Idempotent, from any thread."""

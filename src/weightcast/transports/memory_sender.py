@@ -30,6 +30,7 @@ from weightcast.plan import align
 
 SCHEME = "memory://"
 _SIGNS_PER_DEADLINE = 4
+_MAX_SIGN_SECONDS = 10.0
 
 senders: dict[str, MemorySender] = {}
 """Every open sender of this process, by address."""
@@ -86,6 +87,7 @@ class MemorySender:
         self.update: Update | None = None
         self.alive_at = time.monotonic()
         self._deadline_seconds = deadline_seconds
+        self._sign_seconds = min(deadline_seconds / _SIGNS_PER_DEADLINE, _MAX_SIGN_SECONDS)
         self._num_slots = num_slots
         self._device = torch.device(device or "cpu")
         self._buffers: dict[int, torch.Tensor] = {}
@@ -217,7 +219,12 @@ class MemorySender:
                 what = f"{seat.peer} released nothing for {self._deadline_seconds:g} s and was dropped"
                 self._drop(seat, PeerTimeoutError(what, peer=seat.peer), may_be_reading=True)
             self._wake()
-            self.condition.wait(max(0.0, min(min(ends.values()) - now, self._deadline_seconds / _SIGNS_PER_DEADLINE)))
+            self.condition.wait(
+                max(
+                    0.0,
+                    min(min(ends.values()) - now, self._sign_seconds),
+                )
+            )
 
     def _drop(self, seat: Seat, error: WeightcastError, *, may_be_reading: bool) -> None:
         if self.seats.get(seat.peer) is not seat:
@@ -256,7 +263,7 @@ class MemorySender:
         end = time.monotonic() + self._deadline_seconds
         while missing() and (remaining := end - time.monotonic()) > 0:
             self._wake()
-            self.condition.wait(min(remaining, self._deadline_seconds / _SIGNS_PER_DEADLINE))
+            self.condition.wait(min(remaining, self._sign_seconds))
         for name in names:
             if name in self._failures:
                 continue

@@ -1,0 +1,41 @@
+"""What options may be: argparse types that say which values they take. A wrong one is a usage error."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+
+
+def integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    """A whole number from `low` to `high`, both included."""
+    wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = low - 1
+        if number < low or (high is not None and number > high):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return number
+
+    return parse
+
+
+def seconds(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number of seconds above 0")
+    return number
+
+
+def transport_between_processes(url: str) -> str:
+    """A transport's URL, of any but `memory`, which reaches no engine that has a URL."""
+    if url.partition("://")[0] == "memory":
+        raise argparse.ArgumentTypeError(f"{url} joins ends of one process only, and an engine is another: use ipc://")
+    return url
