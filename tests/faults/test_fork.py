@@ -5,41 +5,42 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from multiprocessing import get_context
+import time
 
 import weightcast
 from faults.actors import DEADLINE_SECONDS, EngineProcess, build_model
 
 
+def trainer(url: str, alive: int) -> None:
+    """Publish, fork a child that lives as long as `alive` is open elsewhere, and die."""
+    publisher = weightcast.Publisher(weightcast.ModuleSource(build_model()), engines=[url], lease_seconds=600.0)
+    publisher.publish()
+    if os.fork() == 0:
+        os.read(alive, 1)  # a DataLoader's worker, say
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_forked_child_does_not_keep_a_dead_trainer_alive() -> None:
-    """The child of a fork holds neither links nor transport sockets: the trainer's end is noticed at once."""
-    engine, context = EngineProcess(), get_context("fork")
-    stop, started = context.Event(), context.Event()
-
-    def trainer() -> None:
-        publisher = weightcast.Publisher(
-            weightcast.ModuleSource(build_model()), engines=[engine.url], lease_seconds=600.0
-        )
-        publisher.publish()
-        if os.fork() == 0:
-            stop.wait(2 * DEADLINE_SECONDS)  # a DataLoader's worker, say, that lives on
-            os._exit(0)
-        started.set()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    process = context.Process(target=trainer)
-    process.start()
+    engine = EngineProcess()
+    client = weightcast.HttpEngine(engine.url)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(writer)
+        try:
+            trainer(engine.url, reader)
+        finally:
+            os._exit(1)
     try:
-        assert started.wait(DEADLINE_SECONDS)
-        process.join(DEADLINE_SECONDS)
-        client = weightcast.HttpEngine(engine.url)
-        end = threading.Event()
-        for _ in range(200):
-            if client.info().holder == "":
-                break
-            end.wait(0.02)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        end = time.monotonic() + DEADLINE_SECONDS
+        while client.info().holder and time.monotonic() < end:
+            threading.Event().wait(0.02)
         assert client.info().holder == "", "the hold outlived its publisher"
-        client.close()
+        assert client.info().weight_version == "0"
     finally:
-        stop.set()
+        os.close(reader)
+        os.close(writer)
+        client.close()
         engine.close()
