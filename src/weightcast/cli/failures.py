@@ -25,14 +25,14 @@ def status_of(exc: BaseException) -> int | None:
     """The exit status, or None for an exception that is a bug here and deserves its traceback."""
     if isinstance(exc, KeyboardInterrupt):
         return exits.INTERRUPTED
-    if isinstance(exc, (*_USAGE, *_safetensor_error())):
+    if isinstance(exc, (*_USAGE, *safetensor_errors())):
         return exits.USAGE
     if isinstance(exc, (WeightcastError, OSError)):
         return exits.NEGATIVE
     return None
 
 
-def _safetensor_error() -> tuple[type[BaseException], ...]:
+def safetensor_errors() -> tuple[type[BaseException], ...]:
     """A file that is no safetensors file. Only who has imported the library can have raised it."""
     library = sys.modules.get("safetensors")
     return () if library is None else (library.SafetensorError,)

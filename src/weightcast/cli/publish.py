@@ -66,13 +66,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _publish(args: argparse.Namespace, on_progress: output.Update) -> PublishReport:
-    import torch
-
+    from weightcast.bucket import TORCH_DTYPES
     from weightcast.publisher import Publisher
     from weightcast.sources.safetensors import SafetensorsSource
 
     with contextlib.ExitStack() as stack:
-        dtype = args.dtype and getattr(torch, args.dtype)
+        dtype = None if args.dtype is None else TORCH_DTYPES[args.dtype]
         source = stack.enter_context(SafetensorsSource(args.checkpoint, dtype=dtype))
         publisher = Publisher(
             source,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weightcast.cli import exits, output, values
+from weightcast.cli.failures import safetensor_errors
 
 EPILOG = """
 examples:
@@ -128,7 +129,6 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def _load_model(directory: Path, dtype: str, seed: int | None) -> Any:
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if seed is None:
@@ -136,7 +136,7 @@ def _load_model(directory: Path, dtype: str, seed: int | None) -> Any:
             return AutoModelForCausalLM.from_pretrained(
                 directory, dtype=dtype, local_files_only=True, use_safetensors=True
             )
-        except SafetensorError as exc:
+        except safetensor_errors() as exc:
             raise ValueError(f"a safetensors file of {directory} is damaged: {exc}") from exc
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     torch.manual_seed(seed)
