@@ -222,6 +222,10 @@ def _keys(views: Mapping[str, torch.Tensor]) -> list[tuple[Any, ...]]:
     return [memory_key(view) for view in views.values()]
 
 
+_BATCH_TENSORS = 1024
+_LOOKS = (torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous)
+
+
 class _Watch:
     """Notices that a module has other tensors than when the watch was made.
 
@@ -241,8 +245,7 @@ class _Watch:
         tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
         self._plain = [tensor for tensor in tensors if _local(tensor) is tensor]
         self._sharded = [tensor for tensor in tensors if _local(tensor) is not tensor]
-        self._addresses = self._all_addresses()
-        self._forms = self._all_forms()
+        self._places = list(self._all_places())
 
     def has_changed(self) -> bool:
         values = self._all_values()
@@ -250,19 +253,20 @@ class _Watch:
             any(self._empty)
             or len(values) != len(self._values)
             or not all(map(operator.is_, values, self._values))
-            or self._all_addresses() != self._addresses
-            or self._all_forms() != self._forms
+            or not all(map(operator.eq, self._all_places(), self._places))
             or list(itertools.chain.from_iterable(self._filled)) != self._names
         )
 
     def _all_values(self) -> list[Any]:
         return list(itertools.chain.from_iterable(map(dict.values, self._filled)))
 
-    def _all_forms(self) -> list[Any]:
-        # What tells another view over the same first byte (a transpose, a slice) apart, at a tenth of its shape's cost.
-        return [*map(torch.Tensor.numel, self._plain), *map(torch.Tensor.is_contiguous, self._plain)]
+    def _all_places(self) -> Iterator[tuple[list[Any], ...]]:
+        """Where the tensors' memory is, and what tells another view of it (a transpose, a slice) apart, in batches.
 
-    def _all_addresses(self) -> list[int]:
+        A batch at a time: the later looks at a tensor find it in cache, and a look at a shape costs ten times as much.
+        """
+        for start in range(0, len(self._plain), _BATCH_TENSORS):
+            batch = self._plain[start : start + _BATCH_TENSORS]
+            yield tuple(list(map(look, batch)) for look in _LOOKS)
         local = (_local(tensor) for tensor in self._sharded)
-        addresses = list(map(torch.Tensor.data_ptr, self._plain))
-        return addresses + [0 if tensor is None else tensor.data_ptr() for tensor in local]
+        yield ([0 if tensor is None else tensor.data_ptr() for tensor in local],)
