@@ -201,6 +201,10 @@ class LiveCheckpoint:
         """
         return self._watch.has_changed() and self._derive()
 
+    def refresh_members(self) -> bool:
+        """As `refresh`, for tensors and modules that were exchanged only: it does not look at their memory."""
+        return self._watch.has_other_members() and self._derive()
+
     def require_memory(self) -> None:
         """Raises ValueError if a tensor is on the meta device."""
         name = next((name for name, view in self.views.items() if view.is_meta), None)
@@ -248,12 +252,14 @@ class _Watch:
         self._places = list(self._all_places())
 
     def has_changed(self) -> bool:
+        return self.has_other_members() or not all(map(operator.eq, self._all_places(), self._places))
+
+    def has_other_members(self) -> bool:
         values = self._all_values()
         return (
             any(self._empty)
             or len(values) != len(self._values)
             or not all(map(operator.is_, values, self._values))
-            or not all(map(operator.eq, self._all_places(), self._places))
             or list(itertools.chain.from_iterable(self._filled)) != self._names
         )
 

@@ -293,7 +293,7 @@ def test_memory_that_is_replaced_during_an_update_is_not_committed() -> None:
     engine = ModuleEngine(net)
     update = update_of(engine)
     engine.load(update.items())
-    net[1].bias.data = net[1].bias.data.clone()
+    net[1].bias = nn.Parameter(net[1].bias.data.clone())
     engine.specs()
     with pytest.raises(InstallError, match="replaced during the update") as error:
         engine.commit(VERSION)

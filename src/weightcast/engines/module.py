@@ -100,9 +100,10 @@ class ModuleEngine:
         """Every tensor has been loaded since the last commit or discard: `version` is served.
 
         Raises IncompleteUpdateError, naming what was not loaded; InstallError (torn) if the module's tensors were
-        replaced during the update, so that what was written is no longer in use.
+        exchanged during the update, so that what was written is no longer in use. (`param.data = ...` during an update
+        is found by the next one.)
         """
-        self._refresh()
+        self._note(self._live.refresh_members())
         if self._replaced:
             raise InstallError("the module's tensors were replaced during the update: publish again", torn=True)
         missing = self._missing()
@@ -154,7 +155,10 @@ class ModuleEngine:
             self._updating = True
 
     def _refresh(self) -> None:
-        if self._live.refresh():
+        self._note(self._live.refresh())
+
+    def _note(self, has_changed: bool) -> None:
+        if has_changed:
             self._replaced = self._updating
             self._live.require_memory()
             self._targets = _Targets(self._live)
