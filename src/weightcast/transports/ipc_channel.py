@@ -12,7 +12,6 @@ import contextlib
 import os
 import select
 import socket
-import struct
 import time
 from typing import Any, TypeVar
 
@@ -20,12 +19,12 @@ import msgspec
 
 from weightcast.errors import ManifestError, PeerDiedError, PeerTimeoutError, from_record
 from weightcast.forked import close_in_child
+from weightcast.link import check_same_user
 from weightcast.manifest import decode, encode
 from weightcast.transports.ipc_records import MAX_RECORD_BYTES, Hello, Refused, ToReceiver, Welcome
 
 SCHEME = "ipc://"
 PUBLISHER = "trainer"
-_CREDENTIALS = struct.Struct("3i")
 _RETRY_SECONDS = 0.01
 
 T = TypeVar("T")
@@ -40,13 +39,6 @@ def adopt(sock: socket.socket) -> socket.socket:
     """Have a forked child close this socket, and make it non-blocking."""
     sock.setblocking(False)
     return close_in_child(sock)
-
-
-def check_same_user(sock: socket.socket) -> None:
-    """Raises PermissionError unless the process at the other end runs as this user."""
-    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    if uid != os.geteuid():
-        raise PermissionError(f"the peer runs as user {uid}, this process as user {os.geteuid()}")
 
 
 class Channel:

@@ -16,8 +16,9 @@ import threading
 import time
 
 from weightcast.errors import ManifestError, RefusedError, StaleVersionError, UnsupportedError, to_record
+from weightcast.link import check_same_user
 from weightcast.manifest import PROTOCOL
-from weightcast.transports.ipc_channel import SCHEME, Channel, adopt, check_same_user, packet_socket
+from weightcast.transports.ipc_channel import SCHEME, Channel, adopt, packet_socket
 from weightcast.transports.ipc_records import Hello, Refused, ToSender, Welcome
 
 logger = logging.getLogger(__name__)
