@@ -7,7 +7,7 @@ One update, and who calls what. P: the publisher, on the trainer. W: a worker, i
     P  EngineClient.update(Offer)        W  Engine.specs(), then Receiver.open(...), then answers on the link
     P  Sender.open(...)                  waits until the peers' receivers are there
     P  for each bucket:
-           Sender.buffer(k), fill, Sender.send(k)
+           Sender.buffer(k), fill, Sender.send(k), which says what comes next
                                          W  next(Receiver) -> Bucket k, checked; streaming: Engine.load(...)
     P  waits for Received on every link
     P  EngineClient.update(Seal)
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -33,6 +33,12 @@ from weightcast.control.messages import InitInfo, UpdateInfo, WeightInfo
 from weightcast.errors import WeightcastError
 from weightcast.guard import RescueRequest
 from weightcast.manifest import Manifest, Region, TensorSpec, WeightVersion
+
+Held: TypeAlias = tuple[Region, torch.Tensor]
+"""A view of memory of this trainer rank, and its place in the global tensor; the view has the region's sizes."""
+
+Regions: TypeAlias = Mapping[str, Sequence[Held]]
+"""What a trainer rank holds of each tensor, by its record's name. What it holds nothing of may be absent."""
 
 
 class Source(Protocol):
@@ -45,8 +51,10 @@ class Source(Protocol):
         """
         ...
 
-    def regions(self) -> Mapping[str, tuple[Region, torch.Tensor]]:
+    def regions(self) -> Regions:
         """This rank's views, each with its region in the global tensor. No copy and no communication.
+
+        A rank reports everything that it holds, replicas too: `gather` has one rank contribute each region.
 
         Returns the same object as long as every view is still of the same memory, of the same specs: a publisher then
         does not ask for the specs again.
@@ -87,8 +95,12 @@ class Sender(Protocol):
         """
         ...
 
-    def send(self, index: int) -> None:
-        """Tell the peers that the bucket in `buffer(index)` is whole. A peer's failure is noted, not raised."""
+    def send(self, index: int) -> int:
+        """Tell the peers that the bucket in `buffer(index)` is whole. A peer's failure is noted, not raised.
+
+        Returns the bucket to be packed and sent next: index + 1, or an earlier one, of the same bytes as before, where
+        the loss of a peer has cost others what was on its way. The number of buckets: there is none left.
+        """
         ...
 
     def abort(self, reason: str) -> None:

@@ -1,7 +1,8 @@
 """The worker's own connection to the publisher: hello, verdicts, heartbeats; its end means death.
 
-Frames are a 4-byte big-endian length and one JSON record of `control.messages`. This is the workers' side; `listener`
-has the publisher's. A link that ends (EOF, garbage, or silence past the lease) is closed for good.
+Frames are a 4-byte big-endian length and one JSON record: of `control.messages`, or of a transport that keeps a link of
+its own. This is the workers' side; `listener` has the publisher's. A link that ends (EOF, garbage, or silence past the
+lease) is closed for good.
 Addresses: `unix:@NAME` (abstract, one host, same user only) or `tcp:HOST:PORT`.
 """
 
@@ -13,8 +14,11 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from weightcast.control.messages import MAX_LINK_MESSAGE_BYTES, Hello, LinkMessage
+import msgspec
+
+from weightcast.control.messages import MAX_LINK_MESSAGE_BYTES, Heartbeat, Hello, LinkMessage
 from weightcast.errors import ManifestError, PeerDiedError
 from weightcast.forked import close_in_child
 from weightcast.manifest import decode, encode
@@ -23,18 +27,19 @@ _LENGTH = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("3i")
 
 
-def frame(message: LinkMessage) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
     data = encode(message)
     return _LENGTH.pack(len(data)) + data
 
 
 class Frames:
-    """Cuts a byte stream into link messages."""
+    """Cuts a byte stream into messages of the union `messages`."""
 
-    def __init__(self) -> None:
+    def __init__(self, messages: Any = LinkMessage) -> None:
+        self._messages = messages
         self._data = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[LinkMessage]:
+    def feed(self, data: bytes) -> Iterator[Any]:
         """Yield every whole message. Raises ManifestError for garbage."""
         self._data += data
         while len(self._data) >= _LENGTH.size:
@@ -46,7 +51,7 @@ class Frames:
                 return
             body = bytes(self._data[_LENGTH.size : _LENGTH.size + length])
             del self._data[: _LENGTH.size + length]
-            yield decode(body, LinkMessage, max_bytes=MAX_LINK_MESSAGE_BYTES)
+            yield decode(body, self._messages, max_bytes=MAX_LINK_MESSAGE_BYTES)
 
 
 def connect(address: str, timeout_seconds: float) -> socket.socket:
@@ -79,7 +84,9 @@ def check_same_user(sock: socket.socket) -> None:
 
 class WorkerLink:
     """The worker's end. `on_end(reason)` is called once, from the link's own thread, when the publisher has gone:
-    its process ended, it closed the link, or no heartbeat came for `lease_seconds`. Not called after `close`.
+    its process ended, it closed the link, or nothing came for `lease_seconds`. Not called after `close`.
+
+    `on_message(message)` is called for everything but heartbeats, from the same thread: it must not wait.
     """
 
     def __init__(
@@ -89,11 +96,15 @@ class WorkerLink:
         *,
         lease_seconds: float,
         on_end: Callable[[str], None],
+        on_message: Callable[[Any], None] = lambda message: None,
+        messages: Any = LinkMessage,
         connect_seconds: float = 30.0,
     ) -> None:
         """Connect and say hello. Raises PeerDiedError if nobody answers at `address`."""
         self._lease_seconds = lease_seconds
         self._on_end = on_end
+        self._on_message = on_message
+        self._frames = Frames(messages)
         self._lock = threading.Lock()
         self._closed = False
         try:
@@ -105,7 +116,13 @@ class WorkerLink:
         self._thread = threading.Thread(target=self._watch, name="weightcast-link", daemon=True)
         self._thread.start()
 
-    def send(self, message: LinkMessage) -> None:
+    @property
+    def local_host(self) -> str:
+        """The address of this host that reaches the publisher; empty for a Unix socket."""
+        name = self._sock.getsockname()
+        return str(name[0]) if isinstance(name, tuple) else ""
+
+    def send(self, message: msgspec.Struct) -> None:
         """Send one message. Raises OSError if the publisher has gone."""
         with self._lock:
             self._sock.sendall(frame(message))
@@ -120,11 +137,12 @@ class WorkerLink:
         self._sock.close()
 
     def _watch(self) -> None:
-        frames, reason = Frames(), "the publisher's process ended or closed the link"
+        reason = "the publisher's process ended or closed the link"
         try:
             while data := self._sock.recv(1 << 16):
-                for _ in frames.feed(data):
-                    pass
+                for message in self._frames.feed(data):
+                    if not isinstance(message, Heartbeat):
+                        self._on_message(message)
         except TimeoutError:
             reason = f"no heartbeat of the publisher for {self._lease_seconds:g} s"
         except (OSError, ManifestError) as exc:

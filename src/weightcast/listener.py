@@ -13,7 +13,9 @@ import selectors
 import socket
 import threading
 import time
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import msgspec
 
 from weightcast.control.messages import Failed, Heartbeat, Hello, LinkMessage
 from weightcast.errors import ErrorRecord, ManifestError, PeerDiedError, PeerTimeoutError, from_record
@@ -24,26 +26,32 @@ from weightcast.manifest import PROTOCOL
 _HELLO_SECONDS = 10.0
 _ACCEPT_RETRY_SECONDS = 0.05
 _MAX_STRANGERS = 128
+_LOST_HOST_SECONDS = 30.0
 
-M = TypeVar("M", bound="LinkMessage")
+M = TypeVar("M", bound=msgspec.Struct)
 
 
 class Link:
     """The publisher's end of one worker's connection. Made by a LinkListener, which reads it."""
 
-    def __init__(self, sock: socket.socket, condition: threading.Condition) -> None:
+    def __init__(self, sock: socket.socket, condition: threading.Condition, messages: Any) -> None:
         self.engine = ""
         self.engine_rank = 0
         self.opened_at = time.monotonic()
         self._sock = sock
         self._condition = condition
-        self._frames = Frames()
-        self._messages: list[LinkMessage] = []
+        self._frames = Frames(messages)
+        self._messages: list[Any] = []
         self._ended = ""
 
     @property
     def is_alive(self) -> bool:
         return not self._ended
+
+    @property
+    def ended(self) -> str:
+        """Why the link ended, or empty."""
+        return self._ended
 
     @property
     def peer(self) -> str:
@@ -77,6 +85,17 @@ class Link:
         with self._condition:
             self._messages.clear()
 
+    def take(self) -> list[Any]:
+        """Every message since the last `take`, in order, without waiting."""
+        with self._condition:
+            messages, self._messages = self._messages, []
+        return messages
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send one small message, without waiting. A worker that has no room for it has stood still: the link ends."""
+        if not self._put(frame(message)):
+            self.end("it takes no messages")
+
     def _find(self, kind: type[M], version: int) -> M | Failed | None:
         for message in self._messages:
             if isinstance(message, (kind, Failed)) and getattr(message, "version", None) == version:
@@ -96,22 +115,45 @@ class Link:
 
     def beat(self, data: bytes) -> None:
         # A full buffer means a stopped worker: its deadlines deal with that, not the heartbeat.
-        with contextlib.suppress(OSError):
-            self._sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        self._put(data)
+
+    def _put(self, data: bytes) -> bool:
+        """Write a whole frame at once, or nothing; a frame that was cut ends the link. False if there was no room."""
+        with self._condition:
+            try:
+                num_sent = self._sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except OSError:
+                return False
+            if num_sent < len(data):
+                self.end("it takes no messages")
+            return True
 
 
 class LinkListener:
     """The publisher's side: accepts workers, reads their verdicts, sends heartbeats. One thread."""
 
-    def __init__(self, run: str, *, host: str | None = None, heartbeat_seconds: float = 5.0) -> None:
-        """Listen on an abstract Unix socket, or with `host` on a free TCP port of that address."""
+    def __init__(
+        self,
+        run: str,
+        *,
+        host: str | None = None,
+        port: int = 0,
+        heartbeat_seconds: float = 5.0,
+        messages: Any = LinkMessage,
+    ) -> None:
+        """Listen on an abstract Unix socket, or with `host` on a TCP port of that address (0: a free one).
+
+        `messages` is the union of what workers may send. Raises OSError if the address can't be had.
+        """
         self.run = run
         self.secret = secrets.token_hex(32)
         self._heartbeat_seconds = heartbeat_seconds
-        self._condition = threading.Condition()
+        self.condition = threading.Condition()
+        """Notified whenever a link opens, ends or brings a message."""
+        self._messages = messages
         self._links: dict[tuple[str, int], Link] = {}
         self._selector = selectors.DefaultSelector()
-        self._listener, self.address = _listen(run, host)
+        self._listener, self.address = _listen(run, host, port)
         self._wake_reader, self._wake_writer = map(close_in_child, socket.socketpair())
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
@@ -120,13 +162,13 @@ class LinkListener:
 
     def links(self, engine: str) -> list[Link]:
         """The living links of an engine's workers, by engine rank."""
-        with self._condition:
+        with self.condition:
             return [link for (name, _), link in sorted(self._links.items()) if name == engine and link.is_alive]
 
     def wait(self, engine: str, num_workers: int, deadline_seconds: float) -> list[Link]:
         """Wait until that many workers of an engine have said hello. Raises PeerTimeoutError."""
-        with self._condition:
-            if not self._condition.wait_for(lambda: len(self.links(engine)) >= num_workers, deadline_seconds):
+        with self.condition:
+            if not self.condition.wait_for(lambda: len(self.links(engine)) >= num_workers, deadline_seconds):
                 raise PeerTimeoutError(
                     f"{len(self.links(engine))} of {num_workers} workers of {engine} connected to the link "
                     f"{self.address} within {deadline_seconds:g} s: can they reach it?",
@@ -175,10 +217,14 @@ class LinkListener:
             try:
                 if sock.family == socket.AF_UNIX:
                     check_same_user(sock)
+                else:
+                    # A host that vanished without a word is dead once nothing was acknowledged for as long.
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_LOST_HOST_SECONDS * 1000))
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if len(self._open_links()) - len(self._links) >= _MAX_STRANGERS:
                     raise PermissionError("too many connections without a hello")
                 sock.setblocking(False)
-                self._selector.register(sock, selectors.EVENT_READ, Link(sock, self._condition))
+                self._selector.register(sock, selectors.EVENT_READ, Link(sock, self.condition, self._messages))
             except BaseException as exc:
                 sock.close()
                 if not isinstance(exc, OSError):
@@ -205,29 +251,29 @@ class LinkListener:
         elif not link.engine:
             raise ManifestError("the first message was no hello")
         else:
-            with self._condition:
+            with self.condition:
                 link._messages.append(message)
-                self._condition.notify_all()
+                self.condition.notify_all()
 
     def _greet(self, link: Link, hello: Hello) -> None:
         if hello.protocol != PROTOCOL or hello.run != self.run or link.engine:
             raise ManifestError(f"a hello of protocol {hello.protocol} for run {hello.run[:8]}")
         if not hmac.compare_digest(hello.secret, self.secret):
             raise ManifestError("a hello with a wrong secret")
-        with self._condition:
+        with self.condition:
             link.engine, link.engine_rank = hello.engine, hello.engine_rank
             former = self._links.get((hello.engine, hello.engine_rank))
             self._links[hello.engine, hello.engine_rank] = link
-            self._condition.notify_all()
+            self.condition.notify_all()
         if former is not None:
             former.end("the worker connected again")
 
     def _drop(self, link: Link, reason: str) -> None:
         link.end(reason)
-        with self._condition:
+        with self.condition:
             if self._links.get((link.engine, link.engine_rank)) is link:
                 del self._links[link.engine, link.engine_rank]
-            self._condition.notify_all()
+            self.condition.notify_all()
         self._selector.unregister(link._sock)
         link._sock.close()
 
@@ -246,7 +292,7 @@ class LinkListener:
             sock.close()
 
 
-def _listen(run: str, host: str | None) -> tuple[socket.socket, str]:
+def _listen(run: str, host: str | None, port: int) -> tuple[socket.socket, str]:
     if host is None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         name = f"weightcast-link-{run[:12]}-{secrets.token_hex(4)}"
@@ -254,8 +300,10 @@ def _listen(run: str, host: str | None) -> tuple[socket.socket, str]:
         target: str | tuple[str, int] = f"\0{name}"
     else:
         sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        target = (host, 0)
+        target = (host, port)
     try:
+        if host is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(target)
         sock.listen(128)
         sock.setblocking(False)

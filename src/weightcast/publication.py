@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -18,12 +19,11 @@ from weightcast.control.messages import Abort, InitInfo, InstallMode, Offer, Sea
 from weightcast.errors import IncompatibleWeightsError
 from weightcast.fleet import Fleet, Member
 from weightcast.guard import Guard
-from weightcast.interfaces import Sender
+from weightcast.interfaces import Regions, Sender
 from weightcast.listener import LinkListener
-from weightcast.manifest import Region, TensorSpec, WeightVersion
+from weightcast.manifest import TensorSpec, WeightVersion
 from weightcast.report import EngineResult, PublishReport, StageSeconds
 
-Regions = Mapping[str, tuple[Region, torch.Tensor]]
 OnProgress = Callable[[int, int], None]
 
 
@@ -82,15 +82,15 @@ class Packing:
         """Raises IncompatibleWeightsError unless the regions are exactly the tensors of the specs, whole."""
         if self._packer is None or self._regions is not regions:
             problems = [
-                f"{spec.name!r}: {'no region' if held is None else f'a region of sizes {list(held[0].sizes)}'}"
+                f"{spec.name!r}: {f'regions of sizes {[list(r.sizes) for r, _ in held]}' if held else 'no region'}"
                 f" for the shape {list(spec.shape)}"
                 for spec in self.specs
-                if (held := regions.get(spec.name)) is None or not held[0].covers(spec.shape)
+                if len(held := regions.get(spec.name, ())) != 1 or not held[0][0].covers(spec.shape)
             ]
             problems += [f"{name!r} is not in the specs" for name in regions.keys() - {s.name for s in self.specs}]
             if problems:
                 raise IncompatibleWeightsError(f"the source's regions do not fit: {'; '.join(problems[:8])}", problems)
-            self._packer = Packer(self.layout, {name: tensor for name, (_, tensor) in regions.items()})
+            self._packer = Packer(self.layout, {name: tensor for name, ((_, tensor),) in regions.items()})
             self._regions = regions
         return self._packer
 
@@ -195,18 +195,17 @@ class Publication:
             return ""
         with self._timed("send"):
             sender.open(self._manifest, version, peers=peers, staged=self._terms.install == "staged")
-        digests: list[bytes | torch.Tensor] = []
-        done_bytes, total_bytes = 0, sum(self._manifest.buckets)
+        digests: list[bytes | torch.Tensor] = [b""] * num_buckets
+        index, ends = 0, list(itertools.accumulate(self._manifest.buckets, initial=0))
         with self._wire.packing_stream():
-            for index in range(num_buckets):
+            while index < num_buckets:
                 with self._timed("send"):
                     buffer = sender.buffer(index)
                 with self._timed("pack"):
-                    digests.append(packer.pack(index, buffer, version))
+                    digests[index] = packer.pack(index, buffer, version)
                 with self._timed("send"):
-                    sender.send(index)
-                done_bytes += self._manifest.buckets[index]
-                on_progress(done_bytes, total_bytes)
+                    index = sender.send(index)
+                on_progress(ends[index], ends[-1])
                 if sender.failures.keys() >= set(peers):
                     break
         with self._timed("send"):

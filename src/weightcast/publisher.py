@@ -23,11 +23,11 @@ from weightcast.control.messages import InstallMode
 from weightcast.errors import ClosedError, PublishError, from_record
 from weightcast.fleet import Fleet, Member
 from weightcast.guard import Guard
-from weightcast.interfaces import EngineClient, Sender, Source
+from weightcast.interfaces import EngineClient, Regions, Sender, Source
 from weightcast.listener import LinkListener
 from weightcast.manifest import ALIGNMENT_BYTES, MAX_VERSION
 from weightcast.plan import fitting_bucket_size, plan
-from weightcast.publication import OnProgress, Packing, Publication, Regions, Terms, Wire
+from weightcast.publication import OnProgress, Packing, Publication, Terms, Wire
 from weightcast.report import PublishReport
 
 
@@ -185,7 +185,7 @@ class Publisher:
     def _ready_wire(self, regions: Regions) -> Wire:
         """The sender and the listener, made at the first publish, when the device of the weights is known."""
         if self._wire is None:
-            devices = {tensor.device for _, tensor in regions.values()}
+            devices = {tensor.device for held in regions.values() for _, tensor in held}
             device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
             sender: Sender = self._transport.sender(
                 self._url, run=self.run, deadline_seconds=self._terms.deadline_seconds, device=device

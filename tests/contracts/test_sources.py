@@ -51,4 +51,4 @@ def test_a_module_source_is_live() -> None:
     with torch.no_grad():
         model.weight.fill_(3.0)
     assert source.regions() is before
-    assert before["weight"][1].tolist() == [[3.0, 3.0]] * 2
+    assert before["weight"][0][1].tolist() == [[3.0, 3.0]] * 2

@@ -10,7 +10,8 @@ import torch
 
 from weightcast.control.messages import InitInfo, UpdateInfo, WeightInfo
 from weightcast.gate import Gate
-from weightcast.manifest import Region, TensorSpec, WeightVersion
+from weightcast.interfaces import Regions
+from weightcast.manifest import TensorSpec, WeightVersion
 from weightcast.plan import whole
 from weightcast.publisher import Publisher
 from weightcast.worker import Worker
@@ -37,12 +38,12 @@ class DictSource:
             )
             for name, t in tensors.items()
         )
-        self._regions = {name: (whole(t.shape), t) for name, t in self.tensors.items()}
+        self._regions = {name: ((whole(t.shape), t),) for name, t in self.tensors.items()}
 
     def specs(self) -> Sequence[TensorSpec]:
         return self._specs
 
-    def regions(self) -> Mapping[str, tuple[Region, torch.Tensor]]:
+    def regions(self) -> Regions:
         return self._regions
 
 

@@ -28,7 +28,7 @@ def test_every_tensor_is_one_whole_region_of_live_memory() -> None:
     assert [spec.name for spec in specs] == list(regions)
     assert {name for spec in specs for name in spec.names} == set(state)
     for spec in specs:
-        region, view = regions[spec.name]
+        ((region, view),) = regions[spec.name]
         assert region == whole(spec.shape)
         assert spec.dtype == DTYPE_NAMES[view.dtype]
         assert view.data_ptr() == state[spec.name].data_ptr()
@@ -51,7 +51,7 @@ def test_replaced_memory_gives_new_regions_and_the_same_specs() -> None:
     specs, regions = source.specs(), source.regions()
     net[0].weight.data = torch.full((5, 4), 7.0)
     assert source.regions() is not regions
-    assert torch.equal(source.regions()["0.weight"][1], torch.full((5, 4), 7.0))
+    assert torch.equal(source.regions()["0.weight"][0][1], torch.full((5, 4), 7.0))
     assert source.specs() is specs
 
 
@@ -62,7 +62,7 @@ def test_another_shape_gives_new_specs() -> None:
     net[0].weight.data = torch.zeros(6, 4)
     assert source.specs() is not specs
     assert source.specs()[0].shape == (6, 4)
-    assert source.regions()["0.weight"][0] == Region((0, 0), (6, 4))
+    assert source.regions()["0.weight"][0][0] == Region((0, 0), (6, 4))
 
 
 def test_only_floating_point_tensors_are_cast() -> None:
@@ -86,9 +86,9 @@ def test_a_cast_source_is_packed_cast() -> None:
     source = ModuleSource(make_net(), dtype=torch.bfloat16)
     layout = Layout(plan(source.specs(), 1 << 16))
     buffer = torch.zeros(layout.manifest.buckets[0] + TRAILER_BYTES, dtype=torch.uint8)
-    Packer(layout, {name: view for name, (_, view) in source.regions().items()}).pack(0, buffer, VERSION)
+    Packer(layout, {name: view for name, ((_, view),) in source.regions().items()}).pack(0, buffer, VERSION)
     packed = {e.record.name: v for e, v in zip(layout.entries[0], layout.views(0, buffer), strict=True)}
-    for name, (_, view) in source.regions().items():
+    for name, ((_, view),) in source.regions().items():
         assert torch.equal(packed[name], view.bfloat16() if view.is_floating_point() else view)
 
 
@@ -113,4 +113,4 @@ def test_a_meta_module_has_specs_but_no_regions() -> None:
         with pytest.raises(ValueError, match="'weight' is on the meta device"):
             source.regions()
     net.to_empty(device="cpu")
-    assert not source.regions()["weight"][1].is_meta
+    assert not source.regions()["weight"][0][1].is_meta

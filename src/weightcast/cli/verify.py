@@ -121,7 +121,7 @@ def _digest_checkpoint(source: Source) -> Holding:
     digests = {}
     with output.counted("checkpoint", sum(spec.num_bytes for spec in specs), "bytes") as step:
         for spec in specs:
-            _, tensor = regions[spec.name]
+            ((_, tensor),) = regions[spec.name]
             digests[spec.name] = tensor_digest(tensor)
             step(spec.num_bytes)
     return Holding(specs, digests)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -10,7 +10,8 @@ from torch import nn
 
 from weightcast.bucket import DTYPE_NAMES
 from weightcast.checkpoint import CASTABLE, Buffers, LiveCheckpoint, Names
-from weightcast.manifest import Region, TensorSpec
+from weightcast.interfaces import Regions
+from weightcast.manifest import TensorSpec
 from weightcast.plan import whole
 
 
@@ -39,7 +40,7 @@ class ModuleSource:
         self._of: object = None
         self._specs: tuple[TensorSpec, ...] = ()
         self._views: object = None
-        self._regions: dict[str, tuple[Region, torch.Tensor]] = {}
+        self._regions: Regions = {}
 
     def specs(self) -> Sequence[TensorSpec]:
         """The whole model's records; the same object until names, shapes or dtypes change."""
@@ -49,13 +50,13 @@ class ModuleSource:
             self._specs = tuple(map(self._cast, self._live.specs))
         return self._specs
 
-    def regions(self) -> Mapping[str, tuple[Region, torch.Tensor]]:
+    def regions(self) -> Regions:
         """Every tensor whole; the same object until the module's tensors are replaced."""
         self._live.refresh()
         if self._views is not self._live.views:
             self._live.require_memory()
             self._views = self._live.views
-            self._regions = {name: (whole(view.shape), view) for name, view in self._live.views.items()}
+            self._regions = {name: ((whole(view.shape), view),) for name, view in self._live.views.items()}
         return self._regions
 
     def _cast(self, spec: TensorSpec) -> TensorSpec:

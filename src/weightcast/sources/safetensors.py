@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from weightcast.bucket import DTYPE_NAMES
 from weightcast.checkpoint import CASTABLE
 from weightcast.errors import ClosedError
-from weightcast.manifest import Region, TensorSpec
+from weightcast.interfaces import Regions
+from weightcast.manifest import TensorSpec
 from weightcast.plan import whole
 
 SINGLE_FILE = "model.safetensors"
@@ -53,14 +54,14 @@ class SafetensorsSource:
             raise
         held = (TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in self._tensors.items())
         self._specs = tuple(held if dtype is None else (_cast(spec, DTYPE_NAMES[dtype]) for spec in held))
-        self._regions = {name: (whole(tensor.shape), tensor) for name, tensor in self._tensors.items()}
+        self._regions = {name: ((whole(tensor.shape), tensor),) for name, tensor in self._tensors.items()}
 
     def specs(self) -> Sequence[TensorSpec]:
         """Every tensor, file by file, in the order of the bytes."""
         self._require_open()
         return self._specs
 
-    def regions(self) -> Mapping[str, tuple[Region, torch.Tensor]]:
+    def regions(self) -> Regions:
         """Every tensor whole, as a view of its file."""
         self._require_open()
         return self._regions

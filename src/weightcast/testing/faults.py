@@ -96,14 +96,14 @@ class FaultySender:
             self._before[index] = buffer.clone()
         return buffer
 
-    def send(self, index: int) -> None:
+    def send(self, index: int) -> int:
         fault = self.fault
         if isinstance(fault, Duplicate) and index == fault.at:
             self._before[index] = self._buffers[index].clone()
         if fault is not None and index == fault.at + isinstance(fault, Duplicate):
             self.fault = None
             self._strike(fault, index)
-        self.inner.send(index)
+        return self.inner.send(index)
 
     def abort(self, reason: str) -> None:
         self.inner.abort(reason)

@@ -19,9 +19,10 @@ PATIENCE_SECONDS = 30.0
 def send_all(sender: Sender, payload: Payload, manifest: Manifest, version: WeightVersion) -> None:
     """Pack and send every bucket of a payload, as a publisher does."""
     packer = Packer(Layout(manifest), payload.tensors())
-    for index in range(len(manifest.buckets)):
+    index = 0
+    while index < len(manifest.buckets):
         packer.pack(index, sender.buffer(index), version)
-        sender.send(index)
+        index = sender.send(index)
 
 
 def checked(bucket: Bucket, manifest: Manifest, version: WeightVersion, index: int) -> bytes:

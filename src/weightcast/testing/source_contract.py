@@ -42,7 +42,7 @@ class SourceContract:
         expected = payload.expected()
         regions = source.regions()
         for spec in source.specs():
-            region, view = regions[spec.name]
+            ((region, view),) = regions[spec.name]
             assert (region.offsets, region.sizes) == ((0,) * len(spec.shape), spec.shape)
             assert (tuple(view.shape), view.dtype) == (spec.shape, DTYPES[spec.dtype])
             assert {raw_bytes(view)} == {expected[name] for name in spec.names}
@@ -53,14 +53,14 @@ class SourceContract:
         assert source.regions() is source.regions()
 
     def test_regions_are_views_and_no_copies(self, source: Source) -> None:
-        pointers = {name: view.data_ptr() for name, (_, view) in source.regions().items()}
-        assert pointers == {name: view.data_ptr() for name, (_, view) in source.regions().items()}
+        pointers = {name: view.data_ptr() for name, ((_, view),) in source.regions().items()}
+        assert pointers == {name: view.data_ptr() for name, ((_, view),) in source.regions().items()}
 
     @pytest.mark.parametrize("bucket_size_bytes", [256, 4096, 1 << 20])
     def test_what_it_describes_can_be_packed(self, source: Source, payload: Payload, bucket_size_bytes: int) -> None:
         manifest = plan(source.specs(), max(bucket_size_bytes, payload.bucket_size_bytes // 64))
         layout = Layout(manifest)
-        packer = Packer(layout, {name: view for name, (_, view) in source.regions().items()})
+        packer = Packer(layout, {name: view for name, ((_, view),) in source.regions().items()})
         expected = payload.expected()
         held = {r.name: np.zeros((*r.shape, DTYPES[r.dtype].itemsize), np.uint8) for r in manifest.tensors}
         for index, entries in enumerate(layout.entries):

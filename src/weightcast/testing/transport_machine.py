@@ -53,8 +53,11 @@ class Rig:
         self._tensors = payload.tensors()
 
     def send(self, index: int, version: WeightVersion) -> None:
-        self._packer.pack(index, self.sender.buffer(index), version)
-        self.sender.send(index)
+        """Send up to and with bucket `index`, again if the sender asks for earlier ones."""
+        position = index
+        while position <= index:
+            self._packer.pack(position, self.sender.buffer(position), version)
+            position = self.sender.send(position)
 
     def outcome(self, peer: str) -> list[bytes] | str:
         """The buckets that the peer has received, or how its update ended; which of both is left open."""

@@ -130,8 +130,8 @@ class IpcSender:
         assert self._arena is not None
         return self._arena.buffers.get(index, update.places.offsets[index], update.places.sizes_bytes[index])
 
-    def send(self, index: int) -> None:
-        """Tell the peers of bucket `index`. Waits only for a peer that is hundreds of buckets behind."""
+    def send(self, index: int) -> int:
+        """Tell the peers of bucket `index`; the next follows. Waits only for a peer hundreds of buckets behind."""
         update = self._require_update(index)
         arena, slot = self._arena, update.places.slots[index]
         assert arena is not None
@@ -146,6 +146,7 @@ class IpcSender:
                 self._peers.set_generation(name, arena.generation)
             if name in update.peers and self._peers.post(name, ready) and name in update.peers:
                 self._readers.setdefault(slot, set()).add(name)
+        return index + 1
 
     def abort(self, reason: str) -> None:
         """End the update for every peer; what they hold they release. Does not wait."""

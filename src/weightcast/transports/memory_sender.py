@@ -129,14 +129,15 @@ class MemorySender:
                 self._buffers[slot] = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
             return self._buffers[slot]
 
-    def send(self, index: int) -> None:
-        """Tell the peers of bucket `index`. Never waits."""
+    def send(self, index: int) -> int:
+        """Tell the peers of bucket `index`; the next follows. Never waits."""
         with self.condition:
             update = self._require_update(index)
             slot = self._slot(update, index)
             update.sent.append(self._buffers[slot])
             self._readers.setdefault(slot, set()).update(update.seats)
             self._wake()
+        return index + 1
 
     def abort(self, reason: str) -> None:
         """End the update for every peer; what they hold they release."""
