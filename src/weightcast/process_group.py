@@ -1,0 +1,169 @@
+"""A torch.distributed process group of our own, beside the trainer's and the engine's default ones.
+
+Invariants: it is made from a store and ranks that are handed in, never from environment variables, and never touches
+the default group; a broken group is closed and replaced, never mended; NCCL's error handling is kept from ending the
+process. Errors of torch become errors of weightcast here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Work
+
+from weightcast.errors import PeerDiedError, PeerTimeoutError, UnsupportedError
+
+_MAX_NCCL_CHANNELS = 8
+"""Thread blocks that a broadcast may take from the engine's own kernels."""
+
+_NCCL_ENVIRONMENT = {
+    # Errors are reported, not handled by ending the process; no watchdog of torch's decides for the engine.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+Store: TypeAlias = Any
+"""A c10d store: TCPStore, PrefixStore, ..."""
+_environment_lock = threading.Lock()
+
+
+def serve_store(host: str, timeout_seconds: float) -> tuple[dist.TCPStore, int]:
+    """A store on a free port of `host` and of no other address, and that port. It lives as long as the object."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    port: int = listener.getsockname()[1]
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    return dist.TCPStore(
+        host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    ), port
+
+
+def join_store(host: str, port: int, timeout_seconds: float) -> dist.TCPStore:
+    """A client of that store. Raises PeerError if it is not there."""
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    with translated(f"the store at {host}:{port}"):
+        return dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+
+
+class ProcessGroup:
+    """One group, from its making to its end. Its operations are asynchronous: `wait` for what they return."""
+
+    def __init__(
+        self,
+        backend: str,
+        store: Store,
+        *,
+        rank: int,
+        size: int,
+        timeout_seconds: float,
+        host: str = "",
+        device: torch.device | None = None,
+    ) -> None:
+        """Connect all `size` members; blocks until they are there. `timeout_seconds` is each operation's as well.
+
+        `backend`: "gloo" or "nccl". `host`: the address of this host that the others reach, for gloo; by default what
+        torch finds. `device`: this rank's, for NCCL. Raises PeerError, UnsupportedError (no such backend here).
+        """
+        self.backend = backend
+        self.rank, self.size = rank, size
+        self._store = store  # NCCL looks into it later on
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        with translated("the process group"):
+            self._group: Any = (
+                _make_gloo(store, rank, size, timeout, host)
+                if backend == "gloo"
+                else _make_nccl(store, rank, size, timeout, device)
+            )
+
+    def broadcast(self, tensor: torch.Tensor, *, root: int) -> Work:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        with translated("a broadcast"):
+            return cast(Work, self._group.broadcast([tensor], options))
+
+    def send(self, tensor: torch.Tensor, rank: int) -> Work:
+        with translated("a send"):
+            return cast(Work, self._group.send([tensor], rank, 0))
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> Work:
+        with translated("a receive"):
+            return cast(Work, self._group.recv([tensor], rank, 0))
+
+    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Work:
+        with translated("an all-gather"):
+            return cast(Work, self._group.allgather([outputs], [tensor]))
+
+    def close(self) -> None:
+        """Disconnect. With gloo this waits for operations under way, at most for their timeout. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None and self.backend == "nccl":
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+        del group
+
+
+def wait(work: Work) -> None:
+    """Wait for an operation. Raises PeerDiedError or PeerTimeoutError; the group is then of no more use."""
+    with translated("a transfer"):
+        work.wait()
+
+
+@contextlib.contextmanager
+def translated(what: str) -> Iterator[None]:
+    """Errors of torch.distributed as PeerErrors. It does not know which peer it was; the caller may."""
+    try:
+        yield
+    except (dist.DistError, RuntimeError, ValueError) as exc:
+        text = str(exc)
+        reason = text.split("Exception raised from")[0].strip()[:400]
+        is_late = "imed out" in text or "imeout" in text
+        raise (PeerTimeoutError if is_late else PeerDiedError)(f"{what} failed: {reason}") from exc
+
+
+def require(backend: str) -> None:
+    """Raises UnsupportedError if torch has no such backend here."""
+    has = {"gloo": dist.is_gloo_available, "nccl": lambda: dist.is_nccl_available() and torch.cuda.is_available()}
+    if not (dist.is_available() and has[backend]()):
+        raise UnsupportedError(f"torch {torch.__version__} has no {backend} here: it needs its build, and NCCL a GPU")
+
+
+def _make_gloo(store: Store, rank: int, size: int, timeout: datetime.timedelta, host: str) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
+    options._timeout, options._threads = timeout, 2
+    return gloo(store, rank, size, options)
+
+
+def _make_nccl(store: Store, rank: int, size: int, timeout: datetime.timedelta, device: torch.device | None) -> Any:
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    options.config.max_ctas = _MAX_NCCL_CHANNELS
+    with _environment_lock, _environment(_NCCL_ENVIRONMENT):
+        group = nccl(store, rank, size, options)
+    if device is not None:
+        group.eager_connect_single_device(device)
+    return group
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    former = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in former.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
