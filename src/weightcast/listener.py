@@ -160,6 +160,12 @@ class LinkListener:
         self._thread = threading.Thread(target=self._serve, name="weightcast-links", daemon=True)
         self._thread.start()
 
+    @property
+    def port(self) -> int:
+        """The TCP port; 0 for a Unix socket."""
+        _, _, port = self.address.rpartition(":")
+        return int(port) if self.address.startswith("tcp:") else 0
+
     def links(self, engine: str) -> list[Link]:
         """The living links of an engine's workers, by engine rank."""
         with self.condition:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Work
+from torch.distributed import TCPStore, Work  # type: ignore[attr-defined]
 
 from weightcast.errors import PeerDiedError, PeerTimeoutError, UnsupportedError
 
@@ -35,22 +35,22 @@ Store: TypeAlias = Any
 _environment_lock = threading.Lock()
 
 
-def serve_store(host: str, timeout_seconds: float) -> tuple[dist.TCPStore, int]:
+def serve_store(host: str, timeout_seconds: float) -> tuple[Store, int]:
     """A store on a free port of `host` and of no other address, and that port. It lives as long as the object."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
     port: int = listener.getsockname()[1]
+    tcp_store: Any = TCPStore
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    return dist.TCPStore(
-        host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-    ), port
+    store = tcp_store(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, port
 
 
-def join_store(host: str, port: int, timeout_seconds: float) -> dist.TCPStore:
+def join_store(host: str, port: int, timeout_seconds: float) -> Store:
     """A client of that store. Raises PeerError if it is not there."""
     timeout = datetime.timedelta(seconds=timeout_seconds)
     with translated(f"the store at {host}:{port}"):
-        return dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+        return TCPStore(host, port, None, False, timeout, wait_for_workers=False)
 
 
 class ProcessGroup:
@@ -130,7 +130,10 @@ def translated(what: str) -> Iterator[None]:
 
 def require(backend: str) -> None:
     """Raises UnsupportedError if torch has no such backend here."""
-    has = {"gloo": dist.is_gloo_available, "nccl": lambda: dist.is_nccl_available() and torch.cuda.is_available()}
+    has = {
+        "gloo": cast(Any, dist).is_gloo_available,
+        "nccl": lambda: dist.is_nccl_available() and torch.cuda.is_available(),
+    }
     if not (dist.is_available() and has[backend]()):
         raise UnsupportedError(f"torch {torch.__version__} has no {backend} here: it needs its build, and NCCL a GPU")
 

@@ -14,6 +14,8 @@ from typing import Any
 TRANSPORTS = {
     "memory": "weightcast.transports.memory:TRANSPORT",
     "ipc": "weightcast.transports.ipc:TRANSPORT",
+    "gloo": "weightcast.transports.collective:TRANSPORT",
+    "nccl": "weightcast.transports.collective:TRANSPORT",
 }
 ENTRY_POINT_GROUP = "weightcast.transports"
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
+
 from weightcast import registry
 from weightcast.interfaces import Receiver, Sender
+from weightcast.process_group import serve_store
 from weightcast.testing import TransportContract
 from weightcast.testing.transport_contract import RUN
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _libuv_is_up() -> None:
+    """The first loop of torch's store opens a pipe that stays until the process ends."""
+    serve_store("127.0.0.1", 10.0)
 
 
 class TestMemory(TransportContract):
@@ -24,3 +33,7 @@ class TestMemory(TransportContract):
 
 class TestIpc(TestMemory):
     scheme = "ipc"
+
+
+class TestGloo(TestMemory):
+    scheme = "gloo"

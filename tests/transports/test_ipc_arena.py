@@ -17,8 +17,9 @@ from transports.transport_kit import LONG_SECONDS, RUN, Background, check, make_
 
 from weightcast.errors import ManifestError, PeerDiedError
 from weightcast.manifest import encode
+from weightcast.places import place
 from weightcast.transports.ipc import IpcReceiver
-from weightcast.transports.ipc_arena import MappedSharedArena, OwnedSharedArena, place
+from weightcast.transports.ipc_arena import MappedSharedArena, OwnedSharedArena
 from weightcast.transports.ipc_records import Begin, Ready, SharedArena, Waiting, Welcome
 
 SIZE_BYTES = 1 << 16

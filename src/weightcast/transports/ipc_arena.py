@@ -7,77 +7,18 @@ alive, so that nothing is ever unmapped under a view; the same place gives the s
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
-import itertools
 import mmap
 import os
 
 import torch
 
 from weightcast import host_memory
-from weightcast.bucket import TRAILER_BYTES, slot_size_bytes
 from weightcast.errors import InsufficientMemoryError, ManifestError
-from weightcast.manifest import Manifest
-from weightcast.plan import align
+from weightcast.places import Buffers, pages
 from weightcast.transports.ipc_records import SharedArena
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Places:
-    """Where the buckets of a manifest lie in an arena: bucket k in slot `slots[k]`, from byte `offsets[k]`."""
-
-    slots: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes_bytes: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """The arena that they need."""
-        return max((offset + size for offset, size in zip(self.offsets, self.sizes_bytes, strict=True)), default=0)
-
-
-def buffer_size_bytes(manifest: Manifest, index: int) -> int:
-    """Bytes of bucket `index` with its trailer, aligned."""
-    return align(manifest.buckets[index] + TRAILER_BYTES)
-
-
-def place(manifest: Manifest, *, num_slots: int, staged: bool) -> Places:
-    """Staged: every bucket has a slot of its own. Streaming: bucket k goes into slot k % num_slots. Page-aligned."""
-    indices = range(len(manifest.buckets))
-    sizes = tuple(buffer_size_bytes(manifest, index) for index in indices)
-    if staged:
-        starts = itertools.accumulate((_pages(size) for size in sizes), initial=0)
-        return Places(tuple(indices), tuple(start for start, _ in zip(starts, sizes, strict=False)), sizes)
-    slots = tuple(index % num_slots for index in indices)
-    stride = _pages(slot_size_bytes(manifest))
-    return Places(slots, tuple(slot * stride for slot in slots), sizes)
-
-
-def _pages(num_bytes: int) -> int:
-    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-class Buffers:
-    """Slices of an arena, one for each bucket index, made once."""
-
-    def __init__(self, whole: torch.Tensor) -> None:
-        self._whole = whole
-        self._slices: dict[int, tuple[int, int, torch.Tensor]] = {}
-
-    def get(self, index: int, offset_bytes: int, size_bytes: int) -> torch.Tensor:
-        known = self._slices.get(index)
-        if known is None or known[:2] != (offset_bytes, size_bytes):
-            known = offset_bytes, size_bytes, self._whole[offset_bytes : offset_bytes + size_bytes]
-            self._slices[index] = known
-        return known[2]
-
-    def forget_above(self, num_buckets: int) -> None:
-        """Drop the slices of indices that a new manifest does not have."""
-        for index in [index for index in self._slices if index >= num_buckets]:
-            del self._slices[index]
 
 
 class OwnedSharedArena:
@@ -86,7 +27,7 @@ class OwnedSharedArena:
     def __init__(self, generation: int, size_bytes: int) -> None:
         """Raises InsufficientMemoryError if the host or a cgroup hasn't that much left."""
         self.generation = generation
-        self.size_bytes = _pages(size_bytes)
+        self.size_bytes = pages(size_bytes)
         self.device = torch.device("cpu")
         _require(self.size_bytes)
         try:
@@ -154,7 +95,7 @@ class MappedSharedArena:
 
     def reread(self, buffer: torch.Tensor) -> bool:
         """Make `buffer`, a slice of this arena, show the sender's bytes again where this process wrote over them."""
-        self._mapping.madvise(mmap.MADV_DONTNEED, int(buffer.storage_offset()), _pages(buffer.numel()))
+        self._mapping.madvise(mmap.MADV_DONTNEED, int(buffer.storage_offset()), pages(buffer.numel()))
         return True
 
     def wait_ready(self, event: str) -> None:

@@ -13,7 +13,7 @@ import base64
 import torch
 
 from weightcast.errors import InsufficientMemoryError, ManifestError, UnsupportedError
-from weightcast.transports.ipc_arena import Buffers
+from weightcast.places import Buffers
 from weightcast.transports.ipc_records import CudaArena
 
 

@@ -29,7 +29,8 @@ from weightcast.errors import (
 )
 from weightcast.interfaces import Bucket
 from weightcast.manifest import Manifest, WeightVersion
-from weightcast.transports.ipc_arena import MappedSharedArena, buffer_size_bytes
+from weightcast.places import buffer_size_bytes
+from weightcast.transports.ipc_arena import MappedSharedArena
 from weightcast.transports.ipc_channel import PUBLISHER, connect
 from weightcast.transports.ipc_cuda import MappedCudaArena
 from weightcast.transports.ipc_records import (

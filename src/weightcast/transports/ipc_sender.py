@@ -17,7 +17,8 @@ import torch
 
 from weightcast.errors import ClosedError, PeerDiedError, PeerTimeoutError, UpdateAbortedError, WeightcastError
 from weightcast.manifest import Manifest, WeightVersion
-from weightcast.transports.ipc_arena import OwnedSharedArena, Places, place
+from weightcast.places import Places, place
+from weightcast.transports.ipc_arena import OwnedSharedArena
 from weightcast.transports.ipc_channel import SCHEME
 from weightcast.transports.ipc_cuda import OwnedCudaArena
 from weightcast.transports.ipc_listener import Listener

@@ -1,0 +1,124 @@
+"""One group of the sender, from its making to its end, and the broadcasts that are under way in it.
+
+Invariants: a group is of exactly the members that it was made for; it is never mended, only closed; closing never
+waits (a stalled member can keep a socket busy until the group's timeout, so a thread of its own sees it off).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from weightcast.errors import WeightcastError, from_record, to_record
+from weightcast.process_group import ProcessGroup, serve_store, translated
+from weightcast.transports.collective_members import Member
+from weightcast.transports.collective_records import Join
+
+RECEIVERS_PATIENCE = 10.0
+"""A receiver's operations may take that many of the sender's deadlines: its link says whether the sender lives."""
+
+
+class Flight:
+    """A broadcast under way. `error`: how it failed, once `is_over`. On a CPU its end is told to `condition`."""
+
+    def __init__(self, group: ProcessGroup, buffer: torch.Tensor, condition: threading.Condition) -> None:
+        self.error: WeightcastError | None = None
+        self._has_landed = False
+        self._condition = condition
+        self._work = group.broadcast(buffer, root=0)
+        self._is_polled = buffer.is_cuda
+        if not self._is_polled:
+            # A future of NCCL's is done as soon as the broadcast is queued.
+            self._work.get_future().add_done_callback(self._land)
+
+    @property
+    def is_over(self) -> bool:
+        return self._has_landed or (self._is_polled and self._work.is_completed())
+
+    def _land(self, future: torch.futures.Future[object]) -> None:
+        error: WeightcastError | None = None
+        try:
+            with translated("a broadcast"):
+                future.value()
+        except WeightcastError as exc:
+            # A copy: the cause's traceback would keep this frame, and with it the group's sockets.
+            error = from_record(to_record(exc))
+        with self._condition:
+            self._has_landed, self.error = True, error
+            self._condition.notify_all()
+
+
+class Epoch:
+    """A group of the sender (rank 0) and `members`, in order."""
+
+    def __init__(
+        self, number: int, backend: str, host: str, members: Sequence[Member], deadline_seconds: float
+    ) -> None:
+        """Serve the group's store; `join` says what the members need to connect."""
+        self.number = number
+        self.members = tuple(members)
+        self.flights: dict[int, Flight] = {}
+        self._backend = backend
+        self._host = host
+        self._deadline_seconds = deadline_seconds
+        self._group: ProcessGroup | None = None
+        self._store, self._port = serve_store(host, deadline_seconds)
+
+    def is_of(self, members: Sequence[Member]) -> bool:
+        return len(members) == len(self.members) and all(map(lambda a, b: a is b, members, self.members))
+
+    def join(self, position: int) -> Join:
+        """What the member at that position is told."""
+        return Join(
+            epoch=self.number,
+            group_rank=position + 1,
+            group_size=len(self.members) + 1,
+            host=self._host,
+            port=self._port,
+            timeout_seconds=self._deadline_seconds * RECEIVERS_PATIENCE,
+        )
+
+    def connect(self, device: torch.device) -> None:
+        """Wait for all members. Raises PeerDiedError or PeerTimeoutError."""
+        self._group = ProcessGroup(
+            self._backend,
+            self._store,
+            rank=0,
+            size=len(self.members) + 1,
+            timeout_seconds=self._deadline_seconds,
+            host=self._host,
+            device=device,
+        )
+
+    def send(self, index: int, buffer: torch.Tensor, condition: threading.Condition) -> None:
+        """Begin to broadcast a bucket. Raises PeerError if the group is broken."""
+        assert self._group is not None
+        self.flights[index] = Flight(self._group, buffer, condition)
+
+    def error(self) -> WeightcastError | None:
+        """How a broadcast has failed, if one has."""
+        return next((flight.error for flight in self.flights.values() if flight.error is not None), None)
+
+    def is_quiet(self, up_to: int) -> bool:
+        """Whether no broadcast of a bucket below `up_to` is under way."""
+        return all(flight.is_over for index, flight in self.flights.items() if index < up_to)
+
+    def land(self, below: int) -> None:
+        """Forget broadcasts below that bucket; they are over."""
+        for index in [index for index in self.flights if index < below]:
+            del self.flights[index]
+
+    def close(self) -> None:
+        """Disconnect, in the background where operations are still under way. Idempotent."""
+        group, self._group = self._group, None
+        self._store = None
+        is_quiet = self.is_quiet(1 << 62)
+        self.flights.clear()
+        if group is None:
+            return
+        if is_quiet:
+            group.close()
+        else:
+            threading.Thread(target=group.close, name="weightcast-group-end", daemon=True).start()

@@ -1,0 +1,72 @@
+"""Where a receiver's buckets arrive: staged, a place for each; streaming, two slots in turn. Kept between updates.
+
+Invariants: the same index is the same tensor in every update while the manifest stays; a place that a broadcast of a
+broken group may still write to is left to it and replaced.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weightcast import host_memory
+from weightcast.errors import InsufficientMemoryError
+from weightcast.manifest import Manifest
+from weightcast.places import Buffers, Places, buffer_size_bytes, pages, place
+
+NUM_SLOTS = 2
+
+
+class Memory:
+    """Costs `size_bytes`: staged, the whole version in host memory; streaming, two buckets on `device`."""
+
+    def __init__(self, manifest: Manifest, *, staged: bool, device: torch.device) -> None:
+        """Raises InsufficientMemoryError if the host, or a cgroup of it, hasn't that much left."""
+        self.device = torch.device("cpu") if staged else device
+        self.places = place(manifest, num_slots=NUM_SLOTS, staged=staged)
+        self.size_bytes = self.places.size_bytes
+        self._buffers = Buffers(_allocate(self.size_bytes, self.device))
+        self._replaced: dict[int, torch.Tensor] = {}
+        self._landing: torch.Tensor | None = None
+
+    def fits(self, places: Places, device: torch.device) -> bool:
+        return self.device == device and self.size_bytes >= places.size_bytes and not self._replaced
+
+    def use(self, places: Places) -> None:
+        """Lay it out for another manifest."""
+        self.places = places
+        self._buffers.forget_above(len(places.slots))
+
+    def buffer(self, index: int) -> torch.Tensor:
+        replaced = self._replaced.get(self.places.slots[index])
+        if replaced is not None:
+            return replaced[: self.places.sizes_bytes[index]]
+        return self._buffers.get(index, self.places.offsets[index], self.places.sizes_bytes[index])
+
+    def replace(self, index: int) -> None:
+        """From now on bucket `index`, and whatever shares its slot, arrives elsewhere."""
+        slot = self.places.slots[index]
+        largest = max(
+            size for other, size in zip(self.places.slots, self.places.sizes_bytes, strict=True) if other == slot
+        )
+        self._replaced[slot] = _allocate(largest, self.device)
+
+    def landing(self, manifest: Manifest, index: int, device: torch.device) -> torch.Tensor:
+        """Where a bucket arrives that is not kept there: one that is here already, or on its way to host memory."""
+        size_bytes = buffer_size_bytes(manifest, index)
+        if self._landing is None or self._landing.numel() < size_bytes or self._landing.device != device:
+            self._landing = torch.empty(pages(size_bytes), dtype=torch.uint8, device=device)
+        return self._landing[:size_bytes]
+
+    def forget_landing(self) -> None:
+        self._landing = None
+
+
+def _allocate(size_bytes: int, device: torch.device) -> torch.Tensor:
+    available = host_memory.available_bytes()
+    if device.type == "cpu" and size_bytes > available:
+        raise InsufficientMemoryError(
+            f"receiving this update needs {size_bytes} bytes, this host or container has {available} left: publish "
+            'with install="streaming" or smaller buckets, or free memory'
+        )
+    # Some bytes behind it: mapping starts on a page, and so does every place.
+    return torch.empty(max(size_bytes, 1), dtype=torch.uint8, device=device)

@@ -1,0 +1,358 @@
+"""A worker's end of the collective transport: hears the sender over a link, and takes its broadcasts in the background.
+
+Invariants: a bucket is handed out only in its turn, and only while the link lives; what a group that was left still
+brings counts for nothing; records of a former update are never taken for the present one. `end` and `close` may be
+called from any thread and wake an iteration that waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import torch
+
+from weightcast import process_group
+from weightcast.control.messages import Hello
+from weightcast.errors import (
+    ClosedError,
+    PeerDiedError,
+    PeerTimeoutError,
+    UpdateAbortedError,
+    WeightcastError,
+)
+from weightcast.interfaces import Bucket
+from weightcast.link import WorkerLink
+from weightcast.manifest import Manifest, WeightVersion
+from weightcast.places import place
+from weightcast.transports.collective_memory import NUM_SLOTS, Memory
+from weightcast.transports.collective_records import (
+    MAX_REASON_CHARACTERS,
+    Aborted,
+    Answer,
+    Ask,
+    Begin,
+    Ended,
+    Join,
+    JoinFailed,
+    Joining,
+    Opened,
+    ToReceiver,
+    Whole,
+    parse_address,
+)
+from weightcast.transports.collective_stream import Stream, Target
+
+_PUBLISHER = "trainer"
+_CONNECT_SECONDS = 15.0
+_STREAM_END_SECONDS = 1.0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Wanted:
+    """An update that the worker waits for; `begin` once the sender has begun it, in its latest form."""
+
+    manifest: Manifest
+    version: WeightVersion
+    staged: bool
+    begin: Begin | None = None
+    num_received: int = 0
+    num_taken: int = 0
+    num_released: int = 0
+    aborted: str | None = None
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self.manifest.buckets)
+
+    @property
+    def update(self) -> int:
+        return 0 if self.begin is None else self.begin.update
+
+
+class CollectiveReceiver:
+    """Implements `interfaces.Receiver`, and `collective_stream.Sink`.
+
+    Memory: staged, the whole version, in host memory; streaming, two buckets, on the GPU with NCCL.
+    """
+
+    def __init__(self, url: str, *, peer: str, run: str, deadline_seconds: float = 60.0) -> None:
+        """Connect to a sender's address, as `peer`. Raises PeerDiedError, UnsupportedError, ManifestError."""
+        address = parse_address(url)
+        self._backend = address.backend
+        process_group.require(self._backend)
+        self._device = (
+            torch.device("cuda", torch.cuda.current_device()) if self._backend == "nccl" else torch.device("cpu")
+        )
+        self._run = run
+        self._deadline_seconds = deadline_seconds
+        self._condition = threading.Condition()
+        self._memory: Memory | None = None
+        self._wanted: _Wanted | None = None
+        self._pending: Begin | None = None
+        self._stream: Stream | None = None
+        self._left: list[Stream] = []
+        self._ended = ""
+        self._closed = False
+        self._heard_at = 0.0
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        self._where = f"{address.backend}://{host}:{address.port}"
+        self._ready = threading.Event()
+        self._link = WorkerLink(
+            f"tcp:{address.host}:{address.port}",
+            Hello(run, peer, 0, address.secret),
+            lease_seconds=deadline_seconds,
+            on_end=self._on_end,
+            on_message=self._on_message,
+            messages=ToReceiver,
+            connect_seconds=min(deadline_seconds, _CONNECT_SECONDS),
+        )
+        self._ready.set()
+
+    def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
+        """Wait for `version` from now on. Raises PeerDiedError if the sender has gone, InsufficientMemoryError."""
+        if version.run != self._run:
+            raise ValueError(f"version {version.number} is of run {version.run}, this receiver of run {self._run}")
+        self.end()
+        with self._condition:
+            self._require_connection()
+            self._prepare_memory(manifest, staged)
+            self._heard_at = time.monotonic()
+            self._wanted = _Wanted(manifest, version, staged)
+            self._tell(Opened(version.number))
+            self._match()
+
+    def __iter__(self) -> Iterator[Bucket]:
+        """Every bucket in order, once."""
+        with self._condition:
+            self._require_open()
+            wanted = self._wanted
+        if wanted is None:
+            raise UpdateAbortedError("no update is open: it was ended, or open() was not called")
+        while wanted.num_taken < wanted.num_buckets:
+            with self._condition:
+                self._await_bucket(wanted)
+                assert self._memory is not None
+                bucket = Bucket(wanted.num_taken, self._memory.buffer(wanted.num_taken))
+                wanted.num_taken += 1
+            yield bucket
+            del bucket
+            with self._condition:
+                if wanted.num_taken == wanted.num_buckets:
+                    self._check_live(wanted)
+                wanted.num_released = wanted.num_taken
+                self._condition.notify_all()
+
+    def end(self) -> None:
+        """Give the update up or be done with it; wakes an iteration, which raises UpdateAbortedError. Idempotent."""
+        with self._condition:
+            wanted, self._wanted = self._wanted, None
+            if wanted is None or self._closed:
+                return
+            if wanted.num_received < wanted.num_buckets:
+                self._tell(Ended(wanted.version.number, wanted.update))
+                self._leave_stream()
+            self._condition.notify_all()
+
+    def close(self) -> None:
+        """Disconnect; wakes an iteration, which raises ClosedError. Idempotent, from any thread."""
+        with self._condition:
+            if self._closed:
+                return
+            self._closed, self._wanted = True, None
+            self._leave_stream()
+            self._condition.notify_all()
+        self._link.close()
+
+    # --- what the sender says, in the link's thread ---
+
+    def _on_end(self, reason: str) -> None:
+        with self._condition:
+            self._ended = reason
+            self._leave_stream()
+            self._condition.notify_all()
+
+    def _on_message(self, message: Any) -> None:
+        self._ready.wait(_CONNECT_SECONDS)
+        with self._condition:
+            self._heard_at = time.monotonic()
+            match message:
+                case Join():
+                    self._on_join(message)
+                case Begin():
+                    self._pending = message
+                    self._match()
+                case Aborted():
+                    self._on_aborted(message)
+                case Ask():
+                    self._on_ask(message)
+            self._condition.notify_all()
+
+    def _on_join(self, join: Join) -> None:
+        self._leave_stream()
+        self._pending = None
+        wanted = self._wanted
+        joining = Joining(join.epoch) if wanted is None else Joining(join.epoch, wanted.update, wanted.num_received)
+        self._stream = Stream(self, join, self._backend, host=self._link.local_host, device=self._device)
+        self._stream.start()
+        self._tell(joining)
+
+    def _on_aborted(self, aborted: Aborted) -> None:
+        if self._pending is not None and self._pending.update == aborted.update:
+            self._pending = None
+        if self._wanted is not None and self._wanted.update == aborted.update:
+            self._wanted.aborted = aborted.reason
+        self._leave_stream()
+
+    def _on_ask(self, ask: Ask) -> None:
+        wanted, stream = self._wanted, self._stream
+        is_waiting = stream is not None and stream.target is not None
+        update, num_received = (0, 0) if wanted is None else (wanted.update, wanted.num_received)
+        self._tell(Answer(ask.question, update, num_received, is_waiting))
+
+    def _match(self) -> None:
+        """Join what the sender has begun with what is wanted; what isn't wanted is declined at once."""
+        wanted, begin = self._wanted, self._pending
+        if wanted is None or begin is None or (wanted.begin is not None and wanted.update != begin.update):
+            return
+        if begin.version != wanted.version.number:
+            self._decline(begin)
+            return
+        if self._stream is None or begin.epoch != self._stream.epoch:
+            self._pending = None
+            self._tell(JoinFailed(begin.epoch, "it has left this group"))
+            return
+        found, expected = (begin.num_buckets, begin.staged), (wanted.num_buckets, wanted.staged)
+        if found != expected or begin.first > wanted.num_received:
+            wanted.aborted = f"the publisher sends (buckets, staged) = {found}, the offer said {expected}"
+            self._decline(begin)
+            return
+        wanted.begin, self._pending = begin, None
+        self._stream.position = begin.first
+        if wanted.num_received == wanted.num_buckets:
+            self._tell(Whole(begin.update))
+
+    def _decline(self, begin: Begin) -> None:
+        self._pending = None
+        self._tell(Ended(begin.version, begin.update))
+        self._leave_stream()
+
+    # --- what the stream does, in its own thread ---
+
+    def next_target(self, stream: Stream) -> Target | None:
+        with self._condition:
+            self._condition.wait_for(lambda: stream.is_left or self._has_room(stream))
+            wanted = self._wanted
+            if stream.is_left or wanted is None:
+                return None
+            return self._target(wanted, stream.position)
+
+    def _has_room(self, stream: Stream) -> bool:
+        wanted = self._wanted
+        if wanted is None or wanted.begin is None or wanted.begin.epoch != stream.epoch:
+            return False
+        if stream.position >= wanted.num_buckets:
+            return False
+        return wanted.staged or stream.position < wanted.num_released + NUM_SLOTS
+
+    def _target(self, wanted: _Wanted, index: int) -> Target:
+        assert self._memory is not None
+        num_bytes = wanted.manifest.buckets[index]
+        if index < wanted.num_received:
+            return Target(index, self._memory.landing(wanted.manifest, index, self._device), num_bytes)
+        self._avoid_left_streams(index)
+        buffer = self._memory.buffer(index)
+        if buffer.device != self._device:
+            return Target(index, self._memory.landing(wanted.manifest, index, self._device), num_bytes, staging=buffer)
+        return Target(index, buffer, num_bytes)
+
+    def _avoid_left_streams(self, index: int) -> None:
+        """A broadcast of a group that was left may still be writing to where this bucket is to arrive."""
+        assert self._memory is not None
+        self._left = [stream for stream in self._left if not stream.has_ended(0)]
+        buffer = self._memory.buffer(index)
+        targets = [stream.target for stream in self._left]
+        if any(target is not None and target.buffer.data_ptr() == buffer.data_ptr() for target in targets):
+            self._memory.replace(index)
+
+    def on_received(self, stream: Stream, target: Target) -> None:
+        with self._condition:
+            wanted = self._wanted
+            if stream.is_left or wanted is None:
+                return
+            self._heard_at = time.monotonic()
+            stream.position += 1
+            wanted.num_received = max(wanted.num_received, stream.position)
+            if wanted.num_received == wanted.num_buckets:
+                assert self._memory is not None
+                self._memory.forget_landing()
+                self._tell(Whole(wanted.update))
+            self._condition.notify_all()
+
+    def on_broken(self, stream: Stream, error: WeightcastError, *, is_connected: bool) -> None:
+        with self._condition:
+            if stream.is_left:
+                return
+            # The sender finds out by itself who was lost, and invites to another group.
+            self._leave_stream()
+            if not is_connected:
+                self._tell(JoinFailed(stream.epoch, str(error)[:MAX_REASON_CHARACTERS]))
+
+    def _leave_stream(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.is_left = True
+            self._left.append(stream)
+            self._condition.notify_all()
+
+    # --- waiting ---
+
+    def _await_bucket(self, wanted: _Wanted) -> None:
+        start = time.monotonic()
+        while True:
+            self._check_live(wanted)
+            if wanted.num_received > wanted.num_taken:
+                return
+            # Before an update begins the sender may itself wait for somebody else, up to its deadline.
+            patience = self._deadline_seconds * (2 if wanted.begin is None else 1)
+            remaining = max(start, self._heard_at) + patience - time.monotonic()
+            if remaining <= 0:
+                raise PeerTimeoutError(f"nothing was heard of the publisher for {patience:g} s", peer=_PUBLISHER)
+            self._condition.wait(remaining)
+
+    def _check_live(self, wanted: _Wanted) -> None:
+        self._require_open()
+        if self._wanted is not wanted:
+            raise UpdateAbortedError(f"version {wanted.version.number} was ended on this side")
+        if wanted.aborted is not None:
+            raise UpdateAbortedError(wanted.aborted)
+        self._require_connection()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this receiver was closed")
+
+    def _require_connection(self) -> None:
+        self._require_open()
+        if self._ended:
+            raise PeerDiedError(f"the publisher at {self._where} has gone: {self._ended}", peer=_PUBLISHER)
+
+    def _tell(self, record: msgspec.Struct) -> None:
+        # A sender that has gone is noticed by the link's own thread.
+        try:
+            self._link.send(record)
+        except OSError:
+            self._ended = self._ended or "it takes no records"
+
+    def _prepare_memory(self, manifest: Manifest, staged: bool) -> None:
+        places = place(manifest, num_slots=NUM_SLOTS, staged=staged)
+        device = torch.device("cpu") if staged else self._device
+        if self._memory is not None and self._memory.fits(places, device):
+            self._memory.use(places)
+            return
+        self._memory = None
+        self._memory = Memory(manifest, staged=staged, device=self._device)
