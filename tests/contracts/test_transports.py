@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from weightcast import registry
 from weightcast.interfaces import Receiver, Sender
-from weightcast.process_group import serve_store
 from weightcast.testing import TransportContract
 from weightcast.testing.transport_contract import RUN
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _libuv_is_up() -> None:
-    """The first loop of torch's store opens a pipe that stays until the process ends."""
-    serve_store("127.0.0.1", 10.0)
 
 
 class TestMemory(TransportContract):

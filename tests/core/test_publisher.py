@@ -31,7 +31,7 @@ TENSORS = {f"t{i}": torch.randn(40, 40) for i in range(12)}
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"transport": "carrier-pigeon://"}, "no transport 'carrier-pigeon'; known here: ipc, memory"),
+        ({"transport": "carrier-pigeon://"}, "no transport 'carrier-pigeon'; known here: gloo, ipc, memory, nccl"),
         ({"transport": "ipc"}, "not a transport URL"),
         ({"install": "magic"}, "'staged' or 'streaming'"),
         ({"on_failure": "ignore"}, "'raise' or 'report'"),

@@ -7,15 +7,16 @@ waits (a stalled member can keep a socket busy until the group's timeout, so a t
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from weightcast.errors import WeightcastError, from_record, to_record
 from weightcast.process_group import ProcessGroup, serve_store, translated
-from weightcast.transports.collective_members import Member
-from weightcast.transports.collective_records import Join
+from weightcast.transports.collective_members import Member, tell
+from weightcast.transports.collective_records import Join, ReadAlong
 
+_ALL = 1 << 62
 RECEIVERS_PATIENCE = 10.0
 """A receiver's operations may take that many of the sender's deadlines: its link says whether the sender lives."""
 
@@ -51,14 +52,20 @@ class Flight:
 
 
 class Epoch:
-    """A group of the sender (rank 0) and `members`, in order."""
+    """A group of the sender (rank 0) and `joined`; `readers` says who reads along with each of these."""
 
     def __init__(
-        self, number: int, backend: str, host: str, members: Sequence[Member], deadline_seconds: float
+        self,
+        number: int,
+        backend: str,
+        host: str,
+        readers: Mapping[Member, Sequence[Member]],
+        deadline_seconds: float,
     ) -> None:
-        """Serve the group's store; `join` says what the members need to connect."""
+        """Serve the group's store; `invite` says what the members need to connect."""
         self.number = number
-        self.members = tuple(members)
+        self.joined = tuple(readers)
+        self.readers = {member: tuple(others) for member, others in readers.items()}
         self.flights: dict[int, Flight] = {}
         self._backend = backend
         self._host = host
@@ -66,19 +73,27 @@ class Epoch:
         self._group: ProcessGroup | None = None
         self._store, self._port = serve_store(host, deadline_seconds)
 
-    def is_of(self, members: Sequence[Member]) -> bool:
-        return len(members) == len(self.members) and all(map(lambda a, b: a is b, members, self.members))
+    def is_of(self, readers: Mapping[Member, Sequence[Member]]) -> bool:
+        return self.readers == {member: tuple(others) for member, others in readers.items()}
 
-    def join(self, position: int) -> Join:
-        """What the member at that position is told."""
-        return Join(
-            epoch=self.number,
-            group_rank=position + 1,
-            group_size=len(self.members) + 1,
-            host=self._host,
-            port=self._port,
-            timeout_seconds=self._deadline_seconds * RECEIVERS_PATIENCE,
-        )
+    def invite(self) -> None:
+        """Tell those who are to join."""
+        for position, member in enumerate(self.joined):
+            join = Join(
+                epoch=self.number,
+                group_rank=position + 1,
+                group_size=len(self.joined) + 1,
+                host=self._host,
+                port=self._port,
+                timeout_seconds=self._deadline_seconds * RECEIVERS_PATIENCE,
+                readers=tuple(reader.name for reader in self.readers[member]),
+            )
+            member.link.send(join)
+
+    def invite_readers(self) -> None:
+        """Tell the others where to read, once those who joined have said so."""
+        for member, readers in self.readers.items():
+            tell(readers, ReadAlong(self.number, member.joining.shared))
 
     def connect(self, device: torch.device) -> None:
         """Wait for all members. Raises PeerDiedError or PeerTimeoutError."""
@@ -86,7 +101,7 @@ class Epoch:
             self._backend,
             self._store,
             rank=0,
-            size=len(self.members) + 1,
+            size=len(self.joined) + 1,
             timeout_seconds=self._deadline_seconds,
             host=self._host,
             device=device,
@@ -101,11 +116,11 @@ class Epoch:
         """How a broadcast has failed, if one has."""
         return next((flight.error for flight in self.flights.values() if flight.error is not None), None)
 
-    def is_quiet(self, up_to: int) -> bool:
-        """Whether no broadcast of a bucket below `up_to` is under way."""
-        return all(flight.is_over for index, flight in self.flights.items() if index < up_to)
+    def is_quiet(self, below: int = _ALL) -> bool:
+        """Whether no broadcast of a bucket below that one is under way."""
+        return all(flight.is_over for index, flight in self.flights.items() if index < below)
 
-    def land(self, below: int) -> None:
+    def land(self, below: int = _ALL) -> None:
         """Forget broadcasts below that bucket; they are over."""
         for index in [index for index in self.flights if index < below]:
             del self.flights[index]
@@ -114,7 +129,7 @@ class Epoch:
         """Disconnect, in the background where operations are still under way. Idempotent."""
         group, self._group = self._group, None
         self._store = None
-        is_quiet = self.is_quiet(1 << 62)
+        is_quiet = self.is_quiet()
         self.flights.clear()
         if group is None:
             return

@@ -19,6 +19,7 @@ from weightcast.transports.collective_records import (
     Answer,
     Ended,
     FromReceiver,
+    Here,
     JoinFailed,
     Joining,
     Opened,
@@ -33,6 +34,7 @@ class Member:
 
     name: str
     link: Link
+    host: str = ""
     declined: int | None = None
     ended_update: int = 0
     whole_update: int = 0
@@ -40,12 +42,23 @@ class Member:
     join_failed: JoinFailed | None = None
     answer: Answer | None = None
 
+    @property
+    def engine(self) -> str:
+        """Workers of one engine have its name in common."""
+        return self.name.partition("#")[0]
+
+    @property
+    def engine_rank(self) -> int:
+        return int(self.name.partition("#")[2] or 0)
+
     def hear(self) -> None:
         for message in self.link.take():
             self._take(message)
 
     def _take(self, message: Any) -> None:
         match message:
+            case Here():
+                self.host = message.host
             case Opened():
                 self.declined = None
             case Joining():
@@ -65,6 +78,13 @@ class Member:
         """Whether it could not connect to that group, or is in it no more."""
         return self.join_failed is not None and self.join_failed.epoch == epoch
 
+    def has_joined(self, epoch: int) -> bool:
+        """Whether it has answered the invitation to that group."""
+        return self.joining.epoch == epoch
+
+    def has_answered(self, question: int) -> bool:
+        return self.answer is not None and self.answer.question == question
+
     def loss(self, update: int, version: int) -> WeightcastError | None:
         """Why it takes no more of the update, if so."""
         if not self.link.is_alive:
@@ -76,19 +96,23 @@ class Member:
         return None
 
 
+def tell(members: Iterable[Member], message: msgspec.Struct) -> None:
+    for member in members:
+        member.link.send(message)
+
+
 class Members:
     """Every receiver that has connected, by name."""
 
-    def __init__(self, run: str, host: str, port: int, heartbeat_seconds: float) -> None:
-        """Listen. Raises OSError if the address can't be had."""
-        self.listener = LinkListener(
-            run, host=host, port=port, heartbeat_seconds=heartbeat_seconds, messages=FromReceiver
-        )
+    def __init__(self, run: str, host: str, port: int, sign_seconds: float) -> None:
+        """Listen; give a sign of life that often. Raises OSError if the address can't be had."""
+        self.sign_seconds = sign_seconds
+        self.listener = LinkListener(run, host=host, port=port, heartbeat_seconds=sign_seconds, messages=FromReceiver)
         self.condition: threading.Condition = self.listener.condition
         self._members: dict[str, Member] = {}
 
     def get(self, name: str) -> Member | None:
-        """The connected member of that name, with all that it has said; None if it is not connected now."""
+        """The member of that name, if it is connected now and has said where it is; with all that it has said."""
         links = self.listener.links(name)
         if not links:
             return None
@@ -96,18 +120,16 @@ class Members:
         if member is None or member.link is not links[-1]:
             member = self._members[name] = Member(name, links[-1])
         member.hear()
-        return member
+        return member if member.host else None
 
     def was_there(self, name: str) -> bool:
-        """Whether it was connected once."""
-        return name in self._members
-
-    def tell(self, members: Iterable[Member], message: msgspec.Struct) -> None:
-        for member in members:
-            member.link.send(message)
+        """Whether it was connected once, and is no more."""
+        member = self._members.get(name)
+        return member is not None and bool(member.host) and not member.link.is_alive
 
     def give_sign(self, members: Iterable[Member]) -> None:
-        self.tell((member for member in members if member.link.is_alive), Waiting())
+        """Tell them that the sender waits, and lives."""
+        tell((member for member in members if member.link.is_alive), Waiting())
 
     def close(self) -> None:
         self.listener.close()

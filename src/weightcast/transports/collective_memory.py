@@ -11,7 +11,7 @@ import torch
 from weightcast import host_memory
 from weightcast.errors import InsufficientMemoryError
 from weightcast.manifest import Manifest
-from weightcast.places import Buffers, Places, buffer_size_bytes, pages, place
+from weightcast.places import Buffers, Places, place
 
 NUM_SLOTS = 2
 
@@ -26,7 +26,6 @@ class Memory:
         self.size_bytes = self.places.size_bytes
         self._buffers = Buffers(_allocate(self.size_bytes, self.device))
         self._replaced: dict[int, torch.Tensor] = {}
-        self._landing: torch.Tensor | None = None
 
     def fits(self, places: Places, device: torch.device) -> bool:
         return self.device == device and self.size_bytes >= places.size_bytes and not self._replaced
@@ -50,16 +49,6 @@ class Memory:
         )
         self._replaced[slot] = _allocate(largest, self.device)
 
-    def landing(self, manifest: Manifest, index: int, device: torch.device) -> torch.Tensor:
-        """Where a bucket arrives that is not kept there: one that is here already, or on its way to host memory."""
-        size_bytes = buffer_size_bytes(manifest, index)
-        if self._landing is None or self._landing.numel() < size_bytes or self._landing.device != device:
-            self._landing = torch.empty(pages(size_bytes), dtype=torch.uint8, device=device)
-        return self._landing[:size_bytes]
-
-    def forget_landing(self) -> None:
-        self._landing = None
-
 
 def _allocate(size_bytes: int, device: torch.device) -> torch.Tensor:
     available = host_memory.available_bytes()
@@ -68,5 +57,4 @@ def _allocate(size_bytes: int, device: torch.device) -> torch.Tensor:
             f"receiving this update needs {size_bytes} bytes, this host or container has {available} left: publish "
             'with install="streaming" or smaller buckets, or free memory'
         )
-    # Some bytes behind it: mapping starts on a page, and so does every place.
     return torch.empty(max(size_bytes, 1), dtype=torch.uint8, device=device)

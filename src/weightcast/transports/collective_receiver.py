@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -25,11 +25,10 @@ from weightcast.errors import (
     UpdateAbortedError,
     WeightcastError,
 )
-from weightcast.interfaces import Bucket
+from weightcast.interfaces import Bucket, Receiver
 from weightcast.link import WorkerLink
 from weightcast.manifest import Manifest, WeightVersion
-from weightcast.places import place
-from weightcast.transports.collective_memory import NUM_SLOTS, Memory
+from weightcast.transports.collective_memory import NUM_SLOTS
 from weightcast.transports.collective_records import (
     MAX_REASON_CHARACTERS,
     Aborted,
@@ -37,19 +36,22 @@ from weightcast.transports.collective_records import (
     Ask,
     Begin,
     Ended,
+    Here,
     Join,
     JoinFailed,
     Joining,
     Opened,
+    ReadAlong,
     ToReceiver,
     Whole,
     parse_address,
 )
+from weightcast.transports.collective_sharing import host_identity
 from weightcast.transports.collective_stream import Stream, Target
+from weightcast.transports.collective_supply import Supply
 
 _PUBLISHER = "trainer"
 _CONNECT_SECONDS = 15.0
-_STREAM_END_SECONDS = 1.0
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -77,7 +79,8 @@ class _Wanted:
 class CollectiveReceiver:
     """Implements `interfaces.Receiver`, and `collective_stream.Sink`.
 
-    Memory: staged, the whole version, in host memory; streaming, two buckets, on the GPU with NCCL.
+    Memory: staged, the whole version, in host memory, once for all workers of the engine on this host; streaming, two
+    buckets, on the GPU with NCCL.
     """
 
     def __init__(self, url: str, *, peer: str, run: str, deadline_seconds: float = 60.0) -> None:
@@ -91,11 +94,11 @@ class CollectiveReceiver:
         self._run = run
         self._deadline_seconds = deadline_seconds
         self._condition = threading.Condition()
-        self._memory: Memory | None = None
+        self._supply = Supply(run, peer, self._device, deadline_seconds)
+        self._epoch = 0
         self._wanted: _Wanted | None = None
         self._pending: Begin | None = None
         self._stream: Stream | None = None
-        self._left: list[Stream] = []
         self._ended = ""
         self._closed = False
         self._heard_at = 0.0
@@ -111,6 +114,7 @@ class CollectiveReceiver:
             messages=ToReceiver,
             connect_seconds=min(deadline_seconds, _CONNECT_SECONDS),
         )
+        self._tell(Here(host_identity()))
         self._ready.set()
 
     def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
@@ -120,11 +124,12 @@ class CollectiveReceiver:
         self.end()
         with self._condition:
             self._require_connection()
-            self._prepare_memory(manifest, staged)
+            self._supply.prepare(manifest, staged=staged)
             self._heard_at = time.monotonic()
             self._wanted = _Wanted(manifest, version, staged)
             self._tell(Opened(version.number))
             self._match()
+            self._condition.notify_all()
 
     def __iter__(self) -> Iterator[Bucket]:
         """Every bucket in order, once."""
@@ -133,11 +138,18 @@ class CollectiveReceiver:
             wanted = self._wanted
         if wanted is None:
             raise UpdateAbortedError("no update is open: it was ended, or open() was not called")
+        if wanted.num_buckets == 0:
+            return
+        with self._condition:
+            self._await(wanted, lambda: wanted.begin is not None)
+            reader = self._supply.reader
+        yield from self._own_buckets(wanted) if reader is None else self._shared_buckets(wanted, reader)
+
+    def _own_buckets(self, wanted: _Wanted) -> Iterator[Bucket]:
         while wanted.num_taken < wanted.num_buckets:
             with self._condition:
-                self._await_bucket(wanted)
-                assert self._memory is not None
-                bucket = Bucket(wanted.num_taken, self._memory.buffer(wanted.num_taken))
+                self._await(wanted, lambda: wanted.num_received > wanted.num_taken)
+                bucket = Bucket(wanted.num_taken, self._supply.buffer(wanted.num_taken))
                 wanted.num_taken += 1
             yield bucket
             del bucket
@@ -147,6 +159,21 @@ class CollectiveReceiver:
                 wanted.num_released = wanted.num_taken
                 self._condition.notify_all()
 
+    def _shared_buckets(self, wanted: _Wanted, reader: Receiver) -> Iterator[Bucket]:
+        try:
+            for bucket in reader:
+                wanted.num_taken += 1
+                yield bucket
+                del bucket
+        except WeightcastError:
+            with self._condition:
+                self._check_live(wanted)
+            raise
+        with self._condition:
+            self._check_live(wanted)
+            if self._stream is None:
+                self._on_whole(wanted)
+
     def end(self) -> None:
         """Give the update up or be done with it; wakes an iteration, which raises UpdateAbortedError. Idempotent."""
         with self._condition:
@@ -155,7 +182,9 @@ class CollectiveReceiver:
                 return
             if wanted.num_received < wanted.num_buckets:
                 self._tell(Ended(wanted.version.number, wanted.update))
-                self._leave_stream()
+                self._leave()
+            if self._supply.reader is not None:
+                self._supply.reader.end()
             self._condition.notify_all()
 
     def close(self) -> None:
@@ -164,16 +193,21 @@ class CollectiveReceiver:
             if self._closed:
                 return
             self._closed, self._wanted = True, None
-            self._leave_stream()
+            self._leave()
+            if self._supply.reader is not None:
+                self._supply.reader.close()
             self._condition.notify_all()
         self._link.close()
+        self._supply.close()
 
     # --- what the sender says, in the link's thread ---
 
     def _on_end(self, reason: str) -> None:
         with self._condition:
             self._ended = reason
-            self._leave_stream()
+            self._leave()
+            if self._supply.reader is not None:
+                self._supply.reader.end()
             self._condition.notify_all()
 
     def _on_message(self, message: Any) -> None:
@@ -183,6 +217,8 @@ class CollectiveReceiver:
             match message:
                 case Join():
                     self._on_join(message)
+                case ReadAlong():
+                    self._on_read_along(message)
                 case Begin():
                     self._pending = message
                     self._match()
@@ -193,24 +229,44 @@ class CollectiveReceiver:
             self._condition.notify_all()
 
     def _on_join(self, join: Join) -> None:
-        self._leave_stream()
-        self._pending = None
-        wanted = self._wanted
-        joining = Joining(join.epoch) if wanted is None else Joining(join.epoch, wanted.update, wanted.num_received)
+        self._leave()
+        self._pending, wanted = None, self._wanted
+        try:
+            shared = self._supply.share(join.readers)
+            if wanted is not None and wanted.begin is None:
+                self._supply.prepare(wanted.manifest, staged=wanted.staged)
+        except WeightcastError as exc:
+            self._tell(JoinFailed(join.epoch, str(exc)[:MAX_REASON_CHARACTERS]))
+            return
+        self._epoch = join.epoch
         self._stream = Stream(self, join, self._backend, host=self._link.local_host, device=self._device)
         self._stream.start()
-        self._tell(joining)
+        update, num_received = (0, 0) if wanted is None else (wanted.update, wanted.num_received)
+        self._tell(Joining(join.epoch, update, num_received, shared))
+
+    def _on_read_along(self, other: ReadAlong) -> None:
+        self._leave()
+        self._pending = None
+        try:
+            self._supply.read_from(other.address)
+        except WeightcastError as exc:
+            self._tell(JoinFailed(other.epoch, str(exc)[:MAX_REASON_CHARACTERS]))
+            return
+        self._epoch = other.epoch
+        self._tell(Joining(other.epoch))
 
     def _on_aborted(self, aborted: Aborted) -> None:
         if self._pending is not None and self._pending.update == aborted.update:
             self._pending = None
         if self._wanted is not None and self._wanted.update == aborted.update:
             self._wanted.aborted = aborted.reason
-        self._leave_stream()
+            if self._supply.reader is not None:
+                self._supply.reader.end()
+        self._leave()
 
     def _on_ask(self, ask: Ask) -> None:
         wanted, stream = self._wanted, self._stream
-        is_waiting = stream is not None and stream.target is not None
+        is_waiting = stream is None or stream.target is not None
         update, num_received = (0, 0) if wanted is None else (wanted.update, wanted.num_received)
         self._tell(Answer(ask.question, update, num_received, is_waiting))
 
@@ -222,7 +278,7 @@ class CollectiveReceiver:
         if begin.version != wanted.version.number:
             self._decline(begin)
             return
-        if self._stream is None or begin.epoch != self._stream.epoch:
+        if begin.epoch != self._epoch:
             self._pending = None
             self._tell(JoinFailed(begin.epoch, "it has left this group"))
             return
@@ -231,25 +287,30 @@ class CollectiveReceiver:
             wanted.aborted = f"the publisher sends (buckets, staged) = {found}, the offer said {expected}"
             self._decline(begin)
             return
+        is_first = wanted.begin is None
         wanted.begin, self._pending = begin, None
-        self._stream.position = begin.first
+        if self._supply.reader is not None and is_first:
+            self._supply.reader.open(wanted.manifest, wanted.version, staged=True)
+        if self._stream is not None:
+            self._stream.position = begin.first
         if wanted.num_received == wanted.num_buckets:
             self._tell(Whole(begin.update))
 
     def _decline(self, begin: Begin) -> None:
         self._pending = None
         self._tell(Ended(begin.version, begin.update))
-        self._leave_stream()
+        self._leave()
 
     # --- what the stream does, in its own thread ---
 
     def next_target(self, stream: Stream) -> Target | None:
         with self._condition:
             self._condition.wait_for(lambda: stream.is_left or self._has_room(stream))
-            wanted = self._wanted
+            wanted, index = self._wanted, stream.position
             if stream.is_left or wanted is None:
                 return None
-            return self._target(wanted, stream.position)
+        is_here = index < wanted.num_received
+        return self._supply.target(wanted.update, wanted.manifest, wanted.version, index, is_here=is_here)
 
     def _has_room(self, stream: Stream) -> bool:
         wanted = self._wanted
@@ -259,63 +320,51 @@ class CollectiveReceiver:
             return False
         return wanted.staged or stream.position < wanted.num_released + NUM_SLOTS
 
-    def _target(self, wanted: _Wanted, index: int) -> Target:
-        assert self._memory is not None
-        num_bytes = wanted.manifest.buckets[index]
-        if index < wanted.num_received:
-            return Target(index, self._memory.landing(wanted.manifest, index, self._device), num_bytes)
-        self._avoid_left_streams(index)
-        buffer = self._memory.buffer(index)
-        if buffer.device != self._device:
-            return Target(index, self._memory.landing(wanted.manifest, index, self._device), num_bytes, staging=buffer)
-        return Target(index, buffer, num_bytes)
-
-    def _avoid_left_streams(self, index: int) -> None:
-        """A broadcast of a group that was left may still be writing to where this bucket is to arrive."""
-        assert self._memory is not None
-        self._left = [stream for stream in self._left if not stream.has_ended(0)]
-        buffer = self._memory.buffer(index)
-        targets = [stream.target for stream in self._left]
-        if any(target is not None and target.buffer.data_ptr() == buffer.data_ptr() for target in targets):
-            self._memory.replace(index)
-
     def on_received(self, stream: Stream, target: Target) -> None:
         with self._condition:
             wanted = self._wanted
             if stream.is_left or wanted is None:
                 return
+        if target.index >= wanted.num_received:
+            self._supply.deliver(target.index)
+        with self._condition:
+            if self._stream is not stream or self._wanted is not wanted:
+                return
             self._heard_at = time.monotonic()
             stream.position += 1
             wanted.num_received = max(wanted.num_received, stream.position)
             if wanted.num_received == wanted.num_buckets:
-                assert self._memory is not None
-                self._memory.forget_landing()
-                self._tell(Whole(wanted.update))
+                self._on_whole(wanted)
             self._condition.notify_all()
 
-    def on_broken(self, stream: Stream, error: WeightcastError, *, is_connected: bool) -> None:
+    def _on_whole(self, wanted: _Wanted) -> None:
+        wanted.num_received = wanted.num_buckets
+        self._tell(Whole(wanted.update))
+
+    def on_broken(self, stream: Stream, error: WeightcastError) -> None:
         with self._condition:
-            if stream.is_left:
-                return
-            # The sender finds out by itself who was lost, and invites to another group.
-            self._leave_stream()
-            if not is_connected:
+            if not stream.is_left:
+                # The sender finds out who was lost, and invites to another group.
+                self._leave()
                 self._tell(JoinFailed(stream.epoch, str(error)[:MAX_REASON_CHARACTERS]))
 
-    def _leave_stream(self) -> None:
+    def _leave(self) -> None:
+        """Be in no group any more."""
         stream, self._stream = self._stream, None
+        self._epoch = 0
         if stream is not None:
             stream.is_left = True
-            self._left.append(stream)
+            self._supply.leave(stream)
             self._condition.notify_all()
 
     # --- waiting ---
 
-    def _await_bucket(self, wanted: _Wanted) -> None:
+    def _await(self, wanted: _Wanted, is_done: Callable[[], bool]) -> None:
+        """Wait until it is done. Raises whatever ends the update, PeerTimeoutError if nothing is heard."""
         start = time.monotonic()
         while True:
             self._check_live(wanted)
-            if wanted.num_received > wanted.num_taken:
+            if is_done():
                 return
             # Before an update begins the sender may itself wait for somebody else, up to its deadline.
             patience = self._deadline_seconds * (2 if wanted.begin is None else 1)
@@ -346,13 +395,4 @@ class CollectiveReceiver:
         try:
             self._link.send(record)
         except OSError:
-            self._ended = self._ended or "it takes no records"
-
-    def _prepare_memory(self, manifest: Manifest, staged: bool) -> None:
-        places = place(manifest, num_slots=NUM_SLOTS, staged=staged)
-        device = torch.device("cpu") if staged else self._device
-        if self._memory is not None and self._memory.fits(places, device):
-            self._memory.use(places)
-            return
-        self._memory = None
-        self._memory = Memory(manifest, staged=staged, device=self._device)
+            self._ended = "it takes no records"

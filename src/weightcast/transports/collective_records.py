@@ -26,7 +26,10 @@ Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 
 
 class Join(msgspec.Struct, frozen=True, tag="join", tag_field="kind"):
-    """Connect to the others of group `epoch`, whose store is at `host` and `port`; leave the former group."""
+    """Connect to the others of group `epoch`, whose store is at `host` and `port`; leave the former group.
+
+    `readers`: the workers of the same engine and host that read along, from memory that this one shares with them.
+    """
 
     epoch: Index
     group_rank: Rank
@@ -34,6 +37,14 @@ class Join(msgspec.Struct, frozen=True, tag="join", tag_field="kind"):
     host: ShortText
     port: Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
     timeout_seconds: Annotated[float, msgspec.Meta(gt=0, le=864000)]
+    readers: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=1 << 12)] = ()
+
+
+class ReadAlong(msgspec.Struct, frozen=True, tag="read_along", tag_field="kind"):
+    """Join no group: another worker of this host receives for both, and shares its memory at `address`."""
+
+    epoch: Index
+    address: ShortText
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin", tag_field="kind"):
@@ -67,10 +78,16 @@ class Ask(msgspec.Struct, frozen=True, tag="ask", tag_field="kind"):
     question: Index
 
 
-ToReceiver: TypeAlias = Heartbeat | Join | Begin | Aborted | Waiting | Ask
+ToReceiver: TypeAlias = Heartbeat | Join | ReadAlong | Begin | Aborted | Waiting | Ask
 
 
 # --- receiver -> sender -----------------------------------------------------------------------
+
+
+class Here(msgspec.Struct, frozen=True, tag="here", tag_field="kind"):
+    """The first after the hello. Receivers of equal `host` can share memory."""
+
+    host: ShortText
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened", tag_field="kind"):
@@ -80,11 +97,15 @@ class Opened(msgspec.Struct, frozen=True, tag="opened", tag_field="kind"):
 
 
 class Joining(msgspec.Struct, frozen=True, tag="joining", tag_field="kind"):
-    """The receiver connects to group `epoch`; of `update` it has the first `num_received` buckets."""
+    """The receiver connects to group `epoch`, or reads along with one that does.
+
+    Of `update` it has the first `num_received` buckets. `shared`: where others read along, if they were named.
+    """
 
     epoch: Index
     update: Index = 0
     num_received: Index = 0
+    shared: ShortText = ""
 
 
 class JoinFailed(msgspec.Struct, frozen=True, tag="join_failed", tag_field="kind"):
@@ -116,7 +137,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer", tag_field="kind"):
     is_waiting: bool
 
 
-FromReceiver: TypeAlias = Hello | Opened | Joining | JoinFailed | Whole | Ended | Answer
+FromReceiver: TypeAlias = Hello | Here | Opened | Joining | JoinFailed | Whole | Ended | Answer
 
 
 # --- addresses --------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class Sink(Protocol):
 
     def on_received(self, stream: Stream, target: Target) -> None: ...
 
-    def on_broken(self, stream: Stream, error: WeightcastError, *, is_connected: bool) -> None: ...
+    def on_broken(self, stream: Stream, error: WeightcastError) -> None: ...
 
 
 class Stream:
@@ -72,7 +72,7 @@ class Stream:
             group = self._connect()
             self._take_all(group)
         except WeightcastError as exc:
-            self._sink.on_broken(self, exc, is_connected=group is not None)
+            self._sink.on_broken(self, exc)
         finally:
             if group is not None:
                 group.close()

@@ -1,0 +1,243 @@
+"""What is the collective transport's own: its groups, who is let in, how an update goes on after a loss."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from weightcast import host_memory, registry
+from weightcast.bucket import write_trailer
+from weightcast.errors import InsufficientMemoryError, ManifestError, PeerDiedError, UnsupportedError
+from weightcast.interfaces import Receiver
+from weightcast.link import frame
+from weightcast.manifest import Manifest, TensorSpec, WeightVersion
+from weightcast.plan import plan
+from weightcast.process_group import serve_store
+from weightcast.testing.leftovers import nothing_left
+from weightcast.testing.reading import Reader
+from weightcast.transports.collective_records import Joining, parse_address, parse_endpoint
+from weightcast.transports.collective_sender import CollectiveSender
+
+RUN = "5a" * 16
+ENDPOINT = "gloo://127.0.0.1:0"
+DEADLINE_SECONDS = 20.0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _libuv_is_up() -> None:
+    """The first loop of torch's store opens a pipe that stays until the process ends."""
+    serve_store("127.0.0.1", 10.0)
+
+
+class Hall:
+    """A sender and receivers in one process, and a count of the broadcasts and of the groups."""
+
+    def __init__(self, num_buckets: int = 12) -> None:
+        self.stack = contextlib.ExitStack()
+        self.sender = CollectiveSender(ENDPOINT, run=RUN, deadline_seconds=DEADLINE_SECONDS)
+        self.stack.callback(self.sender.close)
+        self.manifest = plan([TensorSpec(f"t{i}", "uint8", (4096,)) for i in range(num_buckets)], 4096)
+        self.num_packed = 0
+
+    def receiver(self, peer: str) -> Receiver:
+        made: Receiver = registry.transport(self.sender.address).receiver(
+            self.sender.address, peer=peer, run=RUN, deadline_seconds=DEADLINE_SECONDS
+        )
+        self.stack.callback(made.close)
+        return made
+
+    @property
+    def epoch(self) -> int:
+        return self.sender._formation.num_epochs
+
+    def update(self, number: int, receivers: dict[str, Receiver], **at_bucket: object) -> dict[str, Reader]:
+        """Send a version; `at_bucket` maps a peer to a function of each of its buckets."""
+        readers = {
+            peer: Reader(r, self.manifest, version(number), staged=True, on_bucket=at_bucket.get(peer, _nothing))  # type: ignore[arg-type]
+            for peer, r in receivers.items()
+        }
+        self.sender.open(self.manifest, version(number), peers=list(receivers), staged=True)
+        index = 0
+        while index < len(self.manifest.buckets):
+            buffer, size = self.sender.buffer(index), self.manifest.buckets[index]
+            buffer[:size].fill_((number * 7 + index) % 251)
+            write_trailer(buffer, size, version(number), index, self.manifest.digest_kind)
+            self.num_packed += 1
+            index = self.sender.send(index)
+        return readers
+
+
+def _nothing(bucket: object) -> None:
+    """A peer that only receives."""
+
+
+def version(number: int) -> WeightVersion:
+    return WeightVersion(RUN, number)
+
+
+def whole(reader: Reader, manifest: Manifest, number: int) -> bool:
+    found = reader.result()
+    expected = [bytes([(number * 7 + k) % 251]) * size for k, size in enumerate(manifest.buckets)]
+    return found == expected
+
+
+@pytest.fixture
+def hall() -> Iterator[Hall]:
+    with nothing_left():
+        made = Hall()
+        with made.stack:
+            yield made
+
+
+def test_the_group_is_kept_while_its_members_stay_and_made_anew_when_they_change(hall: Hall) -> None:
+    a = hall.receiver("a")
+    for number in (1, 2, 3):
+        readers = hall.update(number, {"a": a})
+        assert whole(readers["a"], hall.manifest, number)
+        a.end()
+    assert hall.epoch == 1
+    b = hall.receiver("b")
+    for number in (4, 5):
+        readers = hall.update(number, {"a": a, "b": b})
+        assert all(whole(reader, hall.manifest, number) for reader in readers.values())
+        a.end()
+        b.end()
+    assert hall.epoch == 2
+    a.close()
+    a = hall.receiver("a")
+    readers = hall.update(6, {"a": a, "b": b})
+    assert all(whole(reader, hall.manifest, 6) for reader in readers.values())
+    assert hall.epoch == 3
+    assert not hall.sender.failures
+
+
+def test_after_a_loss_the_others_go_on_where_they_are(hall: Hall) -> None:
+    """One dead engine costs the others one new group and a few buckets."""
+    receivers = {peer: hall.receiver(peer) for peer in ("a", "b", "goes")}
+    num_seen = 0
+
+    def leave(bucket: object) -> None:
+        nonlocal num_seen
+        num_seen += 1
+        if num_seen == 6:
+            receivers["goes"].close()
+
+    readers = hall.update(1, receivers, goes=leave)
+    with pytest.raises(Exception, match="closed"):
+        readers.pop("goes").result()
+    assert all(whole(reader, hall.manifest, 1) for reader in readers.values())
+    assert isinstance(hall.sender.failures["goes"], PeerDiedError)
+    assert hall.epoch == 2
+    assert hall.num_packed < 2 * len(hall.manifest.buckets)
+
+
+def test_a_member_that_has_left_its_group_is_invited_again_and_loses_nothing(hall: Hall) -> None:
+    receivers = {peer: hall.receiver(peer) for peer in "ab"}
+    readers = hall.update(1, receivers)
+    assert all(whole(reader, hall.manifest, 1) for reader in readers.values())
+    for receiver in receivers.values():
+        receiver.end()
+    stream = receivers["b"]._stream
+    receivers["b"].on_broken(stream, PeerDiedError("as if its socket had failed"))
+    readers = hall.update(2, receivers)
+    assert all(whole(reader, hall.manifest, 2) for reader in readers.values())
+    assert not hall.sender.failures
+
+
+def test_strangers_are_turned_away_and_disturb_nobody(hall: Hall) -> None:
+    _, host, port, _ = parse_address(hall.sender.address)
+    with contextlib.ExitStack() as stack:
+        for words in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, frame(Joining(epoch=1)), b""):
+            stranger = stack.enter_context(socket.create_connection((host, port), timeout=DEADLINE_SECONDS))
+            stranger.sendall(words)
+        a = hall.receiver("a")
+        assert whole(hall.update(1, {"a": a})["a"], hall.manifest, 1)
+
+
+def test_a_wrong_secret_opens_nothing(hall: Hall) -> None:
+    address = parse_address(hall.sender.address)._replace(secret="0" * 64)
+    receiver = registry.transport(address.url).receiver(address.url, peer="a", run=RUN, deadline_seconds=2.0)
+    hall.stack.callback(receiver.close)
+    receiver._link._thread.join(DEADLINE_SECONDS)
+    with pytest.raises(PeerDiedError):
+        receiver.open(hall.manifest, version(1), staged=True)
+
+
+def test_a_version_that_does_not_fit_is_refused_when_it_is_opened(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = hall.receiver("a")
+    monkeypatch.setattr(host_memory, "available_bytes", lambda *args, **kwargs: 1000)
+    with pytest.raises(InsufficientMemoryError, match="streaming"):
+        a.open(hall.manifest, version(1), staged=True)
+
+
+def test_a_port_in_use_is_the_callers_to_mend() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"gloo://127.0.0.1:{port}.*free port"):
+            CollectiveSender(f"gloo://127.0.0.1:{port}", run=RUN)
+
+
+def test_a_fixed_port_can_be_had_again_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for _ in range(3):
+        sender = CollectiveSender(f"gloo://127.0.0.1:{port}", run=RUN)
+        receiver = registry.transport("gloo://").receiver(sender.address, peer="a", run=RUN)
+        assert parse_address(sender.address).port == port
+        sender.close()
+        receiver.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("gloo://0.0.0.0:1", "this host's own"),
+        ("gloo://host:99999", "range"),
+        ("gloo://host:1/path", "write gloo://HOST:PORT"),
+        ("gloo://host:1?x=1", "write gloo://HOST:PORT"),
+    ],
+)
+def test_endpoints_that_make_no_sense_say_so(url: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_endpoint(url)
+
+
+def test_addresses_survive_and_garbage_does_not() -> None:
+    address = parse_address("gloo://[::1]:29600/" + "ab" * 32)
+    assert (address.host, address.port) == ("::1", 29600)
+    assert parse_address(address.url) == address
+    for url in ("gloo://h:1/", "gloo://h/" + "ab" * 32, "gloo://h:1/" + "zz" * 32, "gloo://h:bad/" + "ab" * 32):
+        with pytest.raises(ManifestError, match="not the address"):
+            parse_address(url)
+    secret = "ab" * 32
+    with pytest.raises(ManifestError) as caught:
+        parse_address(f"ftp://h:1/{secret}")
+    assert secret not in str(caught.value)
+
+
+def test_nccl_without_a_gpu_is_refused_with_the_reason() -> None:
+    import torch
+
+    if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+        CollectiveSender("nccl://127.0.0.1:0", run=RUN).close()
+        return
+    with pytest.raises(UnsupportedError, match="nccl"):
+        CollectiveSender("nccl://127.0.0.1:0", run=RUN)
+
+
+def test_closing_while_others_wait_ends_in_time(hall: Hall) -> None:
+    a = hall.receiver("a")
+    reader = Reader(a, hall.manifest, version(1), staged=True)
+    opening = threading.Thread(
+        target=hall.sender.open, args=(hall.manifest, version(1)), kwargs={"peers": ["a"], "staged": True}
+    )
+    opening.start()
+    opening.join(DEADLINE_SECONDS)
+    assert not opening.is_alive()
+    hall.sender.close()
+    with pytest.raises(Exception, match=r"closed|gone"):
+        reader.result()
