@@ -7,7 +7,6 @@ called from any thread and wake an iteration that waits.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from weightcast.errors import (
     UpdateAbortedError,
     WeightcastError,
 )
-from weightcast.interfaces import Bucket, Receiver
+from weightcast.interfaces import Bucket, Receiver, Rereadable
 from weightcast.link import WorkerLink
 from weightcast.manifest import Manifest, WeightVersion
 from weightcast.transports.collective_memory import NUM_SLOTS
@@ -48,32 +47,10 @@ from weightcast.transports.collective_records import (
 )
 from weightcast.transports.collective_sharing import host_identity
 from weightcast.transports.collective_stream import Stream, Target
-from weightcast.transports.collective_supply import Supply
+from weightcast.transports.collective_supply import Supply, Wanted
 
 _PUBLISHER = "trainer"
 _CONNECT_SECONDS = 15.0
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Wanted:
-    """An update that the worker waits for; `begin` once the sender has begun it, in its latest form."""
-
-    manifest: Manifest
-    version: WeightVersion
-    staged: bool
-    begin: Begin | None = None
-    num_received: int = 0
-    num_taken: int = 0
-    num_released: int = 0
-    aborted: str | None = None
-
-    @property
-    def num_buckets(self) -> int:
-        return len(self.manifest.buckets)
-
-    @property
-    def update(self) -> int:
-        return 0 if self.begin is None else self.begin.update
 
 
 class CollectiveReceiver:
@@ -96,7 +73,7 @@ class CollectiveReceiver:
         self._condition = threading.Condition()
         self._supply = Supply(run, peer, self._device, deadline_seconds)
         self._epoch = 0
-        self._wanted: _Wanted | None = None
+        self._wanted: Wanted | None = None
         self._pending: Begin | None = None
         self._stream: Stream | None = None
         self._ended = ""
@@ -126,7 +103,7 @@ class CollectiveReceiver:
             self._require_connection()
             self._supply.prepare(manifest, staged=staged)
             self._heard_at = time.monotonic()
-            self._wanted = _Wanted(manifest, version, staged)
+            self._wanted = Wanted(manifest, version, staged)
             self._tell(Opened(version.number))
             self._match()
             self._condition.notify_all()
@@ -145,7 +122,7 @@ class CollectiveReceiver:
             reader = self._supply.reader
         yield from self._own_buckets(wanted) if reader is None else self._shared_buckets(wanted, reader)
 
-    def _own_buckets(self, wanted: _Wanted) -> Iterator[Bucket]:
+    def _own_buckets(self, wanted: Wanted) -> Iterator[Bucket]:
         while wanted.num_taken < wanted.num_buckets:
             with self._condition:
                 self._await(wanted, lambda: wanted.num_received > wanted.num_taken)
@@ -159,7 +136,7 @@ class CollectiveReceiver:
                 wanted.num_released = wanted.num_taken
                 self._condition.notify_all()
 
-    def _shared_buckets(self, wanted: _Wanted, reader: Receiver) -> Iterator[Bucket]:
+    def _shared_buckets(self, wanted: Wanted, reader: Receiver) -> Iterator[Bucket]:
         try:
             for bucket in reader:
                 wanted.num_taken += 1
@@ -173,6 +150,11 @@ class CollectiveReceiver:
             self._check_live(wanted)
             if self._stream is None:
                 self._on_whole(wanted)
+
+    def reread(self, bucket: Bucket) -> bool:
+        """With shared memory, what this worker wrote over a bucket is dropped; else every update arrives anew."""
+        reader = self._supply.reader
+        return isinstance(reader, Rereadable) and reader.reread(bucket)
 
     def end(self) -> None:
         """Give the update up or be done with it; wakes an iteration, which raises UpdateAbortedError. Idempotent."""
@@ -337,7 +319,7 @@ class CollectiveReceiver:
                 self._on_whole(wanted)
             self._condition.notify_all()
 
-    def _on_whole(self, wanted: _Wanted) -> None:
+    def _on_whole(self, wanted: Wanted) -> None:
         wanted.num_received = wanted.num_buckets
         self._tell(Whole(wanted.update))
 
@@ -359,7 +341,7 @@ class CollectiveReceiver:
 
     # --- waiting ---
 
-    def _await(self, wanted: _Wanted, is_done: Callable[[], bool]) -> None:
+    def _await(self, wanted: Wanted, is_done: Callable[[], bool]) -> None:
         """Wait until it is done. Raises whatever ends the update, PeerTimeoutError if nothing is heard."""
         start = time.monotonic()
         while True:
@@ -373,7 +355,7 @@ class CollectiveReceiver:
                 raise PeerTimeoutError(f"nothing was heard of the publisher for {patience:g} s", peer=_PUBLISHER)
             self._condition.wait(remaining)
 
-    def _check_live(self, wanted: _Wanted) -> None:
+    def _check_live(self, wanted: Wanted) -> None:
         self._require_open()
         if self._wanted is not wanted:
             raise UpdateAbortedError(f"version {wanted.version.number} was ended on this side")

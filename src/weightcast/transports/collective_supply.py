@@ -7,6 +7,8 @@ while somebody is waited for.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from weightcast.errors import PeerTimeoutError
@@ -14,12 +16,35 @@ from weightcast.interfaces import Receiver
 from weightcast.manifest import Manifest, WeightVersion
 from weightcast.places import place
 from weightcast.transports.collective_memory import NUM_SLOTS, Memory
+from weightcast.transports.collective_records import Begin
 from weightcast.transports.collective_sharing import SharedMemory, read_along
 from weightcast.transports.collective_stream import Stream, Target
 
 READERS_PATIENCE = 10.0
 """A reader waits that many deadlines for the worker that receives: its own link says whether the publisher lives."""
 _STREAM_END_SECONDS = 5.0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Wanted:
+    """An update that the worker waits for; `begin` once the sender has begun it, in its latest form."""
+
+    manifest: Manifest
+    version: WeightVersion
+    staged: bool
+    begin: Begin | None = None
+    num_received: int = 0
+    num_taken: int = 0
+    num_released: int = 0
+    aborted: str | None = None
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self.manifest.buckets)
+
+    @property
+    def update(self) -> int:
+        return 0 if self.begin is None else self.begin.update
 
 
 class Supply:
