@@ -3,14 +3,14 @@
 For a model of transformers that is its checkpoint (see `conversion`); for any other module its state dict, without the
 prefixes of wrappers (DDP, torch.compile, activation checkpointing, FSDP). Invariants: every view is memory that the
 module computes with; tensors of equal memory and geometry are one record, with the other names as its aliases; the
-record objects stay the same as long as the module's tensors do. A change of values never counts as a change.
+record objects stay the same as long as the module's tensors do. A change of values never counts as a change. What is
+sharded is seen as its whole, without data; `LiveCheckpoint.regions` has what this rank holds of it.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -18,9 +18,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from weightcast import conversion
+from weightcast import conversion, sharding
 from weightcast.bucket import DTYPE_NAMES
+from weightcast.interfaces import Held, Regions
 from weightcast.manifest import TensorSpec
+from weightcast.plan import whole
+from weightcast.sharding import Block
 
 Buffers: TypeAlias = Literal["persistent", "none", "all"]
 """Which buffers belong: those of the state dict (as `save_pretrained` has it), none, or also the others."""
@@ -36,18 +39,23 @@ WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpe
 """Modules whose child `module` is the real one; told by name, so that no framework is imported."""
 
 
+Blocks: TypeAlias = dict[int, Block]
+"""Sharded parameters by the id of the parameter."""
+
+
 def checkpoint_tensors(
-    module: nn.Module, *, buffers: Buffers = "persistent", names: Names | None = None
+    module: nn.Module, *, buffers: Buffers = "persistent", names: Names | None = None, blocks: Blocks | None = None
 ) -> tuple[tuple[TensorSpec, ...], dict[str, torch.Tensor]]:
     """The records of a module in checkpoint form, and for each record's name a view of the live memory.
 
-    No data is touched, so a module on the meta device will do. Raises ValueError for what has no such form: sharded
-    parameters, tensor subclasses, doubled names, conversions that are no view.
+    Sharded parameters go into `blocks`, and their views are of a stand-in without data; without `blocks` they are an
+    error. No data is touched, so a module on the meta device will do. Raises ValueError for what has no such form:
+    partial sums, tensor subclasses, doubled names, conversions that are no view.
     """
     if buffers not in ("persistent", "none", "all"):
         raise ValueError(f"buffers is {buffers!r}; choose persistent, none or all")
     model = _unwrap(module)
-    kept, doubles = _split_tied(model, dict(_live_tensors(model, buffers)))
+    kept, doubles = _split_tied(model, dict(_live_tensors(model, buffers, blocks)))
     if conversion.is_pretrained(model):
         views = conversion.checkpoint_views(model, kept)
         doubles = conversion.checkpoint_views(model, doubles) if doubles else {}
@@ -70,29 +78,32 @@ def _is_wrapping(module: nn.Module, child_name: str) -> bool:
     return child_name in WRAPPER_CHILDREN
 
 
-def _live_tensors(module: nn.Module, buffers: Buffers, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def _live_tensors(
+    module: nn.Module, buffers: Buffers, blocks: Blocks | None, prefix: str = ""
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every name of the state dict with its plain tensor, in order; tied ones under each of their names."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            yield prefix + name, _plain(prefix + name, parameter)
+            yield prefix + name, _plain(prefix + name, parameter, blocks)
     for name, buffer in module._buffers.items():
         wanted = buffers == "all" or (buffers == "persistent" and name not in module._non_persistent_buffers_set)
         if buffer is not None and wanted:
-            yield prefix + name, _plain(prefix + name, buffer)
+            yield prefix + name, _plain(prefix + name, buffer, blocks)
     for name, child in module._modules.items():
         if child is not None:
             inner = prefix if _is_wrapping(module, name) else f"{prefix}{name}."
-            yield from _live_tensors(child, buffers, inner)
+            yield from _live_tensors(child, buffers, blocks, inner)
 
 
-def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as ordinary strided memory, detached. Raises ValueError if it is none."""
-    local = _local(tensor)
-    if local is None:
+def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tensor:
+    """The tensor as ordinary strided memory, detached, or its stand-in. Raises ValueError if it is neither."""
+    is_sharded = sharding.is_sharded(tensor)
+    if is_sharded and blocks is None:
         raise ValueError(
-            f"{name!r} is a DTensor with {getattr(tensor, 'placements', '?')}: sharded trainers come with gather; "
-            "publish from an unsharded module (a mesh of one device is taken as it is)"
+            f"{name!r} is a DTensor with {getattr(tensor, 'placements', '?')}: an engine needs all of it in one place "
+            "(a mesh of one device is taken as it is)"
         )
+    local = sharding.local_tensor(tensor)
     if nn.parameter.is_lazy(local):
         raise ValueError(f"{name!r} has no shape yet: run one forward pass of the lazy module first")
     if tuple(getattr(local, "ds_shape", local.shape)) != tuple(local.shape):
@@ -104,16 +115,11 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"{name!r} is a {type(local).__name__} of layout {local.layout}, not one block of memory")
     if local.dtype not in DTYPE_NAMES:
         raise ValueError(f"{name!r} is {local.dtype}, which can't travel; known: {', '.join(DTYPE_NAMES.values())}")
-    return local.detach()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor itself, or what a DTensor holds if that is all of it, or None."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is None or not isinstance(tensor, distributed.DTensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local() if tensor.device_mesh.size() == 1 else None
+    if not is_sharded or blocks is None:
+        return local.detach()
+    if id(tensor) not in blocks:
+        blocks[id(tensor)] = sharding.block(name, tensor)
+    return blocks[id(tensor)].standin
 
 
 def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -188,10 +194,20 @@ class LiveCheckpoint:
     `specs` only when these have other names, shapes or dtypes.
     """
 
-    def __init__(self, module: nn.Module, *, buffers: Buffers = "persistent", names: Names | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        buffers: Buffers = "persistent",
+        names: Names | None = None,
+        sharded: bool = False,
+    ) -> None:
+        """`sharded`: take modules of which this rank holds a part only."""
         self.specs: tuple[TensorSpec, ...] = ()
         self.views: dict[str, torch.Tensor] = {}
         self._module, self._buffers, self._names = module, buffers, names
+        self._blocks: Blocks | None = {} if sharded else None
+        self._fsdp_modules: list[nn.Module] = []
         self._derive()
 
     def refresh(self) -> bool:
@@ -199,6 +215,7 @@ class LiveCheckpoint:
 
         A new shape of as many elements over the same memory is not noticed.
         """
+        sharding.reshard(self._fsdp_modules)
         return self._watch.has_changed() and self._derive()
 
     def refresh_members(self) -> bool:
@@ -207,12 +224,29 @@ class LiveCheckpoint:
 
     def require_memory(self) -> None:
         """Raises ValueError if a tensor is on the meta device."""
-        name = next((name for name, view in self.views.items() if view.is_meta), None)
-        if name is not None:
-            raise ValueError(f"{name!r} is on the meta device, it has no values: materialise the module first")
+        owners = self._owners()
+        for name, view in self.views.items():
+            owner = owners.get(view.untyped_storage()._cdata) if view.is_meta else None
+            if view.is_meta if owner is None else owner.local.is_meta:
+                raise ValueError(f"{name!r} is on the meta device, it has no values: materialise the module first")
+
+    def regions(self) -> Regions:
+        """What this rank holds of each record: all of it, or its part of what is sharded."""
+        owners = self._owners()
+        if not owners:
+            return {name: ((whole(view.shape), view),) for name, view in self.views.items()}
+        return {name: tuple(_held(name, view, owners)) for name, view in self.views.items()}
+
+    def _owners(self) -> dict[int, Block]:
+        """Sharded parameters by the storage of their stand-ins."""
+        return {block.standin.untyped_storage()._cdata: block for block in (self._blocks or {}).values()}
 
     def _derive(self) -> bool:
-        specs, views = checkpoint_tensors(self._module, buffers=self._buffers, names=self._names)
+        if self._blocks is not None:
+            self._fsdp_modules = sharding.fsdp_modules(self._module)
+            sharding.reshard(self._fsdp_modules)
+            self._blocks = {}
+        specs, views = checkpoint_tensors(self._module, buffers=self._buffers, names=self._names, blocks=self._blocks)
         self._watch = _Watch(self._module, self._buffers)
         changed = _keys(views) != _keys(self.views) or specs != self.specs
         if specs != self.specs:
@@ -220,6 +254,13 @@ class LiveCheckpoint:
         if changed:
             self.views = views
         return changed
+
+
+def _held(name: str, view: torch.Tensor, owners: Mapping[int, Block]) -> Iterator[Held]:
+    owner = owners.get(view.untyped_storage()._cdata) if view.is_meta else None
+    held = (whole(view.shape), view) if owner is None else sharding.held(owner, view, name)
+    if held is not None:
+        yield held
 
 
 def _keys(views: Mapping[str, torch.Tensor]) -> list[tuple[Any, ...]]:
@@ -247,8 +288,8 @@ class _Watch:
         self._values = self._all_values()
         self._names = list(itertools.chain.from_iterable(self._filled))
         tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
-        self._plain = [tensor for tensor in tensors if _local(tensor) is tensor]
-        self._sharded = [tensor for tensor in tensors if _local(tensor) is not tensor]
+        self._plain = [tensor for tensor in tensors if sharding.as_dtensor(tensor) is None]
+        self._distributed = [tensor for tensor in tensors if sharding.as_dtensor(tensor) is not None]
         self._places = list(self._all_places())
 
     def has_changed(self) -> bool:
@@ -274,5 +315,5 @@ class _Watch:
         for start in range(0, len(self._plain), _BATCH_TENSORS):
             batch = self._plain[start : start + _BATCH_TENSORS]
             yield tuple(list(map(look, batch)) for look in _LOOKS)
-        local = (_local(tensor) for tensor in self._sharded)
-        yield ([0 if tensor is None else tensor.data_ptr() for tensor in local],)
+        local = [sharding.local_tensor(tensor) for tensor in self._distributed]
+        yield tuple(list(map(look, local)) for look in _LOOKS)

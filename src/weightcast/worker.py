@@ -105,7 +105,7 @@ class Worker:
         try:
             registry.transport(info.transport)
         except (ValueError, ImportError) as exc:
-            raise UnsupportedError(f"this engine has no transport for {info.transport!r}: {exc}") from exc
+            raise UnsupportedError(f"this engine has no such transport: {exc}") from exc
         with self._init_lock:
             former = self._require_free(info)
             if former is not None:

@@ -39,7 +39,9 @@ class InitInfo(msgspec.Struct, frozen=True):
     protocol: int = PROTOCOL
 
     def __repr__(self) -> str:
-        return f"InitInfo(run={self.run!r}, engine={self.engine!r}, transport={self.transport!r}, link={self.link!r})"
+        # A transport's address may end in a secret of its own.
+        transport = "/".join(self.transport.split("/")[:3])
+        return f"InitInfo(run={self.run!r}, engine={self.engine!r}, transport={transport!r}, link={self.link!r})"
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer", tag_field="kind"):

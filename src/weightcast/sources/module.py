@@ -12,11 +12,14 @@ from weightcast.bucket import DTYPE_NAMES
 from weightcast.checkpoint import CASTABLE, Buffers, LiveCheckpoint, Names
 from weightcast.interfaces import Regions
 from weightcast.manifest import TensorSpec
-from weightcast.plan import whole
 
 
 class ModuleSource:
     """A `Source` of any module on one device or several; wrappers (DDP, torch.compile, ...) are looked through.
+
+    Sharded parameters (FSDP2, tensor-parallel DTensor, HSDP, and their mixtures) are taken as they are: `specs` has
+    their global shapes, `regions` what this rank holds, wherever it lies. Parameters that FSDP2 has left whole after a
+    forward pass are resharded first.
 
     `dtype`: what half, bfloat16, single and double precision tensors are cast to while they are packed; others stay.
     `names` renames checkpoint names; `buffers` are by default those of the state dict.
@@ -36,7 +39,7 @@ class ModuleSource:
         if dtype is not None and DTYPE_NAMES.get(dtype) not in CASTABLE:
             raise ValueError(f"dtype is {dtype}; weights can be cast to {', '.join(sorted(CASTABLE))}")
         self._dtype = None if dtype is None else DTYPE_NAMES[dtype]
-        self._live = LiveCheckpoint(model, buffers=buffers, names=names)
+        self._live = LiveCheckpoint(model, buffers=buffers, names=names, sharded=True)
         self._of: object = None
         self._specs: tuple[TensorSpec, ...] = ()
         self._views: object = None
@@ -51,12 +54,12 @@ class ModuleSource:
         return self._specs
 
     def regions(self) -> Regions:
-        """Every tensor whole; the same object until the module's tensors are replaced."""
+        """What this rank holds, all of it or its shards; the same object until the module's tensors are replaced."""
         self._live.refresh()
         if self._views is not self._live.views:
             self._live.require_memory()
             self._views = self._live.views
-            self._regions = {name: ((whole(view.shape), view),) for name, view in self._live.views.items()}
+            self._regions = self._live.regions()
         return self._regions
 
     def _cast(self, spec: TensorSpec) -> TensorSpec:
