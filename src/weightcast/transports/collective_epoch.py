@@ -17,8 +17,12 @@ from weightcast.transports.collective_members import Member, tell
 from weightcast.transports.collective_records import Join, ReadAlong
 
 _ALL = 1 << 62
-RECEIVERS_PATIENCE = 10.0
-"""A receiver's operations may take that many of the sender's deadlines: its link says whether the sender lives."""
+RECEIVERS_PATIENCE = 3.0
+"""A receiver's operations may take that many of the sender's deadlines, which waits for somebody else meanwhile.
+
+Its link says whether the sender lives. But gloo wakes no receive whose connection ended in the middle of its bytes:
+until then its thread, its sockets and where it writes to are kept.
+"""
 
 
 class Flight:

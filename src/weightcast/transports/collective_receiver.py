@@ -153,7 +153,7 @@ class CollectiveReceiver:
 
     def reread(self, bucket: Bucket) -> bool:
         """With shared memory, what this worker wrote over a bucket is dropped; else every update arrives anew."""
-        reader = self._supply.reader
+        reader: object = self._supply.reader
         return isinstance(reader, Rereadable) and reader.reread(bucket)
 
     def end(self) -> None:
