@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from demo.watched import Demo
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Demo]]:
-    """Start a demo with these options; it is killed after the test if it still runs."""
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Demo]]:
+    """Start a demo with these options; what still runs is killed after the module's last test."""
     started: list[Demo] = []
 
     def launch(*options: str) -> Demo:
-        demo = Demo(tmp_path, *options)
+        demo = Demo(tmp_path_factory.mktemp("demo"), *options)
         started.append(demo)
         return demo
 

@@ -10,6 +10,7 @@ import torch
 
 from weightcast.demo import grpo, task
 from weightcast.demo.grpo import Answer, Group
+from weightcast.demo.ranks import Ranks
 from weightcast.demo.task import Puzzle, answer_ids
 
 PUZZLE = Puzzle((3, 1))
@@ -47,7 +48,7 @@ def test_a_batch_ignores_what_follows_an_early_end() -> None:
 def test_the_loss_makes_better_answers_likelier() -> None:
     model, uniform = Table(3), -math.log(len(task.WORDS))
     batch = grpo.collate([Group(PUZZLE, (answer(RIGHT, uniform), answer(WRONG, uniform)))])
-    loss = grpo.loss(model, batch)
+    loss = grpo.loss(model, batch, num_tokens=grpo.num_tokens(batch))
     assert loss.item() == pytest.approx(0, abs=1e-6)
     loss.backward()
     assert model.logits.grad is not None
@@ -57,11 +58,25 @@ def test_the_loss_makes_better_answers_likelier() -> None:
     assert push[2].abs().max() < 1e-6  # Both end alike.
 
 
+def test_what_two_ranks_make_of_their_shares_is_on_average_what_one_makes_of_all() -> None:
+    uniform = -math.log(len(task.WORDS))
+    batch = grpo.collate([Group(PUZZLE, (answer(RIGHT, uniform), answer(SHORT, uniform), answer(WRONG, uniform)))])
+
+    def gradient(ranks: Ranks) -> torch.Tensor:
+        model = Table(3)
+        grpo.loss(model, ranks.share(batch), num_tokens=grpo.num_tokens(batch) / ranks.size).backward()
+        assert model.logits.grad is not None
+        return model.logits.grad
+
+    both = (gradient(Ranks(0, 2)) + gradient(Ranks(1, 2))) / 2
+    torch.testing.assert_close(both, gradient(Ranks()))
+
+
 @pytest.mark.parametrize(("moved", "is_pushed"), [(1.0, False), (-1.0, True)])
 def test_a_policy_that_has_moved_far_enough_is_not_pushed_on(moved: float, is_pushed: bool) -> None:
     """`moved`: by how much the right answer's log-probabilities rose, and the wrong one's fell, since the rollouts."""
     model, uniform = Table(3), -math.log(len(task.WORDS))
     group = Group(PUZZLE, (answer(RIGHT, uniform - moved), answer(WRONG, uniform + moved)))
-    grpo.loss(model, grpo.collate([group])).backward()
+    grpo.loss(model, grpo.collate([group]), num_tokens=6).backward()
     assert model.logits.grad is not None
     assert (float(model.logits.grad[:2].abs().max()) > 1e-3) == is_pushed

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from weightcast.demo.masters import MasterAdamW
+from weightcast.demo.ranks import Ranks
 
 
 def bf16_weight() -> torch.nn.Linear:
@@ -54,3 +61,28 @@ def test_the_learning_rate_can_be_changed() -> None:
     descend(layer)
     optimizer.step()
     assert layer.weight.item() == 1.0
+
+
+@pytest.fixture
+def trainer_rank() -> Iterator[None]:
+    """A default group of one rank, in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("trainer_rank")
+def test_shards_take_the_steps_that_the_whole_model_takes() -> None:
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3)).to(torch.bfloat16)
+    sharded = copy.deepcopy(plain)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    models = plain, sharded
+    optimizers = [MasterAdamW(model, learning_rate=1e-2) for model in models]
+    for _ in range(3):
+        for model in models:
+            model(torch.ones(2, 8, dtype=torch.bfloat16)).square().sum().mul(64).backward()
+        norms = [optimizer.step() for optimizer in optimizers]
+        assert norms[0] == pytest.approx(norms[1])
+        assert norms[0] > 1, "they are clipped"
+    for name, weight in Ranks().whole(sharded).items():
+        assert torch.equal(weight, plain.state_dict()[name])

@@ -15,20 +15,33 @@ Start = Callable[..., Demo]
 
 pytestmark = pytest.mark.timeout(240)
 
-A_STEP = r"^ +2  "
+WARMING, A_STEP = "^warm start", r"^ +2  "
 MANY_STEPS = ("--steps", "100000", "--engines", "1")
+TWO_RANKS = ("--trainer-ranks", "2", "--transport", "gloo")
+TRAINER, ENGINE = "weightcast.demo.trainer", "weightcast.cli serve"
 
 
-def test_a_whole_run(start: Start) -> None:
-    demo = start("--steps", "2")
+@pytest.fixture(scope="module")
+def whole_runs(start: Start) -> dict[str, Demo]:
+    """Two runs at the same time: most of a run is waiting for imports."""
+    return {
+        "one rank": start("--steps", "2"),
+        "two ranks": start("--steps", "2", "--engines", "1", *TWO_RANKS),
+    }
+
+
+@pytest.mark.parametrize(("name", "transport", "num_engines"), [("one rank", "ipc", 2), ("two ranks", "gloo", 1)])
+def test_a_whole_run(whole_runs: dict[str, Demo], name: str, transport: str, num_engines: int) -> None:
+    demo = whole_runs[name]
     assert demo.end() == 0, demo.text
     demo.assert_nothing_left()
     for line in (r"reward: 0\.\d+ at the start, [01]\.\d+ at the end", r"passed: every engine", r"report\.html"):
         assert re.search(line, demo.text), demo.text
     report = json.loads((demo.output / "report.json").read_bytes())
     assert [step["versions"] for step in report["steps"]] == [dict.fromkeys(urls(report), n) for n in range(3)]
-    assert len(urls(report)) == 2
+    assert len(urls(report)) == num_engines
     assert not report["failures"]
+    assert report["settings"]["transport"] == transport
     assert sorted(path.name for path in demo.output.iterdir()) == ["report.html", "report.json"]
 
 
@@ -38,24 +51,16 @@ def urls(report: dict[str, object]) -> list[str]:
     return [check["engine"] for check in checks]
 
 
-@pytest.mark.parametrize(
-    ("number", "moment", "times"),
-    [
-        (signal.SIGINT, "^a Qwen3", 1),
-        (signal.SIGINT, "^warm start", 5),
-        (signal.SIGINT, "^step", 1),
-        (signal.SIGTERM, A_STEP, 1),
-    ],
-    ids=["interrupt-starting", "interrupt-warming-impatiently", "interrupt-publishing", "terminate-stepping"],
-)
-def test_a_signal_leaves_nothing(start: Start, number: signal.Signals, moment: str, times: int) -> None:
-    demo = start(*MANY_STEPS)
-    demo.wait_for_line(moment)
-    for _ in range(times):
-        demo.send(number)
-    assert demo.end() == 128 + number
-    demo.assert_nothing_left()
-    assert not demo.output.exists()
+def test_a_signal_leaves_nothing(start: Start) -> None:
+    """An impatient Ctrl-C during the warm start, SIGTERM to another run between two steps."""
+    warming, stepping = start(*MANY_STEPS), start(*MANY_STEPS)
+    for demo, number, moment, times in ((warming, signal.SIGINT, WARMING, 5), (stepping, signal.SIGTERM, A_STEP, 1)):
+        demo.wait_for_line(moment)
+        for _ in range(times):
+            demo.send(number)
+        assert demo.end() == 128 + number
+        demo.assert_nothing_left()
+        assert not demo.output.exists()
 
 
 def test_an_interrupt_at_the_first_child_leaves_nothing(start: Start) -> None:
@@ -66,30 +71,34 @@ def test_an_interrupt_at_the_first_child_leaves_nothing(start: Start) -> None:
     demo.assert_nothing_left()
 
 
-@pytest.mark.parametrize("moment", ["^a Qwen3", A_STEP], ids=["starting", "stepping"])
-def test_killing_the_demo_ends_its_children(start: Start, moment: str) -> None:
-    demo = start(*MANY_STEPS)
-    demo.wait_for_line(moment)
-    demo.wait_for(lambda: len(demo.pids()) >= 3, "three processes")
-    demo.send(signal.SIGKILL)
-    demo.end()
-    demo.assert_nothing_left()
+def test_killing_the_demo_ends_its_children(start: Start) -> None:
+    """While two trainer ranks learn and the engine starts, and while everything works."""
+    warming, stepping = start(*MANY_STEPS, *TWO_RANKS), start(*MANY_STEPS)
+    for demo, moment, num_processes in ((warming, WARMING, 4), (stepping, A_STEP, 3)):
+        demo.wait_for_line(moment)
+        assert len(demo.pids()) >= num_processes
+        demo.send(signal.SIGKILL)
+        demo.end()
+        demo.assert_nothing_left()
 
 
-@pytest.mark.parametrize("victim", ["weightcast.demo.trainer", "weightcast.cli serve"], ids=["trainer", "engine"])
-def test_a_child_that_is_killed_ends_the_demo(start: Start, victim: str) -> None:
-    demo = start(*MANY_STEPS)
-    demo.wait_for_line(A_STEP)
-    demo.look()
-    [pid] = demo.pids(victim)
-    os.kill(pid, signal.SIGKILL)
-    assert demo.end() == 1
-    name = "trainer" if "trainer" in victim else "engine 0"
-    assert f"FAILED: {name} was ended by SIGKILL" in demo.text or "FAILED: PublishError" in demo.text
-    demo.assert_nothing_left()
+def test_a_child_that_is_killed_ends_the_demo(start: Start) -> None:
+    victims = [
+        (start(*MANY_STEPS), WARMING, (TRAINER,), "trainer was ended by SIGKILL"),
+        (start(*MANY_STEPS, *TWO_RANKS), WARMING, (TRAINER, " 1 "), "trainer rank 1 was ended by SIGKILL"),
+        (start(*MANY_STEPS), A_STEP, (ENGINE,), "engine 0 was ended by SIGKILL|PublishError"),
+    ]
+    for demo, moment, words, reason in victims:
+        demo.wait_for_line(moment)
+        demo.look()
+        [pid] = demo.pids(*words)
+        os.kill(pid, signal.SIGKILL)
+        assert demo.end() == 1
+        assert re.search(f"FAILED: ({reason})", demo.text), demo.text
+        demo.assert_nothing_left()
 
 
-@pytest.mark.parametrize("options", [("--steps", "0"), ("--engines", "0"), ("--seed", "-1")])
+@pytest.mark.parametrize("options", [("--steps", "0"), ("--engines", "0"), ("--seed", "-1"), ("--trainer-ranks", "9")])
 def test_senseless_numbers_are_refused(start: Start, options: tuple[str, str]) -> None:
     demo = start(*options)
     assert demo.end() == 2

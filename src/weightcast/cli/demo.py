@@ -9,6 +9,7 @@ from typing import Any
 EPILOG = """
 examples:
   weightcast demo
+  weightcast demo --trainer-ranks 2 --transport gloo
   weightcast demo --help
 """
 

@@ -49,9 +49,13 @@ class Child:
             self._process.stdin.write(line + b"\n")
             self._process.stdin.flush()
 
+    def status(self) -> int:
+        """Its exit status, -n after signal n. Waits for it."""
+        return self._process.wait(TERMINATION_SECONDS)
+
     def last_words(self) -> str:
         """How it ended, with the end of its log. Waits for it."""
-        status = self._process.wait(TERMINATION_SECONDS)
+        status = self.status()
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         lines = self.log.read_text(errors="replace").splitlines()[-NUM_LOG_LINES:]
         return "\n  | ".join([f"{self.name} {how}" + (", its last words:" if lines else ""), *lines])

@@ -74,8 +74,16 @@ def collate(groups: Sequence[Group]) -> Batch:
     return Batch(torch.tensor(rows), torch.tensor(targets), torch.tensor(old), torch.tensor(scores))
 
 
-def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """The clipped policy gradient, a mean over all tokens of all answers (DAPO: long answers count by their length)."""
+def num_tokens(batch: Batch) -> int:
+    """Of all answers together."""
+    return int((batch.targets != IGNORED).sum())
+
+
+def loss(model: torch.nn.Module, batch: Batch, *, num_tokens: float) -> torch.Tensor:
+    """The clipped policy gradient, a sum over all tokens of all answers, divided by `num_tokens`.
+
+    With the batch's own number it is their mean (DAPO: long answers count by their length).
+    """
     mask = batch.targets != IGNORED
     width = batch.targets.shape[1]
     logits = model(input_ids=batch.tokens[:, :-1], use_cache=False, logits_to_keep=width).logits.float()
@@ -84,4 +92,4 @@ def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     ratio = (logprobs - batch.old_logprobs).exp()
     score = batch.advantages.unsqueeze(-1)
     gain = torch.minimum(ratio * score, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * score)
-    return -(gain * mask).sum() / mask.sum()
+    return -(gain * mask).sum() / num_tokens

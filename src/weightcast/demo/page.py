@@ -62,7 +62,7 @@ def _head(result: Result) -> str:
     return (
         "<h1>weightcast demo</h1>"
         f"<p>A trainer taught a small Qwen3 to sort digits with GRPO and published every step to {result.num_engines} "
-        "inference servers over <code>ipc://</code>, while these generated its rollouts.</p>"
+        f"inference servers over <code>{result.settings.transport}://</code>, while these generated its rollouts.</p>"
         + (verdict or '<div class="verdict">passed: every engine serves exactly the last version</div>')
     )
 

@@ -7,23 +7,34 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 
 from weightcast.demo import report, supervisor
 from weightcast.demo.events import Event
 from weightcast.demo.result import Machine, Result
-from weightcast.demo.settings import Settings
+from weightcast.demo.settings import Settings, Transport
 from weightcast.demo.table import PLAIN_WIDTH, view
 
 DEFAULT_STEPS = 40
 QUICK_STEPS = 3
+MAX_TRAINER_RANKS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--steps", type=int, metavar="N", help=f"training steps, each with a publish (default: {DEFAULT_STEPS})")
     add("--engines", type=int, default=2, metavar="N", help="inference servers (default: %(default)s)")
+    add(
+        "--trainer-ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help=f"processes that the trainer's model is sharded over with FSDP2, at most {MAX_TRAINER_RANKS} "
+        "(default: %(default)s)",
+    )
+    add("--transport", choices=get_args(Transport), default="ipc", help="of the weights (default: %(default)s)")
     add("--seed", type=int, default=0, help="of weights, puzzles and samples (default: %(default)s)")
     add(
         "--output",
@@ -63,9 +74,13 @@ def _settings(args: argparse.Namespace) -> Settings:
     num_steps = args.steps if args.steps is not None else (QUICK_STEPS if args.quick else DEFAULT_STEPS)
     if num_steps < 1 or args.engines < 1:
         raise ValueError(f"--steps is {num_steps} and --engines {args.engines}; both must be at least 1")
+    if not 1 <= args.trainer_ranks <= MAX_TRAINER_RANKS:
+        raise ValueError(f"--trainer-ranks is {args.trainer_ranks}; it must be 1 to {MAX_TRAINER_RANKS}")
     if not 0 <= args.seed < 1 << 31:
         raise ValueError(f"--seed is {args.seed}; it must be 0 to {(1 << 31) - 1}")
-    return (Settings.quick if args.quick else Settings)(seed=args.seed, num_steps=num_steps)
+    return (Settings.quick if args.quick else Settings)(
+        seed=args.seed, num_steps=num_steps, num_trainer_ranks=args.trainer_ranks, transport=args.transport
+    )
 
 
 def _console() -> Console:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 MODEL_DIRECTORY = "model"
 """Inside the run directory: what the engines are started from."""
+
+Transport = Literal["ipc", "gloo"]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Travels to the trainer as JSON. The warm start ends after `warmup_seconds`, the training `budget_seconds` after
     the trainer's start, however many steps are done: a slow machine trains less, and is in time all the same.
 
-    A step's rollouts are `prompts_per_step` puzzles, each answered `answers_per_prompt` times, spread over all
-    engines in requests of `prompts_per_request`.
+    The model is sharded over `num_trainer_ranks` processes. A step's rollouts are `prompts_per_step` puzzles, each
+    answered `answers_per_prompt` times, spread over all engines in requests of `prompts_per_request`.
     """
 
     seed: int
     num_steps: int
+    num_trainer_ranks: int = 1
+    transport: Transport = "ipc"
     num_digits: int = 5
     hidden_size: int = 192
     num_layers: int = 3
@@ -35,12 +41,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     budget_seconds: float = 120.0
     min_reward_gain: float = 0.1
 
+    @property
+    def transport_url(self) -> str:
+        return {"ipc": "ipc://", "gloo": "gloo://127.0.0.1:0"}[self.transport]
+
     @classmethod
-    def quick(cls, *, seed: int, num_steps: int) -> Settings:
+    def quick(cls, *, seed: int, num_steps: int, num_trainer_ranks: int = 1, transport: Transport = "ipc") -> Settings:
         """The same run in seconds of training, too short to learn much: the reward need not rise."""
         return cls(
             seed=seed,
             num_steps=num_steps,
+            num_trainer_ranks=num_trainer_ranks,
+            transport=transport,
             num_digits=2,
             hidden_size=64,
             num_layers=1,

@@ -1,4 +1,4 @@
-"""Runs the trainer and the engines to their end, and whatever happens leaves nothing of them behind.
+"""Runs the trainer's ranks and the engines to their end, and whatever happens leaves nothing of them behind.
 
 Invariants: everything lives in one run directory, which is removed after the last process has ended; a signal, a child
 that ends too early or a silence that lasts too long ends the run; nothing waits for anything but the selector.
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,7 @@ from weightcast.demo.interrupts import Interrupts
 from weightcast.demo.settings import MODEL_DIRECTORY, Settings
 
 PREFIX = "weightcast-demo-"
+TRAINER = "weightcast.demo.trainer"
 SILENCE_SECONDS = 120.0
 _READ_BYTES = 1 << 16
 _READY = re.compile(rb"^weightcast: serving .* at (http://\S+)\n", re.MULTILINE)
@@ -96,7 +98,7 @@ class _Loop:
 
 
 class _Run:
-    """The trainer first, which writes the model directory; then the engines, of which the trainer is told."""
+    """The trainer first, whose rank 0 writes the model directory; then the engines, of which every rank is told."""
 
     def __init__(
         self, settings: Settings, num_engines: int, watch: Watch, directory: Path, children: Children, loop: _Loop
@@ -108,36 +110,45 @@ class _Run:
         self._children = children
         self._loop = loop
         self._events = EventReader()
+        self._trainer: list[Child] = []
         self._urls: dict[str, str] = {}
         self._heard = time.monotonic()
 
     def run(self) -> None:
         try:
-            with self._started_trainer():
+            with self._started_leader():
+                self._start_followers()
                 self._loop.run(lambda: time.monotonic() - self._heard)
         except _Failed as exc:
             self._watch(Ended(problem=str(exc)))
 
     @contextlib.contextmanager
-    def _started_trainer(self) -> Iterator[None]:
+    def _started_leader(self) -> Iterator[None]:
         reader, writer = os.pipe()
         try:
             try:
-                self._trainer = self._children.start(
-                    "trainer", self._trainer_command(writer), pass_descriptors=(writer,)
-                )
+                leader = self._start_trainer(0, writer)
             finally:
                 os.close(writer)
             self._loop.add(reader, lambda: self._read_events(reader))
-            self._loop.add(self._trainer, lambda: self._trainer_ended(reader))
+            self._loop.add(leader, lambda: self._leader_ended(leader, reader))
             yield
         finally:
             os.close(reader)
 
-    def _trainer_command(self, events_descriptor: int) -> list[str]:
+    def _start_followers(self) -> None:
+        for trainer_rank in range(1, self._settings.num_trainer_ranks):
+            follower = self._start_trainer(trainer_rank)
+            self._loop.add(follower, partial(self._follower_ended, follower))
+
+    def _start_trainer(self, trainer_rank: int, events_descriptor: int | None = None) -> Child:
         settings = msgspec.json.encode(self._settings).decode()
-        module = "weightcast.demo.trainer"
-        return [sys.executable, "-m", module, settings, str(self._directory), str(events_descriptor)]
+        passed = () if events_descriptor is None else (events_descriptor,)
+        command = [sys.executable, "-m", TRAINER, settings, str(self._directory), *map(str, (trainer_rank, *passed))]
+        name = "trainer" if self._settings.num_trainer_ranks == 1 else f"trainer rank {trainer_rank}"
+        child = self._children.start(name, command, pass_descriptors=passed)
+        self._trainer.append(child)
+        return child
 
     def _engine_command(self, index: int) -> list[str]:
         serve = [sys.executable, "-m", "weightcast.cli", "serve", str(self._directory / MODEL_DIRECTORY)]
@@ -158,11 +169,17 @@ class _Run:
             self._loop.is_over |= isinstance(event, Ended)
         return bool(data)
 
-    def _trainer_ended(self, reader: int) -> None:
+    def _leader_ended(self, leader: Child, reader: int) -> None:
         while not self._loop.is_over and self._read_events(reader):
             pass
         if not self._loop.is_over:
-            raise _Failed(self._trainer.last_words())
+            raise _Failed(leader.last_words())
+
+    def _follower_ended(self, follower: Child) -> None:
+        """It has done its part if its status is 0; rank 0 may go on."""
+        self._loop.remove(follower)
+        if follower.status() != 0:
+            raise _Failed(follower.last_words())
 
     def _start_engines(self) -> None:
         for index in range(self._num_engines):
@@ -193,14 +210,17 @@ class _Run:
         self._heard = time.monotonic()
         self._urls[engine.name] = found.group(1).decode()
         if len(self._urls) == self._num_engines:
-            self._trainer.tell(msgspec.json.encode(sorted(self._urls.values())))
+            for trainer in self._trainer:
+                trainer.tell(msgspec.json.encode(sorted(self._urls.values())))
 
 
 def _environment(directory: str) -> dict[str, str]:
-    """The children's: temporary files go to the run directory, nothing asks a hub, nothing forks a tokenizer's pool."""
+    """The children's: temporary files go to the run directory, trainer ranks meet on loopback, nothing asks a hub,
+    nothing forks a tokenizer's pool."""
     return {
         **os.environ,
         "TMPDIR": directory,
+        "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",

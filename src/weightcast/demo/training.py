@@ -1,8 +1,8 @@
-"""The trainer's loop: warm start, then GRPO, one step off policy, with a publish to every engine after each step.
+"""What trainer rank 0 leads: GRPO, one step off policy, with a publish to every engine after each step.
 
 Half of a step's rollouts is asked for before the policy is updated, so that engines and trainer work at the same
 time; the other half just before the publish, which therefore lands in engines that generate. Invariants: every token
-of a rollout is of a version that was published; the weights don't change while they are published.
+of a rollout is of a version that was published.
 """
 
 from __future__ import annotations
@@ -12,22 +12,15 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-import torch
-from transformers import Qwen3ForCausalLM
-
 from weightcast.demo import grpo
 from weightcast.demo.events import Evaluated, Event, Stepped
 from weightcast.demo.grpo import Group
-from weightcast.demo.masters import MasterAdamW
+from weightcast.demo.learner import FIRST_VERSION, Learner
 from weightcast.demo.rollouts import Pending, Rollouts
 from weightcast.demo.settings import Settings
 from weightcast.demo.task import Puzzle, draw
 from weightcast.errors import WeightcastError
-from weightcast.publisher import Publisher
 from weightcast.report import PublishReport
-
-FIRST_VERSION = 0
-"""What the warm start is published as; step n publishes version n."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,23 +62,24 @@ class Training:
 
     def __init__(
         self,
-        model: Qwen3ForCausalLM,
-        publisher: Publisher,
+        learner: Learner,
         rollouts: Rollouts,
         settings: Settings,
         *,
         rng: random.Random,
         emit: Callable[[Event], None],
     ) -> None:
-        self._model = model
-        self._publisher = publisher
+        self._learner = learner
         self._rollouts = rollouts
         self._settings = settings
         self._rng = rng
         self._emit = emit
-        self._optimizer = MasterAdamW(model, learning_rate=settings.learning_rate)
         self._eval_puzzles = self._draw(settings.eval_prompts)
-        self.version = FIRST_VERSION
+
+    @property
+    def version(self) -> int:
+        """The last one that was published."""
+        return self._learner.version
 
     def run(self, deadline: float) -> bool:
         """Train until `num_steps` are done or time.monotonic() has reached `deadline`; whether all were done.
@@ -99,6 +93,7 @@ class Training:
             if time.monotonic() > deadline:
                 break
             halves = self._step(halves)
+        self._learner.end()
         for half in halves:
             half.result()
         self._evaluate("end")
@@ -106,7 +101,7 @@ class Training:
 
     def _publish_first(self) -> None:
         start = time.perf_counter()
-        report = self._publisher.publish(self.version)
+        report = self._learner.publish()
         self._emit(_stepped(report, Tally(0, 0, 0, 0, 0, 0), Times(0, 0, time.perf_counter() - start)))
 
     def _step(self, halves: tuple[Pending, Pending]) -> tuple[Pending, Pending]:
@@ -115,22 +110,14 @@ class Training:
         _check_versions(groups, self.version)
         received = time.perf_counter()
         first_half = self._begin_half()
-        self._update(groups)
+        self._learner.learn(grpo.collate(groups))
         trained = time.perf_counter()
         second_half = self._begin_half()
-        report = self._publisher.publish(self.version + 1)
         tally = Tally.of(groups, self.version)
-        self.version += 1
+        report = self._learner.publish()
         times = Times(received - started, trained - received, time.perf_counter() - started)
         self._emit(_stepped(report, tally, times))
         return first_half, second_half
-
-    def _update(self, groups: Sequence[Group]) -> None:
-        loss = grpo.loss(self._model, grpo.collate(groups))
-        if not torch.isfinite(loss):
-            raise WeightcastError(f"the loss became {float(loss)} at version {self.version}: the training diverged")
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()
 
     def _begin_half(self) -> Pending:
         puzzles = self._draw(self._settings.prompts_per_step // 2)

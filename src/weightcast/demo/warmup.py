@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from weightcast.demo import task
 from weightcast.demo.masters import MasterAdamW
+from weightcast.demo.ranks import Ranks
 
 WARMUP_STEPS = 20
 
@@ -19,6 +20,7 @@ WARMUP_STEPS = 20
 def warm_start(
     model: torch.nn.Module,
     rng: random.Random,
+    ranks: Ranks,
     *,
     num_digits: int,
     num_steps: int,
@@ -27,8 +29,9 @@ def warm_start(
     max_seconds: float = math.inf,
     progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> float:
-    """Train in place for `num_steps`, or until `max_seconds` are over; return the last loss.
+    """Train in place for `num_steps`, or until `max_seconds` are over on rank 0; return the last loss.
 
+    Every rank draws the same batches, from an `rng` in the same state, and learns from its share of each.
     `progress(step, loss)` is called after each step.
     """
     optimizer, loss_value = MasterAdamW(model, learning_rate=learning_rate), float("nan")
@@ -37,12 +40,12 @@ def warm_start(
         ramp = min(1.0, (step + 1) / WARMUP_STEPS)
         decay = 1.0 - 0.9 * step / num_steps
         optimizer.set_learning_rate(learning_rate * ramp * decay)
-        loss = _imitation_loss(model, _batch(rng, num_digits, batch_size), num_digits + 1)
+        loss = _imitation_loss(model, ranks.take(_batch(rng, num_digits, batch_size)), num_digits + 1)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        loss_value = float(loss.detach())
+        loss_value = float(ranks.mean(loss))
         progress(step + 1, loss_value)
-        if time.monotonic() > deadline:
+        if ranks.agree(time.monotonic() > deadline):
             break
     return loss_value
 

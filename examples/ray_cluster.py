@@ -1,0 +1,211 @@
+"""Trainer actors and engine actors on a Ray cluster; an engine that is lost comes back, while training goes on.
+
+    python examples/ray_cluster.py                                   # a cluster of its own, on this machine
+    python examples/ray_cluster.py --address auto --trainers 2 --engines 2 --kill-engine-at 3
+
+The trainers shard a model with FSDP2 and publish it after every step. With `--kill-engine-at` an engine actor is
+killed before that step: the others get their versions as before, Ray restarts the lost one, maybe on another node and
+on another port, and the next publish brings it up to date. Needs `pip install "weightcast[serve,ray]"`; weightcast
+itself knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+PATIENCE_SECONDS = 0.5
+"""For an engine that is being restarted; then the step is made without it."""
+DEADLINE_SECONDS = 60.0
+
+
+def make_model(seed: int) -> Any:
+    """Any nn.Module. Trainers and engines must have the same names, shapes and dtypes."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(seed)
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64)) for _ in range(4)]
+    return nn.Sequential(nn.Embedding(128, 64), *blocks, nn.Linear(64, 128))
+
+
+@ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)
+class EngineActor:
+    """A model behind weightcast's routes, on this actor's node. Ray restarts it with the same arguments."""
+
+    def __init__(self, index: int, token: str) -> None:
+        import weightcast
+
+        host = ray.util.get_node_ip_address()
+        engine = weightcast.ModuleEngine(make_model(seed=100 + index))
+        self._server = weightcast.EngineServer(engine, host=host, token=token).start()
+
+    def place(self) -> dict[str, Any]:
+        """Where it is now: another port, and maybe another node, after a restart."""
+        return {"url": self._server.url, "node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
+
+
+@ray.remote(num_cpus=1)
+class TrainerActor:
+    """One trainer rank: its shards of the model, and its side of the publisher."""
+
+    def __init__(self, trainer_rank: int, num_trainers: int) -> None:
+        self._trainer_rank, self._num_trainers = trainer_rank, num_trainers
+        self._host = ray.util.get_node_ip_address()
+
+    def place(self) -> dict[str, Any]:
+        return {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
+
+    def listen(self) -> tuple[str, int]:
+        """Rank 0: where the other ranks find it. On one address only; the store by itself would take all."""
+        import socket
+
+        from torch.distributed import TCPStore
+
+        listener = socket.create_server((self._host, 0))
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return self._host, port
+
+    def join(self, host: str, port: int, token: str) -> None:
+        """All ranks: make the group, shard the model, make the publisher."""
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        import weightcast
+
+        torch.set_num_threads(1)
+        store = self._store if self._trainer_rank == 0 else dist.TCPStore(host, port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=self._trainer_rank, world_size=self._num_trainers)
+        self._model = make_model(seed=0)
+        fully_shard(self._model, mesh=init_device_mesh("cpu", (self._num_trainers,)))
+        torch.manual_seed(1 + self._trainer_rank)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)
+        self._publisher = weightcast.Publisher(
+            weightcast.ModuleSource(self._model),
+            transport=f"gloo://{host}:0",
+            token=token,
+            on_failure="report",
+        )
+        self._engines: set[str] = set()
+
+    def step(self, engines: Sequence[str]) -> dict[str, Any]:
+        """All ranks at the same time: one step, one publish to the engines that there are now."""
+        self._train()
+        for url in self._engines - set(engines):
+            self._publisher.remove_engine(url)
+        for url in set(engines) - self._engines:
+            self._publisher.add_engine(url)
+        self._engines = set(engines)
+        report = self._publisher.publish()
+        return {
+            "version": report.version,
+            "seconds": report.seconds.total,
+            "engines": {url: result.ok for url, result in report.engines.items()},
+        }
+
+    def _train(self) -> None:
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        tokens = torch.randint(128, (8, 32))
+        cross_entropy(self._model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def save(self, directory: Path) -> None:
+        """All ranks: rank 0 writes the whole model, on its node."""
+        from safetensors.torch import save_file
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(self._model, options=options)
+        if self._trainer_rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            save_file(weights, directory / "model.safetensors")
+
+    def close(self) -> None:
+        """All ranks: let the engines go."""
+        import torch.distributed as dist
+
+        self._publisher.close()
+        dist.destroy_process_group()
+
+
+class Job:
+    """The driver's side: all actors, spread over the cluster's nodes."""
+
+    def __init__(self, num_trainers: int, num_engines: int) -> None:
+        self.token = secrets.token_urlsafe()
+        spread = {"scheduling_strategy": "SPREAD"}
+        self.engines = [EngineActor.options(**spread).remote(index, self.token) for index in range(num_engines)]
+        self.trainers = [TrainerActor.options(**spread).remote(rank, num_trainers) for rank in range(num_trainers)]
+        host, port = self._get([self.trainers[0].listen.remote()])[0]
+        places = [engine.place.remote() for engine in self.engines]
+        self._get([trainer.join.remote(host, port, self.token) for trainer in self.trainers])
+        self.places: list[dict[str, Any]] = self._get(places)
+
+    def step(self) -> dict[str, Any]:
+        """One training step, published to every engine where it is now. The publish's report, of rank 0."""
+        self._look_for_engines()
+        urls = [place["url"] for place in self.places]
+        return dict(self._get([trainer.step.remote(urls) for trainer in self.trainers])[0])
+
+    def kill_engine(self, index: int) -> None:
+        """As if its node had failed; Ray restarts it."""
+        ray.kill(self.engines[index], no_restart=False)
+
+    def save(self, directory: Path) -> None:
+        self._get([trainer.save.remote(directory) for trainer in self.trainers])
+
+    def close(self) -> None:
+        self._get([trainer.close.remote() for trainer in self.trainers])
+        for actor in [*self.trainers, *self.engines]:
+            ray.kill(actor)
+
+    def _look_for_engines(self) -> None:
+        """Ask each where it is; one that is being restarted keeps the place that it had."""
+        asked = [engine.place.remote() for engine in self.engines]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=PATIENCE_SECONDS)
+        for index, reference in enumerate(asked):
+            if reference in answered:
+                self.places[index] = ray.get(reference)
+
+    def _get(self, references: list[Any]) -> list[Any]:
+        return list(ray.get(references, timeout=DEADLINE_SECONDS))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--address", help="of a running cluster, `auto` for this machine's (default: start one)")
+    parser.add_argument("--trainers", type=int, default=2)
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--kill-engine-at", type=int, default=3, metavar="STEP", help="0: never (default: %(default)s)")
+    args = parser.parse_args()
+
+    options = {} if args.address else {"num_cpus": args.trainers + args.engines, "include_dashboard": False}
+    ray.init(address=args.address, **options)
+    job = Job(args.trainers, args.engines)
+    for number in range(1, args.steps + 1):
+        if number == args.kill_engine_at:
+            job.kill_engine(0)
+        report = job.step()
+        engines = ", ".join(f"{url} {'ok' if ok else 'failed'}" for url, ok in report["engines"].items())
+        print(f"version {report['version']} in {1e3 * report['seconds']:.0f} ms: {engines}", flush=True)
+    job.close()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

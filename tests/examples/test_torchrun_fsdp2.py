@@ -1,0 +1,42 @@
+"""The torchrun example as users start it: two ranks, an engine of its own, judged by what that holds."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from examples.program import Program
+from safetensors.torch import load_file
+
+import weightcast
+from weightcast.tensor_digest import tensor_digest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrun_fsdp2.py"
+TORCHRUN = [
+    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+    *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
+    str(EXAMPLE),
+]
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_the_engine_holds_the_trainers_last_weights(tmp_path: Path) -> None:
+    temporary, saved_to = tmp_path / "tmp", tmp_path / "checkpoint"
+    temporary.mkdir()
+    command = [*TORCHRUN, "--steps", "3", "--checkpoint", str(saved_to), "--stay"]
+    with Program(command, {"TMPDIR": str(temporary)}) as program:
+        text = program.read_until("^done", 90)
+        published = re.findall(
+            r"^version (\d+): loss .* bytes to (http://127.0.0.1:\d+) in \d+ ms$", text, re.MULTILINE
+        )
+        assert [number for number, _ in published] == ["0", "1", "2"]
+        with contextlib.closing(weightcast.HttpEngine(published[0][1])) as engine:
+            assert engine.info().weight_version == "2"
+            saved = load_file(saved_to / "model.safetensors")
+            assert engine.digests() == {name: tensor_digest(tensor) for name, tensor in saved.items()}
+        program.end(30)
+    left = [path.name for path in temporary.iterdir() if not path.name.startswith("torch")]  # torch leaves logs
+    assert not left
