@@ -9,8 +9,6 @@ sharded is seen as its whole, without data; `LiveCheckpoint.regions` has what th
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -23,7 +21,8 @@ from weightcast.bucket import DTYPE_NAMES
 from weightcast.interfaces import Held, Regions
 from weightcast.manifest import TensorSpec
 from weightcast.plan import whole
-from weightcast.sharding import Block
+from weightcast.sharding import Blocks
+from weightcast.watch import Watch
 
 Buffers: TypeAlias = Literal["persistent", "none", "all"]
 """Which buffers belong: those of the state dict (as `save_pretrained` has it), none, or also the others."""
@@ -37,10 +36,6 @@ CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 WRAPPER_CHILDREN = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "Float16Module"})
 """Modules whose child `module` is the real one; told by name, so that no framework is imported."""
-
-
-Blocks: TypeAlias = dict[int, Block]
-"""Sharded parameters by the id of the parameter."""
 
 
 def checkpoint_tensors(
@@ -61,6 +56,8 @@ def checkpoint_tensors(
         doubles = conversion.checkpoint_views(model, doubles) if doubles else {}
     else:
         views = kept
+    if blocks is not None:
+        blocks.require_slices(views)
     return _records(views, doubles, _renamer(names))
 
 
@@ -117,9 +114,7 @@ def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tens
         raise ValueError(f"{name!r} is {local.dtype}, which can't travel; known: {', '.join(DTYPE_NAMES.values())}")
     if not is_sharded or blocks is None:
         return local.detach()
-    if id(tensor) not in blocks:
-        blocks[id(tensor)] = sharding.block(name, tensor)
-    return blocks[id(tensor)].standin
+    return blocks.standin(name, tensor)
 
 
 def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -206,8 +201,10 @@ class LiveCheckpoint:
         self.specs: tuple[TensorSpec, ...] = ()
         self.views: dict[str, torch.Tensor] = {}
         self._module, self._buffers, self._names = module, buffers, names
-        self._blocks: Blocks | None = {} if sharded else None
+        self._sharded = sharded
         self._fsdp_modules: list[nn.Module] = []
+        self._blocks = Blocks()
+        self._keys: list[tuple[Any, ...]] = []
         self._derive()
 
     def refresh(self) -> bool:
@@ -224,96 +221,43 @@ class LiveCheckpoint:
 
     def require_memory(self) -> None:
         """Raises ValueError if a tensor is on the meta device."""
-        owners = self._owners()
         for name, view in self.views.items():
-            owner = owners.get(view.untyped_storage()._cdata) if view.is_meta else None
+            owner = self._blocks.owner(view)
             if view.is_meta if owner is None else owner.local.is_meta:
                 raise ValueError(f"{name!r} is on the meta device, it has no values: materialise the module first")
 
     def regions(self) -> Regions:
-        """What this rank holds of each record: all of it, or its part of what is sharded."""
-        owners = self._owners()
-        if not owners:
-            return {name: ((whole(view.shape), view),) for name, view in self.views.items()}
-        return {name: tuple(_held(name, view, owners)) for name, view in self.views.items()}
-
-    def _owners(self) -> dict[int, Block]:
-        """Sharded parameters by the storage of their stand-ins."""
-        return {block.standin.untyped_storage()._cdata: block for block in (self._blocks or {}).values()}
+        """What this rank holds of each record: all of it, or its parts of what is sharded, which may be none."""
+        return {name: _held(view, self._blocks) for name, view in self.views.items()}
 
     def _derive(self) -> bool:
-        if self._blocks is not None:
+        blocks = Blocks()
+        if self._sharded:
             self._fsdp_modules = sharding.fsdp_modules(self._module)
             sharding.reshard(self._fsdp_modules)
-            self._blocks = {}
-        specs, views = checkpoint_tensors(self._module, buffers=self._buffers, names=self._names, blocks=self._blocks)
-        self._watch = _Watch(self._module, self._buffers)
-        changed = _keys(views) != _keys(self.views) or specs != self.specs
+        specs, views = checkpoint_tensors(
+            self._module, buffers=self._buffers, names=self._names, blocks=blocks if self._sharded else None
+        )
+        self._watch = Watch(self._module, with_buffers=self._buffers != "none")
+        keys = [_key(view, blocks) for view in views.values()]
+        changed = keys != self._keys or specs != self.specs
         if specs != self.specs:
             self.specs = specs
         if changed:
-            self.views = views
+            self.views, self._blocks, self._keys = views, blocks, keys
         return changed
 
 
-def _held(name: str, view: torch.Tensor, owners: Mapping[int, Block]) -> Iterator[Held]:
-    owner = owners.get(view.untyped_storage()._cdata) if view.is_meta else None
-    held = (whole(view.shape), view) if owner is None else sharding.held(owner, view, name)
-    if held is not None:
-        yield held
+def _held(view: torch.Tensor, blocks: Blocks) -> tuple[Held, ...]:
+    owner = blocks.owner(view)
+    return ((whole(view.shape), view),) if owner is None else tuple(sharding.held(owner, view))
 
 
-def _keys(views: Mapping[str, torch.Tensor]) -> list[tuple[Any, ...]]:
-    return [memory_key(view) for view in views.values()]
-
-
-_BATCH_TENSORS = 1024
-_LOOKS = (torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous)
-
-
-class _Watch:
-    """Notices that a module has other tensors than when the watch was made.
-
-    The views that were made then keep their memory alive, so an equal address is the same memory.
-    """
-
-    def __init__(self, module: nn.Module, buffers: Buffers) -> None:
-        registers: list[dict[str, Any]] = []
-        for part in module.modules():
-            registers += [part._parameters, part._modules]
-            if buffers != "none":
-                registers.append(part._buffers)
-        self._empty = [register for register in registers if not register]
-        self._filled = [register for register in registers if register]
-        self._values = self._all_values()
-        self._names = list(itertools.chain.from_iterable(self._filled))
-        tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
-        self._plain = [tensor for tensor in tensors if sharding.as_dtensor(tensor) is None]
-        self._distributed = [tensor for tensor in tensors if sharding.as_dtensor(tensor) is not None]
-        self._places = list(self._all_places())
-
-    def has_changed(self) -> bool:
-        return self.has_other_members() or not all(map(operator.eq, self._all_places(), self._places))
-
-    def has_other_members(self) -> bool:
-        values = self._all_values()
-        return (
-            any(self._empty)
-            or len(values) != len(self._values)
-            or not all(map(operator.is_, values, self._values))
-            or list(itertools.chain.from_iterable(self._filled)) != self._names
-        )
-
-    def _all_values(self) -> list[Any]:
-        return list(itertools.chain.from_iterable(map(dict.values, self._filled)))
-
-    def _all_places(self) -> Iterator[tuple[list[Any], ...]]:
-        """Where the tensors' memory is, and what tells another view of it (a transpose, a slice) apart, in batches.
-
-        A batch at a time: the later looks at a tensor find it in cache, and a look at a shape costs ten times as much.
-        """
-        for start in range(0, len(self._plain), _BATCH_TENSORS):
-            batch = self._plain[start : start + _BATCH_TENSORS]
-            yield tuple(list(map(look, batch)) for look in _LOOKS)
-        local = [sharding.local_tensor(tensor) for tensor in self._distributed]
-        yield tuple(list(map(look, local)) for look in _LOOKS)
+def _key(view: torch.Tensor, blocks: Blocks) -> tuple[Any, ...]:
+    """Equal for views of the same memory, or that stand for the same parts of it."""
+    owner = blocks.owner(view)
+    if owner is None:
+        return memory_key(view)
+    local = memory_key(owner.local) if owner.local.numel() else ()
+    places = tuple(offsets for offsets, _ in owner.boxes)
+    return (local, places, view.storage_offset(), view.dtype, view.shape, view.stride())

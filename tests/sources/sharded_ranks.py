@@ -1,145 +1,390 @@
-"""What one trainer rank of a sharded-source test does: shards a model, reports its regions' bytes and the truth.
+"""Real trainer ranks for the sharded sources: each shards models, takes a step, reports what it holds and the truth.
 
-Every rank writes a file of its own; the parent puts all together. Case names are `model/parallelism`.
+`rig` is a process that imports once and forks the ranks; every rank writes files of its own into the directory, and the
+test puts them together. A case is `model/parallelism`; a scene makes its own assertions on every rank.
 """
 
 from __future__ import annotations
 
+import datetime
+import multiprocessing
 import os
-from collections.abc import Callable
+import re
+import traceback
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from weightcast.checkpoint import checkpoint_tensors
 from weightcast.sources.module import ModuleSource
 
+DEADLINE_SECONDS = 60.0
+
 
 class Odd(nn.Module):
-    """Sizes that no number of ranks divides, some smaller than that number, beside a buffer and a tied weight."""
+    """Sizes that no number of ranks divides, some smaller than that, beside buffers and perhaps a tied weight."""
 
-    def __init__(self, tied: bool) -> None:
+    def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
         self.up = nn.Linear(5, 7)
         self.down = nn.Linear(7, 3)
         self.scale = nn.Parameter(torch.randn(1))
-        self.head = nn.Linear(7, 5, bias=False)
-        self.other = nn.Linear(7, 5, bias=False)
+        self.head = nn.Linear(5, 9, bias=False)
+        self.other = nn.Linear(5, 9, bias=False)
         if tied:
             self.other.weight = self.head.weight
         self.register_buffer("mean", torch.randn(6))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.up(x) * self.scale
-        return self.down(h).sum() + self.head(h).sum() + self.other(h).sum()
+        return self.down(self.up(x) * self.scale).sum() + self.head(x).sum() + self.other(x).sum()
 
 
-def qwen3(moe: bool, tied: bool) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def mixed() -> nn.Module:
+    model = Odd()
+    model.head.to(torch.bfloat16)
+    return model
 
+
+def qwen3(*, moe: bool = False, tied: bool = False) -> nn.Module:
     fields: dict[str, Any] = {
         "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
         "intermediate_size": 20, "vocab_size": 50, "tie_word_embeddings": tied,
     }  # fmt: skip
     if moe:
         fields |= {"moe_intermediate_size": 12, "num_experts": 6, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
-    config = AutoConfig.for_model("qwen3_moe" if moe else "qwen3", **fields)
-    return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return, no-untyped-call]
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields))
+    return Qwen3ForCausalLM(Qwen3Config(**fields))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "odd": lambda: Odd(tied=False),
+    "odd": Odd,
     "odd-tied": lambda: Odd(tied=True),
-    "qwen3": lambda: qwen3(moe=False, tied=False),
-    "qwen3-tied": lambda: qwen3(moe=False, tied=True),
-    "qwen3-moe": lambda: qwen3(moe=True, tied=False),
+    "odd-mixed": mixed,
+    "qwen3": qwen3,
+    "qwen3-tied": lambda: qwen3(tied=True),
+    "qwen3-moe": lambda: qwen3(moe=True),
 }
+
+CASES = {
+    2: [
+        *("odd/fsdp", "odd-tied/fsdp", "odd-mixed/fsdp", "odd/offload", "odd/tp", "odd/strided", "odd/single"),
+        *("qwen3/fsdp-bf16", "qwen3-tied/fsdp", "qwen3/tp", "qwen3-moe/fsdp"),
+    ],
+    4: [
+        *("odd/fsdp", "odd-tied/fsdp", "odd/fsdp+tp", "odd/hsdp", "odd/hsdp+tp", "odd/grid", "odd/some"),
+        *("qwen3/fsdp+tp", "qwen3-tied/hsdp", "qwen3-moe/fsdp+tp", "qwen3-moe/hsdp+tp", "qwen3-moe/grid"),
+    ],
+}
+"""By number of ranks."""
 
 
 def shard(model: nn.Module, parallelism: str, size: int) -> None:
-    """Shard in place, over all `size` ranks."""
-    axes = parallelism.split("+")
-    if axes == ["fsdp"] or axes == ["offload"]:
-        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
-        _fsdp(model, mesh, **({"offload_policy": CPUOffloadPolicy(pin_memory=False)} if axes == ["offload"] else {}))
-    elif axes == ["tp"]:
-        _tp(model, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)))
-    elif axes == ["hsdp"]:
-        _fsdp(model, init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replica", "dp")))
-    elif axes == ["fsdp", "tp"]:
-        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
-        _tp(model, mesh["tp"])
-        _fsdp(model, mesh["dp"])
-    elif axes == ["hsdp", "tp"]:
-        mesh = init_device_mesh("cpu", (2, size // 4, 2), mesh_dim_names=("replica", "dp", "tp"))
-        _tp(model, mesh["tp"])
-        _fsdp(model, mesh["replica", "dp"])
-    elif axes == ["cols"]:
-        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("a", "b"))
-        for module in model.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                placements = [Replicate(), Shard(parameter.ndim - 1)]
-                module.register_parameter(name, nn.Parameter(distribute_tensor(parameter.data, mesh, placements)))
-    else:
-        raise ValueError(parallelism)
+    """Shard in place. `hsdp+tp` has three axes of 2, 1 and 2 devices; `single` and `some` leave ranks out."""
+    match parallelism:
+        case "fsdp":
+            _fsdp(model, _mesh(dp=size))
+        case "fsdp-bf16":
+            _fsdp(model, _mesh(dp=size), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        case "offload":
+            _fsdp(model, _mesh(dp=size), offload_policy=CPUOffloadPolicy(pin_memory=False))
+        case "tp":
+            _tp(model, _mesh(tp=size))
+        case "hsdp":
+            _fsdp(model, _mesh(replica=2, dp=size // 2))
+        case "fsdp+tp":
+            mesh = _mesh(dp=size // 2, tp=2)
+            _tp(model, mesh["tp"])
+            _fsdp(model, mesh["dp"])
+        case "hsdp+tp":
+            mesh = _mesh(replica=2, dp=size // 4, tp=2)
+            _tp(model, mesh["tp"])
+            _fsdp(model, mesh["replica", "dp"])
+        case "grid":  # expert parallelism is like this: the experts on one axis, their columns on the other
+            _distribute(model, _mesh(a=2, b=size // 2), lambda ndim: [Shard(0), Shard(ndim - 1)])
+        case "strided":
+            _distribute(model, _mesh(a=size), lambda _: [_StridedShard(0, split_factor=3)])
+        case "single":
+            _distribute(model, DeviceMesh("cpu", [0]), lambda _: [Shard(0)])
+        case "some":
+            _distribute(model, DeviceMesh("cpu", [1, 3]), lambda _: [Shard(0)])
+        case _:
+            raise ValueError(parallelism)
 
 
-def _fsdp(model: nn.Module, mesh: Any, **options: Any) -> None:
-    for layer in getattr(getattr(model, "model", None), "layers", []):
+def _mesh(**axes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _distribute(model: nn.Module, mesh: DeviceMesh, placements: Callable[[int], list[Placement]]) -> None:
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            sharded = distribute_tensor(parameter.data, mesh, placements(parameter.ndim), src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(sharded))
+
+
+def _fsdp(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+    for layer in model.model.layers if isinstance(model, PreTrainedModel) else ():
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
 
 
-def _tp(model: nn.Module, mesh: Any) -> None:
-    if isinstance(model, Odd):
-        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        return
-    column, row = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
-    plan = {name: ColwiseParallel() for name, _ in model.named_modules() if name.endswith(column)}
-    plan |= {name: RowwiseParallel() for name, _ in model.named_modules() if name.endswith(row)}
+def _tp(model: nn.Module, mesh: DeviceMesh) -> None:
+    column, row = ("up", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("down", "o_proj", "down_proj")
+    plan: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if name.endswith(("q_norm", "k_norm")):
+            module.requires_grad_(False)  # each rank has the gradient of its own heads only: replicas would drift apart
+        if isinstance(module, nn.Linear) and name.endswith((*column, *row)):
+            plan[name] = ColwiseParallel() if name.endswith(column) else RowwiseParallel()
     parallelize_module(model, mesh, plan)
 
 
-def report(case: str, size: int) -> dict[str, Any]:
-    """Specs, this rank's regions with their bytes after a step of training, and the truth by name."""
-    kind, _, parallelism = case.partition("/")
+def train(model: nn.Module) -> None:
+    """One whole step of training."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    if isinstance(model, PreTrainedModel):
+        tokens = torch.arange(24).reshape(2, 12) % 50
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    else:
+        model(torch.ones(2, 5)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def scale(model: nn.Module) -> None:
+    """As an optimizer does: in place."""
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.mul_(number + 2)
+
+
+def is_trainable(kind: str, parallelism: str) -> bool:
+    if kind.startswith("odd"):
+        return parallelism in ("fsdp", "hsdp", "offload") and kind != "odd-mixed"
+    return parallelism != "grid"
+
+
+def seeded(kind: str) -> nn.Module:
     torch.manual_seed(7)
-    model = MODELS[kind]()
+    return MODELS[kind]()
+
+
+def truth(kind: str, model: nn.Module, trained: bool) -> nn.Module:
+    """The same model, whole: by torch's own gathering, or, where no training took place, by doing the same to it."""
+    whole = seeded(kind)
+    if not trained:
+        scale(whole)
+        return whole
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            whole.get_parameter(name).copy_(full)
+    return whole
+
+
+def report(case: str, size: int) -> dict[str, Any]:
+    """Specs, this rank's regions with their values after a step, and what the whole should be."""
+    kind, _, parallelism = case.partition("/")
+    model = seeded(kind)
     shard(model, parallelism, size)
     source = ModuleSource(model)
     specs, regions = source.specs(), source.regions()
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.mul_(number + 2)  # in place, as an optimizer does
-    is_kept = source.specs() is specs and source.regions() is regions
-    torch.manual_seed(7)
-    truth = MODELS[kind]()
-    with torch.no_grad():
-        for number, parameter in enumerate(truth.parameters()):
-            parameter.mul_(number + 2)
+    before = {name: [data.clone() for _, data in held] for name, held in regions.items()}
+    trained = is_trainable(kind, parallelism)
+    (train if trained else scale)(model)
+    expected_specs, expected = checkpoint_tensors(truth(kind, model, trained))
     return {
-        "specs": [(s.name, s.dtype, s.shape, s.aliases) for s in specs],
-        "regions": [(n, r.offsets, r.sizes, t.contiguous()) for n, held in regions.items() for r, t in held],
-        "expected_specs": [(s.name, s.dtype, s.shape, s.aliases) for s in checkpoint_tensors(truth)[0]],
-        "expected": {name: view.clone() for name, view in checkpoint_tensors(truth)[1].items()},
-        "full": {name: p.full_tensor() for name, p in model.named_parameters() if isinstance(p, DTensor)},
-        "is_kept": is_kept,
+        "is_kept": source.specs() is specs and source.regions() is regions,
+        "moved": sum(
+            not torch.equal(old, new) for n in before for old, (_, new) in zip(before[n], regions[n], strict=True)
+        ),
+        "specs": _plain(specs),
+        "expected_specs": _plain(expected_specs),
+        "regions": [(n, r.offsets, r.sizes, data.contiguous()) for n, held in regions.items() for r, data in held],
+        "expected": {name: view.clone() for name, view in expected.items()},
+        "full": _full_tensors(model),
     }
 
 
-def main(rank: int, size: int, directory: str, cases: list[str]) -> None:
+def _plain(specs: Iterable[Any]) -> list[Any]:
+    return [(spec.name, spec.dtype, spec.shape, spec.aliases) for spec in specs]
+
+
+def _full_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What torch itself gathers, on ranks that take part."""
+    return {
+        name: parameter.full_tensor()
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor) and parameter.device_mesh.get_coordinate() is not None
+    }
+
+
+# --- scenes, on two ranks ---
+
+
+def whole_parameters_after_a_forward_pass() -> None:
+    """An evaluation leaves FSDP2's gathered copies in the module, which no optimizer updates."""
+    model = seeded("qwen3")
+    _fsdp(model, _mesh(dp=2), reshard_after_forward=False)
+    source = ModuleSource(model)
+    regions = source.regions()
+    for look in (lambda: source.regions() is regions, lambda: _same(ModuleSource(model).regions(), regions)):
+        with torch.no_grad():
+            model(input_ids=torch.arange(8)[None])
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters()), "torch has changed"
+        assert look()
+    train(model)
+    assert source.regions() is regions
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        assert _same({name: regions[name]}, ModuleSource(model).regions())
+
+
+def _same(some: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    return all(
+        (region, data.data_ptr(), data.stride()) == (region_2, data_2.data_ptr(), data_2.stride())
+        for name, held in some.items()
+        for (region, data), (region_2, data_2) in zip(held, others[name], strict=True)
+    )
+
+
+def a_partial_sum_is_refused() -> None:
+    model = nn.Linear(3, 4)
+    partial = DTensor.from_local(torch.ones(4, 3), _mesh(dp=2), [Partial()])
+    model.weight = nn.Parameter(partial)
+    _refused(
+        lambda: ModuleSource(model), "'weight' has the placements", "a partial sum is no weight yet", "Replicate()"
+    )
+
+
+def a_local_tensor_of_another_shape_is_refused() -> None:
+    model = nn.Linear(3, 4)
+    model.weight = nn.Parameter(
+        DTensor.from_local(torch.ones(3, 3), _mesh(dp=2), [Shard(0)], shape=(5, 3), stride=(3, 1))
+    )
+    rank = dist.get_rank()
+    if rank == 0:
+        ModuleSource(model)
+    else:
+        _refused(lambda: ModuleSource(model), "'weight' [5, 3]", "should be [2, 3] at (1,)", "this rank holds [3, 3]")
+
+
+def _refused(make: Callable[[], object], *words: str) -> None:
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
+        make()
+
+
+def a_model_made_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = Odd(tied=True)
+    _fsdp(model, _mesh(dp=2))
+    source = ModuleSource(model)
+    specs = source.specs()
+    assert [(spec.name, spec.aliases) for spec in specs if spec.aliases] == [("head.weight", ("other.weight",))]
+    _refused(source.regions, "is on the meta device")
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(3)
+    assert source.specs() is specs
+    assert all((data == 3).all() for n, held in source.regions().items() if n != "mean" for _, data in held)
+
+
+def new_memory_and_new_dtypes() -> None:
+    model = seeded("odd")
+    _fsdp(model, _mesh(dp=2))
+    source = ModuleSource(model)
+    specs, regions = source.specs(), source.regions()
+    model.scratch = torch.ones(3)
+    assert source.regions() is regions, "a buffer that does not belong may come and go"
+    model.mean = torch.ones(6)
+    assert source.specs() is specs
+    assert source.regions() is not regions
+    regions = source.regions()
+    model.to(torch.bfloat16)
+    assert source.regions() is not regions
+    assert {spec.dtype for spec in source.specs()} == {"bfloat16"}
+    assert {data.dtype for held in source.regions().values() for _, data in held} == {torch.bfloat16}
+
+
+def sharded_after_the_source_was_made() -> None:
+    model = seeded("odd")
+    source = ModuleSource(model)
+    specs, regions = source.specs(), source.regions()
+    _fsdp(model, _mesh(dp=2))
+    assert source.specs() is specs
+    assert source.regions() is not regions
+    assert source.regions()["up.weight"][0][0].sizes == ((4, 5), (3, 5))[dist.get_rank()]
+
+
+SCENES: list[Callable[[], None]] = [
+    whole_parameters_after_a_forward_pass,
+    a_partial_sum_is_refused,
+    a_local_tensor_of_another_shape_is_refused,
+    a_model_made_on_the_meta_device,
+    new_memory_and_new_dtypes,
+    sharded_after_the_source_was_made,
+]
+
+
+# --- processes ---
+
+
+def main(rank: int, directory: str) -> None:
+    """One rank: all cases of four ranks, then, on the first two, those of two and the scenes."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size)
-    try:
-        for case in cases:
-            torch.save(report(case, size), Path(directory) / f"{case.replace('/', '.')}.{rank}.pt")
-    finally:
+    for size in sorted(CASES, reverse=True):
+        if rank >= size:
+            continue
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{directory}/store{size}",
+            rank=rank,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=DEADLINE_SECONDS),
+        )
+        for case in CASES[size]:
+            torch.save(report(case, size), report_path(Path(directory), size, case, rank))
+        for scene in SCENES if size == 2 else ():
+            scene_path(Path(directory), scene, rank).write_text(_play(scene))
         dist.destroy_process_group()
+
+
+def _play(scene: Callable[[], None]) -> str:
+    try:
+        scene()
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def report_path(directory: Path, size: int, case: str, rank: int) -> Path:
+    return directory / f"{size}.{case.replace('/', '.')}.{rank}.pt"
+
+
+def scene_path(directory: Path, scene: Callable[[], None], rank: int) -> Path:
+    return directory / f"{scene.__name__}.{rank}.txt"
+
+
+def rig(directory: str) -> None:
+    """Fork the ranks and wait for them. Exits with 1 if one fails."""
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=main, args=(rank, directory), daemon=True) for rank in range(max(CASES))]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(DEADLINE_SECONDS)
+    raise SystemExit(any(process.exitcode != 0 for process in ranks))
