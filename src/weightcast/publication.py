@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -63,22 +64,33 @@ class Wire:
         self.sender.close()
 
 
+class Packs(Protocol):
+    """Fills buckets: a Packer, or with several trainer ranks a GatheringPacker."""
+
+    def pack(self, index: int, buffer: torch.Tensor, version: WeightVersion) -> bytes | torch.Tensor: ...
+
+
 class Packing:
     """A layout and the packer for the source's present views."""
 
-    def __init__(self, specs: Sequence[TensorSpec], layout: Layout) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], layout: Layout, bucket_size_bytes: int) -> None:
         self.specs = specs
         self.layout = layout
+        self.bucket_size_bytes = bucket_size_bytes
         self.manifest_digest = layout.manifest.digest()
         self.num_bytes = layout.manifest.num_bytes
         self._regions: Regions | None = None
-        self._packer: Packer | None = None
+        self._packer: Packs | None = None
 
     def is_of(self, regions: Regions) -> bool:
         """Whether the packer was made for these very views, with which the specs can't have changed either."""
         return self._regions is regions
 
-    def packer(self, regions: Regions) -> Packer:
+    def use(self, regions: Regions, packer: Packs) -> None:
+        """Have `packer` pack these regions, which other trainer ranks complete."""
+        self._regions, self._packer = regions, packer
+
+    def packer(self, regions: Regions) -> Packs:
         """Raises IncompatibleWeightsError unless the regions are exactly the tensors of the specs, whole."""
         if self._packer is None or self._regions is not regions:
             problems = [
@@ -186,7 +198,7 @@ class Publication:
     def _resume(self, member: Member) -> None:
         member.resume(self._terms.run, self._guard)
 
-    def _send(self, packer: Packer, on_progress: OnProgress) -> str:
+    def _send(self, packer: Packs, on_progress: OnProgress) -> str:
         """Pack and send every bucket, then wait until everyone has them; return the root digest."""
         sender, num_buckets = self._wire.sender, len(self._manifest.buckets)
         version = WeightVersion(self._terms.run, self.number)

@@ -1,7 +1,8 @@
 """Publisher: one source of weights, one transport, many engines; each version whole or not at all, engine by engine.
 
 Invariants: versions only grow within this publisher's run; bytes are packed once however many engines take them; a
-failure on one engine leaves the others' update alone; every pause is lifted before `publish` returns or raises.
+failure on one engine leaves the others' update alone; every pause is lifted before `publish` returns or raises; of
+several trainer ranks one knows engines and transport, and all return the same report or raise the same error.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -20,6 +21,7 @@ from weightcast import registry
 from weightcast.bucket import Layout
 from weightcast.control.client import HttpEngine
 from weightcast.control.messages import InstallMode
+from weightcast.ensemble import Ensemble, Prepared, ensemble_of
 from weightcast.errors import ClosedError, PublishError, from_record
 from weightcast.fleet import Fleet, Member
 from weightcast.guard import Guard
@@ -30,12 +32,19 @@ from weightcast.plan import fitting_bucket_size, plan
 from weightcast.publication import OnProgress, Packing, Publication, Terms, Wire
 from weightcast.report import PublishReport
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 class Publisher:
     """Moves a source's weights into running engines.
 
+    With several trainer ranks, make one on every rank, in the same order if there are more, and call `publish` on every
+    rank. The first rank of the group publishes for all; to the others engines and transport are nothing.
+
     Memory on this side: the transport's slots (streaming) or arena (staged), stated there; nothing of the model's size
-    besides. Not for use by several threads at once: calls wait for each other.
+    besides. With several trainer ranks: one bucket more on the publishing rank, one bucket's share on the others.
+    Not for use by several threads at once: calls wait for each other.
     """
 
     def __init__(
@@ -52,6 +61,7 @@ class Publisher:
         on_failure: Literal["raise", "report"] = "raise",
         deadline_seconds: float = 60.0,
         lease_seconds: float = 30.0,
+        trainer_group: ProcessGroup | Literal["auto"] | None = "auto",
     ) -> None:
         """Nothing is connected and nothing allocated before the first `publish`.
 
@@ -60,7 +70,9 @@ class Publisher:
         still meanwhile and must be healed after a failure). `bucket_size_bytes`: by default an eighth of the model,
         at most the transport's choice for the device. `undo`: engines keep a copy while they install, and go back to it
         if that fails. `takeover`: take engines that another run holds. `deadline_seconds`: of each single wait.
-        `lease_seconds`: how long a silent publisher keeps an engine.
+        `lease_seconds`: how long a silent publisher keeps an engine. `trainer_group`: the ranks that hold the model
+        together and publish together; "auto" is torch.distributed's default group, if there is one at the first
+        publish; None: this rank publishes alone.
 
         Raises ValueError for an unknown transport, install or on_failure, or an engine named twice.
         """
@@ -88,6 +100,9 @@ class Publisher:
         self._guard = Guard()
         self._wire: Wire | None = None
         self._packing: Packing | None = None
+        self._trainer_group = trainer_group
+        self._ensemble: Ensemble | None = None
+        self._is_joined = False
         self._closed = False
         try:
             for engine in engines:
@@ -100,20 +115,23 @@ class Publisher:
 
     def add_engine(self, engine: str | EngineClient) -> None:
         """Add an engine; the next publish connects it. Raises ValueError if it is there already."""
-        owned = isinstance(engine, str)
-        client: EngineClient = (
-            HttpEngine(engine, token=self._token, timeout_seconds=self._terms.deadline_seconds)
-            if isinstance(engine, str)
-            else engine
-        )
         with self._lock:
             self._require_open()
-            self._fleet.add(Member(client, owned=owned))
+            if self._is_following:
+                return
+            client: EngineClient = (
+                HttpEngine(engine, token=self._token, timeout_seconds=self._terms.deadline_seconds)
+                if isinstance(engine, str)
+                else engine
+            )
+            self._fleet.add(Member(client, owned=isinstance(engine, str)))
 
     def remove_engine(self, engine: str | EngineClient) -> None:
         """Let an engine go: it keeps the version it has, and another publisher may take it. Raises ValueError."""
         name = engine.rstrip("/") if isinstance(engine, str) else engine.name
         with self._lock:
+            if self._is_following:
+                return
             member = self._fleet.pop(name)
             if self._wire is not None:
                 self._wire.listener.drop(name, "the engine was removed from the fleet")
@@ -126,6 +144,8 @@ class Publisher:
             if self._closed:
                 return
             self._closed = True
+            if self._ensemble is not None:
+                self._ensemble.close()
             if self._wire is not None:
                 self._wire.close()
             if self._packing is not None:
@@ -142,6 +162,11 @@ class Publisher:
     ) -> None:
         self.close()
 
+    @property
+    def _is_following(self) -> bool:
+        """Whether another trainer rank publishes: engines are its concern."""
+        return self._ensemble is not None and not self._ensemble.is_publishing
+
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("this publisher was closed")
@@ -155,32 +180,76 @@ class Publisher:
         change the weights meanwhile. Extra memory: see the class. `on_progress(done_bytes, total_bytes)` is called
         after each bucket.
 
+        With several trainer ranks every rank calls it, and each gets the same report or error; `version` and
+        `on_progress` are those of the publishing rank. An error that another rank brought names that rank.
+
         Raises PublishError if an engine did not take it, whose `failures` and `report` say which and why (with
         `on_failure="report"` the report is returned instead); ValueError for a version that does not grow;
-        IncompatibleWeightsError if the source's tensors are not what its specs say; InsufficientMemoryError if the
-        transport's arena does not fit. After any of these the next publish goes to every engine again.
+        IncompatibleWeightsError if the source's tensors are not what its specs say, or not the same on all ranks;
+        InsufficientMemoryError if the transport's arena does not fit; PeerError if a trainer rank dies, stands still or
+        does not publish. After any of these the next publish goes to every engine again.
         """
         with self._lock:
             self._require_open()
-            if version is not None and not 0 <= version <= MAX_VERSION:
-                raise ValueError(f"version {version} is not from 0 to {MAX_VERSION}")
-            if version is not None and version <= self.version:
-                raise ValueError(f"version {version} is not above {self.version}, the last one of this publisher")
-            start = time.perf_counter()
-            regions = self._source.regions()
-            wire = self._ready_wire(regions)
-            packing = self._ready_packing(regions, wire.device)
-            gather_seconds = time.perf_counter() - start
-            publication = Publication(self._terms, self._fleet, self._guard, wire, packing)
-            try:
-                report = publication.run(regions, above=self.version, number=version, on_progress=on_progress)
-            finally:
-                self.version = max(self.version, publication.number)
-            report.seconds.gather = gather_seconds
-            report.seconds.total = time.perf_counter() - start
+            if not self._is_joined:
+                # At the first publish, not before: torch.distributed may be initialised after this publisher is made.
+                self._ensemble = ensemble_of(self._trainer_group, self._source, self._terms.deadline_seconds)
+                self._is_joined = True
+            if self._ensemble is None:
+                report = self._run(self._prepared(version), on_progress)
+            else:
+                report = self._together(self._ensemble, version, on_progress)
         if not report.ok and self._on_failure == "raise":
             raise _publish_error(report)
         return report
+
+    def _check_version(self, version: int | None) -> None:
+        if version is not None and not 0 <= version <= MAX_VERSION:
+            raise ValueError(f"version {version} is not from 0 to {MAX_VERSION}")
+        if version is not None and version <= self.version:
+            raise ValueError(f"version {version} is not above {self.version}, the last one of this publisher")
+
+    def _prepared(self, version: int | None) -> Prepared:
+        """What a publish needs of this process alone: the source's regions, wire and plan. No communication."""
+        start = time.perf_counter()
+        if version is not None and not 0 <= version <= MAX_VERSION:
+            raise ValueError(f"version {version} is not from 0 to {MAX_VERSION}")
+        if version is not None and version <= self.version:
+            raise ValueError(f"version {version} is not above {self.version}, the last one of this publisher")
+        regions = self._source.regions()
+        wire = self._ready_wire(regions)
+        return Prepared(start, version, regions, wire, self._ready_packing(regions, wire.device))
+
+    def _run(self, prepared: Prepared, on_progress: OnProgress | None) -> PublishReport:
+        gather_seconds = time.perf_counter() - prepared.start
+        publication = Publication(self._terms, self._fleet, self._guard, prepared.wire, prepared.packing)
+        try:
+            report = publication.run(
+                prepared.regions, above=self.version, number=prepared.version, on_progress=on_progress
+            )
+        finally:
+            self.version = max(self.version, publication.number)
+        report.seconds.gather = gather_seconds
+        report.seconds.total = time.perf_counter() - prepared.start
+        return report
+
+    def _together(self, ensemble: Ensemble, version: int | None, on_progress: OnProgress | None) -> PublishReport:
+        """One publish of several trainer ranks: this one leads it or follows."""
+
+        def run(prepared: Prepared) -> PublishReport:
+            try:
+                return self._run(prepared, on_progress)
+            finally:
+                ensemble.version = self.version
+
+        ensemble.version = self.version
+        try:
+            if ensemble.is_publishing:
+                return ensemble.lead(self.run, lambda: self._prepared(version), run)
+            return ensemble.follow()
+        finally:
+            self.version = max(self.version, ensemble.version)
+            self.run = ensemble.run or self.run
 
     def _ready_wire(self, regions: Regions) -> Wire:
         """The sender and the listener, made at the first publish, when the device of the weights is known."""
@@ -210,7 +279,7 @@ class Publisher:
             if size is None:
                 size = fitting_bucket_size(sum(spec.num_bytes for spec in specs), largest)
             manifest = plan(specs, size, digest_kind="xxh3-128" if device.type == "cpu" else "sum-64x2")
-            self._packing = Packing(specs, Layout(manifest))
+            self._packing = Packing(specs, Layout(manifest), size)
         return self._packing
 
 

@@ -1,0 +1,100 @@
+"""What each trainer rank holds, and which rank brings which region of a tensor.
+
+Invariants: a region that several ranks hold is brought by one; what is brought tiles every tensor, each element once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from weightcast.errors import IncompatibleWeightsError, ManifestError
+from weightcast.interfaces import Regions
+from weightcast.manifest import ITEMSIZE_BYTES, Region, TensorSpec, check_tiling
+
+_MAX_LISTED = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """A region of tensor number `tensor` of the specs."""
+
+    tensor: int
+    region: Region
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shard(Part):
+    """A part that this rank holds, and its memory."""
+
+    data: torch.Tensor
+
+
+def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
+    """What a rank holds, without empty regions, in the order of the specs.
+
+    Raises IncompatibleWeightsError for regions that are not of these specs.
+    """
+    problems = [f"{name!r} is not in the specs" for name in regions.keys() - {spec.name for spec in specs}]
+    shards: list[Shard] = []
+    for number, spec in enumerate(specs):
+        for region, data in regions.get(spec.name, ()):
+            if not _is_inside(region, spec.shape) or tuple(data.shape) != region.sizes:
+                problems.append(
+                    f"{spec.name!r}: a view of {list(data.shape)} as the region at {list(region.offsets)} of sizes "
+                    f"{list(region.sizes)} of the shape {list(spec.shape)}"
+                )
+            elif region.numel:
+                shards.append(Shard(number, region, data))
+    if problems:
+        raise _misfit(problems)
+    return shards
+
+
+def assign(specs: Sequence[TensorSpec], held: Sequence[Sequence[Part]]) -> list[list[int]]:
+    """Who brings what: for each rank, the indices into `held[rank]`. The first rank brings all that it holds.
+
+    What several others hold goes to the one that has the least to send. Raises IncompatibleWeightsError unless the
+    regions, replicas counted once, tile every tensor.
+    """
+    holders: list[dict[Region, list[tuple[int, int]]]] = [{} for _ in specs]
+    for group_rank, parts in enumerate(held):
+        for index, part in enumerate(parts):
+            holders[part.tensor].setdefault(part.region, []).append((group_rank, index))
+    problems = [problem for spec, found in zip(specs, holders, strict=True) if (problem := _gap(spec, list(found)))]
+    if problems:
+        raise _misfit(problems)
+    assigned: list[list[int]] = [[] for _ in held]
+    loads = [0] * len(held)
+    for spec, found in zip(specs, holders, strict=True):
+        for region, candidates in found.items():
+            group_rank, index = min(candidates, key=lambda c: (c[0] != 0, loads[c[0]], c[0]))
+            assigned[group_rank].append(index)
+            loads[group_rank] += region.numel * ITEMSIZE_BYTES[spec.dtype]
+    return [sorted(indices) for indices in assigned]
+
+
+def _gap(spec: TensorSpec, regions: list[Region]) -> str:
+    """Why these regions do not tile the tensor, or empty."""
+    if len(regions) == 1 and regions[0].covers(spec.shape):
+        return ""
+    try:
+        check_tiling(regions, spec.shape, spec.name)
+    except ManifestError as exc:
+        where = ", ".join(f"{list(r.offsets)}+{list(r.sizes)}" for r in regions[:_MAX_LISTED]) or "none"
+        return f"{spec.name!r} of shape {list(spec.shape)} from the regions {where}: {exc}"
+    return ""
+
+
+def _misfit(problems: Sequence[str]) -> IncompatibleWeightsError:
+    listed = "; ".join(problems[:_MAX_LISTED])
+    return IncompatibleWeightsError(f"the source's regions do not fit: {listed}", problems)
+
+
+def _is_inside(region: Region, shape: Sequence[int]) -> bool:
+    if not len(region.offsets) == len(region.sizes) == len(shape):
+        return False
+    extents = zip(region.offsets, region.sizes, shape, strict=True)
+    return all(offset >= 0 and size >= 0 and offset + size <= whole for offset, size, whole in extents)

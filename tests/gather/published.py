@@ -1,0 +1,23 @@
+"""What an engine gets of a source that all trainer ranks publish together. Every rank calls it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from core.direct import DirectEngine, RecordingEngine
+
+from weightcast.interfaces import Source
+from weightcast.publisher import Publisher
+
+
+def published(source: Source) -> dict[str, torch.Tensor]:
+    """Every tensor by each of its names on rank 0, nothing on the others."""
+    engines = [DirectEngine("engine", RecordingEngine())] if dist.get_rank() == 0 else []
+    options = {"transport": "memory://", "bucket_size_bytes": 4096, "deadline_seconds": 20.0}
+    try:
+        with Publisher(source, engines=engines, **options) as publisher:  # type: ignore[arg-type]
+            publisher.publish()
+    finally:
+        for engine in engines:
+            engine.close()
+    return dict(engines[0].engine.held) if engines else {}

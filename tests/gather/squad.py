@@ -1,0 +1,469 @@
+"""Trainer ranks as real processes, each with a default group, told what to do over a pipe; engines live with rank 0.
+
+The weights of content c are a function of c, so that any rank can say what an engine must hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from weightcast.interfaces import Held
+from weightcast.manifest import Region, TensorSpec
+
+DEADLINE_SECONDS = 30.0
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "weightcast.publisher", "weightcast.transports.memory"])
+
+Tensors = dict[str, torch.Tensor]
+Cut = Callable[[torch.Tensor, int, int], list[Held]]
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def table(content: int) -> Tensors:
+    """All kinds of shapes and dtypes; `large` takes several buckets of 4096 bytes, a row of `wide` more than one."""
+    generator = torch.Generator().manual_seed(content)
+
+    def of(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        if dtype == torch.bool:
+            return torch.randint(0, 2, shape, generator=generator).bool()
+        if not dtype.is_floating_point:
+            return torch.randint(-100, 100, shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return {
+        "scalar": of(),
+        "empty": of(0, 5),
+        "flags": of(7, dtype=torch.bool),
+        "large": of(37, 129),
+        "odd": of(5, 3, dtype=torch.bfloat16),
+        "wide": of(3, 2500, dtype=torch.bfloat16),
+        "eight": of(9, 11).to(torch.float8_e4m3fn),
+        "counts": of(6, 4, dtype=torch.int64),
+        "cube": of(4, 6, 5, dtype=torch.float64),
+        "one": of(1, 3),
+        **{f"tiny.{number}": of(2, 2, dtype=torch.bfloat16) for number in range(20)},
+    }
+
+
+def many(content: int) -> Tensors:
+    generator = torch.Generator().manual_seed(content)
+    return {f"layer.{n}": torch.randn(16, 16, generator=generator).bfloat16() for n in range(60)}
+
+
+MODELS: dict[str, Callable[[int], Tensors]] = {"table": table, "many": many}
+
+
+# --- shardings ------------------------------------------------------------------------------------
+
+
+def piece(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Held:
+    view = tensor
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        view = view.narrow(dim, offset, size)
+    return Region(tuple(offsets), tuple(sizes)), view
+
+
+def chunk(tensor: torch.Tensor, dim: int, rank: int, size: int) -> list[Held]:
+    """As FSDP2 cuts: equal chunks, the last ones smaller or empty."""
+    step = -(-tensor.shape[dim] // size)
+    start = min(rank * step, tensor.shape[dim])
+    end = min(start + step, tensor.shape[dim])
+    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
+    offsets[dim], sizes[dim] = start, end - start
+    return [piece(tensor, offsets, sizes)]
+
+
+def whole(tensor: torch.Tensor) -> list[Held]:
+    return [piece(tensor, (0,) * tensor.dim(), tensor.shape)]
+
+
+def rows(tensor: torch.Tensor, rank: int, size: int) -> list[Held]:
+    return chunk(tensor, 0, rank, size) if tensor.dim() else whole(tensor)
+
+
+def columns(tensor: torch.Tensor, rank: int, size: int) -> list[Held]:
+    return chunk(tensor, tensor.dim() - 1, rank, size) if tensor.dim() else whole(tensor)
+
+
+def strided(tensor: torch.Tensor, rank: int, size: int) -> list[Held]:
+    """Every size-th row: many regions of one tensor, as interleaved tensor parallelism makes them."""
+    if tensor.dim() == 0:
+        return whole(tensor)
+    return [held for row in range(rank, tensor.shape[0], size) for held in chunk(tensor, 0, row, tensor.shape[0])]
+
+
+def last_alone(tensor: torch.Tensor, rank: int, size: int) -> list[Held]:
+    return whole(tensor) if rank == size - 1 else []
+
+
+def hybrid(tensor: torch.Tensor, rank: int, size: int) -> list[Held]:
+    """Two shards, held by the ranks in turn: each is there more than once, as with HSDP."""
+    return chunk(tensor, 0, rank % 2, 2) if tensor.dim() else whole(tensor)
+
+
+def replicated(tensor: torch.Tensor, rank: int, size: int) -> list[Held]:
+    return whole(tensor)
+
+
+def transposed(tensor: torch.Tensor, rank: int, size: int) -> list[Held]:
+    """Rows that lie scattered in memory."""
+    if tensor.dim() < 2:
+        return rows(tensor, rank, size)
+    return [(region, view.transpose(0, 1).contiguous().transpose(0, 1)) for region, view in rows(tensor, rank, size)]
+
+
+def gapped(tensor: torch.Tensor, rank: int, size: int) -> list[Held]:
+    return [] if rank == 1 else rows(tensor, rank, size)
+
+
+def overlapping(tensor: torch.Tensor, rank: int, size: int) -> list[Held]:
+    if tensor.dim() == 0 or tensor.shape[0] < 3:
+        return whole(tensor)
+    last = tensor.shape[0] - 1
+    sizes = (last, *tensor.shape[1:])
+    return [piece(tensor, (min(rank, 1), *(0 for _ in tensor.shape[1:])), sizes)]
+
+
+CUTS: dict[str, Cut] = {
+    cut.__name__: cut
+    for cut in (rows, columns, strided, last_alone, hybrid, replicated, transposed, gapped, overlapping)
+}
+
+
+class ShardedSource:
+    """A rank's share of a model. `masters`: kept in float32, published in the model's dtypes."""
+
+    def __init__(self, model: str, cut: str, rank: int, size: int, *, masters: bool = False) -> None:
+        self.model, self.cut, self.rank, self.size, self.masters = model, cut, rank, size, masters
+        self._specs = tuple(
+            TensorSpec(
+                name,
+                str(tensor.dtype).removeprefix("torch."),
+                tuple(tensor.shape),
+                aliases=("odd.alias",) if name == "odd" else (),
+                group="pair" if name in ("one", "cube") else "",
+            )
+            for name, tensor in MODELS[model](0).items()
+        )
+        self.fails: Exception | None = None
+        self.fill(0)
+
+    def fill(self, content: int) -> None:
+        full = MODELS[self.model](content)
+        if self.masters:
+            full = {name: t.float() if t.dtype == torch.bfloat16 else t for name, t in full.items()}
+        self._regions = {name: CUTS[self.cut](tensor, self.rank, self.size) for name, tensor in full.items()}
+
+    def rename(self, old: str, new: str) -> None:
+        self._specs = tuple(
+            TensorSpec(new if s.name == old else s.name, s.dtype, s.shape, aliases=s.aliases, group=s.group)
+            for s in self._specs
+        )
+        self._regions = {new if name == old else name: held for name, held in self._regions.items()}
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return self._specs
+
+    def regions(self) -> dict[str, list[Held]]:
+        if self.fails is not None:
+            raise self.fails
+        return self._regions
+
+
+# --- in a rank's process --------------------------------------------------------------------------
+
+
+class Rank:
+    """What one process holds; each method is something that a test can ask for."""
+
+    def __init__(self, rank: int, size: int, pipe: Connection) -> None:
+        self.rank, self.size, self.pipe = rank, size, pipe
+        self.publisher: Any = None
+        self.source: Any = None
+        self.engines: list[Any] = []
+        self.counts: dict[str, int] = {}
+        self.phase = ""
+
+    def make(
+        self,
+        model: str,
+        cut: str,
+        *,
+        num_engines: int = 1,
+        masters: bool = False,
+        group: Sequence[int] | None = None,
+        **options: Any,
+    ) -> None:
+        """`group`: the trainer ranks that publish; the first one does it for all."""
+        import torch.distributed as dist
+        from core.direct import DirectEngine, RecordingEngine
+
+        from weightcast.publisher import Publisher
+
+        self.unmake()
+        members = tuple(range(self.size)) if group is None else tuple(group)
+        if group is not None:
+            options["trainer_group"] = dist.new_group(list(group), backend="gloo")
+        place = members.index(self.rank) if self.rank in members else 0
+        self.source = ShardedSource(model, cut, place, len(members), masters=masters)
+        if self.rank == members[0]:
+            self.engines = [DirectEngine(f"engine-{n}", RecordingEngine()) for n in range(num_engines)]
+        options = {"transport": "memory://", "bucket_size_bytes": 4096, "deadline_seconds": 20.0, **options}
+        self.publisher = Publisher(self.source, engines=self.engines, **options)
+
+    def unmake(self) -> None:
+        if self.publisher is not None:
+            self.publisher.close()
+        for engine in self.engines:
+            engine.close()
+        self.publisher, self.engines = None, []
+
+    def fill(self, content: int) -> None:
+        self.source.fill(content)
+
+    def rename(self, old: str, new: str) -> None:
+        self.source.rename(old, new)
+
+    def fail_source(self, error: Exception | None) -> None:
+        self.source.fails = error
+
+    def fail_engine(self, after: int | None) -> None:
+        if self.rank == 0:
+            self.engines[0].engine.fail_after = after
+
+    def publish(self, version: int | None = None) -> dict[str, Any]:
+        self.counts.clear()
+        try:
+            report = self.publisher.publish(version)
+            outcome = {"report": report.to_json(), "error": None}
+        except BaseException as exc:
+            outcome = {"report": None, "error": (type(exc).__name__, str(exc))}
+            if hasattr(exc, "failures"):
+                outcome["failures"] = {name: type(error).__name__ for name, error in exc.failures.items()}
+                outcome["report"] = exc.report.to_json()
+        return {**outcome, "version": self.publisher.version, "run": self.publisher.run, "counts": dict(self.counts)}
+
+    def check(self, content: int) -> list[str]:
+        """The tensors of the engines that are not those of this content, bit for bit."""
+        wrong = []
+        for number, engine in enumerate(self.engines):
+            held = engine.engine.held
+            expected = MODELS[self.source.model](content)
+            if "odd" in expected:
+                expected["odd.alias"] = expected["odd"]
+            wrong += [f"{number}: {name} is missing" for name in expected.keys() - held.keys()]
+            wrong += [f"{number}: {name} is not known" for name in held.keys() - expected.keys()]
+            wrong += [
+                f"{number}: {name}" for name in expected.keys() & held.keys() if not _same(expected[name], held[name])
+            ]
+        return wrong
+
+    def serves(self) -> list[int]:
+        return [engine.engine.versions[-1].number if engine.engine.versions else -1 for engine in self.engines]
+
+    def stop_at(self, bucket: int) -> None:
+        """Say so over the pipe and wait for a word, when this rank is about to send its part of that bucket."""
+        from weightcast.gather import Contribution
+
+        pack = Contribution._pack
+
+        def stopping(contribution: Any, index: int, size: int) -> None:
+            if index == bucket:
+                Contribution._pack = pack  # type: ignore[method-assign]
+                self.pipe.send(("at", bucket))
+                self.pipe.recv()
+            pack(contribution, index, size)
+
+        Contribution._pack = stopping  # type: ignore[method-assign]
+
+    def fail_at(self, bucket: int, error: BaseException) -> None:
+        """Raise, once, when this rank packs its part of that bucket."""
+        from weightcast.gather import Contribution, GatheringPacker
+
+        owner: Any = GatheringPacker if self.rank == 0 else Contribution
+        name = "_unpack" if self.rank == 0 else "_pack"
+        original = getattr(owner, name)
+
+        def failing(packer: Any, index: int, *args: Any) -> None:
+            if index == bucket:
+                setattr(owner, name, original)
+                raise error
+            original(packer, index, *args)
+
+        setattr(owner, name, failing)
+
+    def rewind(self, at: int, to: int) -> None:
+        """Once, lose the buckets from `to` on, notice it at bucket `at`, and ask for them again."""
+        from weightcast.bucket import slot_size_bytes
+
+        sender = self.publisher._wire.sender
+        buffer, send = sender.buffer, sender.send
+        lost = torch.empty(slot_size_bytes(self.publisher._packing.layout.manifest), dtype=torch.uint8)
+
+        def losing_buffer(index: int) -> torch.Tensor:
+            return lost if index >= to else buffer(index)
+
+        def losing_send(index: int) -> int:
+            if index < to:
+                return int(send(index))
+            if index < at:
+                return index + 1
+            sender.buffer, sender.send = buffer, send
+            return to
+
+        sender.buffer, sender.send = losing_buffer, losing_send
+
+    def publish_often(self, number: int) -> None:
+        for _ in range(number):
+            self.publisher.publish()
+            for engine in self.engines:
+                engine.engine.calls.clear()
+
+    def footprint(self) -> dict[str, int]:
+        from faults.actors import footprint
+
+        return footprint()
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return bool(torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8)))
+
+
+def _count(counts: dict[str, int]) -> None:
+    """Count what goes through every group of weightcast's."""
+    from weightcast.process_group import ProcessGroup
+
+    def counted(name: str, size_at: int) -> Any:
+        original = getattr(ProcessGroup, name)
+
+        def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            counts[f"{name} bytes"] = counts.get(f"{name} bytes", 0) + args[size_at].nbytes
+            return original(self, *args, **kwargs)
+
+        return counting
+
+    for name, size_at in (("send", 0), ("receive", 0), ("all_gather", 1), ("broadcast", 0)):
+        setattr(ProcessGroup, name, counted(name, size_at))
+
+
+def rank_main(pipe: Connection, rank: int, size: int) -> None:
+    """The store is served by rank 0's process, as without torchrun."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch.distributed as dist
+
+    from weightcast.process_group import join_store, serve_store
+
+    torch.set_num_threads(1)
+    if rank == 0:
+        store, port = serve_store("127.0.0.1", DEADLINE_SECONDS)
+        pipe.send(("port", port))
+    else:
+        store = join_store("127.0.0.1", pipe.recv(), DEADLINE_SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    held = Rank(rank, size, pipe)
+    _count(held.counts)
+    pipe.send(("ready", None))
+    while (message := pipe.recv())[0] != "end":
+        name, args, kwargs = message
+        try:
+            pipe.send(("done", getattr(held, name)(*args, **kwargs)))
+        except Exception as exc:
+            pipe.send(("failed", f"{type(exc).__name__}: {exc}"))
+    held.unmake()
+    dist.destroy_process_group()
+
+
+# --- in the test's process ------------------------------------------------------------------------
+
+
+class Member:
+    """The test's handle on one rank."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.pipe, theirs = _context.Pipe()
+        self.process = _context.Process(target=rank_main, args=(theirs, rank, size), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def tell(self, name: str, *args: Any, **kwargs: Any) -> None:
+        self.pipe.send((name, args, kwargs))
+
+    def hear(self, word: str = "done", seconds: float = DEADLINE_SECONDS) -> Any:
+        assert self.pipe.poll(seconds), f"no {word!r} from {self.process.pid} within {seconds} s"
+        heard, value = self.pipe.recv()
+        assert heard == word, f"expected {word!r}, heard {heard!r}: {value!r}"
+        return value
+
+    def ask(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self.tell(name, *args, **kwargs)
+        return self.hear()
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.join(DEADLINE_SECONDS)
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGCONT)
+        with contextlib.suppress(OSError):
+            self.pipe.send(("end",))
+        self.process.join(DEADLINE_SECONDS)
+        is_alive = self.process.is_alive()
+        if is_alive:
+            self.process.kill()
+            self.process.join()
+        self.pipe.close()
+        assert not is_alive, f"{self.process.pid} did not end when asked"
+
+
+class Squad:
+    """All ranks of one trainer."""
+
+    def __init__(self, size: int) -> None:
+        self.members = [Member(rank, size) for rank in range(size)]
+        port = self.members[0].hear("port")
+        for member in self.members[1:]:
+            member.pipe.send(port)
+        for member in self.members:
+            member.hear("ready")
+
+    def __getitem__(self, rank: int) -> Member:
+        return self.members[rank]
+
+    def all(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        for member in self.members:
+            member.tell(name, *args, **kwargs)
+        return [member.hear() for member in self.members]
+
+    def publish(self, content: int, version: int | None = None) -> list[dict[str, Any]]:
+        self.all("fill", content)
+        return self.all("publish", version)
+
+
+@contextlib.contextmanager
+def squad(size: int) -> Iterator[Squad]:
+    ranks = Squad(size)
+    try:
+        yield ranks
+    finally:
+        # Rank 0 serves the store.
+        for member in reversed(ranks.members):
+            member.close()

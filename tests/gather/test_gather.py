@@ -1,0 +1,251 @@
+"""What several trainer ranks publish, bit for bit, what it costs, and how an error on one becomes everyone's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gather.squad import MODELS, Squad, squad
+
+NUM_RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Squad]:
+    with squad(NUM_RANKS) as members:
+        yield members
+
+
+def published(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+    """The report, which is the same on every rank."""
+    assert [outcome["error"] for outcome in outcomes] == [None] * len(outcomes)
+    for key in ("report", "version", "run"):
+        assert len({outcome[key] for outcome in outcomes}) == 1, key
+    report: dict[str, Any] = json.loads(outcomes[0]["report"])
+    return report
+
+
+def failed(outcomes: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Every rank's error; all are of one type and none has a version of its own."""
+    errors = [outcome["error"] for outcome in outcomes]
+    assert None not in errors
+    assert len({kind for kind, _ in errors}) == 1, errors
+    assert len({outcome["version"] for outcome in outcomes}) == 1
+    return errors
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", ["rows", "columns", "strided", "last_alone", "hybrid", "replicated", "transposed"])
+def test_every_sharding_arrives_whole(ranks: Squad, cut: str) -> None:
+    ranks.all("make", "table", cut)
+    for content in (1, 2):
+        report = published(ranks.publish(content))
+        assert report["version"] == content - 1
+        assert ranks[0].ask("check", content) == []
+
+
+@pytest.mark.parametrize(
+    "options", [{"bucket_size_bytes": 512}, {"install": "streaming"}, {"transport": "ipc://"}], ids=str
+)
+def test_other_buckets_and_ways(ranks: Squad, options: dict[str, Any]) -> None:
+    ranks.all("make", "table", "rows", **options)
+    published(ranks.publish(3))
+    assert ranks[0].ask("check", 3) == []
+
+
+def test_masters_are_cast_before_they_travel(ranks: Squad) -> None:
+    ranks.all("make", "many", "rows", masters=True)
+    outcomes = ranks.publish(4)
+    published(outcomes)
+    assert ranks[0].ask("check", 4) == []
+    num_bytes = sum(t.nbytes for t in MODELS["many"](0).values())
+    moved = sum(outcome["counts"].get("send bytes", 0) for outcome in ranks.publish(5)[1:])
+    # Of 16 rows the ranks hold 6, 6 and 4.
+    assert moved == num_bytes * 10 // 16
+
+
+def test_replicas_are_brought_once(ranks: Squad) -> None:
+    ranks.all("make", "many", "hybrid")
+    published(ranks.publish(6))
+    outcomes = ranks.publish(7)
+    published(outcomes)
+    num_bytes = sum(t.nbytes for t in MODELS["many"](0).values())
+    assert sum(outcome["counts"].get("send bytes", 0) for outcome in outcomes) == num_bytes // 2
+    ranks.all("make", "many", "replicated")
+    published(ranks.publish(8))
+    assert [outcome["counts"].get("send", 0) for outcome in ranks.publish(9)] == [0] * NUM_RANKS
+
+
+def test_two_operations_for_each_bucket_and_rank(ranks: Squad) -> None:
+    ranks.all("make", "table", "rows")
+    published(ranks.publish(10))
+    outcomes = ranks.publish(11)
+    num_buckets = published(outcomes)["num_buckets"]
+    assert num_buckets > 8
+    for rank, outcome in enumerate(outcomes):
+        counts = outcome["counts"]
+        own = sum(counts.get(name, 0) for name in ("send", "all_gather", "broadcast"))
+        assert own <= 2 * num_buckets + 4
+        assert counts.get("receive", 0) <= (0 if rank else (NUM_RANKS - 1) * num_buckets)
+
+
+def test_the_sender_goes_back_for_a_lost_bucket(ranks: Squad) -> None:
+    ranks.all("make", "table", "rows")
+    published(ranks.publish(12))
+    for at, to in ((3, 1), (5, 5)):
+        ranks[0].ask("rewind", at, to)
+        published(ranks.publish(13 + at))
+        assert ranks[0].ask("check", 13 + at) == []
+
+
+def test_the_last_bucket_may_be_sent_again(ranks: Squad) -> None:
+    ranks.all("make", "table", "rows")
+    last = published(ranks.publish(20))["num_buckets"] - 1
+    ranks[0].ask("rewind", last, last - 1)
+    published(ranks.publish(21))
+    assert ranks[0].ask("check", 21) == []
+
+
+def test_versions_are_those_of_the_publishing_rank(ranks: Squad) -> None:
+    ranks.all("make", "many", "rows")
+    ranks.all("fill", 1)
+    ranks[1].tell("publish", 3)
+    ranks[2].tell("publish")
+    outcomes = [ranks[0].ask("publish", 40), ranks[1].hear(), ranks[2].hear()]
+    assert published(outcomes)["version"] == 40
+    assert published(ranks.publish(2))["version"] == 41
+
+
+def test_some_of_the_trainer_ranks(ranks: Squad) -> None:
+    ranks.all("make", "table", "columns", group=[1, 2])
+    ranks.all("fill", 1)
+    for content in (1, 2):
+        for rank in (1, 2):
+            ranks[rank].ask("fill", content)
+            ranks[rank].tell("publish")
+        published([ranks[1].hear(), ranks[2].hear()])
+        assert ranks[1].ask("check", content) == []
+    assert ranks[0].ask("publish")["error"][0] == "ValueError"
+
+
+def test_one_rank_alone(ranks: Squad) -> None:
+    ranks.all("make", "table", "replicated", trainer_group=None)
+    ranks[0].ask("fill", 1)
+    outcome = ranks[0].ask("publish")
+    assert (outcome["error"], outcome["counts"]) == (None, {})
+    assert ranks[0].ask("check", 1) == []
+
+
+def test_many_publishes_leave_nothing(ranks: Squad) -> None:
+    ranks.all("make", "many", "rows")
+    ranks.all("publish_often", 5)
+    before = ranks.all("footprint")
+    ranks.all("publish_often", 20)
+    for former, now in zip(before, ranks.all("footprint"), strict=True):
+        assert (now["fds"], now["threads"]) == (former["fds"], former["threads"])
+        assert now["rss_bytes"] - former["rss_bytes"] < 1 << 20
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def test_specs_that_differ_are_everybodys_error(ranks: Squad) -> None:
+    ranks.all("make", "many", "rows")
+    ranks[2].ask("rename", "layer.7", "layer.seven")
+    errors = failed(ranks.all("publish"))
+    assert len(set(errors)) == 1
+    kind, text = errors[0]
+    assert kind == "IncompatibleWeightsError"
+    for part in ("tensor 7", "'layer.7'", "'layer.seven'", "trainer rank 0", "trainer rank 2"):
+        assert part in text
+    ranks[2].ask("rename", "layer.seven", "layer.7")
+    published(ranks.publish(1))
+    assert ranks[0].ask("check", 1) == []
+
+
+@pytest.mark.parametrize(("cut", "word"), [("gapped", "missing or doubled"), ("overlapping", "overlap")])
+def test_regions_that_do_not_tile_name_the_tensor(ranks: Squad, cut: str, word: str) -> None:
+    ranks.all("make", "many", cut)
+    errors = failed(ranks.publish(1))
+    assert errors[0][0] == "IncompatibleWeightsError"
+    assert all("'layer.0' of shape [16, 16]" in text for _, text in errors)
+    assert all(text.startswith("trainer rank 0: ") for _, text in errors[1:])
+
+
+@pytest.mark.parametrize("failing", range(NUM_RANKS))
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
+def test_a_source_that_raises_on_one_rank(ranks: Squad, failing: int, kind: type[Exception]) -> None:
+    ranks.all("make", "many", "rows")
+    published(ranks.publish(1))
+    ranks[failing].ask("fail_source", kind("no weights today"))
+    errors = [outcome["error"] for outcome in ranks.publish(2)]
+    told = "ValueError" if kind is ValueError else "WeightcastError"
+    for rank, (name, text) in enumerate(errors):
+        assert name == (kind.__name__ if rank == failing else told)
+        assert text.endswith("no weights today")
+        assert rank == failing or text.startswith(f"trainer rank {failing}: ")
+    ranks[failing].ask("fail_source", None)
+    published(ranks.publish(3))
+    assert ranks[0].ask("check", 3) == []
+
+
+def test_a_rank_that_fails_at_a_bucket(ranks: Squad) -> None:
+    ranks.all("make", "table", "rows")
+    published(ranks.publish(1))
+    last = published(ranks.publish(2))["num_buckets"] - 1
+    for rank, bucket in ((1, 0), (2, 3), (0, 4), (1, last)):
+        serves = ranks[0].ask("serves")
+        ranks[rank].ask("fail_at", bucket, TypeError("a shard went away"))
+        assert {kind for kind, _ in failed(ranks.publish(3))} == {"TypeError"}
+        assert ranks[0].ask("serves") == serves
+    published(ranks.publish(4))
+    assert ranks[0].ask("check", 4) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupt_on_one_rank_ends_it_for_all(ranks: Squad, rank: int) -> None:
+    ranks.all("make", "table", "rows")
+    published(ranks.publish(1))
+    ranks[rank].ask("fail_at", 2, KeyboardInterrupt("stop"))
+    kinds = [outcome["error"][0] for outcome in ranks.publish(2)]
+    assert [kind == "KeyboardInterrupt" for kind in kinds] == [number == rank for number in range(NUM_RANKS)]
+    assert ranks[0].ask("serves") == [0]
+    published(ranks.publish(3))
+    assert ranks[0].ask("check", 3) == []
+
+
+def test_a_version_that_does_not_grow_is_a_value_error_everywhere(ranks: Squad) -> None:
+    ranks.all("make", "many", "rows")
+    published(ranks.publish(1, 5))
+    errors = failed(ranks.publish(2, 5))
+    assert errors[0] == ("ValueError", "version 5 is not above 5, the last one of this publisher")
+    assert errors[1] == ("ValueError", "trainer rank 0: version 5 is not above 5, the last one of this publisher")
+    published(ranks.publish(2, 6))
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "report"])
+def test_a_failed_engine_is_the_same_news_on_every_rank(ranks: Squad, on_failure: str) -> None:
+    ranks.all("make", "many", "rows", num_engines=2, on_failure=on_failure)
+    published(ranks.publish(1))
+    ranks.all("fail_engine", 3)
+    outcomes = ranks.publish(2)
+    assert len({outcome["report"] for outcome in outcomes}) == 1
+    results = json.loads(outcomes[0]["report"])["engines"]
+    assert [results[name]["ok"] for name in ("engine-0", "engine-1")] == [False, True]
+    if on_failure == "raise":
+        assert {kind for kind, _ in failed(outcomes)} == {"PublishError"}
+        assert [outcome["failures"] for outcome in outcomes] == [{"engine-0": "InstallError"}] * NUM_RANKS
+    ranks.all("fail_engine", None)
+    published(ranks.publish(3))
+    assert ranks[0].ask("check", 3) == []
+
+
+def test_a_transport_that_fails_on_the_publishing_rank(ranks: Squad) -> None:
+    ranks.all("make", "many", "rows", transport="gloo://192.0.2.1:0")
+    errors = [outcome["error"] for outcome in ranks.publish(1)]
+    assert all(text.startswith("trainer rank 0: ") for _, text in errors[1:])

@@ -1,0 +1,135 @@
+"""Who brings what, and where it lies in a message and in a bucket: no processes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from gather.squad import CUTS, MODELS
+from weightcast.assignment import Part, Shard, assign, held_shards
+from weightcast.bucket import Layout
+from weightcast.cuts import Cuts, Runs, Sources, bucket_views, is_run, message_views
+from weightcast.errors import IncompatibleWeightsError, PeerTimeoutError, StaleVersionError
+from weightcast.host_copy import copy_all
+from weightcast.manifest import ITEMSIZE_BYTES, Region, TensorSpec, decode, encode
+from weightcast.plan import plan
+from weightcast.trainer_records import Failure
+
+SPEC = TensorSpec("w", "float32", (6, 4))
+
+
+def part(offsets: Sequence[int], sizes: Sequence[int]) -> Part:
+    return Part(0, Region(tuple(offsets), tuple(sizes)))
+
+
+TOP, BOTTOM, ALL = part((0, 0), (3, 4)), part((3, 0), (3, 4)), part((0, 0), (6, 4))
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        ([[TOP], [BOTTOM]], [[0], [0]]),
+        ([[ALL], [ALL]], [[0], []]),
+        ([[], [ALL], [ALL]], [[], [0], []]),
+        ([[TOP], [TOP, BOTTOM], [BOTTOM]], [[0], [1], []]),
+        ([[], [TOP, BOTTOM], [TOP, BOTTOM]], [[], [0], [1]]),
+    ],
+)
+def test_each_region_is_brought_once(held: list[list[Part]], expected: list[list[int]]) -> None:
+    assert assign([SPEC], held) == expected
+
+
+@pytest.mark.parametrize("held", [[[TOP]], [[TOP], []], [[ALL], [TOP]], [[TOP], [part((2, 0), (4, 4))]], [[], []]])
+def test_what_does_not_tile_is_named(held: list[list[Part]]) -> None:
+    with pytest.raises(IncompatibleWeightsError, match=r"'w' of shape \[6, 4\]"):
+        assign([SPEC], held)
+
+
+def test_regions_that_are_not_of_the_specs() -> None:
+    tensor = torch.zeros(3, 4)
+    wrong = {"w": [(Region((4, 0), (3, 4)), tensor), (Region((0, 0), (2, 4)), tensor)], "x": []}
+    with pytest.raises(IncompatibleWeightsError) as caught:
+        held_shards([SPEC], wrong)
+    assert len(caught.value.problems) == 3
+    assert held_shards([SPEC], {"w": [(Region((6, 0), (0, 4)), tensor[:0])]}) == []
+
+
+@pytest.mark.parametrize(
+    ("piece", "region", "expected"),
+    [
+        ((6, 4), (2, 4), True),
+        ((6, 4), (1, 2), True),
+        ((6, 4), (2, 2), False),
+        ((3, 6, 4), (1, 2, 4), True),
+        ((3, 6, 4), (2, 2, 4), False),
+        ((), (), True),
+        ((6, 1), (6, 1), True),
+    ],
+)
+def test_what_lies_in_one_run(piece: tuple[int, ...], region: tuple[int, ...], expected: bool) -> None:
+    assert is_run(Region((0,) * len(piece), piece), Region((0,) * len(region), region)) is expected
+
+
+def test_runs_that_meet_on_both_sides_are_one() -> None:
+    runs = Runs()
+    for run in ((0, 64, 8), (8, 72, 8), (16, 96, 8), (32, 104, 8)):
+        runs.add(*run)
+    assert list(runs) == [(0, 64, 16), (16, 96, 8), (32, 104, 8)]
+
+
+@pytest.mark.parametrize("bucket_size_bytes", [256, 4096, 1 << 20])
+@pytest.mark.parametrize("cut", ["rows", "columns", "strided"])
+def test_messages_are_dense_and_fill_every_bucket(cut: str, bucket_size_bytes: int) -> None:
+    model, size = MODELS["table"](1), 3
+    specs = [TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in model.items()]
+    layout = Layout(plan(specs, bucket_size_bytes))
+    held = [held_shards(specs, {n: CUTS[cut](t, rank, size) for n, t in model.items()}) for rank in range(size)]
+    brought = [[held[rank][i] for i in indices] for rank, indices in enumerate(assign(specs, held))]
+    assert sum(_bytes(specs, shard) for shards in brought for shard in shards) == layout.manifest.num_bytes
+    ends = [(cuts, Sources(cuts, shards)) for shards in brought for cuts in [Cuts(layout, shards)]]
+    for index, num_bytes in enumerate(layout.manifest.buckets):
+        bucket, expected = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
+        for cuts, sources in ends:
+            _move(layout, cuts, sources, index, bucket)
+        for entry, view in zip(layout.entries[index], layout.views(index, expected), strict=True):
+            where = zip(entry.piece.region.offsets, entry.piece.region.sizes, strict=True)
+            view.copy_(model[entry.record.name][tuple(slice(o, o + s) for o, s in where)])
+        assert torch.equal(bucket, expected)
+        layout.forget_views()
+
+
+def _bytes(specs: Sequence[TensorSpec], shard: Shard) -> int:
+    return shard.region.numel * ITEMSIZE_BYTES[specs[shard.tensor].dtype]
+
+
+def _move(layout: Layout, cuts: Cuts, sources: Sources, index: int, bucket: torch.Tensor) -> None:
+    """As a message: packed on one side, taken apart on the other."""
+    found = cuts.of(index)
+    ends = list(itertools.accumulate((cut.num_bytes for cut in found), initial=0))
+    assert [cut.offset_bytes for cut in found] == ends[:-1]
+    assert ends[-1] == cuts.sizes[index]
+    message = torch.zeros(-(-ends[-1] // 16) * 16, dtype=torch.uint8)
+    copy_all(message_views(found, message), sources.of(index))
+    copy_all(bucket_views(found, layout.entries[index], bucket), message_views(found, message))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (ValueError("no"), ValueError, "trainer rank 3: no"),
+        (TypeError("no"), TypeError, "trainer rank 3: no"),
+        (KeyError("no"), None, "trainer rank 3: KeyError: 'no'"),
+        (KeyboardInterrupt(), None, "trainer rank 3: KeyboardInterrupt: "),
+        (StaleVersionError("old"), StaleVersionError, "trainer rank 3: old"),
+        (PeerTimeoutError("late", peer="x"), PeerTimeoutError, "trainer rank 3: late"),
+    ],
+)
+def test_errors_keep_their_kind_where_it_is_known(
+    error: BaseException, kind: type[Exception] | None, text: str
+) -> None:
+    found = decode(encode(Failure.of(error)), Failure).error(3)
+    assert str(found) == text
+    assert type(found).__name__ == (kind.__name__ if kind else "WeightcastError")
