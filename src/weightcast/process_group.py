@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -32,6 +33,8 @@ _NCCL_ENVIRONMENT = {
 }
 Store: TypeAlias = Any
 """A c10d store: TCPStore, PrefixStore, ..."""
+_CHATTER = re.compile(r"Exception raised from|This is typically caused by")
+"""Where a message of torch goes on with a trace, or with advice that does not fit here."""
 _environment_lock = threading.Lock()
 
 
@@ -123,7 +126,7 @@ def translated(what: str) -> Iterator[None]:
         yield
     except (dist.DistError, RuntimeError, ValueError) as exc:
         text = str(exc)
-        reason = text.split("Exception raised from")[0].strip()[:400]
+        reason = _CHATTER.split(text)[0].strip()[:400]
         is_late = "imed out" in text or "imeout" in text
         raise (PeerTimeoutError if is_late else PeerDiedError)(f"{what} failed: {reason}") from exc
 

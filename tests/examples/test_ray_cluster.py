@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 
 from weightcast.tensor_digest import tensor_digest
 
+pytestmark = pytest.mark.cluster
+
 SCRIPT = Path(__file__).with_name("ray_two_nodes.py")
 ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # or Ray takes the host's address in place of 127.0.0.1

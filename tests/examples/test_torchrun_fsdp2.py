@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 import weightcast
 from weightcast.tensor_digest import tensor_digest
 
+pytestmark = pytest.mark.cluster
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrun_fsdp2.py"
 TORCHRUN = [
     *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),

@@ -11,6 +11,8 @@ import pytest
 
 from gather.squad import Squad, squad
 
+pytestmark = pytest.mark.cluster
+
 DEADLINE = 2.0
 SLACK = 3.0
 """For starting threads and closing sockets on two busy cores, and the roll call."""

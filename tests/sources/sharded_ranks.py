@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gather.published import published
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -215,6 +216,7 @@ def report(case: str, size: int) -> dict[str, Any]:
         "regions": [(n, r.offsets, r.sizes, data.contiguous()) for n, held in regions.items() for r, data in held],
         "expected": {name: view.clone() for name, view in expected.items()},
         "full": _full_tensors(model),
+        "published": published(source),
     }
 
 

@@ -15,6 +15,8 @@ from sources.sharded_ranks import CASES, SCENES
 
 from weightcast.manifest import Region, check_tiling
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -70,6 +72,16 @@ def test_all_ranks_together_hold_every_tensor(directory: Path, size: int, case: 
     for name, full in ((name, full) for report in reports for name, full in report["full"].items()):
         if name in found:
             assert torch.equal(found[name], full), name
+
+
+@pytest.mark.parametrize(("size", "case"), [(size, case) for size, cases in CASES.items() for case in cases])
+def test_an_engine_gets_every_tensor_of_what_all_ranks_publish(directory: Path, size: int, case: str) -> None:
+    reports = _load(directory, size, case)
+    held, expected = reports[0]["published"], reports[0]["expected"]
+    assert held.keys() >= expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(held[name], tensor), name
+    assert not any(report["published"] for report in reports[1:])
 
 
 def test_disjoint_boxes_of_a_tensor_are_regions_of_their_own(directory: Path) -> None:
