@@ -11,6 +11,7 @@ import torch
 
 pytest.register_assert_rewrite("weightcast.testing")
 
+from weightcast.process_group import serve_store  # noqa: E402
 from weightcast.testing.leftovers import nothing_left  # noqa: E402
 
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=100, database=None)
@@ -18,11 +19,23 @@ hypothesis.settings.register_profile("long", deadline=None, max_examples=5000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="all of every matrix, not a diagonal of it")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: off the diagonal of its matrix; run with --full")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a CUDA device the GPU tests are left out, and counted as deselected, unless `-m` asks for them."""
-    if torch.cuda.is_available() or "gpu" in (config.getoption("markexpr") or ""):
-        return
-    out = [item for item in items if item.get_closest_marker("gpu")]
+    """Without a CUDA device the GPU tests are left out, and counted as deselected, unless `-m` asks for them.
+
+    So is what only `--full` runs.
+    """
+    left_out = [] if config.getoption("full") else ["full"]
+    if not (torch.cuda.is_available() or "gpu" in (config.getoption("markexpr") or "")):
+        left_out.append("gpu")
+    out = [item for item in items if any(map(item.get_closest_marker, left_out))]
     if out:
         config.hook.pytest_deselected(items=out)
         items[:] = [item for item in items if item not in out]
@@ -33,3 +46,9 @@ def leaves_nothing() -> Iterator[None]:
     """Fails the test if a thread, child process, socket, pipe or shared memory outlives it by over five seconds."""
     with nothing_left():
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _libuv_is_up() -> None:
+    """The first loop of torch's store opens a pipe that stays until the process ends: no leak of any test."""
+    serve_store("127.0.0.1", 10.0)

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from weightcast.control.messages import MAX_LINK_MESSAGE_BYTES, Heartbeat, Hello, LinkMessage
-from weightcast.errors import ManifestError, PeerDiedError
+from weightcast.errors import ManifestError, PeerDiedError, PeerTimeoutError
 from weightcast.forked import close_in_child
 from weightcast.manifest import decode, encode
 
@@ -107,6 +107,8 @@ class WorkerLink:
         self._frames = Frames(messages)
         self._lock = threading.Lock()
         self._closed = False
+        self._heard = threading.Event()
+        self._is_over = False
         try:
             self._sock = connect(address, connect_seconds)
             self._sock.settimeout(lease_seconds)
@@ -127,6 +129,13 @@ class WorkerLink:
         with self._lock:
             self._sock.sendall(frame(message))
 
+    def await_welcome(self, timeout_seconds: float) -> None:
+        """Wait until the publisher knows of this link. Raises PeerDiedError, PeerTimeoutError."""
+        if not self._heard.wait(timeout_seconds):
+            raise PeerTimeoutError(f"no sign of the publisher {timeout_seconds:g} s after a hello", peer="trainer")
+        if self._is_over:
+            raise PeerDiedError("the publisher ended the link at once: it may be of another run", peer="trainer")
+
     def close(self) -> None:
         """Leave. Idempotent; from any thread."""
         self._closed = True
@@ -140,6 +149,7 @@ class WorkerLink:
         reason = "the publisher's process ended or closed the link"
         try:
             while data := self._sock.recv(1 << 16):
+                self._heard.set()
                 for message in self._frames.feed(data):
                     if not isinstance(message, Heartbeat):
                         self._on_message(message)
@@ -147,5 +157,8 @@ class WorkerLink:
             reason = f"no heartbeat of the publisher for {self._lease_seconds:g} s"
         except (OSError, ManifestError) as exc:
             reason = f"the link broke: {exc}"
+        if not self._heard.is_set():
+            self._is_over = True
+            self._heard.set()
         if not self._closed:
             self._on_end(reason)

@@ -273,6 +273,7 @@ class LinkListener:
             self.condition.notify_all()
         if former is not None:
             former.end("the worker connected again")
+        link.beat(frame(Heartbeat()))
 
     def _drop(self, link: Link, reason: str) -> None:
         link.end(reason)

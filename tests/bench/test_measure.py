@@ -144,10 +144,22 @@ def test_the_table(result: BenchResult, capsys: pytest.CaptureFixture[str]) -> N
     assert "one round trip per tensor" in text
 
 
-@pytest.mark.parametrize("wrong", [{"num_engines": 0}, {"num_runs": 0}])
+@pytest.mark.parametrize("wrong", [{"num_engines": 0}, {"num_runs": 0}, {"trainer_ranks": 0}])
 def test_wrong_settings(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         small(**wrong)
+
+
+def test_settings_that_do_not_go_together() -> None:
+    with pytest.raises(ValueError, match="leave out --device"):
+        small(trainer_ranks=2, device="cuda")
+    with pytest.raises(ValueError, match="add --device cuda"):
+        small(transport="nccl")
+
+
+@pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "gloo://127.0.0.1:0"), ("::1", "gloo://[::1]:0")])
+def test_the_url_of_a_collective_transport(host: str, url: str) -> None:
+    assert small(transport="gloo", host=host).transport_url == url
 
 
 def test_ctrl_c_ends_the_engines() -> None:

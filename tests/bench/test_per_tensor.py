@@ -13,7 +13,7 @@ import torch
 
 from weightcast.bench import per_tensor
 from weightcast.bench.channel import Channel, SharedBytes, pair
-from weightcast.bench.model import build_model, fill
+from weightcast.bench.model import build_model, fill, local_tensors
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import PeerDiedError, PeerTimeoutError
 from weightcast.manifest import TensorSpec
@@ -43,8 +43,8 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
 
 def test_every_tensor_arrives_at_every_engine() -> None:
     source = build_model(SPECS)
-    fill(source, seed=3)
-    tensors = {name: p.data for name, p in source.named_parameters()}
+    tensors = local_tensors(source)
+    fill(tensors.values(), seed=3)
     targets = [build_model(SPECS) for _ in range(2)]
     pairs = [pair(f"engine {i}", deadline_seconds=5) for i in range(2)]
     channels = [channel for channel, _ in pairs]

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from weightcast.bench import shapes
 
-# Tensors of the safetensors checkpoint (a tied lm_head is not saved again) and parameters in bf16.
+full = functools.cache(shapes.named)
+
+# Tensors of the safetensors checkpoint (a tied lm_head is not saved again; without the multi-token prediction layer,
+# which transformers has not) and parameters in bf16.
 PUBLISHED = {
     "qwen3-0.6b": (310, 596_049_920),
     "qwen3-1.7b": (310, 1_720_574_976),
     "llama-3.2-1b": (146, 1_235_814_400),
     "qwen3-30b-a3b": (18_867, 30_532_122_624),
     "moonlight-16b-a3b": (5_317, 15_960_110_208),
+    "qwen3-next-80b-a3b": (74_391, 79_674_391_296),
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_totals_are_the_published_ones(name: str) -> None:
-    specs = shapes.named(name)
+    specs = full(name)
     num_tensors, num_parameters = PUBLISHED[name]
     assert len(specs) == num_tensors
     assert {spec.dtype for spec in specs} == {"bfloat16"}
@@ -51,10 +57,20 @@ def test_totals_are_the_published_ones(name: str) -> None:
                 "model.layers.26.self_attn.kv_a_proj_with_mqa.weight": (576, 2048),
             },
         ),
+        (
+            "qwen3-next-80b-a3b",
+            {
+                "model.layers.0.linear_attn.in_proj_qkvz.weight": (12288, 2048),
+                "model.layers.0.linear_attn.conv1d.weight": (8192, 1, 4),
+                "model.layers.3.self_attn.q_proj.weight": (8192, 2048),
+                "model.layers.47.mlp.experts.511.gate_proj.weight": (512, 2048),
+                "model.layers.47.mlp.shared_expert.down_proj.weight": (2048, 512),
+            },
+        ),
     ],
 )
 def test_names_are_those_of_the_checkpoint(name: str, expected: dict[str, tuple[int, ...]]) -> None:
-    found = {spec.name: spec.shape for spec in shapes.named(name)}
+    found = {spec.name: spec.shape for spec in full(name)}
     assert {key: found.get(key) for key in expected} == expected
 
 
@@ -82,9 +98,9 @@ def test_more_layers_than_there_are_is_all_of_them() -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_scale_divides_widths_and_keeps_the_number_of_tensors(name: str) -> None:
-    full, scaled = shapes.named(name, layers=3), shapes.named(name, layers=3, scale=4)
-    assert [spec.name for spec in scaled] == [spec.name for spec in full]
-    ratio = sum(spec.num_bytes for spec in full) / sum(spec.num_bytes for spec in scaled)
+    whole, scaled = shapes.named(name, layers=3), shapes.named(name, layers=3, scale=4)
+    assert [spec.name for spec in scaled] == [spec.name for spec in whole]
+    ratio = sum(spec.num_bytes for spec in whole) / sum(spec.num_bytes for spec in scaled)
     assert 14 < ratio <= 16.1
 
 

@@ -12,18 +12,11 @@ import torch
 from core.direct import DictSource, DirectEngine, RecordingEngine
 from core.parallel import ParallelEngine
 from weightcast.errors import PublishError
-from weightcast.process_group import serve_store
 from weightcast.publisher import Publisher
 from weightcast.testing.leftovers import nothing_left
 from weightcast.transports.collective_sender import CollectiveSender
 
 TENSORS = {f"t{i}": torch.full((64, 16), float(i)) for i in range(20)}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _libuv_is_up() -> None:
-    """The first loop of torch's store opens a pipe that stays until the process ends."""
-    serve_store("127.0.0.1", 10.0)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ the moment to kill or stop them. The weights of version v are a function of v, s
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -15,35 +16,70 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from network.namespaces import enter
 from torch import nn
 
 DEADLINE_SECONDS = 30.0
 NUM_LAYERS = 6
 WIDTH = 96
-BUCKET_SIZE_BYTES = 64 << 10
+LARGE_WIDTH = 1024
+"""Buckets of a model of this width fit into no socket's buffer: whoever takes none holds the sender up."""
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "weightcast.publisher", "weightcast.control.server", "weightcast.transports.ipc"]
+    [
+        "torch",
+        "weightcast.publisher",
+        "weightcast.control.server",
+        "weightcast.transports.ipc",
+        "weightcast.transports.collective",
+        "faults.engine_actor",
+        "faults.publisher_actor",
+    ]
 )
 
 
-def build_model() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))).requires_grad_(False)
+class Layer(nn.Module):
+    """Like nn.Linear, with no time spent on first values."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, width))
+        self.bias = nn.Parameter(torch.empty(width))
+
+
+def build_model(width: int = WIDTH) -> nn.Module:
+    return nn.Sequential(*(Layer(width) for _ in range(NUM_LAYERS))).requires_grad_(False)
+
+
+def bucket_size_bytes(width: int) -> int:
+    """Four to seven buckets in all."""
+    return max(64 << 10, 4 * width**2)
 
 
 def fill(model: nn.Module, version: int) -> None:
     generator = torch.Generator().manual_seed(version)
     for parameter in model.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        parameter.uniform_(-1, 1, generator=generator)
 
 
-def expected_digests(version: int) -> dict[str, str]:
+@functools.cache
+def expected_digests(version: int, width: int = WIDTH) -> dict[str, str]:
+    model = build_model(width)
+    fill(model, version)
+    return digests(model)
+
+
+def digests(model: nn.Module) -> dict[str, str]:
     from weightcast.tensor_digest import tensor_digest
 
-    model = build_model()
-    fill(model, version)
     return {name: tensor_digest(tensor) for name, tensor in model.state_dict().items()}
+
+
+def enter_if_any(options: dict[str, Any]) -> None:
+    """Move to the network that the option `namespace` names."""
+    if namespace := options.pop("namespace", None):
+        enter(namespace)
 
 
 class Stops:
@@ -114,165 +150,14 @@ class Actor:
         self.pipe.close()
 
 
-# --- in the engine's process ---------------------------------------------------------------------
-
-
-def engine_main(pipe: Connection, port: int, options: dict[str, Any]) -> None:
-    from weightcast.control.server import EngineServer
-    from weightcast.engines.module import ModuleEngine
-
-    torch.set_num_threads(1)
-    stops = Stops(pipe)
-    model = build_model()
-    fill(model, 0)
-
-    class StoppingEngine(ModuleEngine):
-        fail_load = False
-
-        def load(self, tensors: Any) -> None:
-            stops.reach("load")
-            if StoppingEngine.fail_load:
-                some = list(tensors)[:2]
-                super().load(some)
-                raise RuntimeError("the test's loader failed half-way")
-            super().load(tensors)
-
-    with EngineServer(StoppingEngine(model), port=port, **options) as server:
-        pipe.send(("url", server.url))
-        while (words := pipe.recv())[0] != "end":
-            match words:
-                case ("stop at", phase):
-                    stops.arm(phase)
-                    pipe.send(("done",))
-                case ("go",):
-                    stops.go.set()
-                case ("fail load", flag):
-                    StoppingEngine.fail_load = flag
-                    pipe.send(("done",))
-                case ("footprint",):
-                    pipe.send(("footprint", footprint()))
-
-
-class EngineProcess(Actor):
-    def __init__(self, port: int = 0, **options: Any) -> None:
-        super().__init__(engine_main, port, options)
-        self.url: str = self.hear("url")
-
-    @property
-    def port(self) -> int:
-        return int(self.url.rsplit(":", 1)[1])
-
-
-# --- in the publisher's process ------------------------------------------------------------------
-
-
-def publisher_main(pipe: Connection, urls: list[str], options: dict[str, Any]) -> None:
-    import weightcast
-    from weightcast import registry
-    from weightcast.control.messages import Offer, Seal
-
-    torch.set_num_threads(1)
-    stops = Stops(pipe)
-    model = build_model()
-
-    class StoppingClient(weightcast.HttpEngine):
-        def init(self, info: Any) -> None:
-            super().init(info)
-            stops.reach("init")
-
-        def update(self, info: Any) -> None:
-            if isinstance(info, Seal):
-                stops.reach("before seal")
-            super().update(info)
-            if isinstance(info, Offer):
-                stops.reach("offer")
-
-        def pause(self, run: str) -> None:
-            super().pause(run)
-            stops.reach("paused")
-
-        def finish(self, version: int) -> None:
-            super().finish(version)
-            stops.reach("after commit")
-
-    transport = registry.transport("ipc://")
-    corrupt = threading.Event()
-
-    def stopping_sender(*args: Any, **kwargs: Any) -> Any:
-        sender = transport.sender(*args, **kwargs)
-        send = sender.send
-
-        def stopping_send(index: int) -> None:
-            if corrupt.is_set() and index == 1:
-                corrupt.clear()
-                sender.buffer(index)[7] ^= 255
-            send(index)
-            if index == 1:
-                stops.reach("mid-bucket")
-
-        sender.send = stopping_send
-        return sender
-
-    registry.TRANSPORTS["stopping"] = f"{__name__}:stopping_transport"
-    globals()["stopping_transport"] = type(transport)(
-        sender=lambda url, **kwargs: stopping_sender(url.replace("stopping", "ipc"), **kwargs),
-        receiver=transport.receiver,
-        default_bucket_size_bytes=transport.default_bucket_size_bytes,
-        same_host=True,
-    )
-    publisher = weightcast.Publisher(
-        weightcast.ModuleSource(model),
-        transport="stopping://",
-        engines=[StoppingClient(url, timeout_seconds=options.get("deadline_seconds", 20.0)) for url in urls],
-        bucket_size_bytes=BUCKET_SIZE_BYTES,
-        **options,
-    )
-
-    def publish(content: int, version: int | None) -> None:
-        fill(model, content)
-        try:
-            report = publisher.publish(version)
-            answer = ("published", {"version": report.version, "failures": {}})
-        except weightcast.PublishError as exc:
-            failures = {name: (type(e).__name__, str(e)) for name, e in exc.failures.items()}
-            answer = ("published", {"version": getattr(exc.report, "version", None), "failures": failures})
-        except Exception as exc:
-            answer = ("published", {"version": None, "error": (type(exc).__name__, str(exc))})
-        pipe.send(answer)
-
-    pipe.send(("run", publisher.run))
-    while (words := pipe.recv())[0] != "end":
-        match words:
-            case ("publish", content, version):
-                threading.Thread(target=publish, args=(content, version), daemon=True).start()
-            case ("stop at", phase):
-                stops.arm(phase)
-                pipe.send(("done",))
-            case ("go",):
-                stops.go.set()
-            case ("corrupt",):
-                corrupt.set()
-                pipe.send(("done",))
-            case ("add", url):
-                publisher.add_engine(StoppingClient(url))
-                pipe.send(("done",))
-            case ("footprint",):
-                pipe.send(("footprint", footprint()))
-    publisher.close()
-
-
-class PublisherProcess(Actor):
-    def __init__(self, urls: list[str], **options: Any) -> None:
-        super().__init__(publisher_main, urls, options)
-        self.run: str = self.hear("run")
-
-    def publish(self, content: int, version: int | None = None) -> dict[str, Any]:
-        self.tell("publish", content, version)
-        return self.hear("published")  # type: ignore[no-any-return]
+_POOLS = ("weightcast-control", "weightcast-fleet", "AnyIO worker")
+"""Threads that are started when there are several calls at a time, and kept."""
 
 
 def footprint() -> dict[str, int]:
-    """What this process holds that could leak."""
+    """What this process holds that could leak. `threads`: native ones too, but of no pool."""
     with open("/proc/self/smaps_rollup") as f:
         rss = next(int(line.split()[1]) << 10 for line in f if line.startswith("Rss:"))
-    return {"fds": len(os.listdir("/proc/self/fd")), "threads": threading.active_count(), "rss_bytes": rss}
+    num_pooled = sum(thread.name.startswith(_POOLS) for thread in threading.enumerate())
+    num_threads = len(os.listdir("/proc/self/task")) - num_pooled
+    return {"fds": len(os.listdir("/proc/self/fd")), "threads": num_threads, "rss_bytes": rss}

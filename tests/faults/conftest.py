@@ -1,33 +1,94 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import datetime
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from torch.distributed import TCPStore
 
-from faults.actors import EngineProcess, PublisherProcess, expected_digests
+from faults.actors import DEADLINE_SECONDS, LARGE_WIDTH, WIDTH, expected_digests
+from faults.engine_actor import EngineProcess
+from faults.publisher_actor import PublisherProcess, Rank
+
+
+class Wire(NamedTuple):
+    """What a test's publisher publishes over, and how wide a model."""
+
+    url: str
+    width: int = WIDTH
+
+    def __str__(self) -> str:
+        return self.url.partition(":")[0] + ("-large" if self.width > WIDTH else "")
+
+
+IPC = Wire("ipc://")
+GLOO = Wire("gloo://127.0.0.1:0")
+LARGE_GLOO = Wire("gloo://127.0.0.1:0", LARGE_WIDTH)
+_SETTLE_SECONDS = 15.0
+over_both = pytest.mark.parametrize("wire", [IPC, GLOO], ids=str)
+over_both_if_full = pytest.mark.parametrize("wire", [IPC, pytest.param(GLOO, marks=pytest.mark.full)], ids=str)
+
+
+def over(wires: dict[Wire, Iterable[Any]], *, full: dict[Wire, Iterable[Any]] | None = None) -> list[Any]:
+    """Parameters (wire, case) of a test: those that always run, and those that only `--full` runs besides."""
+    return [
+        pytest.param(wire, case, id=f"{wire}-{case}", marks=marks)
+        for table, marks in ((wires, ()), (full or {}, pytest.mark.full))
+        for wire, cases in table.items()
+        for case in cases
+    ]
 
 
 class Stage:
     """The actors of one test, ended whatever happens; what survives is checked against the version's own weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
         self._actors: list[EngineProcess | PublisherProcess] = []
+        self._stores: list[TCPStore] = []
 
     def engine(self, port: int = 0, **options: object) -> EngineProcess:
-        actor = EngineProcess(port, **options)
+        actor = EngineProcess(port, width=self._wire.width, **options)
         self._actors.append(actor)
         return actor
 
+    def engines(self, number: int) -> list[EngineProcess]:
+        return [self.engine() for _ in range(number)]
+
     def publisher(self, *engines: EngineProcess, **options: object) -> PublisherProcess:
-        actor = PublisherProcess([engine.url for engine in engines], **options)
+        return self._start_publisher(engines, options).wait()
+
+    def trainer_ranks(self, number: int, *engines: EngineProcess, **options: object) -> list[PublisherProcess]:
+        """A publisher of that many trainer ranks. Their store is served here, as torchrun's agent does."""
+        timeout = datetime.timedelta(seconds=DEADLINE_SECONDS)
+        store = TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
+        self._stores.append(store)
+        ranks = [Rank(index, number, store.port) for index in range(number)]
+        actors = [self._start_publisher(engines, options | {"rank": rank}) for rank in ranks]
+        return [actor.wait() for actor in actors]
+
+    def _start_publisher(self, engines: Sequence[EngineProcess], options: dict[str, object]) -> PublisherProcess:
+        urls = [engine.url for engine in engines]
+        actor = PublisherProcess(urls, transport=self._wire.url, width=self._wire.width, **options)
         self._actors.append(actor)
         return actor
 
     def close(self) -> None:
-        for actor in reversed(self._actors):
-            if actor.process.is_alive():
-                actor.close()
+        with contextlib.ExitStack() as stack:
+            for actor in self._actors:
+                if actor.process.is_alive():
+                    stack.callback(actor.close)
+
+
+def eventually(check: Callable[[], bool], what: str, seconds: float = DEADLINE_SECONDS) -> None:
+    end = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.01)
 
 
 def served(engine: EngineProcess) -> tuple[str, dict[str, str]]:
@@ -41,18 +102,68 @@ def weight_info(engine: EngineProcess) -> dict[str, object]:
     return httpx.get(f"{engine.url}/weight_info", timeout=20, trust_env=False).json()  # type: ignore[no-any-return]
 
 
+def is_free(engine: EngineProcess) -> bool:
+    info = weight_info(engine)
+    return not info["holder"] and not info["paused"]
+
+
 def assert_serves(engine: EngineProcess, version: str, content: int) -> None:
     """The engine serves exactly the weights of `content` under the label `version`, and is not paused or torn."""
     found, digests = served(engine)
     assert found == version
-    assert digests == expected_digests(content)
+    assert digests == expected_digests(content, engine.width)
     info = weight_info(engine)
     assert not info["paused"], info
     assert not info["torn"], info
 
 
+def assert_one_whole_version(engine: EngineProcess, contents: dict[str, int]) -> None:
+    found, digests = served(engine)
+    assert found in contents
+    assert digests == expected_digests(contents[found], engine.width)
+
+
+class Footprints:
+    """What actors hold now; `assert_settled` once they hold no more than then."""
+
+    def __init__(self, *actors: EngineProcess | PublisherProcess) -> None:
+        self._before = {actor: actor.ask("footprint", answer="footprint") for actor in actors}
+
+    def assert_settled(self) -> None:
+        """Old groups, links and threads may still be on their way out; they are gone before long."""
+        seen: dict[str, Any] = {}
+
+        def is_settled() -> bool:
+            for actor, before in self._before.items():
+                now = actor.ask("footprint", answer="footprint")
+                seen.update(pid=actor.pid, of=type(actor).__name__, before=before, now=now)
+                if now["fds"] > before["fds"] or now["threads"] > before["threads"]:
+                    return False
+            return True
+
+        try:
+            eventually(is_settled, "descriptors and threads are as before", _SETTLE_SECONDS)
+        except AssertionError as exc:
+            raise AssertionError(f"{exc}: {seen}") from None
+
+
 @pytest.fixture
-def stage() -> Iterator[Stage]:
-    stage = Stage()
+def wire() -> Wire:
+    """Tests name others with `over`."""
+    return IPC
+
+
+@pytest.fixture
+def stage(wire: Wire) -> Iterator[Stage]:
+    stage = Stage(wire)
     yield stage
     stage.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What goes over a network plays several hosts, and so do several trainer ranks."""
+    for item in items:
+        wire = getattr(getattr(item, "callspec", None), "params", {}).get("wire", IPC)
+        if wire != IPC or item.path.name == "test_trainer_ranks.py":
+            item.add_marker(pytest.mark.cluster)

@@ -8,7 +8,8 @@ import threading
 import time
 
 import weightcast
-from faults.actors import DEADLINE_SECONDS, EngineProcess, build_model
+from faults.actors import DEADLINE_SECONDS, build_model
+from faults.engine_actor import EngineProcess
 
 
 def trainer(url: str, alive: int) -> None:

@@ -57,15 +57,22 @@ class Channel:
 
     def receive_with_fd(self, kind: type[T]) -> tuple[T, int]:
         """The next message and the descriptor that came with it, which the caller closes."""
+        message, fd = self.receive_command(kind)
+        if fd is None:
+            raise self._dead()
+        return message, fd
+
+    def receive_command(self, kind: Any) -> tuple[Any, int | None]:
+        """The next message, and the descriptor if one came with it, which the caller closes."""
         try:
             data, fds, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 1)
         except BlockingIOError as exc:
             raise self._late() from exc
         except OSError as exc:
             raise self._dead() from exc
-        if not data or not fds:
+        if not data:
             raise self._dead()
-        return decode(data, kind), fds[0]
+        return decode(data, kind), fds[0] if fds else None
 
     def close(self) -> None:
         self._socket.close()

@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-import msgspec
+import torch
 
+from weightcast.bench.broadcasts import NUM_BUFFERS, Broadcasts
 from weightcast.bench.channel import Channel, SharedBytes, pair
-from weightcast.bench.engine_process import ANSWER_SECONDS, PerTensor, Ready, Serve, attend, served
+from weightcast.bench.engine_process import ANSWER_SECONDS, JoinGroup, PerTensor, Ready, Serve, attend, served
 from weightcast.bench.model import build_model
+from weightcast.bench.processes import END_SECONDS, process, shared_specs
+from weightcast.bench.settings import Settings
 from weightcast.manifest import TensorSpec
+from weightcast.process_group import ProcessGroup, serve_store
 
-END_SECONDS = 10.0
+_MODULE = "weightcast.bench.engine_process"
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchEngine:
-    """`pid` is None where the engine shares the publisher's process. `channel` speaks the per-tensor baseline."""
+    """`pid` is None where the engine shares the publisher's process. `channel` speaks the baselines."""
 
     url: str
     channel: Channel
@@ -32,16 +34,20 @@ class BenchEngine:
 
 
 @contextlib.contextmanager
-def started(specs: Sequence[TensorSpec], num_engines: int, *, one_process: bool) -> Iterator[list[BenchEngine]]:
-    """`num_engines` engines that serve a zeroed model of these specs."""
+def started(specs: Sequence[TensorSpec], settings: Settings) -> Iterator[list[BenchEngine]]:
+    """The engines that the settings ask for; each serves a zeroed model of these specs."""
+    numbers = range(settings.num_engines)
     with contextlib.ExitStack() as stack:
-        if one_process:
-            yield [stack.enter_context(_in_thread(specs, index)) for index in range(num_engines)]
+        if settings.one_process:
+            yield [stack.enter_context(_in_thread(specs, settings.engine_device(index), index)) for index in numbers]
             return
-        starting = [stack.enter_context(_process(index)) for index in range(num_engines)]
-        with contextlib.closing(_shared_json(specs)) as shared:
-            for _, channel in starting:
-                channel.send(Serve(shared.tensor.numel()), shared.fd)
+        starting = [
+            stack.enter_context(process(_MODULE, peer=f"engine {index}", deadline_seconds=ANSWER_SECONDS))
+            for index in numbers
+        ]
+        with contextlib.closing(shared_specs(specs)) as shared:
+            for index, (_, channel) in enumerate(starting):
+                channel.send(Serve(shared.tensor.numel(), settings.engine_device(index)), shared.fd)
             engines = [BenchEngine(channel.receive(Ready).url, channel, process.pid) for process, channel in starting]
         yield engines
 
@@ -54,41 +60,31 @@ def lend_slot(engines: Sequence[BenchEngine], slot: SharedBytes) -> None:
         engine.channel.receive(Ready)
 
 
-def _shared_json(specs: Sequence[TensorSpec]) -> SharedBytes:
-    data = msgspec.json.encode(specs)
-    shared = SharedBytes.create(len(data))
-    shared.tensor.numpy()[:] = memoryview(data)
-    return shared
+def make_group(engines: Sequence[BenchEngine], settings: Settings, buffer_bytes: int, num_bytes: int) -> Broadcasts:
+    """A process group of this process (rank 0) and all engines, for the baselines of a publish of `num_bytes`."""
+    backend, host, device = settings.transport, settings.host, torch.device(settings.device)
+    store, port = serve_store(host, ANSWER_SECONDS)
+    size = len(engines) + 1
+    num_buffers = -(-num_bytes // buffer_bytes) if settings.install == "staged" else NUM_BUFFERS
+    for index, engine in enumerate(engines):
+        engine.channel.send(JoinGroup(backend, host, port, index + 1, size, buffer_bytes, num_buffers))
+    group = ProcessGroup(
+        backend,
+        store,
+        rank=0,
+        size=size,
+        timeout_seconds=ANSWER_SECONDS,
+        host=host,
+        device=device if backend == "nccl" else None,
+    )
+    for engine in engines:
+        engine.channel.receive(Ready)
+    return Broadcasts(group, buffer_bytes, device, NUM_BUFFERS)
 
 
 @contextlib.contextmanager
-def _process(index: int) -> Iterator[tuple[subprocess.Popen[bytes], Channel]]:
-    channel, theirs = pair(f"engine {index}", deadline_seconds=ANSWER_SECONDS)
-    command = [sys.executable, "-m", "weightcast.bench.engine_process", str(theirs.fileno())]
-    with contextlib.closing(channel):
-        with contextlib.closing(theirs):
-            # A session of its own: Ctrl-C reaches the bench, which then ends its engines by closing their sockets.
-            process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-            )
-        try:
-            yield process, channel
-        finally:
-            channel.close()
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-@contextlib.contextmanager
-def _in_thread(specs: Sequence[TensorSpec], index: int) -> Iterator[BenchEngine]:
-    model = build_model(specs)
+def _in_thread(specs: Sequence[TensorSpec], device: str, index: int) -> Iterator[BenchEngine]:
+    model = build_model(specs, device)
     channel, theirs = pair(f"engine {index}", deadline_seconds=ANSWER_SECONDS)
     with contextlib.closing(channel), served(model) as server:
         thread = threading.Thread(target=attend, args=(theirs, model, server.url), name=f"bench-engine-{index}")

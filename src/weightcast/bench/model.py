@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from weightcast.bucket import TORCH_DTYPES
 from weightcast.manifest import TensorSpec
@@ -13,7 +14,7 @@ from weightcast.manifest import TensorSpec
 _TILE_ELEMENTS = 65536
 
 
-def build_model(specs: Iterable[TensorSpec]) -> nn.Module:
+def build_model(specs: Iterable[TensorSpec], device: str = "cpu") -> nn.Module:
     """A module tree with one zeroed parameter for each spec; every page of it is resident when this returns."""
     root = nn.Module()
     for spec in specs:
@@ -21,7 +22,7 @@ def build_model(specs: Iterable[TensorSpec]) -> nn.Module:
         parent = root
         for part in path:
             parent = _child(parent, part)
-        tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype]).zero_()
+        tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=device).zero_()
         parent.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
     return root
 
@@ -34,14 +35,25 @@ def _child(parent: nn.Module, name: str) -> nn.Module:
     return child
 
 
-def fill(model: nn.Module, seed: int) -> None:
-    """Give every parameter values of its own, the same for the same seed."""
+def local_tensors(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """The memory of every parameter that is held here: all of it, or this rank's shard."""
+    return {name: _local(parameter.data) for name, parameter in model.named_parameters()}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def fill(tensors: Iterable[torch.Tensor], seed: int) -> None:
+    """Give every tensor values of its own, the same for the same seed."""
     tile = torch.randn(_TILE_ELEMENTS, generator=torch.Generator().manual_seed(seed))
-    tiles = {dtype: torch.cat([tile, tile]).to(dtype) for dtype in {p.dtype for p in model.parameters()}}
-    for index, parameter in enumerate(model.parameters()):
+    tiles: dict[torch.dtype, torch.Tensor] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype not in tiles:
+            tiles[tensor.dtype] = torch.cat([tile, tile]).to(tensor.dtype)
         start = index * 7919 % _TILE_ELEMENTS
-        for chunk in torch.split(parameter.data.view(-1), _TILE_ELEMENTS):
-            chunk.copy_(tiles[parameter.dtype][start : start + chunk.numel()])
+        for chunk in torch.split(tensor.view(-1), _TILE_ELEMENTS):
+            chunk.copy_(tiles[tensor.dtype][start : start + chunk.numel()])
 
 
 def change(tensors: Sequence[torch.Tensor]) -> None:

@@ -16,7 +16,8 @@ _MIB = 1 << 20
 _STAGES = ("gather", "offer", "pack", "send", "seal")
 _REST = "install"
 _INK, _GRID = "#333333", "#dddddd"
-_BAR_COLORS = ("#9aa5b1", "#2563eb", "#b45309")
+_BAR_COLORS = {"one memcpy": "#9aa5b1", "raw broadcast": "#9aa5b1", "publish": "#2563eb"}
+_SLOW_COLOR = "#b45309"
 _STAGE_COLORS = ("#94a3b8", "#64748b", "#2563eb", "#93c5fd", "#a78bfa", "#f59e0b")
 
 
@@ -33,7 +34,8 @@ def table(result: BenchResult) -> Table:
 
 def _title(result: BenchResult) -> str:
     engines = f"{result.num_engines} engine{'s' if result.num_engines > 1 else ''}"
-    return f"{result.shapes} over {result.transport}, {result.install}, {engines}"
+    ranks = f"{result.trainer_ranks} trainer ranks, " if result.trainer_ranks > 1 else ""
+    return f"{result.shapes} over {result.transport}, {result.install}, {ranks}{engines}"
 
 
 def _rows(result: BenchResult) -> Iterator[tuple[str, str, str]]:
@@ -44,6 +46,7 @@ def _rows(result: BenchResult) -> Iterator[tuple[str, str, str]]:
         _ms(result.publish_seconds),
         f"{result.memcpy_ratio:.2f} x one memcpy, {result.gb_per_second:.2f} GB/s",
     )
+    yield from _raw_rows(result)
     yield "pause", _ms(result.pause_seconds), f"{result.pause_seconds / result.memcpy_seconds:.2f} x one memcpy"
     yield (
         "CPU, publisher + engines",
@@ -56,14 +59,38 @@ def _rows(result: BenchResult) -> Iterator[tuple[str, str, str]]:
         f"{result.host_extra_bytes / _MIB:.0f} MiB on the host; bucket {result.bucket_size_bytes / _MIB:.0f} MiB, "
         f"largest tensor {result.largest_tensor_bytes / _MIB:.0f} MiB",
     )
+    yield from _rank_rows(result)
     if result.per_tensor_seconds is not None and result.per_tensor_speedup is not None:
         yield (
-            "one round trip per tensor",
+            f"one {result.per_tensor_way} per tensor",
             _ms(result.per_tensor_seconds),
             _speedup(result.per_tensor_speedup),
         )
     yield "first publish", _ms(result.first_publish_seconds), "connections and arena included"
     yield "engines hold what was sent", "yes" if result.verified else "NO", "digest of every tensor"
+
+
+def _raw_rows(result: BenchResult) -> Iterator[tuple[str, str, str]]:
+    if result.raw_seconds is not None and result.of_raw is not None and result.transfer_of_raw is not None:
+        raw = f"{result.num_bytes / result.raw_seconds / 1e9:.2f} GB/s"
+        reached = f"publish reaches {result.of_raw:.0%} of it, its transfer {result.transfer_of_raw:.0%}"
+        yield "raw broadcast", _ms(result.raw_seconds), f"{raw}; {reached}"
+
+
+def _rank_rows(result: BenchResult) -> Iterator[tuple[str, str, str]]:
+    if result.other_ranks_extra_bytes is not None:
+        shard = result.bucket_size_bytes / result.trainer_ranks
+        yield (
+            "extra memory, other trainer ranks",
+            f"{result.other_ranks_extra_bytes / _MIB:.0f} MiB",
+            f"a bucket's shard is {shard / _MIB:.1f} MiB",
+        )
+    if result.full_tensor_seconds is not None and result.full_tensor_speedup is not None:
+        yield (
+            "full_tensor() of each parameter",
+            _ms(result.full_tensor_seconds),
+            f"the whole {_speedup(result.full_tensor_speedup)}",
+        )
 
 
 def _speedup(speedup: float) -> str:
@@ -114,11 +141,16 @@ def plot(result: BenchResult, path: Path) -> None:
 
 
 def _draw_comparison(axes: Any, result: BenchResult) -> None:
-    bars = {"one memcpy": result.memcpy_seconds, "publish": result.publish_seconds}
-    if result.per_tensor_seconds is not None:
-        bars["per tensor"] = result.per_tensor_seconds
-    milliseconds = [seconds * 1e3 for seconds in bars.values()]
-    drawn = axes.barh(list(bars), milliseconds, color=_BAR_COLORS[: len(bars)], height=0.6)
+    measured = {
+        "one memcpy": result.memcpy_seconds,
+        "raw broadcast": result.raw_seconds,
+        "publish": result.publish_seconds,
+        "per tensor": result.per_tensor_seconds,
+        "full_tensor()": result.full_tensor_seconds,
+    }
+    bars = {name: seconds * 1e3 for name, seconds in measured.items() if seconds is not None}
+    colors = [_BAR_COLORS.get(name, _SLOW_COLOR) for name in bars]
+    drawn = axes.barh(list(bars), list(bars.values()), color=colors, height=0.6)
     axes.bar_label(drawn, fmt="%.1f ms", padding=4, color=_INK)
     axes.invert_yaxis()
     axes.margins(x=0.2)

@@ -33,7 +33,10 @@ class Bytes(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One timed publish. `memcpy_seconds` was measured right before it, `seconds` are the publisher's stages."""
+    """One timed publish. `seconds` are the publisher's stages.
+
+    `memcpy_seconds` and `raw_seconds` (None where buckets don't travel in a process group) were measured right before.
+    """
 
     publish_seconds: float
     pause_seconds: float
@@ -41,6 +44,12 @@ class Run(msgspec.Struct, frozen=True):
     memcpy_seconds: float
     cpu_seconds: Ends
     seconds: dict[str, float]
+    raw_seconds: float | None = None
+
+    @property
+    def transfer_seconds(self) -> float:
+        """Until every engine has every bucket."""
+        return sum(self.seconds[stage] for stage in ("gather", "offer", "pack", "send"))
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,9 +63,19 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     pause_seconds: how long the engine that stood still for longest stood still; median.
     cpu_us_per_tensor: CPU time of the publisher (with its guard process) and all engines in a publish / num_tensors.
     extra_bytes: see Bytes. host_extra_bytes: the same for the host: private memory of all, and the arena once.
-    per_tensor_seconds: one round trip for each tensor, see `per_tensor`; None where it was not asked for.
+    per_tensor_seconds: the way that bucketing replaced, None where it was not measured. per_tensor_way says which one:
+    "round trip", one for each tensor, see `per_tensor`; "broadcast", one for each tensor, see `broadcasts`.
     per_tensor_speedup: per_tensor_seconds / publish_seconds.
     bucket_size_bytes: the payload that a bucket of these publishes may hold, whether asked for or chosen.
+    raw_seconds: one broadcast of num_bytes in flat buffers of the bucket's size, between the same processes, nothing
+    else; median; None where buckets don't travel in a process group. of_raw: raw_seconds / publish_seconds of each run,
+    the median of these; what the publish reaches of the raw throughput.
+    transfer_seconds: of publish_seconds, until every engine has every bucket, checked; the rest is installing. With
+    "streaming" that is nearly all. transfer_of_raw: the median of raw_seconds / the transfer's seconds of each run.
+    trainer_ranks: processes over which the model was sharded; their CPU time counts as the publisher's, extra_bytes
+    does not hold them: other_ranks_extra_bytes is that of the highest. full_tensor_seconds: `full_tensor()` of every
+    parameter, one after the other on all ranks, and nothing else; median. full_tensor_speedup: full_tensor_seconds /
+    publish_seconds, of the whole publish therefore. None with one rank.
     verified: whether, after the last run, every engine held bit for bit what the publisher has.
     """
 
@@ -90,6 +109,17 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     num_cpus: int
     torch_version: str
     runs: list[Run]
+
+    device: str
+    trainer_ranks: int
+    per_tensor_way: str | None
+    raw_seconds: float | None
+    of_raw: float | None
+    transfer_seconds: float
+    transfer_of_raw: float | None
+    other_ranks_extra_bytes: int | None
+    full_tensor_seconds: float | None
+    full_tensor_speedup: float | None
 
     @property
     def gb_per_second(self) -> float:

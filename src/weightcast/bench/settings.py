@@ -6,10 +6,16 @@ import dataclasses
 
 from weightcast.control.messages import InstallMode
 
+COLLECTIVE = ("gloo", "nccl")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """`num_tensors` and `num_bytes` are for the shapes `uniform` only; `bucket_size_bytes` None: the default."""
+    """`num_tensors` and `num_bytes` are for the shapes `uniform` only; `bucket_size_bytes` None: the default.
+
+    `host`: the address that gloo and NCCL connect at. `trainer_ranks`: processes over which the model is sharded.
+    `per_tensor`: measure the slow ways too. Raises ValueError for what can't be combined.
+    """
 
     transport: str = "ipc"
     shapes: str = "qwen3-0.6b"
@@ -22,14 +28,36 @@ class Settings:
     layers: int | None = None
     scale: int = 1
     per_tensor: bool = True
+    host: str = "127.0.0.1"
+    trainer_ranks: int = 1
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.num_engines < 1 or self.num_runs < 1:
-            raise ValueError(f"num_engines is {self.num_engines}, num_runs {self.num_runs}; each must be at least 1")
+        if self.num_engines < 1 or self.num_runs < 1 or self.trainer_ranks < 1:
+            raise ValueError(
+                f"num_engines is {self.num_engines}, num_runs {self.num_runs}, trainer_ranks {self.trainer_ranks}; "
+                "each must be at least 1"
+            )
+        if self.transport == "nccl" and self.device != "cuda":
+            raise ValueError("nccl moves memory of a GPU only: add --device cuda, or use gloo")
+        if self.trainer_ranks > 1 and self.device != "cpu":
+            raise ValueError("several trainer ranks are measured on CPUs only: leave out --device")
 
     @property
     def transport_url(self) -> str:
-        return f"{self.transport}://"
+        if not self.is_collective:
+            return f"{self.transport}://"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.transport}://{host}:0"
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether buckets travel in a process group."""
+        return self.transport in COLLECTIVE
+
+    def engine_device(self, index: int) -> str:
+        """Where an engine's model is. The members of an NCCL group each need a GPU of their own; the trainer has 0."""
+        return f"cuda:{index + 1}" if self.transport == "nccl" else self.device
 
     @property
     def one_process(self) -> bool:

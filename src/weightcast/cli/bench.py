@@ -14,20 +14,33 @@ examples:
   weightcast bench --shapes many-small --json
   weightcast bench --shapes uniform --num-tensors 50000 --total-mib 1024
   weightcast bench --shapes qwen3-30b-a3b --layers 4 --scale 4 --num-engines 2 --plot bench.png
+  weightcast bench --shapes moonlight-16b-a3b --scale 16 --transport gloo
+  weightcast bench --shapes many-small --transport gloo --trainer-ranks 2
+
+Each publish is measured against what the machine can do, right before it: one memcpy; over gloo and nccl also the raw
+broadcast of as many bytes in flat buffers of the bucket's size, between the same processes. At the end, against what
+buckets replaced: one step per tensor (ipc: a round trip with the same proofs; gloo, nccl: a message, a broadcast and
+the engine's load, without digests), and with several trainer ranks the full_tensor() of every parameter, nothing else.
 
 Needs memory for the model once and once for each engine, for the transport, and twice its size (2 GiB each at most)
-for the memcpy that it is measured against.
+for the memcpy that it is measured against; over gloo and nccl, staged, once more for each engine's raw buffers.
 """
 
 _MIB = 1 << 20
-_SHAPES = ("qwen3-0.6b", "qwen3-1.7b", "llama-3.2-1b", "qwen3-30b-a3b", "moonlight-16b-a3b", "many-small", "uniform")
+_TRANSPORTS = ("ipc", "memory", "gloo", "nccl")
+_SHAPES = (
+    *("qwen3-0.6b", "qwen3-1.7b", "llama-3.2-1b", "qwen3-30b-a3b", "qwen3-next-80b-a3b", "moonlight-16b-a3b"),
+    *("many-small", "uniform"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--transport", choices=("ipc", "memory"), default="ipc", help="memory: all in one process (%(default)s)")
+    add("--transport", choices=_TRANSPORTS, default="ipc", help="memory: all in one process (%(default)s)")
+    add("--host", default="127.0.0.1", help="what gloo and nccl connect at, an address of this host (%(default)s)")
     add("--shapes", choices=_SHAPES, default="qwen3-0.6b", help="what is published (default: %(default)s)")
     add("--install", choices=("staged", "streaming"), default="staged", help="default: %(default)s")
+    add("--trainer-ranks", type=int, default=1, metavar="N", help="shard the model over N processes, by FSDP2")
     add("--num-engines", type=int, default=1, metavar="N", help="default: %(default)s")
     add("--runs", type=int, default=5, metavar="R", help="timed publishes after the first one (default: %(default)s)")
     add("--bucket-size-mib", type=values.integer(1), metavar="M", help="default: the transport's")
@@ -35,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--scale", type=int, default=1, metavar="N", help="divide every width of an architecture by N")
     add("--num-tensors", type=int, default=500, metavar="N", help="of the shapes `uniform` (default: %(default)s)")
     add("--total-mib", type=int, default=1024, metavar="M", help="of the shapes `uniform` (default: %(default)s)")
-    add("--no-per-tensor", action="store_true", help="leave out one round trip per tensor, the slow baseline")
+    add("--no-per-tensor", action="store_true", help="leave out the slow baselines, one step per tensor")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where all models are (default: %(default)s)")
     add("--plot", type=Path, metavar="FILE", help="draw the result, as .png, .svg or .pdf (needs matplotlib)")
     output.add_json(parser)
 
@@ -57,6 +71,9 @@ def run(args: argparse.Namespace) -> int:
         layers=args.layers,
         scale=args.scale,
         per_tensor=not args.no_per_tensor,
+        host=args.host,
+        trainer_ranks=args.trainer_ranks,
+        device=args.device,
     )
     if args.plot is not None:
         report.check_plot(args.plot)

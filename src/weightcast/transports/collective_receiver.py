@@ -82,6 +82,7 @@ class CollectiveReceiver:
         host = f"[{address.host}]" if ":" in address.host else address.host
         self._where = f"{address.backend}://{host}:{address.port}"
         self._ready = threading.Event()
+        connect_seconds = min(deadline_seconds, _CONNECT_SECONDS)
         self._link = WorkerLink(
             f"tcp:{address.host}:{address.port}",
             Hello(run, peer, 0, address.secret),
@@ -89,10 +90,16 @@ class CollectiveReceiver:
             on_end=self._on_end,
             on_message=self._on_message,
             messages=ToReceiver,
-            connect_seconds=min(deadline_seconds, _CONNECT_SECONDS),
+            connect_seconds=connect_seconds,
         )
         self._tell(Here(host_identity()))
         self._ready.set()
+        try:
+            # What is offered to this worker may be sent at once: by then the sender must know of it.
+            self._link.await_welcome(connect_seconds)
+        except BaseException:
+            self._link.close()
+            raise
 
     def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
         """Wait for `version` from now on. Raises PeerDiedError if the sender has gone, InsufficientMemoryError."""

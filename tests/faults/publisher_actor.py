@@ -1,0 +1,219 @@
+"""A publisher in a process of its own, or several trainer ranks: told over a pipe what to publish, where to stop."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import nn
+
+import weightcast
+from faults.actors import WIDTH, Actor, Stops, bucket_size_bytes, build_model, enter_if_any, fill, footprint
+from weightcast import registry
+from weightcast.control.messages import Offer, Seal
+from weightcast.interfaces import Regions, Transport
+from weightcast.manifest import Region, TensorSpec
+
+_JOIN_SECONDS = 20.0
+
+
+class Rank(NamedTuple):
+    """One of the trainer ranks of a publisher; their store is served on this port of the loopback."""
+
+    number: int
+    size: int
+    store_port: int
+
+
+class RowShards:
+    """A source of which every rank has some rows of every tensor."""
+
+    def __init__(self, model: nn.Module, rank: Rank) -> None:
+        tensors = model.state_dict()
+        self._specs = [TensorSpec(name, "float32", tuple(tensor.shape)) for name, tensor in tensors.items()]
+        self._regions = {name: [_rows(tensor, rank)] for name, tensor in tensors.items()}
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return self._specs
+
+    def regions(self) -> Regions:
+        return self._regions
+
+
+def _rows(tensor: torch.Tensor, rank: Rank) -> tuple[Region, torch.Tensor]:
+    start, end = (len(tensor) * number // rank.size for number in (rank.number, rank.number + 1))
+    rows = tensor[start:end]
+    return Region((start, *([0] * (tensor.ndim - 1))), tuple(rows.shape)), rows
+
+
+class StoppingClient(weightcast.HttpEngine):
+    stops: Stops
+
+    def init(self, info: Any) -> None:
+        super().init(info)
+        self.stops.reach("init")
+
+    def update(self, info: Any) -> None:
+        if isinstance(info, Seal):
+            self.stops.reach("before seal")
+        super().update(info)
+        if isinstance(info, Offer):
+            self.stops.reach("offer")
+
+    def pause(self, run: str) -> None:
+        super().pause(run)
+        self.stops.reach("paused")
+
+    def finish(self, version: int) -> None:
+        super().finish(version)
+        self.stops.reach("after commit")
+
+
+class Senders:
+    """Makes a transport's senders: they stop after bucket 1, send it corrupt once, and take their time to pack."""
+
+    def __init__(self, url: str, stops: Stops, pack_seconds: float) -> None:
+        self._scheme, _, rest = url.partition("://")
+        self._transport = registry.transport(url)
+        self._stops = stops
+        self._pack_seconds = pack_seconds
+        self.corrupts = False
+        self.url = f"stopping://{rest}"
+        registry.TRANSPORTS["stopping"] = f"{__name__}:stopping_transport"
+        globals()["stopping_transport"] = Transport(
+            sender=self._make,
+            receiver=self._transport.receiver,
+            default_bucket_size_bytes=self._transport.default_bucket_size_bytes,
+            same_host=self._transport.same_host,
+        )
+
+    def _make(self, url: str, **options: Any) -> Any:
+        sender = self._transport.sender(url.replace("stopping", self._scheme), **options)
+        send, buffer = sender.send, sender.buffer
+
+        def slow_buffer(index: int) -> torch.Tensor:
+            found: torch.Tensor = buffer(index)
+            time.sleep(self._pack_seconds)
+            return found
+
+        def stopping_send(index: int) -> int:
+            if self.corrupts and index == 1:
+                self.corrupts = False
+                buffer(index)[7] ^= 255
+            following: int = send(index)
+            if index == 1:
+                self._stops.reach("mid-bucket")
+            return following
+
+        sender.send, sender.buffer = stopping_send, slow_buffer
+        return sender
+
+
+class Trainer:
+    """The publisher, its engines' clients and its model."""
+
+    def __init__(self, pipe: Connection, urls: list[str], url: str, width: int, options: dict[str, Any]) -> None:
+        self.pipe = pipe
+        self.stops = Stops(pipe)
+        rank: Rank | None = options.pop("rank", None)
+        self.senders = Senders(url, self.stops, options.pop("pack_seconds", 0.0))
+        self._access = {"token": options.get("token"), "timeout_seconds": options.get("deadline_seconds", 20.0)}
+        self._clients: dict[str, StoppingClient] = {}
+        self._model = build_model(width)
+        if rank is not None:
+            _join(rank)
+        self.publisher = weightcast.Publisher(
+            weightcast.ModuleSource(self._model) if rank is None else RowShards(self._model, rank),
+            transport=self.senders.url,
+            bucket_size_bytes=bucket_size_bytes(width),
+            **options,
+        )
+        for engine in urls:
+            self.add(engine)
+
+    def add(self, engine: str) -> None:
+        self._clients[engine] = client = StoppingClient(engine, **self._access)
+        client.stops = self.stops
+        self.publisher.add_engine(client)
+
+    def remove(self, engine: str) -> None:
+        self.publisher.remove_engine(engine)
+        self._clients.pop(engine).close()
+
+    def publish(self, content: int, version: int | None) -> None:
+        fill(self._model, content)
+        self.pipe.send(("published", self._outcome(version)))
+
+    def _outcome(self, version: int | None) -> dict[str, Any]:
+        try:
+            report = self.publisher.publish(version)
+        except weightcast.PublishError as exc:
+            failures = {name: (type(e).__name__, str(e)) for name, e in exc.failures.items()}
+            return {"version": getattr(exc.report, "version", None), "failures": failures}
+        except Exception as exc:
+            return {"version": None, "error": (type(exc).__name__, str(exc))}
+        figures = {name: getattr(report, name) for name in ("version", "num_bytes", "num_buckets")}
+        return {"failures": {}, "seconds": msgspec.to_builtins(report.seconds), **figures}
+
+
+def _join(rank: Rank) -> None:
+    """Make torch's default group."""
+    from torch import distributed
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    timeout = datetime.timedelta(seconds=_JOIN_SECONDS)
+    store = distributed.TCPStore("127.0.0.1", rank.store_port, None, False, timeout)
+    distributed.init_process_group("gloo", store=store, rank=rank.number, world_size=rank.size, timeout=timeout)
+
+
+def publisher_main(pipe: Connection, urls: list[str], url: str, width: int, options: dict[str, Any]) -> None:
+    enter_if_any(options)
+    torch.set_num_threads(1)
+    trainer = Trainer(pipe, urls, url, width, options)
+    pipe.send(("run", trainer.publisher.run))
+    while (words := pipe.recv())[0] != "end":
+        match words:
+            case ("publish", content, version):
+                threading.Thread(target=trainer.publish, args=(content, version), daemon=True).start()
+            case ("go",):
+                trainer.stops.go.set()
+            case ("footprint",):
+                pipe.send(("footprint", footprint()))
+            case (what, *arguments):
+                calls = {"stop at": trainer.stops.arm, "add": trainer.add, "remove": trainer.remove}
+                calls["corrupt"] = lambda: setattr(trainer.senders, "corrupts", True)
+                calls[what](*arguments)
+                pipe.send(("done",))
+    trainer.publisher.close()
+
+
+class PublisherProcess(Actor):
+    """Call `wait` before anything else; trainer ranks wait for each other, so start all of them first."""
+
+    def __init__(self, urls: list[str], *, transport: str = "ipc://", width: int = WIDTH, **options: Any) -> None:
+        super().__init__(publisher_main, urls, transport, width, options)
+        self.run = ""
+
+    def wait(self) -> PublisherProcess:
+        self.run = self.hear("run")
+        return self
+
+    def publish(self, content: int, version: int | None = None) -> dict[str, Any]:
+        self.tell("publish", content, version)
+        return self.hear("published")  # type: ignore[no-any-return]
+
+
+def publish_together(ranks: Sequence[PublisherProcess], content: int, version: int | None = None) -> dict[str, Any]:
+    """One publish of several trainer ranks, which all say the same of it."""
+    for rank in ranks:
+        rank.tell("publish", content, version)
+    outcome, *others = [rank.hear("published") for rank in ranks]
+    assert all(other == outcome for other in others)
+    return outcome  # type: ignore[no-any-return]

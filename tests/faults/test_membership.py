@@ -1,0 +1,71 @@
+"""Engines that join, leave and are restarted between publishes: the next one works, nothing of old groups stays."""
+
+from __future__ import annotations
+
+import pytest
+
+from faults.conftest import GLOO, IPC, Footprints, Stage, assert_serves, eventually, is_free, over_both
+
+
+@over_both
+def test_engines_join_and_leave(stage: Stage) -> None:
+    first, second = stage.engines(2)
+    publisher = stage.publisher(first, second)
+    assert publisher.publish(1)["failures"] == {}
+    with_two = Footprints(publisher, first, second)
+
+    third = stage.engine()
+    publisher.ask("add", third.url)
+    assert publisher.publish(2)["failures"] == {}
+    for engine in (first, second, third):
+        assert_serves(engine, "1", 2)
+    with_three = Footprints(third)
+
+    publisher.ask("remove", third.url)
+    assert publisher.publish(3)["failures"] == {}
+    for engine, version, content in ((first, "2", 3), (second, "2", 3), (third, "1", 2)):
+        assert_serves(engine, version, content)
+    eventually(lambda: is_free(third), "an engine that was let go is free")
+    with_two.assert_settled()
+
+    publisher.ask("add", third.url)
+    publisher.ask("remove", first.url)
+    assert publisher.publish(4)["failures"] == {}
+    for engine, version, content in ((first, "2", 3), (second, "3", 4), (third, "3", 4)):
+        assert_serves(engine, version, content)
+    with_two.assert_settled()
+    with_three.assert_settled()
+
+
+@pytest.mark.parametrize("wire", [GLOO, pytest.param(IPC, marks=pytest.mark.full)], ids=str)
+def test_every_engine_in_turn_is_restarted(stage: Stage) -> None:
+    """Ended or killed between two publishes, back on its port: it catches up, and the others keep nothing of it."""
+    engines = stage.engines(2)
+    publisher = stage.publisher(*engines)
+    assert publisher.publish(0)["failures"] == {}
+    before = Footprints(publisher)
+    for content, end in enumerate(("close", "kill", "close", "kill"), start=1):
+        victim = engines.pop(0)
+        survivors = Footprints(*engines)
+        getattr(victim, end)()
+        engines.append(stage.engine(victim.port))
+        assert publisher.publish(content)["failures"] == {}
+        for engine in engines:
+            assert_serves(engine, str(content), content)
+        survivors.assert_settled()
+    before.assert_settled()
+
+
+@pytest.mark.parametrize("wire", [GLOO], ids=str)
+def test_engine_that_is_away_is_named_and_comes_back(stage: Stage) -> None:
+    staying, leaving = stage.engines(2)
+    publisher = stage.publisher(staying, leaving)
+    assert publisher.publish(0)["failures"] == {}
+    leaving.close()
+    for content in (1, 2):
+        assert set(publisher.publish(content)["failures"]) == {leaving.url}
+        assert_serves(staying, str(content), content)
+    back = stage.engine(leaving.port)
+    assert publisher.publish(3)["failures"] == {}
+    for engine in (staying, back):
+        assert_serves(engine, "3", 3)
