@@ -7,20 +7,22 @@ process. Errors of torch become errors of weightcast here.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import os
 import re
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore, Work  # type: ignore[attr-defined]
 
-from weightcast.errors import PeerDiedError, PeerTimeoutError, UnsupportedError
+from weightcast.errors import PeerDiedError, PeerError, PeerTimeoutError, UnsupportedError
 
 _MAX_NCCL_CHANNELS = 8
 """Thread blocks that a broadcast may take from the engine's own kernels."""
@@ -33,19 +35,38 @@ _NCCL_ENVIRONMENT = {
 }
 Store: TypeAlias = Any
 """A c10d store: TCPStore, PrefixStore, ..."""
+_STORE_ATTEMPT_SECONDS = 3.0
+_EXIT_SECONDS = 20.0
 _CHATTER = re.compile(r"Exception raised from|This is typically caused by")
 """Where a message of torch goes on with a trace, or with advice that does not fit here."""
 _environment_lock = threading.Lock()
 
 
 def serve_store(host: str, timeout_seconds: float) -> tuple[Store, int]:
-    """A store on a free port of `host` and of no other address, and that port. It lives as long as the object."""
+    """A store on a free port of `host` and of no other address, and that port. It lives as long as the object.
+
+    Raises PeerError if none could be had by the deadline.
+    """
+    end = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            store, port = _serve_store(host, min(timeout_seconds, _STORE_ATTEMPT_SECONDS))
+            store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
+            return store, port
+        except PeerError:
+            # Now and then torch's server never answers, not even its own first client: another port, another try.
+            if time.monotonic() >= end:
+                raise
+
+
+def _serve_store(host: str, timeout_seconds: float) -> tuple[Store, int]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
     port: int = listener.getsockname()[1]
     tcp_store: Any = TCPStore
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    store = tcp_store(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+    with translated(f"a store at {host}:{port}"):
+        store = tcp_store(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
     return store, port
 
 
@@ -129,6 +150,24 @@ def translated(what: str) -> Iterator[None]:
         reason = _CHATTER.split(text)[0].strip()[:400]
         is_late = "imed out" in text or "imeout" in text
         raise (PeerTimeoutError if is_late else PeerDiedError)(f"{what} failed: {reason}") from exc
+
+
+_background: set[threading.Thread] = set()
+
+
+def in_background(call: Callable[[], None], name: str) -> None:
+    """Run what may wait for gloo in a thread. The interpreter waits a while for it at its end: torch would abort."""
+    thread = threading.Thread(target=call, name=name, daemon=True)
+    _background.difference_update([other for other in _background if not other.is_alive()])
+    thread.start()
+    _background.add(thread)
+
+
+@atexit.register
+def _see_off() -> None:
+    end = time.monotonic() + _EXIT_SECONDS
+    for thread in list(_background):
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def require(backend: str) -> None:

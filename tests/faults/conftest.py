@@ -29,18 +29,22 @@ IPC = Wire("ipc://")
 GLOO = Wire("gloo://127.0.0.1:0")
 LARGE_GLOO = Wire("gloo://127.0.0.1:0", LARGE_WIDTH)
 _SETTLE_SECONDS = 15.0
-over_both = pytest.mark.parametrize("wire", [IPC, GLOO], ids=str)
-over_both_if_full = pytest.mark.parametrize("wire", [IPC, pytest.param(GLOO, marks=pytest.mark.full)], ids=str)
+
+
+def on(wire: Wire, *case: Any, full: bool = False) -> Any:
+    """A test's parameters (wire, *case). What goes by a network is run with the cluster's tests."""
+    marks = [mark for mark, is_set in ((pytest.mark.full, full), (pytest.mark.cluster, wire != IPC)) if is_set]
+    return pytest.param(wire, *case, id="-".join(map(str, (wire, *case))), marks=marks)
 
 
 def over(wires: dict[Wire, Iterable[Any]], *, full: dict[Wire, Iterable[Any]] | None = None) -> list[Any]:
     """Parameters (wire, case) of a test: those that always run, and those that only `--full` runs besides."""
-    return [
-        pytest.param(wire, case, id=f"{wire}-{case}", marks=marks)
-        for table, marks in ((wires, ()), (full or {}, pytest.mark.full))
-        for wire, cases in table.items()
-        for case in cases
-    ]
+    always = [on(wire, case) for wire, cases in wires.items() for case in cases]
+    return always + [on(wire, case, full=True) for wire, cases in (full or {}).items() for case in cases]
+
+
+over_both = pytest.mark.parametrize("wire", [on(IPC), on(GLOO)])
+over_both_if_full = pytest.mark.parametrize("wire", [on(IPC), on(GLOO, full=True)])
 
 
 class Stage:

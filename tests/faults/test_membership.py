@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from faults.conftest import GLOO, IPC, Footprints, Stage, assert_serves, eventually, is_free, over_both
+from faults.conftest import GLOO, IPC, Footprints, Stage, assert_serves, eventually, is_free, on, over_both
 
 
 @over_both
@@ -37,7 +37,7 @@ def test_engines_join_and_leave(stage: Stage) -> None:
     with_three.assert_settled()
 
 
-@pytest.mark.parametrize("wire", [GLOO, pytest.param(IPC, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("wire", [on(GLOO), on(IPC, full=True)])
 def test_every_engine_in_turn_is_restarted(stage: Stage) -> None:
     """Ended or killed between two publishes, back on its port: it catches up, and the others keep nothing of it."""
     engines = stage.engines(2)
@@ -56,7 +56,7 @@ def test_every_engine_in_turn_is_restarted(stage: Stage) -> None:
     before.assert_settled()
 
 
-@pytest.mark.parametrize("wire", [GLOO], ids=str)
+@pytest.mark.parametrize("wire", [on(GLOO)])
 def test_engine_that_is_away_is_named_and_comes_back(stage: Stage) -> None:
     staying, leaving = stage.engines(2)
     publisher = stage.publisher(staying, leaving)

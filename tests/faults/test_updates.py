@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from faults.conftest import GLOO, IPC, Stage, Wire, assert_serves, over, over_both, over_both_if_full, weight_info
+from faults.conftest import GLOO, IPC, Stage, Wire, assert_serves, on, over, over_both, over_both_if_full, weight_info
 
 
 @over_both
@@ -156,13 +156,12 @@ def test_a_newcomer_catches_up(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("wire", "install", "num_publishes"),
     [
-        (IPC, "staged", 200),
-        (IPC, "streaming", 200),
-        (GLOO, "staged", 300),
-        pytest.param(GLOO, "streaming", 300, marks=pytest.mark.full),
-        pytest.param(GLOO, "staged", 2000, marks=pytest.mark.full),
+        on(IPC, "staged", 200),
+        on(IPC, "streaming", 200),
+        on(GLOO, "staged", 300),
+        on(GLOO, "streaming", 300, full=True),
+        on(GLOO, "staged", 2000, full=True),
     ],
-    ids=str,
 )
 def test_many_publishes_do_not_leak(stage: Stage, install: str, num_publishes: int) -> None:
     engine = stage.engine()

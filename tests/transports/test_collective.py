@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from weightcast import host_memory, registry
 from weightcast.bucket import write_trailer
@@ -20,6 +21,8 @@ from weightcast.testing.leftovers import nothing_left
 from weightcast.testing.reading import Reader
 from weightcast.transports.collective_records import Joining, parse_address, parse_endpoint
 from weightcast.transports.collective_sender import CollectiveSender
+from weightcast.transports.collective_stream import Target
+from weightcast.transports.collective_supply import Supply
 
 RUN = "5a" * 16
 ENDPOINT = "gloo://127.0.0.1:0"
@@ -128,6 +131,77 @@ def test_after_a_loss_the_others_go_on_where_they_are(hall: Hall) -> None:
     assert hall.num_packed < 2 * len(hall.manifest.buckets)
 
 
+def test_workers_that_share_memory_outlive_the_loss_of_another_engine(hall: Hall) -> None:
+    receivers = {peer: hall.receiver(peer) for peer in ("wide", "wide#1", "goes")}
+    num_seen = 0
+
+    def leave(bucket: object) -> None:
+        nonlocal num_seen
+        num_seen += 1
+        if num_seen == 6:
+            receivers["goes"].close()
+
+    readers = hall.update(1, receivers, goes=leave)
+    with pytest.raises(Exception, match="closed"):
+        readers.pop("goes").result()
+    assert all(whole(reader, hall.manifest, 1) for reader in readers.values())
+    assert set(hall.sender.failures) == {"goes"}
+
+
+def test_who_cannot_join_is_named_and_keeps_nobody_waiting(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    receivers = {peer: hall.receiver(peer) for peer in "ab"}
+
+    def share(readers: tuple[str, ...]) -> str:
+        raise InsufficientMemoryError("no memory here")
+
+    monkeypatch.setattr(receivers["a"]._supply, "share", share)
+    readers = hall.update(1, receivers)
+    assert whole(readers["b"], hall.manifest, 1)
+    assert set(hall.sender.failures) == {"a"}
+    assert "no memory here" in str(hall.sender.failures["a"])
+    assert hall.epoch == 2
+    receivers["a"].end()
+
+
+def test_what_an_engine_fails_in_by_itself_is_not_the_others_fault(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    receivers = {peer: hall.receiver(peer) for peer in "abc"}
+
+    def target(*args: object, **options: object) -> object:
+        raise InsufficientMemoryError("no memory here")
+
+    monkeypatch.setattr(receivers["a"]._supply, "target", target)
+    readers = hall.update(1, receivers)
+    assert all(whole(readers[peer], hall.manifest, 1) for peer in "bc")
+    assert set(hall.sender.failures) == {"a"}
+    receivers["a"].end()
+
+
+def test_late_bytes_of_a_group_that_was_left_never_land_in_another_manifests_bucket() -> None:
+    supply = Supply(RUN, "a", torch.device("cpu"), DEADLINE_SECONDS)
+    large = plan([TensorSpec("t", "uint8", (65536,))], 65536)
+    small = plan([TensorSpec(f"t{i}", "uint8", (4096,)) for i in range(8)], 4096)
+    supply.prepare(large, staged=True)
+    stream = StillReceiving(supply.target(1, large, version(1), 0, is_here=False))
+    supply.leave(stream)  # type: ignore[arg-type]
+    supply.prepare(small, staged=True)
+    for index in range(8):
+        place = supply.target(2, small, version(2), index, is_here=False).buffer
+        stream.target.buffer.fill_(255)
+        place.fill_(7)
+        stream.target.buffer.fill_(255)
+        assert bool((place == 7).all())
+
+
+class StillReceiving:
+    """A stream whose broadcast goes on after it was left."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def has_ended(self, seconds: float) -> bool:
+        return False
+
+
 def test_a_member_that_has_left_its_group_is_invited_again_and_loses_nothing(hall: Hall) -> None:
     receivers = {peer: hall.receiver(peer) for peer in "ab"}
     readers = hall.update(1, receivers)
@@ -210,8 +284,6 @@ def test_addresses_survive_and_garbage_does_not() -> None:
 
 
 def test_nccl_without_a_gpu_is_refused_with_the_reason() -> None:
-    import torch
-
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
         CollectiveSender("nccl://127.0.0.1:0", run=RUN).close()
         return

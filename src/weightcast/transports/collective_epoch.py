@@ -6,13 +6,14 @@ waits (a stalled member can keep a socket busy until the group's timeout, so a t
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from weightcast.errors import WeightcastError, from_record, to_record
-from weightcast.process_group import ProcessGroup, serve_store, translated
+from weightcast.process_group import ProcessGroup, Store, in_background, serve_store, translated
 from weightcast.transports.collective_members import Member, tell
 from weightcast.transports.collective_records import Join, ReadAlong
 
@@ -74,6 +75,8 @@ class Epoch:
         self._backend = backend
         self._host = host
         self._deadline_seconds = deadline_seconds
+        self.connect_error: WeightcastError | None = None
+        self._is_closed = False
         self._group: ProcessGroup | None = None
         self._store, self._port = serve_store(host, deadline_seconds)
 
@@ -99,17 +102,36 @@ class Epoch:
         for member, readers in self.readers.items():
             tell(readers, ReadAlong(self.number, member.joining.shared))
 
-    def connect(self, device: torch.device) -> None:
-        """Wait for all members. Raises PeerDiedError or PeerTimeoutError."""
-        self._group = ProcessGroup(
-            self._backend,
-            self._store,
-            rank=0,
-            size=len(self.joined) + 1,
-            timeout_seconds=self._deadline_seconds,
-            host=self._host,
-            device=device,
-        )
+    def connect(self, device: torch.device, condition: threading.Condition) -> None:
+        """Begin to connect, in a thread: gloo may take several deadlines to find out that a member has died."""
+        in_background(functools.partial(self._connect, device, condition, self._store), "weightcast-group")
+
+    @property
+    def is_connected(self) -> bool:
+        return self._group is not None
+
+    def _connect(self, device: torch.device, condition: threading.Condition, store: Store) -> None:
+        group: ProcessGroup | None = None
+        error: WeightcastError | None = None
+        try:
+            group = ProcessGroup(
+                self._backend,
+                store,
+                rank=0,
+                size=len(self.joined) + 1,
+                timeout_seconds=self._deadline_seconds,
+                host=self._host,
+                device=device,
+            )
+        except Exception as exc:
+            error = from_record(to_record(exc))
+        with condition:
+            self.connect_error = error
+            if not self._is_closed:
+                self._group, group = group, None
+            condition.notify_all()
+        if group is not None:
+            group.close()
 
     def send(self, index: int, buffer: torch.Tensor, condition: threading.Condition) -> None:
         """Begin to broadcast a bucket. Raises PeerError if the group is broken."""
@@ -131,6 +153,7 @@ class Epoch:
 
     def close(self) -> None:
         """Disconnect, in the background where operations are still under way. Idempotent."""
+        self._is_closed = True
         group, self._group = self._group, None
         self._store = None
         is_quiet = self.is_quiet()
@@ -140,4 +163,4 @@ class Epoch:
         if is_quiet:
             group.close()
         else:
-            threading.Thread(target=group.close, name="weightcast-group-end", daemon=True).start()
+            in_background(group.close, "weightcast-group-end")

@@ -19,7 +19,7 @@ from weightcast.manifest import Manifest, WeightVersion
 from weightcast.places import Places
 from weightcast.transports.collective_epoch import Epoch
 from weightcast.transports.collective_members import Member, Members, tell
-from weightcast.transports.collective_records import Aborted, Ask, Begin
+from weightcast.transports.collective_records import Aborted, Ask, Begin, Connect
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class Update:
     next: int = 0
     is_open: bool = True
     is_rewound: bool = False
+    resumed_at: int = 0
     num_fruitless: int = 0
 
     @property
@@ -116,6 +117,8 @@ class Formation:
             return
         have = [m.joining.num_received if m.joining.update == update.number else 0 for m in epoch.joined]
         update.next = min(have) if update.next else 0
+        if update.next > update.resumed_at:
+            update.resumed_at, update.num_fruitless = update.next, 0
         begin = Begin(
             epoch=epoch.number,
             update=update.number,
@@ -176,7 +179,11 @@ class Formation:
     def _make_epoch(self, update: Update) -> None:
         """Invite everybody; connect if all answer, else drop who does not."""
         self.num_epochs += 1
-        epoch = Epoch(self.num_epochs, self._backend, self._host, update.readers(), self._deadline_seconds)
+        try:
+            epoch = Epoch(self.num_epochs, self._backend, self._host, update.readers(), self._deadline_seconds)
+        except PeerError as exc:
+            self._count_fruitless(update, exc)
+            return
         try:
             epoch.invite()
             if not self._have_answered(update, epoch.joined, epoch.number):
@@ -184,30 +191,45 @@ class Formation:
             epoch.invite_readers()
             if not self._have_answered(update, update.members, epoch.number):
                 return
-            epoch.connect(self._device)
-            self.epoch = epoch
-        except PeerError as exc:
-            num_before = len(update.members)
-            self._drop_lost(update)
-            for member in [member for member in update.members if member.has_left(epoch.number)]:
-                assert member.join_failed is not None
-                text = f"{member.name} could not connect to the group: {member.join_failed.reason}"
-                self._lose(update, member, PeerDiedError(text, peer=member.name))
-            if len(update.members) == num_before:
-                self._count_fruitless(update, exc)
+            # Only now: whoever waits in gloo for somebody who does not come can't be woken.
+            tell(epoch.joined, Connect(epoch.number))
+            epoch.connect(self._device, self._condition)
+            self.wait(update, lambda: epoch.is_connected or epoch.connect_error is not None)
+            if epoch.is_connected and not self._has_losses(update):
+                self.epoch = epoch
+                return
+            self._blame_for_connecting(update, epoch)
         finally:
             if self.epoch is not epoch:
                 epoch.close()
 
     def _have_answered(self, update: Update, members: Sequence[Member], epoch: int) -> bool:
         """Wait for answers to an invitation; drop who gives none. Whether everybody did."""
-        self.wait(update, lambda: all(member.has_joined(epoch) for member in members))
+        self.wait(update, lambda: all(member.has_joined(epoch) or member.has_left(epoch) for member in members))
         self._drop_lost(update)
         silent = [member for member in members if not member.has_joined(epoch)]
         for member in silent:
-            if member in update.members and not member.has_left(epoch):
-                self._lose(update, member, self._timed_out(member, "answered no invitation to a group"))
+            if member in update.members:
+                error = self._could_not_join(member) if member.has_left(epoch) else None
+                self._lose(update, member, error or self._timed_out(member, "answered no invitation to a group"))
         return not silent
+
+    def _blame_for_connecting(self, update: Update, epoch: Epoch) -> None:
+        """Who has died; else who could not connect: with a dead member nobody can."""
+        num_before = len(update.members)
+        self._drop_lost(update)
+        if len(update.members) < num_before:
+            return
+        for member in [member for member in update.members if member.has_left(epoch.number)]:
+            self._lose(update, member, self._could_not_join(member))
+        if len(update.members) == num_before:
+            late = PeerTimeoutError(f"no group within {self._deadline_seconds:g} s")
+            self._count_fruitless(update, epoch.connect_error or late)
+
+    def _could_not_join(self, member: Member) -> PeerDiedError:
+        assert member.join_failed is not None
+        text = f"{member.name} could not connect to the group: {member.join_failed.reason}"
+        return PeerDiedError(text, peer=member.name)
 
     def _count_fruitless(self, update: Update, cause: WeightcastError) -> None:
         update.num_fruitless += 1
@@ -249,7 +271,11 @@ class Formation:
             self.wait(update, lambda: False, seconds=min(_MAX_NEWS_SECONDS, self._deadline_seconds), in_trouble=True)
         num_before = len(update.members)
         self._drop_lost(update)
-        if len(update.members) < num_before or not update.members or has_left:
+        if len(update.members) < num_before or not update.members:
+            return
+        if epoch is not None and has_left:
+            for member in [m for m in update.members if m.has_failed(epoch.number)]:
+                self._lose(update, member, self._could_not_join(member))
             return
         for member in self._slow(update, is_late=is_late):
             if member in update.members:

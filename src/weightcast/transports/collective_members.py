@@ -78,6 +78,10 @@ class Member:
         """Whether it could not connect to that group, or is in it no more."""
         return self.join_failed is not None and self.join_failed.epoch == epoch
 
+    def has_failed(self, epoch: int) -> bool:
+        """Whether it left that group for a reason of its own, and not because another member did."""
+        return self.join_failed is not None and self.join_failed.epoch == epoch and self.join_failed.is_own
+
     def has_joined(self, epoch: int) -> bool:
         """Whether it has answered the invitation to that group."""
         return self.joining.epoch == epoch

@@ -34,6 +34,7 @@ from weightcast.transports.collective_records import (
     Answer,
     Ask,
     Begin,
+    Connect,
     Ended,
     Here,
     Join,
@@ -206,6 +207,9 @@ class CollectiveReceiver:
             match message:
                 case Join():
                     self._on_join(message)
+                case Connect():
+                    if self._stream is not None and self._stream.epoch == message.epoch:
+                        self._stream.start()
                 case ReadAlong():
                     self._on_read_along(message)
                 case Begin():
@@ -229,7 +233,6 @@ class CollectiveReceiver:
             return
         self._epoch = join.epoch
         self._stream = Stream(self, join, self._backend, host=self._link.local_host, device=self._device)
-        self._stream.start()
         update, num_received = (0, 0) if wanted is None else (wanted.update, wanted.num_received)
         self._tell(Joining(join.epoch, update, num_received, shared))
 
@@ -255,7 +258,8 @@ class CollectiveReceiver:
 
     def _on_ask(self, ask: Ask) -> None:
         wanted, stream = self._wanted, self._stream
-        is_waiting = stream is None or stream.target is not None
+        is_whole = wanted is not None and wanted.num_received == wanted.num_buckets
+        is_waiting = stream is None or stream.target is not None or is_whole
         update, num_received = (0, 0) if wanted is None else (wanted.update, wanted.num_received)
         self._tell(Answer(ask.question, update, num_received, is_waiting))
 
@@ -272,8 +276,11 @@ class CollectiveReceiver:
             self._tell(JoinFailed(begin.epoch, "it has left this group"))
             return
         found, expected = (begin.num_buckets, begin.staged), (wanted.num_buckets, wanted.staged)
-        if found != expected or begin.first > wanted.num_received:
+        # Who reads along takes no buckets of the group's, and counts none.
+        if found != expected or (self._stream is not None and begin.first > wanted.num_received):
             wanted.aborted = f"the publisher sends (buckets, staged) = {found}, the offer said {expected}"
+            if self._supply.reader is not None:
+                self._supply.reader.end()
             self._decline(begin)
             return
         is_first = wanted.begin is None
@@ -330,12 +337,12 @@ class CollectiveReceiver:
         wanted.num_received = wanted.num_buckets
         self._tell(Whole(wanted.update))
 
-    def on_broken(self, stream: Stream, error: WeightcastError) -> None:
+    def on_broken(self, stream: Stream, error: WeightcastError, *, is_own: bool = False) -> None:
         with self._condition:
             if not stream.is_left:
                 # The sender finds out who was lost, and invites to another group.
                 self._leave()
-                self._tell(JoinFailed(stream.epoch, str(error)[:MAX_REASON_CHARACTERS]))
+                self._tell(JoinFailed(stream.epoch, str(error)[:MAX_REASON_CHARACTERS], is_own))
 
     def _leave(self) -> None:
         """Be in no group any more."""

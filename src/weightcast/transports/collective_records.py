@@ -26,7 +26,7 @@ Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 
 
 class Join(msgspec.Struct, frozen=True, tag="join", tag_field="kind"):
-    """Connect to the others of group `epoch`, whose store is at `host` and `port`; leave the former group.
+    """Be of group `epoch`, whose store is at `host` and `port`, and connect when told to; leave the former group.
 
     `readers`: the workers of the same engine and host that read along, from memory that this one shares with them.
     """
@@ -38,6 +38,12 @@ class Join(msgspec.Struct, frozen=True, tag="join", tag_field="kind"):
     port: Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
     timeout_seconds: Annotated[float, msgspec.Meta(gt=0, le=864000)]
     readers: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=1 << 12)] = ()
+
+
+class Connect(msgspec.Struct, frozen=True, tag="connect", tag_field="kind"):
+    """Everybody has answered the invitation: connect to the others of group `epoch` now."""
+
+    epoch: Index
 
 
 class ReadAlong(msgspec.Struct, frozen=True, tag="read_along", tag_field="kind"):
@@ -78,7 +84,7 @@ class Ask(msgspec.Struct, frozen=True, tag="ask", tag_field="kind"):
     question: Index
 
 
-ToReceiver: TypeAlias = Heartbeat | Join | ReadAlong | Begin | Aborted | Waiting | Ask
+ToReceiver: TypeAlias = Heartbeat | Join | Connect | ReadAlong | Begin | Aborted | Waiting | Ask
 
 
 # --- receiver -> sender -----------------------------------------------------------------------
@@ -97,7 +103,7 @@ class Opened(msgspec.Struct, frozen=True, tag="opened", tag_field="kind"):
 
 
 class Joining(msgspec.Struct, frozen=True, tag="joining", tag_field="kind"):
-    """The receiver connects to group `epoch`, or reads along with one that does.
+    """The receiver is ready to connect to group `epoch`, or reads along with one that is.
 
     Of `update` it has the first `num_received` buckets. `shared`: where others read along, if they were named.
     """
@@ -113,6 +119,7 @@ class JoinFailed(msgspec.Struct, frozen=True, tag="join_failed", tag_field="kind
 
     epoch: Index
     reason: ShortText
+    is_own: bool = False
 
 
 class Whole(msgspec.Struct, frozen=True, tag="whole", tag_field="kind"):

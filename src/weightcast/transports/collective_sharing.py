@@ -38,12 +38,13 @@ class SharedMemory:
         self._sender: Sender = registry.transport(_URL).sender(_URL, run=run, deadline_seconds=deadline_seconds)
         self.address: str = self._sender.address
         self._update = 0
+        self._num_delivered = 0
 
     def begin(self, update: int, manifest: Manifest, version: WeightVersion) -> None:
         """Once for each update, before its first bucket. Raises PeerError if a reader is missing."""
         if update == self._update:
             return
-        self._update = update
+        self._update, self._num_delivered = update, 0
         self._sender.open(manifest, version, peers=self.readers, staged=True)
         self._require_readers()
 
@@ -51,8 +52,15 @@ class SharedMemory:
         """Where bucket `index`, the next one, is to arrive."""
         return self._sender.buffer(index)
 
+    def has(self, index: int) -> bool:
+        """Whether the readers have been told of that bucket: a stream may have been left while it did."""
+        return index < self._num_delivered
+
     def deliver(self, index: int) -> None:
-        """Bucket `index` is whole. Raises PeerError if a reader was lost."""
+        """Bucket `index` is whole; once is enough. Raises PeerError if a reader was lost."""
+        if self.has(index):
+            return
+        self._num_delivered = index + 1
         self._sender.send(index)
         self._require_readers()
 

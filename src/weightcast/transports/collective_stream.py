@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 
 from weightcast.bucket import TRAILER_BYTES
-from weightcast.errors import WeightcastError
+from weightcast.errors import WeightcastError, from_record, to_record
 from weightcast.process_group import ProcessGroup, join_store, wait
 from weightcast.transports.collective_records import Join
 
@@ -28,6 +28,11 @@ class Target:
     num_bytes: int
     staging: torch.Tensor | None = None
 
+    @property
+    def destination(self) -> torch.Tensor:
+        """Where its bytes come to lie in the end."""
+        return self.buffer if self.staging is None else self.staging
+
 
 class Sink(Protocol):
     """What a stream fills."""
@@ -38,7 +43,9 @@ class Sink(Protocol):
 
     def on_received(self, stream: Stream, target: Target) -> None: ...
 
-    def on_broken(self, stream: Stream, error: WeightcastError) -> None: ...
+    def on_broken(self, stream: Stream, error: WeightcastError, *, is_own: bool) -> None:
+        """`is_own`: it is this receiver's own failure, and not the group's."""
+        ...
 
 
 class Stream:
@@ -50,6 +57,7 @@ class Stream:
         self.is_left = False
         self.target: Target | None = None
         """What a broadcast may be writing to."""
+        self._is_in_group = True
         self._sink = sink
         self._join = join
         self._backend = backend
@@ -58,11 +66,13 @@ class Stream:
         self._thread = threading.Thread(target=self._run, name="weightcast-collective", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """Connect, and take what is broadcast. Idempotent."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def has_ended(self, seconds: float) -> bool:
         """Wait that long for it to end; whether it has."""
-        if threading.current_thread() is not self._thread:
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -72,7 +82,9 @@ class Stream:
             group = self._connect()
             self._take_all(group)
         except WeightcastError as exc:
-            self._sink.on_broken(self, exc)
+            self._sink.on_broken(self, exc, is_own=not self._is_in_group)
+        except Exception as exc:
+            self._sink.on_broken(self, from_record(to_record(exc)), is_own=True)
         finally:
             if group is not None:
                 group.close()
@@ -89,11 +101,26 @@ class Stream:
             device=self._device,
         )
 
+    def _next_target(self) -> Target | None:
+        self._is_in_group = False
+        return self._sink.next_target(self)
+
+    def _was_left(self) -> bool:
+        """As of now: another thread decides."""
+        return self.is_left
+
     def _take_all(self, group: ProcessGroup) -> None:
-        while (target := self._sink.next_target(self)) is not None:
+        while (target := self._next_target()) is not None:
             self.target = target
+            if self._was_left():
+                # Whoever left it may have looked for a target before.
+                return
             end = target.num_bytes + TRAILER_BYTES
+            self._is_in_group = True
             wait(group.broadcast(target.buffer[:end], root=0))
+            self._is_in_group = False
+            if self._was_left():
+                return
             if target.staging is not None:
                 target.staging[:end].copy_(target.buffer[:end])
             elif target.buffer.is_cuda:

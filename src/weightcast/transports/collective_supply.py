@@ -125,16 +125,16 @@ class Supply:
             return Target(index, landing, num_bytes, staging=buffer)
         return Target(index, buffer, num_bytes)
 
-    def _place(self, update: int, manifest: Manifest, version: WeightVersion, index: int) -> torch.Tensor:
+    def _place(self, update: int, manifest: Manifest, version: WeightVersion, index: int) -> torch.Tensor | None:
         self._left = [stream for stream in self._left if not stream.has_ended(0)]
         if self._shared is not None:
             if not all(stream.has_ended(_STREAM_END_SECONDS) for stream in self._left):
                 raise PeerTimeoutError("a broadcast of a former group is still under way", peer=self._peer)
             self._shared.begin(update, manifest, version)
-            return self._shared.buffer(index)
+            return None if self._shared.has(index) else self._shared.buffer(index)
         assert self._memory is not None
-        start = self._memory.buffer(index).data_ptr()
-        if any(s.target is not None and s.target.buffer.data_ptr() == start for s in self._left):
+        buffer = self._memory.buffer(index)
+        if any(_overlap(buffer, target.destination) for s in self._left if (target := s.target) is not None):
             self._memory.replace(index)
         return self._memory.buffer(index)
 
@@ -154,3 +154,8 @@ class Supply:
                 stream.has_ended(_STREAM_END_SECONDS)
         self._stop_sharing()
         self._memory = None
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two plain byte tensors have memory in common; another manifest's buckets may lie across."""
+    return a.data_ptr() < b.data_ptr() + b.numel() and b.data_ptr() < a.data_ptr() + a.numel()
