@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -169,14 +170,22 @@ def test_ctrl_c_ends_the_engines() -> None:
         try:
             engine = ProcessMeter(wait_for(lambda: next(children(bench.pid), None)))
             wait_for(lambda: engine.shared_bytes() > 0)  # it has the arena: a publish is under way
-            bench.send_signal(signal.SIGINT)
-            assert bench.wait(DEADLINE_SECONDS) == exits.INTERRUPTED
+            assert interrupted(bench) == exits.INTERRUPTED
         finally:
             bench.kill()
         assert bench.stderr is not None
         assert bench.stderr.read().endswith("weightcast: interrupted\n")
     with pytest.raises(ProcessLookupError):
         engine.cpu_seconds()
+
+
+def interrupted(process: subprocess.Popen[str]) -> int:
+    """Its exit status after Ctrl-C, pressed again if the first came in a finalizer, where Python drops it."""
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(DEADLINE_SECONDS / 3)
+    return process.wait(DEADLINE_SECONDS)
 
 
 def wait_for(look: Callable[[], T]) -> T:
