@@ -212,10 +212,7 @@ class Publisher:
     def _prepared(self, version: int | None) -> Prepared:
         """What a publish needs of this process alone: the source's regions, wire and plan. No communication."""
         start = time.perf_counter()
-        if version is not None and not 0 <= version <= MAX_VERSION:
-            raise ValueError(f"version {version} is not from 0 to {MAX_VERSION}")
-        if version is not None and version <= self.version:
-            raise ValueError(f"version {version} is not above {self.version}, the last one of this publisher")
+        self._check_version(version)
         regions = self._source.regions()
         wire = self._ready_wire(regions)
         return Prepared(start, version, regions, wire, self._ready_packing(regions, wire.device))
