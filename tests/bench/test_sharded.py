@@ -15,6 +15,8 @@ from weightcast.bench.meters import children
 from weightcast.bench.settings import Settings
 from weightcast.cli import output
 
+pytestmark = pytest.mark.cluster
+
 MIB = 1 << 20
 
 

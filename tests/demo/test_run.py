@@ -13,7 +13,7 @@ from demo.watched import Demo
 
 Start = Callable[..., Demo]
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 WARMING, A_STEP = "^warm start", r"^ +2  "
 MANY_STEPS = ("--steps", "100000", "--engines", "1")

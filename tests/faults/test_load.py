@@ -8,11 +8,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import httpx
+import pytest
 import torch
 from server.tiny_qwen3 import make_model
 
 import weightcast
 from faults.actors import Actor, footprint
+
+pytestmark = pytest.mark.cluster
 
 NUM_PUBLISHES = 200
 NUM_SAMPLED = 60
