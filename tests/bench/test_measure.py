@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import subprocess
@@ -166,11 +165,12 @@ def test_the_url_of_a_collective_transport(host: str, url: str) -> None:
 def test_ctrl_c_ends_the_engines() -> None:
     shapes = ["--shapes", "uniform", "--num-tensors", "10", "--total-mib", "8", "--runs", "1000000"]
     command = [sys.executable, "-m", "weightcast.cli", "bench", *shapes]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as bench:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c) as bench:
         try:
             engine = ProcessMeter(wait_for(lambda: next(children(bench.pid), None)))
             wait_for(lambda: engine.shared_bytes() > 0)  # it has the arena: a publish is under way
-            assert interrupted(bench) == exits.INTERRUPTED
+            bench.send_signal(signal.SIGINT)
+            assert bench.wait(DEADLINE_SECONDS) == exits.INTERRUPTED
         finally:
             bench.kill()
         assert bench.stderr is not None
@@ -179,13 +179,9 @@ def test_ctrl_c_ends_the_engines() -> None:
         engine.cpu_seconds()
 
 
-def interrupted(process: subprocess.Popen[str]) -> int:
-    """Its exit status after Ctrl-C, pressed again if the first came in a finalizer, where Python drops it."""
-    for _ in range(3):
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(DEADLINE_SECONDS / 3)
-    return process.wait(DEADLINE_SECONDS)
+def heed_ctrl_c() -> None:
+    """In the child: a shell has its background jobs ignore SIGINT, and that is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for(look: Callable[[], T]) -> T:
