@@ -82,10 +82,9 @@ class Publisher:
             raise ValueError(f"on_failure is {on_failure!r}; it must be 'raise' or 'report'")
         if not (0 < deadline_seconds < math.inf and 0 < lease_seconds < math.inf):
             raise ValueError(f"deadline_seconds {deadline_seconds} and lease_seconds {lease_seconds} must be positive")
-        if not (hasattr(source, "specs") and hasattr(source, "regions")):
-            raise TypeError(f"{type(source).__name__} is no source of weights; wrap a module in ModuleSource(module)")
         if bucket_size_bytes is not None and bucket_size_bytes < ALIGNMENT_BYTES:
             raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}; it must be at least {ALIGNMENT_BYTES}")
+        _require_source(source)
         self.run = secrets.token_hex(16)
         self.version = -1
         self._source = source
@@ -278,6 +277,11 @@ class Publisher:
             manifest = plan(specs, size, digest_kind="xxh3-128" if device.type == "cpu" else "sum-64x2")
             self._packing = Packing(specs, Layout(manifest), size)
         return self._packing
+
+
+def _require_source(source: object) -> None:
+    if not (hasattr(source, "specs") and hasattr(source, "regions")):
+        raise TypeError(f"{type(source).__name__} is no source of weights; wrap a module in ModuleSource(module)")
 
 
 def _publish_error(report: PublishReport) -> PublishError:
