@@ -18,7 +18,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("errors", "host_memory", "host_copy", "forked"),
     ("manifest", "registry", "report", "guard", "trainer_records"),
     ("gate", "plan", "control", "control.messages", "conversion", "sharding", "tensor_digest"),
-    ("bucket", "link", "watch"),
+    ("bucket", "link", "watch", "control.rank_calls"),
     ("interfaces", "listener", "places", "process_group"),
     ("checkpoint", "trainer_epochs", "assignment"),
     ("trainer_ranks", "cuts"),

@@ -200,6 +200,17 @@ class Casting(Protocol):
 
 
 @runtime_checkable
+class Validating(Protocol):
+    """An engine that can try an offer without touching its model, where `specs` can't say all that it accepts.
+
+    `validate` raises IncompatibleWeightsError, whose problems name every tensor that is unknown, unfit or missing.
+    Called in the thread of the offer, once per manifest and object of `specs`.
+    """
+
+    def validate(self, manifest: Manifest) -> None: ...
+
+
+@runtime_checkable
 class Undoable(Protocol):
     """An engine that can go back: `snapshot` copies the live weights to host memory and returns what restores them."""
 

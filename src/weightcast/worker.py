@@ -45,7 +45,7 @@ from weightcast.errors import (
 )
 from weightcast.gate import Gate
 from weightcast.hold import Hold
-from weightcast.interfaces import Casting, Engine, Readable, Undoable
+from weightcast.interfaces import Casting, Engine, Readable, Undoable, Validating
 from weightcast.manifest import PROTOCOL, WeightVersion
 from weightcast.plan import compare_specs
 from weightcast.update import State, Update
@@ -256,6 +256,8 @@ class Worker:
             problems = compare_specs(manifest.tensors, specs, can_cast=can_cast)
             if problems:
                 raise IncompatibleWeightsError(_summary(problems), problems)
+        if isinstance(self.engine, Validating):
+            self.engine.validate(manifest)
         try:
             load_plan = LoadPlan(Layout(manifest), self.engine, specs)
         except ValueError as exc:

@@ -27,7 +27,10 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 
 
 class InitInfo(msgspec.Struct, frozen=True):
-    """How an engine's workers reach a publisher. `secret` is presented on the link, so that strangers are refused."""
+    """How an engine's workers reach a publisher. `secret` is presented on the link, so that strangers are refused.
+
+    `token` is for engines whose control routes have none of their own (vLLM): the workers compare it with theirs.
+    """
 
     run: RunId
     engine: ShortText
@@ -37,6 +40,7 @@ class InitInfo(msgspec.Struct, frozen=True):
     lease_seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)]
     takeover: bool = False
     protocol: int = PROTOCOL
+    token: ShortText = ""
 
     def __repr__(self) -> str:
         # A transport's address may end in a secret of its own.

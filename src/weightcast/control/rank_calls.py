@@ -1,0 +1,65 @@
+"""The control protocol for an engine that has a control plane of its own: one method of its workers, JSON in and out.
+
+vLLM runs a method on every rank and hands back what each returned (`collective_rpc`). weightcast adds one, named
+`METHOD`: it takes a `RankCall` as plain JSON values, returns a `RankReply` as plain JSON values, and never raises for a
+failed update, since vLLM stops reading replies at the first that did (and answers later calls with them).
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from weightcast.control.messages import Count, InitInfo, UpdateInfo, WeightInfo
+from weightcast.errors import ErrorRecord
+from weightcast.manifest import RunId, VersionNumber
+
+METHOD = "weightcast"
+
+
+class Init(msgspec.Struct, frozen=True, tag="init", tag_field="call"):
+    """Let a run hold this rank; it connects in the background."""
+
+    info: InitInfo
+
+
+class Update(msgspec.Struct, frozen=True, tag="update", tag_field="call"):
+    """An offer, a seal or an abort."""
+
+    info: UpdateInfo
+
+
+class Install(msgspec.Struct, frozen=True, tag="install", tag_field="call"):
+    """Install the sealed version, on all ranks of the engine or on none. The engine stands still."""
+
+    run: RunId
+    version: VersionNumber
+
+
+class Settle(msgspec.Struct, frozen=True, tag="settle", tag_field="call"):
+    """What became of the install elsewhere (data-parallel engines): keep the version, or go back to the former one."""
+
+    run: RunId
+    version: VersionNumber
+    keep: bool
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask", tag_field="call"):
+    """What this rank is and does now."""
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave", tag_field="call"):
+    """End whichever run's hold; the engine serves on."""
+
+
+RankCall: TypeAlias = Init | Update | Install | Settle | Ask | Leave
+
+
+class RankReply(msgspec.Struct, frozen=True):
+    """One rank's answer to any call. `info` is as after the call; `error` is None where the call did what it should."""
+
+    engine_rank: Count
+    info: WeightInfo
+    error: ErrorRecord | None = None
+    seconds: float = 0.0
