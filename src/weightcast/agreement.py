@@ -14,12 +14,13 @@ from typing import Literal
 import msgspec
 import torch
 
+from weightcast.arenas import Arenas, Outlet, Seat, Seating
 from weightcast.assignment import Part, Shard, assign, held_shards
 from weightcast.bucket import Layout
 from weightcast.errors import IncompatibleWeightsError
 from weightcast.gather import Contribution, GatheringPacker
 from weightcast.interfaces import Regions, Source
-from weightcast.manifest import DigestKind, Region, RunId, TensorSpec, decode
+from weightcast.manifest import DigestKind, Manifest, Region, RunId, TensorSpec, decode
 from weightcast.plan import plan
 from weightcast.trainer_ranks import TrainerRanks
 from weightcast.trainer_records import Command, Row
@@ -32,9 +33,10 @@ class _HeldPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Holding(msgspec.Struct, frozen=True):
-    """A rank to the publishing one: the regions that it holds, by number of the specs."""
+    """A rank to the publishing one: the regions that it holds, by number of the specs, and where an arena could be."""
 
     parts: tuple[_HeldPart, ...]
+    seat: Seat
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -46,12 +48,14 @@ class Share(msgspec.Struct, frozen=True):
     manifest_digest: str
     backend: Literal["gloo", "nccl"]
     parts: tuple[int, ...]
+    seating: Seating
 
 
 class Agreement:
     """This rank's side, kept from publish to publish."""
 
-    def __init__(self, ranks: TrainerRanks) -> None:
+    def __init__(self, ranks: TrainerRanks, outlet: Outlet | None) -> None:
+        self.arenas = Arenas(ranks, outlet)
         self._ranks = ranks
         self._regions: Regions | None = None
         self._specs: Sequence[TensorSpec] = ()
@@ -108,7 +112,11 @@ class Agreement:
         self._is_settled = False
 
     def close(self) -> None:
-        """Drop what holds on to the transport's buffers."""
+        """Free this rank's arena, and drop what holds on to the transport's buffers."""
+        self.arenas.close()
+        self._forget_views()
+
+    def _forget_views(self) -> None:
         if self._packer is not None:
             self._packer.forget_views()
 
@@ -126,19 +134,25 @@ class Agreement:
 
     # --- the publishing rank ---
 
-    def lead(self, rows: Sequence[Row], layout: Layout, bucket_size_bytes: int, run: str) -> None:
-        """After the first exchange: have every rank know its share. Raises on every rank alike."""
+    def lead(self, rows: Sequence[Row], layout: Layout, bucket_size_bytes: int, run: str, device: torch.device) -> None:
+        """After the first exchange: have every rank know its share. Raises on every rank alike.
+
+        `device`: of the publishing rank's own arena.
+        """
         self._compare(rows)
         if not any(row.news for row in rows):
             return
         self._is_settled = False
         is_nccl = all(row.device for row in rows) and len({row.device for row in rows}) == len(rows)
-        shares, self._others = self._shared_out(layout, bucket_size_bytes, run, "nccl" if is_nccl else "gloo")
+        shares, self._others, seats = self._shared_out(
+            layout, bucket_size_bytes, run, "nccl" if is_nccl else "gloo", device
+        )
         for group_rank, share in enumerate(shares[1:], start=1):
             self._ranks.send_message(share, group_rank)
         self._assigned, self._layout = shares[0].parts, layout
         self._via = self._connected(shares[0].backend)
-        self.close()
+        self.arenas.lead(shares[0].seating, seats, device)
+        self._forget_views()
         self._packer = None
 
     def packer(self) -> GatheringPacker:
@@ -155,9 +169,14 @@ class Agreement:
             self._packer.drain()
 
     def _shared_out(
-        self, layout: Layout, bucket_size_bytes: int, run: str, backend: Literal["gloo", "nccl"]
-    ) -> tuple[list[Share], list[list[Part]]]:
-        """Hear what the others hold, and say what each is to bring: their shares, and the others' parts."""
+        self,
+        layout: Layout,
+        bucket_size_bytes: int,
+        run: str,
+        backend: Literal["gloo", "nccl"],
+        device: torch.device,
+    ) -> tuple[list[Share], list[list[Part]], list[Seat]]:
+        """Hear what the others hold: all ranks' shares, what the others bring, and where arenas could be."""
         error: BaseException | None = None
         others: list[_Holding] = [self._ranks.receive_message(_Holding, g) for g in range(1, self._ranks.size)]
         held: list[list[Part]] = [self._parts]
@@ -170,10 +189,13 @@ class Agreement:
         self._ranks.say(Command.SETTLE, error=error)
         manifest = layout.manifest
         digest = manifest.digest()
+        seats = [self.arenas.seat(device), *(holding.seat for holding in others)]
+        seating = self.arenas.seating(seats)
         shares = [
-            Share(run, bucket_size_bytes, manifest.digest_kind, digest, backend, tuple(parts)) for parts in assigned
+            Share(run, bucket_size_bytes, manifest.digest_kind, digest, backend, tuple(parts), seating)
+            for parts in assigned
         ]
-        return shares, [[held[g][index] for index in assigned[g]] for g in range(1, self._ranks.size)]
+        return shares, [[held[g][index] for index in assigned[g]] for g in range(1, self._ranks.size)], seats
 
     # --- the others ---
 
@@ -183,16 +205,19 @@ class Agreement:
         if self._contribution is None or any(row.news for row in rows):
             self._is_settled = False
             held = (_HeldPart(part.tensor, part.region.offsets, part.region.sizes) for part in self._parts)
-            self._ranks.send_message(_Holding(tuple(held)), 0)
+            self._ranks.send_message(_Holding(tuple(held), self.arenas.seat(self._device())), 0)
             self._ranks.hear()
             share: Share = self._ranks.receive_message(Share, 0)
             self._assigned, self.run = share.parts, share.run
             via = self._connected(share.backend)
+            error = self.arenas.follow(share.seating, share.run, self._device())
             try:
-                self._contribution = Contribution(self._ranks, self._planned(share), self._own_shards(), via=via)
+                self._layout = self._planned(share)
+                self._contribution = Contribution(self._ranks, self._layout, self._own_shards(), via=via)
             except BaseException as exc:
                 return None, exc
-            self._is_settled = True
+            self._is_settled = error is None
+            return self._contribution, error
         return self._contribution, None
 
     def _planned(self, share: Share) -> Layout:
@@ -206,6 +231,12 @@ class Agreement:
 
     # --- both ---
 
+    @property
+    def manifest(self) -> Manifest:
+        """Of the plan that was agreed on."""
+        assert self._layout is not None
+        return self._layout.manifest
+
     def _compare(self, rows: Sequence[Row]) -> None:
         """Raises IncompatibleWeightsError on all ranks, naming the first difference, unless all have the same specs."""
         digests = [(row.digest_low, row.digest_high) for row in rows]
@@ -218,7 +249,7 @@ class Agreement:
             ranks.say(Command.SETTLE, len(data))
             ranks.broadcast(data, len(data))
         else:
-            _, num_bytes = ranks.hear()
+            num_bytes = ranks.hear().argument
             theirs: list[TensorSpec] = decode(ranks.broadcast(b"", num_bytes), list[TensorSpec])
             if self._digest != digests[0]:
                 error = _difference(theirs, self._specs, ranks.ranks[0], ranks.ranks[ranks.group_rank])

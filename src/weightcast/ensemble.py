@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Literal
 import torch.distributed as dist
 
 from weightcast.agreement import Agreement
+from weightcast.arenas import Outlet
+from weightcast.gather import Contribution
 from weightcast.interfaces import Regions, Source
 from weightcast.manifest import decode
 from weightcast.publication import Packing, Wire
 from weightcast.report import PublishReport
+from weightcast.spread import SpreadSender
 from weightcast.trainer_ranks import TrainerRanks
-from weightcast.trainer_records import Command
+from weightcast.trainer_records import Command, Row
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,27 +41,35 @@ class Prepared:
 
 
 def ensemble_of(
-    trainer_group: ProcessGroup | Literal["auto"] | None, source: Source, deadline_seconds: float
+    trainer_group: ProcessGroup | Literal["auto"] | None,
+    source: Source,
+    deadline_seconds: float,
+    outlet: Outlet | None,
 ) -> Ensemble | None:
     """The ranks of `trainer_group`, "auto" for the default group; None if this rank is alone.
 
-    Raises ValueError if this rank is not of that group.
+    `outlet`: how other ranks than the publishing one make an arena; None: they don't. Raises ValueError if this rank is
+    not of that group.
     """
     if trainer_group is None or not (dist.is_available() and dist.is_initialized()):
         return None
     group = None if trainer_group == "auto" else trainer_group
     if dist.get_rank(group) < 0:
         raise ValueError("this rank is not in trainer_group: make the publisher on its ranks only")
-    return Ensemble(TrainerRanks(group, deadline_seconds), source) if dist.get_world_size(group) > 1 else None
+    if dist.get_world_size(group) == 1:
+        return None
+    return Ensemble(TrainerRanks(group, deadline_seconds), source, outlet)
 
 
 class Ensemble:
     """This rank's side."""
 
-    def __init__(self, ranks: TrainerRanks, source: Source) -> None:
+    def __init__(self, ranks: TrainerRanks, source: Source, outlet: Outlet | None) -> None:
         self._ranks = ranks
         self._source = source
-        self._agreement = Agreement(ranks)
+        self._outlet = outlet
+        self._agreement = Agreement(ranks, outlet)
+        self._spread: SpreadSender | None = None
         self.is_publishing = ranks.is_publishing
 
     @property
@@ -89,8 +100,9 @@ class Ensemble:
         with self._in_step():
             rows = self._ranks.start(self._agreement.row(prepared.packing.layout if prepared else None), error)
             assert prepared is not None
-            packing = prepared.packing
-            self._agreement.lead(rows, packing.layout, packing.bucket_size_bytes, run)
+            packing, wire = prepared.packing, prepared.wire
+            self._agreement.lead(rows, packing.layout, packing.bucket_size_bytes, run, wire.device)
+            self._speak_for_all(wire)
             report: PublishReport | None = None
             with self._ranks.kept_waiting():
                 try:
@@ -102,6 +114,15 @@ class Ensemble:
                     # If this fails, so does the last exchange.
                     self._agreement.drain()
             return self._end(report, error)
+
+    def _speak_for_all(self, wire: Wire) -> None:
+        """Have the wire's sender be that of every arena, from the first publish on that has several."""
+        arenas = self._agreement.arenas.others
+        if arenas and self._spread is None:
+            assert self._outlet is not None
+            self._spread = wire.sender = SpreadSender(wire.sender, self._ranks, self._outlet.per_device)
+        if self._spread is not None:
+            self._spread.use(arenas)
 
     def _end(self, report: PublishReport | None, error: BaseException | None) -> PublishReport:
         """Tell the others how the publish ended, and end it so here."""
@@ -140,15 +161,39 @@ class Ensemble:
         with self._in_step():
             rows = self._ranks.start(self._agreement.row(None), error)
             contribution, error = self._agreement.follow(rows)
-            while True:
-                command, argument = self._ranks.hear(error)
-                if command is Command.END:
+            try:
+                return self._follow(contribution, error)
+            except BaseException as exc:
+                if self._agreement.arenas.own is not None:
+                    self._agreement.arenas.own.abort(f"{type(exc).__name__}: {exc}")
+                    # The group of arenas may have broken, and this rank alone know it.
+                    self._agreement.forget()
+                raise
+
+    def _follow(self, contribution: Contribution | None, error: BaseException | None) -> PublishReport:
+        arena = self._agreement.arenas.own
+        while True:
+            if error is None and arena is not None:
+                error = arena.error
+            command, argument, is_ready = self._ranks.hear(error, Row() if arena is None else arena.row())
+            match command:
+                case Command.END:
                     report: PublishReport = decode(self._ranks.broadcast(b"", argument), PublishReport)
                     return report
-                if command is Command.BUCKET and contribution is not None:
+                case Command.BUCKET if contribution is not None:
                     error = contribution.send(argument)
+                case Command.OPEN if is_ready:
+                    opening = self._ranks.broadcast(b"", argument)
+                    if arena is not None:
+                        arena.open(self._agreement.manifest, opening)
+                case Command.SPREAD if is_ready and arena is not None:
+                    arena.take(argument)
+                case Command.ASK if is_ready and arena is not None:
+                    arena.tell_failures()
+                case _ if not is_ready and arena is not None:
+                    arena.wait()
 
     def close(self) -> None:
-        """Disconnect from the other ranks, without a word. Idempotent."""
+        """Disconnect from the other ranks, without a word, and free this rank's arena. Idempotent."""
         self._ranks.close()
         self._agreement.close()

@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from weightcast.control.messages import Abort, Accepted, InitInfo, Installed, Offer, Received, Seal, WeightInfo
+from weightcast.control.messages import Abort, Accepted, Failed, InitInfo, Installed, Offer, Received, Seal, WeightInfo
 from weightcast.errors import (
+    EngineTornError,
+    ErrorRecord,
     IntegrityError,
     PeerDiedError,
     PeerError,
@@ -22,7 +24,7 @@ from weightcast.errors import (
     to_record,
 )
 from weightcast.guard import Guard
-from weightcast.interfaces import EngineClient, Pausable, Rescuable
+from weightcast.interfaces import EngineClient, Negotiable, Pausable, Rescuable, Settling
 from weightcast.listener import Link, LinkListener
 from weightcast.manifest import MAX_VERSION
 from weightcast.report import EngineResult
@@ -35,12 +37,16 @@ class Member:
 
     def __init__(self, client: EngineClient, *, owned: bool) -> None:
         self.client = client
+        self._given = client
         self.name = client.name
         self.owned = owned
         self.links: list[Link] = []
         self.info: WeightInfo | None = None
         self.result = EngineResult()
         self.is_paused = False
+        """Whether a pause was asked for and not lifted; `_stands_still`: of the very engine that is connected now."""
+        self._stands_still = False
+        self._is_torn = False
         self._known_manifest = ""
         self._paused_at = 0.0
 
@@ -59,6 +65,8 @@ class Member:
         """Ask what the engine is, have its workers connect, and wait for their hellos."""
         listener.drop(self.name, "the publisher connects again")
         self.links, self._known_manifest = [], ""
+        self._stands_still = False
+        self.client = self._given.negotiate() if isinstance(self._given, Negotiable) else self._given
         self.info = self.client.info()
         self.client.init(init)
         self.links = listener.wait(self.name, self.info.world_size, deadline_seconds)
@@ -85,33 +93,76 @@ class Member:
 
     def pause(self, run: str, guard: Guard) -> None:
         """Stand still for `run`; where no lease ends that, have the guard ready to."""
-        if self.is_paused or not isinstance(self.client, Pausable):
+        if self._stands_still or not isinstance(self.client, Pausable) or self._has("install"):
             return
-        if self.info is not None and "lease" not in self.info.abilities and isinstance(self.client, Rescuable):
+        if self.info is not None and not self._has("lease") and isinstance(self.client, Rescuable):
             guard.hold(self.name, self.client.rescue(run))
         self.is_paused, self._paused_at = True, time.perf_counter()
         self.client.pause(run)
+        self._stands_still = True
 
     def resume(self, run: str, guard: Guard) -> None:
+        """Lift the pause, but for an engine that can't refuse to serve what an install has left torn."""
         if not self.is_paused:
             return
-        assert isinstance(self.client, Pausable)
-        self.client.resume(run)
-        self.is_paused = False
+        if not (self._is_torn and isinstance(self.client, Settling)):
+            assert isinstance(self.client, Pausable)
+            self.client.resume(run)
+            self.is_paused = self._stands_still = False
         self.result.pause_seconds = time.perf_counter() - self._paused_at
         guard.release(self.name)
 
     def install(self, version: int, run: str, deadline_seconds: float) -> None:
         """Have the engine install the version; a lost reply is made good by asking."""
         try:
+            self._finish(version, run)
+            for link in self.links:
+                self._hear_installed(link, version, run, deadline_seconds)
+        except WeightcastError:
+            self._go_back(version, deadline_seconds)
+            raise
+        if isinstance(self.client, Settling):
+            self.client.settle(version, keep=True)
+        self._is_torn = False
+        self.result.ok = True
+
+    def _finish(self, version: int, run: str) -> None:
+        start = time.perf_counter()
+        try:
             self.client.finish(version)
         except (PeerTimeoutError, PeerDiedError):
             if not self._serves(run, version):
                 raise
-        for link in self.links:
+        if self._has("install"):
+            self.result.pause_seconds = time.perf_counter() - start
+
+    def _hear_installed(self, link: Link, version: int, run: str, deadline_seconds: float) -> None:
+        """Wait for a worker's word; a link that was lost on the way is made good by asking."""
+        try:
             installed = link.wait(Installed, version, deadline_seconds)
+        except (PeerTimeoutError, PeerDiedError):
+            # Where workers can't agree by themselves, what one says of itself says nothing of another.
+            if isinstance(self.client, Settling) or not self._serves(run, version):
+                raise
+        else:
             self.result.install_seconds = max(self.result.install_seconds, installed.seconds)
-        self.result.ok = True
+
+    def _go_back(self, version: int, deadline_seconds: float) -> None:
+        """Where workers can't agree by themselves: no one keeps what another did not install."""
+        if not isinstance(self.client, Settling):
+            return
+        # Until each worker has said on its link what became of it.
+        self._is_torn = True
+        with contextlib.suppress(WeightcastError):
+            self.client.settle(version, keep=False)
+        for link in self.links:
+            with contextlib.suppress(WeightcastError):
+                link.wait(Failed, version, deadline_seconds)
+        told = [link.failures() for link in self.links]
+        self._is_torn = not all(told) or any(_is_torn(failure) for failures in told for failure in failures)
+
+    def _has(self, ability: str) -> bool:
+        return self.info is not None and ability in self.info.abilities
 
     def _serves(self, run: str, version: int) -> bool:
         with contextlib.suppress(PeerError):
@@ -121,6 +172,10 @@ class Member:
 
     def abort(self, abort: Abort) -> None:
         self.client.update(abort)
+
+
+def _is_torn(failure: ErrorRecord) -> bool:
+    return failure.torn or failure.kind == EngineTornError.__name__
 
 
 def _without_manifest(offer: Offer) -> Offer:

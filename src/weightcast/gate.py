@@ -165,8 +165,11 @@ class Gate:
                 self._exclusive = False
                 self._condition.notify_all()
 
-    def set_version(self, version: WeightVersion) -> None:
-        """A whole version is installed: it serves from the next step on, and heals a torn engine."""
+    def set_version(self, version: WeightVersion | None) -> None:
+        """A whole version is installed: it serves from the next step on, and heals a torn engine.
+
+        None: the weights are again those from before the first update.
+        """
         with self._condition:
             self._version, self._torn = version, ""
             self._condition.notify_all()

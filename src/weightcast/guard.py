@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -23,14 +24,16 @@ from weightcast.forked import close_in_child
 _ATTEMPT_SECONDS = 10.0
 _GIVE_UP_SECONDS = 60.0
 _RETRY_SECONDS = 0.2
+_MAX_REPLY_BYTES = 1 << 24
 
 
 class RescueRequest(NamedTuple):
-    """One POST."""
+    """One POST. `stop_if`, a regular expression: if the reply has it, or is an error, nothing is sent after it."""
 
     url: str
     headers: Mapping[str, str] = {}
     body: str = ""
+    stop_if: str = ""
 
 
 class Guard:
@@ -105,12 +108,16 @@ def rescue(requests: Sequence[RescueRequest], give_up_seconds: float = _GIVE_UP_
             request = urllib.request.Request(
                 pending[0].url, data=pending[0].body.encode(), headers=dict(pending[0].headers), method="POST"
             )
-            with opener.open(request, timeout=_ATTEMPT_SECONDS):
-                pending.pop(0)
-        except urllib.error.HTTPError:
-            pending.pop(0)
+            with opener.open(request, timeout=_ATTEMPT_SECONDS) as reply:
+                text = reply.read(_MAX_REPLY_BYTES).decode("utf-8", "replace")
+            is_end = bool(pending[0].stop_if and re.search(pending[0].stop_if, text))
+        except urllib.error.HTTPError as exc:
+            exc.close()
+            is_end = bool(pending[0].stop_if)
         except OSError:
             time.sleep(_RETRY_SECONDS)
+            continue
+        pending = [] if is_end else pending[1:]
     return not pending
 
 

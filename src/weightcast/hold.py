@@ -18,6 +18,8 @@ from weightcast.update import Update
 logger = logging.getLogger(__name__)
 
 _RECEIVER_SECONDS = 5.0
+_MIN_PATIENCE_SECONDS = 60.0
+"""A publisher that is silent for a while may itself wait for somebody: it is the first to give up."""
 
 
 class Hold:
@@ -45,11 +47,22 @@ class Hold:
     def peer(self) -> str:
         return f"{self.info.engine}#{self._engine_rank}" if self._engine_rank else self.info.engine
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether its publisher has let go, noticed or not yet, and nothing of it is being installed."""
+        is_writing = self.update is not None and self.update.is_writing
+        return not is_writing and self._link is not None and self._link.has_ended
+
     def _connect(self) -> None:
         info = self.info
         try:
             # The receiver first: a hello on the link means that this worker is ready for an offer.
-            self.receiver = registry.transport(info.transport).receiver(info.transport, peer=self.peer, run=info.run)
+            self.receiver = registry.transport(info.transport).receiver(
+                info.transport,
+                peer=self.peer,
+                run=info.run,
+                deadline_seconds=max(info.deadline_seconds, _MIN_PATIENCE_SECONDS),
+            )
             hello = Hello(info.run, info.engine, self._engine_rank, info.secret)
             self._link = WorkerLink(
                 info.link, hello, lease_seconds=info.lease_seconds, on_end=lambda reason: self._on_end(self, reason)

@@ -1,4 +1,6 @@
-"""How much more memory this process may take: the host's and every enclosing cgroup's, whichever is less.
+"""How much more memory this process may take, and with whom it can share memory.
+
+The room is the host's and that of every enclosing cgroup, whichever is less.
 
 Sources: `MemAvailable` of proc(5); `memory.max`, `memory.current` and `inactive_file` of cgroup v2, and their v1
 counterparts. What can't be read sets no limit. Nothing is cached: the answer is about now.
@@ -7,6 +9,7 @@ counterparts. What can't be read sets no limit. Nothing is cached: the answer is
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +25,16 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
     """
     rooms = [_host_room(proc / "meminfo"), *_cgroup_rooms(proc / "self" / "cgroup", cgroups)]
     return max(0, int(min(rooms, default=_UNKNOWN_BYTES)))
+
+
+def host_identity() -> str:
+    """Equal for processes that can share memory: of one boot, one network namespace and one user."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    namespace = Path("/proc/self/ns/net")
+    try:
+        return f"{boot.read_text().strip()}/{os.readlink(namespace)}/{os.geteuid()}"
+    except OSError:
+        return f"process {os.getpid()}"
 
 
 def _host_room(meminfo: Path) -> float:

@@ -13,6 +13,7 @@ One update, and who calls what. P: the publisher, on the trainer. W: a worker, i
     P  EngineClient.update(Seal)
     P  Pausable.pause()                  streaming: before the first bucket instead
     P  EngineClient.finish()             W  staged: Engine.load(...); then Engine.commit(version), Receiver.end()
+    P  Settling.settle(...)              where the workers of an engine can't agree by themselves
     P  Pausable.resume()
     P  Sender.close()                    only at the end of the publisher's life; W likewise Receiver.close()
 
@@ -139,23 +140,76 @@ class Receiver(Protocol):
 
 
 @runtime_checkable
+class Replayable(Protocol):
+    """A sender that keeps versions for whoever comes later: with its last bucket sent, a version is there for all.
+
+    It knows no peers, and sends without any. `newest_version` is the number it keeps; -1 for none.
+    """
+
+    def newest_version(self) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """A version that a transport keeps: what an offer and a seal would have told of it. `committed_at`: Unix time."""
+
+    version: WeightVersion
+    manifest: Manifest
+    manifest_digest: str
+    root: str
+    committed_at: float
+
+
+@runtime_checkable
+class Replaying(Protocol):
+    """A receiver of a transport that keeps versions, which needs no offer to read them.
+
+    `newest` gives the newest version, unless that is `known` or there is none, and holds it until `end`. Never waits.
+    """
+
+    def newest(self, known: WeightVersion | None) -> Kept | None: ...
+
+
+@runtime_checkable
 class Rereadable(Protocol):
     """A receiver whose buckets an engine may have written into by mistake: `reread` shows the sender's bytes again."""
 
     def reread(self, bucket: Bucket) -> bool: ...
 
 
+@runtime_checkable
+class Attended(Protocol):
+    """A sender that can say which of these peers are connected to it now. Does not wait."""
+
+    def connected(self, peers: Sequence[str]) -> Sequence[str]: ...
+
+
+class PerDevice(Protocol):
+    """A transport whose receivers can choose among senders of several trainer ranks, one for each device of a host.
+
+    `label` names the device that a sender's memory is on, the same in every process; empty: unknown. `join` makes the
+    URL for receivers: each connects to the address of its own device's label, and to `default` if there is none. Such
+    senders are `Attended`, and never ask for a bucket again.
+    """
+
+    def label(self, device: torch.device) -> str: ...
+
+    def join(self, default: str, addresses: Mapping[str, str]) -> str: ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transport:
     """A registered pair: `sender(url, deadline_seconds=...)` and `receiver(url, peer=..., deadline_seconds=...)`.
 
-    `default_bucket_size_bytes`: by device type ("cpu", "cuda"). `same_host`: both ends share one.
+    `default_bucket_size_bytes`: by device type ("cpu", "cuda"). `same_host`: both ends share one. `per_device`: several
+    trainer ranks may have a sender each; None: only the publishing rank has one.
     """
 
     sender: Callable[..., Sender]
     receiver: Callable[..., Receiver]
     default_bucket_size_bytes: Mapping[str, int]
     same_host: bool
+    per_device: PerDevice | None = None
 
 
 @runtime_checkable
@@ -241,6 +295,27 @@ class EngineClient(Protocol):
     def finish(self, version: int) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Negotiable(Protocol):
+    """A client of an address where engines of several kinds may answer: it asks, and returns the client for this one.
+
+    Asked whenever a publisher connects, since another kind may have been started there. Raises ControlError.
+    """
+
+    def negotiate(self) -> EngineClient: ...
+
+
+@runtime_checkable
+class Settling(Protocol):
+    """A client whose engine's workers can't all agree on an install: it is told what became of it everywhere.
+
+    Called after every `finish`, once all workers have answered or failed to. With `keep` all have installed; without,
+    one has not: those that installed go back if they can, and every worker tells on its link that it failed.
+    """
+
+    def settle(self, version: int, *, keep: bool) -> None: ...
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 import threading
@@ -136,6 +137,16 @@ class WorkerLink:
         if self._is_over:
             raise PeerDiedError("the publisher ended the link at once: it may be of another run", peer="trainer")
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the publisher has closed it, as of now: `on_end` may be about to say so."""
+        poll = select.poll()
+        try:
+            poll.register(self._sock, select.POLLRDHUP)
+        except (OSError, ValueError):
+            return True
+        return bool(poll.poll(0))
+
     def close(self) -> None:
         """Leave. Idempotent; from any thread."""
         self._closed = True
@@ -161,4 +172,7 @@ class WorkerLink:
             self._is_over = True
             self._heard.set()
         if not self._closed:
+            # A publisher that wakes up learns from it that this end has gone.
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
             self._on_end(reason)

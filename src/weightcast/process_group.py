@@ -15,8 +15,9 @@ import re
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ _NCCL_ENVIRONMENT = {
 Store: TypeAlias = Any
 """A c10d store: TCPStore, PrefixStore, ..."""
 _STORE_ATTEMPT_SECONDS = 3.0
-_EXIT_SECONDS = 20.0
+_EXIT_SECONDS = 5.0
 _CHATTER = re.compile(r"Exception raised from|This is typically caused by")
 """Where a message of torch goes on with a trace, or with advice that does not fit here."""
 _environment_lock = threading.Lock()
@@ -152,20 +153,37 @@ def translated(what: str) -> Iterator[None]:
         raise (PeerTimeoutError if is_late else PeerDiedError)(f"{what} failed: {reason}") from exc
 
 
+class Closable(Protocol):
+    """What has groups, and operations under way in them."""
+
+    def close(self) -> None: ...
+
+
+_open: weakref.WeakSet[Closable] = weakref.WeakSet()
 _background: set[threading.Thread] = set()
+os.register_at_fork(after_in_child=_open.clear)
 
 
-def in_background(call: Callable[[], None], name: str) -> None:
-    """Run what may wait for gloo in a thread. The interpreter waits a while for it at its end: torch would abort."""
+def close_at_exit(owner: Closable) -> None:
+    """Close it at the interpreter's end, if nobody has: an operation that ends later makes torch abort the process."""
+    _open.add(owner)
+
+
+def in_background(call: Callable[[], None], name: str) -> threading.Thread:
+    """Run what may wait for gloo in a thread. The interpreter waits a while for it at its end, for the same reason."""
     thread = threading.Thread(target=call, name=name, daemon=True)
-    _background.difference_update([other for other in _background if not other.is_alive()])
+    _background.difference_update([other for other in list(_background) if not other.is_alive()])
     thread.start()
     _background.add(thread)
+    return thread
 
 
 @atexit.register
 def _see_off() -> None:
     end = time.monotonic() + _EXIT_SECONDS
+    for owner in list(_open):
+        with contextlib.suppress(Exception):
+            owner.close()
     for thread in list(_background):
         thread.join(max(0.0, end - time.monotonic()))
 

@@ -20,7 +20,7 @@ from weightcast.control.messages import Abort, InitInfo, InstallMode, Offer, Sea
 from weightcast.errors import IncompatibleWeightsError
 from weightcast.fleet import Fleet, Member
 from weightcast.guard import Guard
-from weightcast.interfaces import Regions, Sender
+from weightcast.interfaces import Attended, Regions, Replayable, Sender
 from weightcast.listener import LinkListener
 from weightcast.manifest import TensorSpec, WeightVersion
 from weightcast.report import EngineResult, PublishReport, StageSeconds
@@ -131,7 +131,9 @@ class Publication:
         try:
             with self._timed("offer"):
                 self._join()
-                newest = max((member.newest_version for member in self._fleet), default=-1)
+                sender = self._wire.sender
+                kept = sender.newest_version() if isinstance(sender, Replayable) else -1
+                newest = max((kept, *(member.newest_version for member in self._fleet)))
                 self.number = 1 + max(newest, above) if number is None else number
                 self._offer()
             root = self._send(packer, on_progress or _ignore)
@@ -158,12 +160,17 @@ class Publication:
             setattr(self._seconds, stage, getattr(self._seconds, stage) + time.perf_counter() - start)
 
     def _join(self) -> None:
-        """Connect whoever has no link."""
-        newcomers = [member for member in self._fleet if not member.is_joined]
+        """Connect whoever has no link, or is lost to the sender."""
+        newcomers = [member for member in self._fleet if not (member.is_joined and self._is_attended(member))]
         self._fleet.each(self._join_member, newcomers)
         for member in self._fleet:
             for link in member.links:
                 link.forget()
+
+    def _is_attended(self, member: Member) -> bool:
+        """Whether all its workers' receivers are connected, as far as the sender can say."""
+        sender, peers = self._wire.sender, [link.peer for link in member.links]
+        return not isinstance(sender, Attended) or len(sender.connected(peers)) == len(peers)
 
     def _join_member(self, member: Member) -> None:
         terms, listener = self._terms, self._wire.listener
@@ -175,6 +182,7 @@ class Publication:
             secret=listener.secret,
             lease_seconds=terms.lease_seconds,
             takeover=terms.takeover,
+            deadline_seconds=terms.deadline_seconds,
         )
         member.join(listener, info, terms.deadline_seconds)
 
@@ -203,7 +211,9 @@ class Publication:
         sender, num_buckets = self._wire.sender, len(self._manifest.buckets)
         version = WeightVersion(self._terms.run, self.number)
         peers = [link.peer for member in self._fleet.healthy() for link in member.links]
-        if not peers:
+        # Who keeps versions for later does not know who takes them.
+        keeps = isinstance(sender, Replayable)
+        if not peers and not keeps:
             return ""
         with self._timed("send"):
             sender.open(self._manifest, version, peers=peers, staged=self._terms.install == "staged")
@@ -218,7 +228,7 @@ class Publication:
                 with self._timed("send"):
                     index = sender.send(index)
                 on_progress(ends[index], ends[-1])
-                if sender.failures.keys() >= set(peers):
+                if not keeps and sender.failures.keys() >= set(peers):
                     break
         with self._timed("send"):
             self._fleet.take_failures(sender.failures)

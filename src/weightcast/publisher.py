@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from weightcast import registry
+from weightcast.arenas import Outlet
 from weightcast.bucket import Layout
 from weightcast.control.client import HttpEngine
 from weightcast.control.messages import InstallMode
@@ -43,7 +44,8 @@ class Publisher:
     rank. The first rank of the group publishes for all; to the others engines and transport are nothing.
 
     Memory on this side: the transport's slots (streaming) or arena (staged), stated there; nothing of the model's size
-    besides. With several trainer ranks: one bucket more on the publishing rank, one bucket's share on the others.
+    besides. With several trainer ranks: one bucket more on the publishing rank, one bucket's share on the others, and
+    the transport's slots on each rank that has an arena (streaming, `ipc://`, one for each device of the host).
     Not for use by several threads at once: calls wait for each other.
     """
 
@@ -192,7 +194,9 @@ class Publisher:
             self._require_open()
             if not self._is_joined:
                 # At the first publish, not before: torch.distributed may be initialised after this publisher is made.
-                self._ensemble = ensemble_of(self._trainer_group, self._source, self._terms.deadline_seconds)
+                self._ensemble = ensemble_of(
+                    self._trainer_group, self._source, self._terms.deadline_seconds, self._outlet()
+                )
                 self._is_joined = True
             if self._ensemble is None:
                 report = self._run(self._prepared(version), on_progress)
@@ -252,9 +256,7 @@ class Publisher:
         if self._wire is None:
             devices = {tensor.device for held in regions.values() for _, tensor in held}
             device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
-            sender: Sender = self._transport.sender(
-                self._url, run=self.run, deadline_seconds=self._terms.deadline_seconds, device=device
-            )
+            sender = self._make_sender(self.run, device)
             try:
                 host = None if self._transport.same_host else registry.host(self._url)
                 listener = LinkListener(self.run, host=host, heartbeat_seconds=self._terms.lease_seconds / 4)
@@ -263,6 +265,19 @@ class Publisher:
                 raise
             self._wire = Wire(sender, listener, device)
         return self._wire
+
+    def _make_sender(self, run: str, device: torch.device) -> Sender:
+        made: Sender = self._transport.sender(
+            self._url, run=run, deadline_seconds=self._terms.deadline_seconds, device=device
+        )
+        return made
+
+    def _outlet(self) -> Outlet | None:
+        """How other trainer ranks make arenas. Staged buckets are in host memory, once for each host: in one arena."""
+        per_device = self._transport.per_device
+        if per_device is None or self._terms.install == "staged":
+            return None
+        return Outlet(per_device, self._make_sender, self._terms.deadline_seconds)
 
     def _ready_packing(self, regions: Regions, device: torch.device) -> Packing:
         """The plan for the source's specs: made once, and again when they have changed."""

@@ -16,8 +16,13 @@ TRANSPORTS = {
     "ipc": "weightcast.transports.ipc:TRANSPORT",
     "gloo": "weightcast.transports.collective:TRANSPORT",
     "nccl": "weightcast.transports.collective:TRANSPORT",
+    "file": "weightcast.transports.store:TRANSPORT",
 }
 ENTRY_POINT_GROUP = "weightcast.transports"
+
+HTTP_DIALECTS = {"vllm": "weightcast.integrations.vllm.http:speak"}
+"""Kinds of servers that are not asked in the native protocol: a function of the routes and the pause mode for each,
+which returns an `EngineClient`, or None for a server of another kind."""
 
 
 def scheme(url: str) -> str:
@@ -41,6 +46,15 @@ def transport(url: str) -> Any:
         target = next((p.value for p in entry_points(group=ENTRY_POINT_GROUP) if p.name == name), None)
     if target is None:
         raise ValueError(f"no transport {name!r}; known here: {', '.join(known())}")
+    return _load(target)
+
+
+def http_dialects() -> list[Any]:
+    """Import what `HTTP_DIALECTS` names, in the order in which a server is to be asked."""
+    return [_load(target) for target in HTTP_DIALECTS.values()]
+
+
+def _load(target: str) -> Any:
     module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)
 

@@ -76,6 +76,19 @@ class Meetings:
         store = PrefixStore(f"{self._announced}/nccl", self._store)
         return self._made("nccl", store, device)
 
+    def part(self, group_ranks: Sequence[int], name: str, device: torch.device) -> ProcessGroup:
+        """A group of some of these ranks, for bytes on `device`. Each of them calls it; a name serves once an epoch."""
+        store, seconds = PrefixStore(f"{self._announced}/{name}", self._store), self._deadline_seconds
+        backend, size = ("nccl" if device.type == "cuda" else "gloo"), len(group_ranks)
+        rank = group_ranks.index(self.group_rank)
+
+        def make() -> ProcessGroup:
+            return ProcessGroup(backend, store, rank=rank, size=size, timeout_seconds=seconds, device=device)
+
+        arrived = threading.Event()
+        arrived.set()
+        return self._within(make, arrived, ProcessGroup.close, seconds)
+
     def _connect(self, arrived: threading.Event) -> ProcessGroup:
         with translated("the trainer's store"):
             epoch = self._arrive()

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -22,9 +22,14 @@ from weightcast.errors import ManifestError, PeerDiedError, PeerError, PeerTimeo
 from weightcast.manifest import MAX_MESSAGE_BYTES, decode, encode
 from weightcast.process_group import ProcessGroup, wait
 from weightcast.trainer_epochs import Meetings, late, named
-from weightcast.trainer_records import MAX_RECORD_BYTES, Command, Failure, Row
+from weightcast.trainer_records import MAX_RECORD_BYTES, Command, Failure, Heard, Row
 
 _ROLL_CALL_SECONDS = 2.0
+_MAX_SILENCE_SECONDS = 10.0
+"""Of the publishing rank. Arena ranks give receivers a sign of life when they hear of it: well under their deadline."""
+
+
+_NOTHING = Row()
 
 
 class _GivenUpError(PeerDiedError):
@@ -32,7 +37,7 @@ class _GivenUpError(PeerDiedError):
 
 
 class TrainerRanks:
-    """This rank's side. One thread calls it, besides the publishing rank's own `kept_waiting`."""
+    """This rank's side. One thread calls it, besides the publishing rank's own `kept_waiting`, and `catch`."""
 
     def __init__(self, trainer_group: Any, deadline_seconds: float) -> None:
         """`trainer_group` as for `Meetings`. Nothing is connected before the first `start`."""
@@ -47,6 +52,7 @@ class TrainerRanks:
         self._lock = threading.RLock()
         self._group: ProcessGroup | None = None
         self._nccl: ProcessGroup | None = None
+        self._arenas: ProcessGroup | None = None
         self._verdict: BaseException | None = None
         self._is_kept = False
         self._last_exchange = 0.0
@@ -106,10 +112,25 @@ class TrainerRanks:
         """The publishing rank's exchange: what all do next."""
         self.exchange(Row(command=command, argument=argument, version=self.version), error)
 
-    def hear(self, error: BaseException | None = None) -> tuple[Command, int]:
-        """Another rank's exchange: bring `error`, and be told what to do next."""
-        row = self.exchange(Row(), error)[0]
-        return Command(row.command), row.argument
+    def say_when_ready(self, command: Command, argument: int = 0, data: bytes = b"") -> list[Row]:
+        """`say`, repeated until no rank is busy: only then the command counts. Returns the rows of that exchange.
+
+        `data`, if there is any, is broadcast with it; `argument` is then its length. Blocks as long as a rank is busy:
+        whatever it is busy with has deadlines of its own.
+        """
+        row = Row(command=command, argument=len(data) or argument)
+        while True:
+            with self._lock:
+                rows = self.exchange(row._replace(version=self.version))
+                if not any(each.is_busy for each in rows):
+                    if data:
+                        self.broadcast(data, len(data))
+                    return rows
+
+    def hear(self, error: BaseException | None = None, row: Row = _NOTHING) -> Heard:
+        """Another rank's exchange: bring `row` and `error`, and be told what to do next."""
+        rows = self.exchange(row, error)
+        return Heard(Command(rows[0].command), rows[0].argument, not any(each.is_busy for each in rows))
 
     @contextlib.contextmanager
     def kept_waiting(self) -> Iterator[None]:
@@ -124,7 +145,7 @@ class TrainerRanks:
             thread.join()
 
     def _keep_waiting(self, over: threading.Event) -> None:
-        interval = self._deadline_seconds / 3
+        interval = min(self._deadline_seconds / 3, _MAX_SILENCE_SECONDS)
         while not over.wait(max(0.0, self._last_exchange + interval - time.monotonic())):
             with self._lock:
                 if over.is_set() or self._last_exchange + interval > time.monotonic():
@@ -193,6 +214,34 @@ class TrainerRanks:
             finally:
                 works.clear()
 
+    def connect_arenas(self, group_ranks: Sequence[int], number: int, device: torch.device) -> None:
+        """A group of these ranks alone, in the place of a former one, for `spread` and `catch` of bytes on `device`.
+
+        Every rank calls it. `number`: another one for each such group.
+        """
+        with self._unbroken():
+            self._close_arenas()
+            if self.group_rank in group_ranks:
+                self._arenas = self._meetings.part(group_ranks, f"arenas/{number}", device)
+
+    def spread(self, tensor: torch.Tensor) -> None:
+        """The publishing rank: give a contiguous tensor to every arena rank. Blocks until it has gone, or is queued."""
+        with self._lock, self._unbroken():
+            assert self._arenas is not None
+            wait(self._arenas.broadcast(tensor, root=0))
+
+    def catch(self, tensor: torch.Tensor) -> None:
+        """Another arena rank: take what is spread; blocks until it is there. For a thread of its own.
+
+        Raises PeerError, which leaves this rank's other groups as they are: the group of arenas is of no more use.
+        """
+        arenas = self._arenas
+        if arenas is None:
+            raise PeerDiedError("the trainer ranks lost each other", peer="trainer")
+        wait(arenas.broadcast(tensor, root=0))
+        if tensor.is_cuda:
+            self._wait_for_device(tensor.device)
+
     def give_up(self) -> None:
         """This rank can't go on, and can't say why: disconnect, unless all know already how the publish has ended."""
         if self._verdict is None and self._group is not None:
@@ -205,8 +254,14 @@ class TrainerRanks:
             if group is not None:
                 group.close()
         self._group = self._nccl = None
+        self._close_arenas()
 
     # --- inside ---
+
+    def _close_arenas(self) -> None:
+        if self._arenas is not None:
+            self._arenas.close()
+            self._arenas = None
 
     @contextlib.contextmanager
     def _unbroken(self) -> Iterator[ProcessGroup]:
@@ -262,7 +317,7 @@ class TrainerRanks:
         end = time.monotonic() + self._deadline_seconds
         while not event.query():  # type: ignore[no-untyped-call]
             if time.monotonic() > end:
-                raise PeerTimeoutError(f"a send over NCCL was not over within {self._deadline_seconds:g} s")
+                raise PeerTimeoutError(f"a transfer over NCCL was not over within {self._deadline_seconds:g} s")
             time.sleep(0.0002)
 
 

@@ -20,12 +20,16 @@ class Command(enum.IntEnum):
     WAIT = 3
     BUCKET = 4
     END = 5
+    OPEN = 6
+    SPREAD = 7
+    ASK = 8
 
 
 class Row(NamedTuple):
     """What one rank brings to an exchange: fixed numbers. `num_error_bytes` of its failure's record, or 0.
 
     `argument`, `version`: the publishing rank's. `news`, `digest_low`, `digest_high`, `device`: see `agreement`.
+    `is_busy`, `num_failures`: see `rank_arena`.
     """
 
     num_error_bytes: int = 0
@@ -36,6 +40,36 @@ class Row(NamedTuple):
     digest_low: int = 0
     digest_high: int = 0
     device: int = 0
+    is_busy: int = 0
+    num_failures: int = 0
+
+
+class Heard(NamedTuple):
+    """What the publishing rank said at an exchange. `is_ready`: no rank was busy with what it had said before."""
+
+    command: Command
+    argument: int
+    is_ready: bool
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """The publishing rank to all: an update begins for these peers, on whichever arena each of them reads."""
+
+    version: int
+    peers: tuple[str, ...]
+    staged: bool
+
+
+class Peers(msgspec.Struct, frozen=True):
+    """An arena rank to the publishing one: which of the peers are connected to it; back: which it is to serve."""
+
+    names: tuple[str, ...]
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """An arena rank to the publishing one: its sender's failures, by peer."""
+
+    failures: dict[str, ErrorRecord]
 
 
 class Failure(msgspec.Struct, frozen=True):

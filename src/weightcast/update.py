@@ -53,7 +53,9 @@ class Update:
         gate: Gate,
         install: InstallMode,
         undo: bool,
+        settles: bool = False,
     ) -> None:
+        """`settles`: the undo copy is kept after the install, until `settle`."""
         self.version = version
         self.name = f"{version.run}/{version.number}"
         self.state = State.OFFERED
@@ -67,6 +69,8 @@ class Update:
         self._gate = gate
         self._streaming = install == "streaming"
         self._undo = undo
+        self._settles = settles
+        self._former: tuple[WeightVersion | None, str] = (None, "")
         self._restore: Callable[[], None] | None = None
         self._touched = False
         self.num_buckets = len(self._manifest.buckets)
@@ -74,6 +78,11 @@ class Update:
         self._root = ""
         # Held while the engine is being written, so that an abort waits for it.
         self._writing = threading.Lock()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the engine is being written, or installs, as of now."""
+        return self._writing.locked()
 
     def open(self) -> None:
         """Prepare the receiver. Does not wait for the publisher."""
@@ -168,11 +177,10 @@ class Update:
         """
         with self._writing:
             if self.state is not State.SEALED:
-                raise IncompleteUpdateError(
-                    f"version {self.version.number} is {self.state.value}, not sealed: it can't be installed"
-                )
+                raise self.unsealed()
             with self._gate.exclusive(deadline_seconds=deadline_seconds):
                 start = time.perf_counter()
+                self._former = (self._gate.version, self._gate.torn)
                 try:
                     self._touch()
                     if not self._streaming:
@@ -186,8 +194,36 @@ class Update:
                 self._gate.set_version(self.version)
                 self.state = State.INSTALLED
                 seconds = time.perf_counter() - start
-        self._release()
+        self._release(keep_undo=self._settles)
         return seconds
+
+    def settle(self, *, keep: bool, deadline_seconds: float) -> None:
+        """After an install that others took part in: let the version be, or go back to the one before.
+
+        Going back needs an undo copy; without one the engine is torn. Idempotent: only the first call counts.
+        """
+        with self._writing:
+            if self.state is State.INSTALLED and self._settles:
+                self._settles = False
+                if not keep:
+                    with self._gate.exclusive(deadline_seconds=deadline_seconds):
+                        self._take_back()
+            self._restore = None
+
+    def _take_back(self) -> None:
+        reason = f"version {self.version.number} was taken back: it was not installed everywhere"
+        self.error, self.state = UpdateAbortedError(reason), State.ABORTED
+        if self._go_back(reason):
+            version, torn = self._former
+            self._gate.set_version(version)
+            if torn:
+                self._gate.tear(torn)
+
+    def unsealed(self) -> IncompleteUpdateError:
+        """Why it can't be installed now."""
+        return IncompleteUpdateError(
+            f"version {self.version.number} is {self.state.value}, not sealed: it can't be installed"
+        )
 
     def _failed_install(self, cause: BaseException) -> InstallError:
         error = InstallError(f"installing version {self.version.number} failed: {cause}", torn=True)
@@ -224,9 +260,10 @@ class Update:
         self._gate.tear(f"{reason}; publish a complete update to heal this engine")
         return False
 
-    def _release(self) -> None:
+    def _release(self, *, keep_undo: bool = False) -> None:
         self._buckets.clear()
-        self._restore = None
+        if not keep_undo:
+            self._restore = None
         self._receiver.end()
 
     def _move(self, expected: State, state: State) -> None:

@@ -13,17 +13,18 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from weightcast import host_memory, registry
+from weightcast import registry
+from weightcast.admission import admit, check_undo
 from weightcast.assemble import LoadPlan
-from weightcast.bucket import Layout
 from weightcast.control.messages import (
     Abort,
     Accepted,
     Failed,
     InitInfo,
     Installed,
+    InstallMode,
     Offer,
     Received,
     Seal,
@@ -33,8 +34,7 @@ from weightcast.control.messages import (
 from weightcast.errors import (
     ClosedError,
     EngineBusyError,
-    IncompatibleWeightsError,
-    InsufficientMemoryError,
+    IncompleteUpdateError,
     ManifestError,
     StaleVersionError,
     UnsupportedError,
@@ -45,9 +45,8 @@ from weightcast.errors import (
 )
 from weightcast.gate import Gate
 from weightcast.hold import Hold
-from weightcast.interfaces import Casting, Engine, Readable, Undoable, Validating
+from weightcast.interfaces import Engine, Readable, Undoable
 from weightcast.manifest import PROTOCOL, WeightVersion
-from weightcast.plan import compare_specs
 from weightcast.update import State, Update
 
 Observe = Callable[[str, float, bool], None]
@@ -58,6 +57,8 @@ class Worker:
     """Serves the control protocol for one `Engine`. Every method may be called from any thread.
 
     `observe(stage, seconds, ok)` is told of each offer, receive, seal, install and whole update, for metrics.
+    `installs` are the ways of installing that the engine has. `settles`: an install can be taken back until `settle`;
+    until then its undo copy is kept.
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class Worker:
         world_size: int = 1,
         observe: Observe | None = None,
         install_deadline_seconds: float = 60.0,
+        installs: Sequence[InstallMode] = ("staged", "streaming"),
+        settles: bool = False,
     ) -> None:
         self.engine = engine
         self.gate = gate
@@ -76,6 +79,9 @@ class Worker:
         self._world_size = world_size
         self._observe = observe or (lambda stage, seconds, ok: None)
         self._install_deadline_seconds = install_deadline_seconds
+        self._installs = installs
+        self._settles = settles
+        self._unsettled: Update | None = None
         self._lock = threading.RLock()
         self._init_lock = threading.Lock()
         self._hold: Hold | None = None
@@ -84,7 +90,11 @@ class Worker:
     def info(self) -> WeightInfo:
         """What this engine is and does now."""
         version, hold = self.gate.version, self._hold
-        able = {"undo": isinstance(self.engine, Undoable), "inspect": isinstance(self.engine, Readable)}
+        able = {
+            "streaming": "streaming" in self._installs,
+            "undo": isinstance(self.engine, Undoable),
+            "inspect": isinstance(self.engine, Readable),
+        }
         return WeightInfo(
             weight_version="default" if version is None else str(version.number),
             run="" if version is None else version.run,
@@ -92,7 +102,7 @@ class Worker:
             paused=self.gate.is_paused,
             torn=self.gate.torn,
             world_size=self._world_size,
-            abilities=("lease", "streaming", *(name for name, has in able.items() if has)),
+            abilities=("lease", *(name for name, has in able.items() if has)),
         )
 
     def init(self, info: InitInfo) -> None:
@@ -124,7 +134,7 @@ class Worker:
     def _require_free(self, info: InitInfo) -> Hold | None:
         """The hold that a run would replace. Raises EngineBusyError if that is another run's, without takeover."""
         former = self._hold
-        if former is not None and former.info.run != info.run and not info.takeover:
+        if former is not None and former.info.run != info.run and not (info.takeover or former.is_abandoned):
             raise EngineBusyError(
                 f"run {former.info.run} holds this engine; close its publisher, wait for its lease of "
                 f"{former.info.lease_seconds:g} s to end, or pass takeover=True (asked by run {info.run})"
@@ -151,6 +161,36 @@ class Worker:
         if self.gate.version != version or self.gate.torn:
             self._call("install", version.run, number, lambda hold: self._install(hold, number))
         return version
+
+    def installable(self) -> WeightVersion:
+        """The update in progress, if `finish` can install it now or has done so.
+
+        Raises what `finish` would, with nothing done: ClosedError, UpdateAbortedError, IncompleteUpdateError.
+        """
+        hold = self._require_hold()
+        if hold.update is None:
+            raise IncompleteUpdateError("nothing was offered: there is no update to install")
+        update = self._current(hold, hold.update.version.number)
+        if update.state not in (State.SEALED, State.INSTALLED):
+            raise update.unsealed()
+        return update.version
+
+    def settle(self, version: WeightVersion, *, keep: bool) -> None:
+        """What became of a version elsewhere: keep it, or go back to the one before. Needs `settles`.
+
+        Idempotent: only the first call for a version counts, and a next offer keeps it. Going back without an undo copy
+        tears the engine. An engine that did not install the version has nothing to go back from.
+        """
+        update = self._unsettled
+        if update is not None and update.version == version:
+            self._unsettled = None
+            update.settle(keep=keep, deadline_seconds=self._install_deadline_seconds)
+
+    def tell_failed(self, version: WeightVersion, error: WeightcastError) -> None:
+        """Say on the link what became of a version, where others than this worker decided it."""
+        hold = self._hold
+        if hold is not None and hold.info.run == version.run:
+            hold.tell(Failed(version.number, to_record(error)))
 
     def pause(self, mode: str, run: str = "") -> None:
         """Close the gate for a run, whose pause ends with its hold, or for a person (empty)."""
@@ -213,10 +253,17 @@ class Worker:
         newest = max(hold.last_offered, served.number if served and served.run == offer.run else -1)
         if offer.version <= newest:
             raise StaleVersionError(f"version {offer.version} was offered, version {newest} has been seen: replayed?")
+        if offer.install not in self._installs:
+            raise UnsupportedError(
+                f"install={offer.install!r} was asked for, which {type(self.engine).__name__} does not do; "
+                f"use {' or '.join(map(repr, self._installs))}"
+            )
         load_plan = self._load_plan(hold, offer)
         self._check_undo(offer, load_plan)
         hold.last_offered = offer.version
         hold.end_update(UpdateAbortedError(f"version {offer.version} was offered in its place"))
+        if self._unsettled is not None:
+            self.settle(self._unsettled.version, keep=True)
         hold.update = update = Update(
             WeightVersion(offer.run, offer.version),
             load_plan,
@@ -226,6 +273,7 @@ class Worker:
             gate=self.gate,
             install=offer.install,
             undo=offer.undo,
+            settles=self._settles,
         )
         try:
             update.open()
@@ -251,28 +299,13 @@ class Worker:
         manifest.check()
         if known is None and manifest.digest() != offer.manifest_digest:
             raise ManifestError(f"the manifest's digest is {manifest.digest()}, the offer says {offer.manifest_digest}")
-        if specs is not None:
-            can_cast = self.engine.can_cast if isinstance(self.engine, Casting) else None
-            problems = compare_specs(manifest.tensors, specs, can_cast=can_cast)
-            if problems:
-                raise IncompatibleWeightsError(_summary(problems), problems)
-        if isinstance(self.engine, Validating):
-            self.engine.validate(manifest)
-        try:
-            load_plan = LoadPlan(Layout(manifest), self.engine, specs)
-        except ValueError as exc:
-            raise UnsupportedError(str(exc)) from exc
+        load_plan = admit(manifest, self.engine, specs)
         hold.load_plans = {offer.manifest_digest: load_plan}
         return load_plan
 
     def _check_undo(self, offer: Offer, load_plan: LoadPlan) -> None:
-        if not offer.undo:
-            return
-        if not isinstance(self.engine, Undoable):
-            raise UnsupportedError(f"{type(self.engine).__name__} can't be undone: publish with undo=False")
-        needed, available = load_plan.layout.manifest.num_bytes, host_memory.available_bytes()
-        if needed > available:
-            raise InsufficientMemoryError(f"the undo copy needs {needed} bytes, this host has {available} left")
+        if offer.undo:
+            check_undo(load_plan.layout.manifest, self.engine)
 
     def _receive(self, hold: Hold, update: Update) -> None:
         start, number = time.perf_counter(), update.version.number
@@ -297,6 +330,7 @@ class Worker:
         finally:
             if update.state in (State.INSTALLED, State.ABORTED):
                 self._end_streaming(update)
+        self._unsettled = update if self._settles else None
         self._observe("update", time.perf_counter() - update.offered_at, True)
         hold.tell(Installed(number, seconds))
 
@@ -349,9 +383,3 @@ def _replaced_by(info: InitInfo, former: Hold) -> WeightcastError:
     if info.run == former.info.run:
         return UpdateAbortedError("its publisher connected again")
     return EngineBusyError(f"run {info.run} took the engine over")
-
-
-def _summary(problems: list[str]) -> str:
-    shown = "; ".join(problems[:8])
-    more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-    return f"{len(problems)} tensors do not fit this engine: {shown}{more}"

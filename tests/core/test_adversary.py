@@ -39,16 +39,6 @@ class HalfWay(RecordingEngine):
         super().load(pairs[len(pairs) // 2 :])
 
 
-def publish_in_background(publisher: Publisher) -> threading.Thread:
-    def publish() -> None:
-        with pytest.raises(PublishError):
-            publisher.publish()
-
-    thread = threading.Thread(target=publish)
-    thread.start()
-    return thread
-
-
 def test_an_install_under_way_is_finished_before_another_run_may_write() -> None:
     engine = HalfWay()
     twos = DictSource({name: torch.full_like(t, 2.0) for name, t in TENSORS.items()})
@@ -56,7 +46,8 @@ def test_an_install_under_way_is_finished_before_another_run_may_write() -> None
         first.publish()
         engine.half_way.clear()
         engine.go_on.clear()
-        thread = publish_in_background(first)
+        thread = threading.Thread(target=first.publish)
+        thread.start()
         assert engine.half_way.wait(DEADLINE_SECONDS)
         assert first._wire is not None
         first._wire.listener.drop(client.name, "as if the publisher had been killed")

@@ -91,6 +91,18 @@ def test_a_refusal_is_an_answer(server: weightcast.EngineServer) -> None:
     assert rescue([RescueRequest(f"{server.url}/no-such-route")], give_up_seconds=5)
 
 
+@pytest.mark.parametrize(
+    ("path", "stop_if", "resumed"),
+    [("/start_weight_update", "ready", False), ("/start_weight_update", "torn", True), ("/no-such-route", "x", False)],
+)
+def test_what_an_answer_forbids_is_not_sent(
+    server: weightcast.EngineServer, path: str, stop_if: str, resumed: bool
+) -> None:
+    server.gate.pause()
+    assert rescue([RescueRequest(f"{server.url}{path}", stop_if=stop_if), *resume_of(server)], give_up_seconds=5)
+    assert server.gate.is_paused is not resumed
+
+
 def test_publisher_holds_the_guard_only_where_no_lease_ends_a_pause(server: weightcast.EngineServer) -> None:
     import torch
 

@@ -31,7 +31,7 @@ TENSORS = {f"t{i}": torch.randn(40, 40) for i in range(12)}
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"transport": "carrier-pigeon://"}, "no transport 'carrier-pigeon'; known here: gloo, ipc, memory, nccl"),
+        ({"transport": "carrier-pigeon://"}, "no transport 'carrier-pigeon'; known here: file, gloo, ipc"),
         ({"transport": "ipc"}, "not a transport URL"),
         ({"install": "magic"}, "'staged' or 'streaming'"),
         ({"on_failure": "ignore"}, "'raise' or 'report'"),
@@ -184,10 +184,10 @@ class Undoable(RecordingEngine):
 
 
 def test_undo_copy_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightcast import worker
+    from weightcast import admission
 
     engine = Undoable()
-    monkeypatch.setattr(worker, "host_memory", types.SimpleNamespace(available_bytes=lambda: 1000))
+    monkeypatch.setattr(admission, "host_memory", types.SimpleNamespace(available_bytes=lambda: 1000))
     with fleet(DictSource(TENSORS), engine, undo=True) as (publisher, _), pytest.raises(PublishError) as caught:
         publisher.publish()
     assert isinstance(caught.value.failures["engine-0"], InsufficientMemoryError)

@@ -77,9 +77,11 @@ def digests(model: nn.Module) -> dict[str, str]:
 
 
 def enter_if_any(options: dict[str, Any]) -> None:
-    """Move to the network that the option `namespace` names."""
+    """Move to the network that the option `namespace` names, and to the device that `device_label` names."""
     if namespace := options.pop("namespace", None):
         enter(namespace)
+    if label := options.pop("device_label", None):
+        os.environ["WEIGHTCAST_DEVICE_LABEL"] = label
 
 
 class Stops:
@@ -148,6 +150,12 @@ class Actor:
             self.process.join()
             raise AssertionError(f"{self.pid} did not end when asked")
         self.pipe.close()
+
+
+def arenas(pid: int) -> set[str]:
+    """The arenas in shared memory that a process has mapped, by what is the same for all who share them."""
+    with open(f"/proc/{pid}/maps") as f:
+        return {line.split()[4] for line in f if "memfd:weightcast" in line}
 
 
 _POOLS = ("weightcast-control", "weightcast-fleet", "AnyIO worker")

@@ -66,13 +66,19 @@ class Stage:
     def publisher(self, *engines: EngineProcess, **options: object) -> PublisherProcess:
         return self._start_publisher(engines, options).wait()
 
-    def trainer_ranks(self, number: int, *engines: EngineProcess, **options: object) -> list[PublisherProcess]:
-        """A publisher of that many trainer ranks. Their store is served here, as torchrun's agent does."""
+    def trainer_ranks(
+        self, number: int, *engines: EngineProcess, labels: str = "", **options: object
+    ) -> list[PublisherProcess]:
+        """A publisher of that many trainer ranks. Their store is served here, as torchrun's agent does.
+
+        `labels`: of each rank's device, one character each; without one, none has a label.
+        """
         timeout = datetime.timedelta(seconds=DEADLINE_SECONDS)
         store = TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
         self._stores.append(store)
         ranks = [Rank(index, number, store.port) for index in range(number)]
-        actors = [self._start_publisher(engines, options | {"rank": rank}) for rank in ranks]
+        labelled = [{"rank": rank} | ({"device_label": labels[rank.number]} if labels else {}) for rank in ranks]
+        actors = [self._start_publisher(engines, options | each) for each in labelled]
         return [actor.wait() for actor in actors]
 
     def _start_publisher(self, engines: Sequence[EngineProcess], options: dict[str, object]) -> PublisherProcess:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import threading
@@ -16,12 +17,14 @@ from torch import nn
 
 import weightcast
 from faults.actors import WIDTH, Actor, Stops, bucket_size_bytes, build_model, enter_if_any, fill, footprint
-from weightcast import registry
+from weightcast import host_memory, registry
 from weightcast.control.messages import Offer, Seal
-from weightcast.interfaces import Regions, Transport
+from weightcast.interfaces import Regions
 from weightcast.manifest import Region, TensorSpec
+from weightcast.tensor_digest import tensor_digest
 
 _JOIN_SECONDS = 20.0
+_AVAILABLE_BYTES = host_memory.available_bytes
 
 
 class Rank(NamedTuple):
@@ -51,6 +54,25 @@ def _rows(tensor: torch.Tensor, rank: Rank) -> tuple[Region, torch.Tensor]:
     start, end = (len(tensor) * number // rank.size for number in (rank.number, rank.number + 1))
     rows = tensor[start:end]
     return Region((start, *([0] * (tensor.ndim - 1))), tuple(rows.shape)), rows
+
+
+def _shard(model: nn.Module, rank: Rank) -> nn.Module:
+    """Shard a model by FSDP2, as users do."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=init_device_mesh("cpu", (rank.size,)))
+
+
+def _fill_shards(model: nn.Module, content: int) -> None:
+    """As `fill` does: every rank's shards of the same tensors. A collective."""
+    from torch.distributed.tensor import distribute_tensor
+
+    parameters: list[Any] = list(model.parameters())
+    whole = build_model(len(parameters[1]))
+    fill(whole, content)
+    for parameter, tensor in zip(parameters, whole.parameters(), strict=True):
+        parameter.to_local().copy_(distribute_tensor(tensor, parameter.device_mesh, parameter.placements).to_local())
 
 
 class StoppingClient(weightcast.HttpEngine):
@@ -87,12 +109,7 @@ class Senders:
         self.corrupts = False
         self.url = f"stopping://{rest}"
         registry.TRANSPORTS["stopping"] = f"{__name__}:stopping_transport"
-        globals()["stopping_transport"] = Transport(
-            sender=self._make,
-            receiver=self._transport.receiver,
-            default_bucket_size_bytes=self._transport.default_bucket_size_bytes,
-            same_host=self._transport.same_host,
-        )
+        globals()["stopping_transport"] = dataclasses.replace(self._transport, sender=self._make)
 
     def _make(self, url: str, **options: Any) -> Any:
         sender = self._transport.sender(url.replace("stopping", self._scheme), **options)
@@ -127,10 +144,14 @@ class Trainer:
         self._access = {"token": options.get("token"), "timeout_seconds": options.get("deadline_seconds", 20.0)}
         self._clients: dict[str, StoppingClient] = {}
         self._model = build_model(width)
+        self._is_fsdp = options.pop("fsdp", False)
         if rank is not None:
             _join(rank)
+            if self._is_fsdp:
+                self._model = _shard(self._model, rank)
+        is_module = rank is None or self._is_fsdp
         self.publisher = weightcast.Publisher(
-            weightcast.ModuleSource(self._model) if rank is None else RowShards(self._model, rank),
+            weightcast.ModuleSource(self._model) if is_module else RowShards(self._model, rank),
             transport=self.senders.url,
             bucket_size_bytes=bucket_size_bytes(width),
             **options,
@@ -147,8 +168,16 @@ class Trainer:
         self.publisher.remove_engine(engine)
         self._clients.pop(engine).close()
 
+    def full_digests(self) -> None:
+        """Of every parameter's `full_tensor()`. A collective."""
+        whole = {name: tensor.full_tensor() for name, tensor in self._model.state_dict().items()}
+        self.pipe.send(("full digests", {name: tensor_digest(tensor) for name, tensor in whole.items()}))
+
     def publish(self, content: int, version: int | None) -> None:
-        fill(self._model, content)
+        if self._is_fsdp:
+            _fill_shards(self._model, content)
+        else:
+            fill(self._model, content)
         self.pipe.send(("published", self._outcome(version)))
 
     def _outcome(self, version: int | None) -> dict[str, Any]:
@@ -161,6 +190,11 @@ class Trainer:
             return {"version": None, "error": (type(exc).__name__, str(exc))}
         figures = {name: getattr(report, name) for name in ("version", "num_bytes", "num_buckets")}
         return {"failures": {}, "seconds": msgspec.to_builtins(report.seconds), **figures}
+
+
+def refuse_memory(is_refused: bool) -> None:
+    """Have this process find no memory for an arena, or find it again."""
+    host_memory.available_bytes = (lambda: 0) if is_refused else _AVAILABLE_BYTES
 
 
 def _join(rank: Rank) -> None:
@@ -184,10 +218,13 @@ def publisher_main(pipe: Connection, urls: list[str], url: str, width: int, opti
                 threading.Thread(target=trainer.publish, args=(content, version), daemon=True).start()
             case ("go",):
                 trainer.stops.go.set()
+            case ("full digests",):
+                trainer.full_digests()
             case ("footprint",):
                 pipe.send(("footprint", footprint()))
             case (what, *arguments):
                 calls = {"stop at": trainer.stops.arm, "add": trainer.add, "remove": trainer.remove}
+                calls["refuse memory"] = refuse_memory
                 calls["corrupt"] = lambda: setattr(trainer.senders, "corrupts", True)
                 calls[what](*arguments)
                 pipe.send(("done",))

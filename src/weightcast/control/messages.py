@@ -30,6 +30,7 @@ class InitInfo(msgspec.Struct, frozen=True):
     """How an engine's workers reach a publisher. `secret` is presented on the link, so that strangers are refused.
 
     `token` is for engines whose control routes have none of their own (vLLM): the workers compare it with theirs.
+    `deadline_seconds` is the publisher's: how long each of its steps may take.
     """
 
     run: RunId
@@ -41,6 +42,7 @@ class InitInfo(msgspec.Struct, frozen=True):
     takeover: bool = False
     protocol: int = PROTOCOL
     token: ShortText = ""
+    deadline_seconds: Annotated[float, msgspec.Meta(gt=0)] = 60.0
 
     def __repr__(self) -> str:
         # A transport's address may end in a secret of its own.
@@ -87,8 +89,9 @@ class WeightInfo(msgspec.Struct, frozen=True):
     """What an engine says of itself: `weight_version` is "default" before its first update, `run` is that version's.
 
     `holder` is the run that may update it now, or empty. `world_size` workers connect a link each.
-    `abilities`: "lease" (a pause ends with the lease of the run that asked for it), "undo", "streaming",
-    "inspect" (specs and digests can be read). `torn`: why it refuses to serve, or empty.
+    `abilities`: "lease" (a pause ends with the lease of the run that asked for it), "install" (`finish` pauses and
+    resumes by itself), "undo", "streaming", "inspect" (specs and digests can be read). `torn`: why it refuses to
+    serve, or empty.
     """
 
     weight_version: str

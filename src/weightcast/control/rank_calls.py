@@ -7,6 +7,7 @@ failed update, since vLLM stops reading replies at the first that did (and answe
 
 from __future__ import annotations
 
+import json
 from typing import TypeAlias
 
 import msgspec
@@ -63,3 +64,22 @@ class RankReply(msgspec.Struct, frozen=True):
     info: WeightInfo
     error: ErrorRecord | None = None
     seconds: float = 0.0
+
+
+_MARK = "weightcast-error: "
+
+
+def marked(record: ErrorRecord) -> str:
+    """What to raise with where an engine's control plane passes on texts only; `unmarked` finds the record in it."""
+    return f"{record.message} {_MARK}{msgspec.json.encode(record).decode()}"
+
+
+def unmarked(text: str) -> ErrorRecord | None:
+    """The record inside an error's text, whatever was wrapped around it; None if there is none."""
+    _, found, rest = text.rpartition(_MARK)
+    if not found:
+        return None
+    try:
+        return msgspec.convert(json.JSONDecoder().raw_decode(rest)[0], ErrorRecord)
+    except (ValueError, RecursionError):
+        return None

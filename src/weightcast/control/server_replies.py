@@ -60,9 +60,9 @@ def reply(body: Any, status: int = 200, headers: dict[str, str] | None = None) -
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
-def error_reply(error: BaseException) -> Response:
+def error_reply(error: BaseException, status: int | None = None) -> Response:
     """The reply of a weight route to an error; the client rebuilds it from the record."""
-    status = status_of(error)
+    status = status or status_of(error)
     if status == 500:
         logger.error("a weight route failed", exc_info=error)
     body = {"message": str(error), "type": type(error).__name__, "code": status, "record": to_record(error)}

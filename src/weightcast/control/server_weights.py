@@ -10,7 +10,7 @@ import asyncio
 import hmac
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -43,6 +43,50 @@ class FinishBody(msgspec.Struct, frozen=True):
     weight_version: str
 
 
+def version_number(text: str) -> int:
+    """The number in a `weight_version`. Raises ManifestError if it is none."""
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
+        raise ManifestError(f"weight_version is {text[:40]!r}; it must be a number in decimal digits", fault="type")
+    return int(text)
+
+
+def pause_mode(request: Request, default: PauseMode) -> PauseMode:
+    """The query's `mode`. Raises ValueError for one that there is not."""
+    mode = request.query_params.get("mode", default)
+    if mode not in get_args(PauseMode):
+        raise ValueError(f"mode is {mode[:40]!r}; it must be one of {', '.join(get_args(PauseMode))}")
+    return cast(PauseMode, mode)
+
+
+def guarded(handler: Handler, *, token: str | None, on_error: Callable[[Exception], None]) -> Handler:
+    """A weight route: refuses who may not call it, and answers with the error that `handler` raises."""
+    expected = None if token is None else f"Bearer {token}".encode()
+
+    async def guarded(request: Request) -> Response:
+        refused = _refuse(request, expected)
+        if refused is not None:
+            return refused
+        try:
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as exc:
+            on_error(exc)
+            return error_reply(exc)
+
+    return guarded
+
+
+def _refuse(request: Request, expected: bytes | None) -> Response | None:
+    if expected is not None:
+        given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, expected):
+            return refusal("this weight route needs the server's token: `Authorization: Bearer ...`", "auth", 401)
+    elif "origin" in request.headers:
+        return refusal("weight routes do not answer pages in a browser; set a token to allow it", "origin", 403)
+    return None
+
+
 class WeightRoutes:
     """One worker's routes. `pool` runs the calls that may block; `token` is None where everyone local may call."""
 
@@ -50,7 +94,7 @@ class WeightRoutes:
         self._worker = worker
         self._pool = pool
         self._metrics = metrics
-        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._token = token
 
     def routes(self) -> list[Route]:
         posts: dict[str, Handler] = {
@@ -75,28 +119,7 @@ class WeightRoutes:
         ]
 
     def _guard(self, handler: Handler) -> Handler:
-        async def guarded(request: Request) -> Response:
-            refused = self._refuse(request)
-            if refused is not None:
-                return refused
-            try:
-                return await handler(request)
-            except ClientDisconnect:
-                return Response(status_code=499)
-            except Exception as exc:
-                self._metrics.request_failed(exc)
-                return error_reply(exc)
-
-        return guarded
-
-    def _refuse(self, request: Request) -> Response | None:
-        if self._expected is not None:
-            given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
-            if not hmac.compare_digest(given, self._expected):
-                return refusal("this weight route needs the server's token: `Authorization: Bearer ...`", "auth", 401)
-        elif "origin" in request.headers:
-            return refusal("weight routes do not answer pages in a browser; set a token to allow it", "origin", 403)
-        return None
+        return guarded(handler, token=self._token, on_error=self._metrics.request_failed)
 
     async def _run(self, call: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
@@ -119,16 +142,11 @@ class WeightRoutes:
 
     async def _finish(self, request: Request) -> Response:
         body = await read_body(request, MAX_SMALL_BODY_BYTES)
-        text: str = decode(body, FinishBody).weight_version
-        if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
-            raise ManifestError(f"weight_version is {text[:40]!r}; it must be a number in decimal digits", fault="type")
-        version = await self._run(self._worker.finish, int(text))
+        version = await self._run(self._worker.finish, version_number(decode(body, FinishBody).weight_version))
         return reply({"message": "installed", "weight_version": str(version.number), "run": version.run})
 
     async def _pause(self, request: Request) -> Response:
-        mode = request.query_params.get("mode", "keep")
-        if mode not in get_args(PauseMode):
-            raise ValueError(f"mode is {mode[:40]!r}; it must be one of {', '.join(get_args(PauseMode))}")
+        mode = pause_mode(request, "keep")
         await self._run(self._worker.pause, mode, request.query_params.get("run", ""))
         return reply({"message": "paused"})
 

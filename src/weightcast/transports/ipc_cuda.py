@@ -43,7 +43,7 @@ class OwnedCudaArena:
         record = CudaArena(
             generation=self.generation,
             size_bytes=self.size_bytes,
-            device=_uuid(self.device),
+            device=uuid_of(self.device),
             handle=_to_text(handle),
             storage_size_bytes=size,
             storage_offset_bytes=offset,
@@ -124,15 +124,16 @@ def _find_device(uuid: str) -> torch.device:
     """This process's device of that UUID: indices differ between processes, by CUDA_VISIBLE_DEVICES."""
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     for device in devices:
-        if _uuid(device) == uuid:
+        if uuid_of(device) == uuid:
             return device
     raise UnsupportedError(
-        f"the publisher's arena is on GPU {uuid}, this process sees {[_uuid(d) for d in devices] or 'no GPU'}: make "
+        f"the publisher's arena is on GPU {uuid}, this process sees {[uuid_of(d) for d in devices] or 'no GPU'}: make "
         'that GPU visible here, or publish with install="staged", which goes by host memory'
     )
 
 
-def _uuid(device: torch.device) -> str:
+def uuid_of(device: torch.device) -> str:
+    """What names a GPU in every process, whatever its index there."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 

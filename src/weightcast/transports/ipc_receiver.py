@@ -33,6 +33,7 @@ from weightcast.places import buffer_size_bytes
 from weightcast.transports.ipc_arena import MappedSharedArena
 from weightcast.transports.ipc_channel import PUBLISHER, connect
 from weightcast.transports.ipc_cuda import MappedCudaArena
+from weightcast.transports.ipc_devices import choose
 from weightcast.transports.ipc_records import (
     Aborted,
     Begin,
@@ -78,7 +79,10 @@ class IpcReceiver:
     """Implements `interfaces.Receiver`. Memory: none of its own, but for a bucket's pages that the engine writes to."""
 
     def __init__(self, url: str, *, peer: str, run: str, deadline_seconds: float = 60.0) -> None:
-        """Connect to a sender's address, as `peer`. Raises PeerDiedError, PeerTimeoutError, StaleVersionError."""
+        """Connect as `peer` to a sender's address; of several, to that of this process's device.
+
+        Raises PeerDiedError, PeerTimeoutError, StaleVersionError.
+        """
         self._run = run
         self._deadline_seconds = deadline_seconds
         self._lock = threading.RLock()
@@ -92,7 +96,7 @@ class IpcReceiver:
         self._heard_at = 0.0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
-            self._channel = connect(url, Hello(run, peer), min(deadline_seconds, _CONNECT_SECONDS))
+            self._channel = connect(choose(url), Hello(run, peer), min(deadline_seconds, _CONNECT_SECONDS))
         except BaseException:
             os.close(self._wake)
             raise

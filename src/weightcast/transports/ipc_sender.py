@@ -89,6 +89,13 @@ class IpcSender:
             self._peers.pump(0)
         return dict(self._failures)
 
+    def connected(self, peers: Sequence[str]) -> list[str]:
+        """Those of these peers that are connected now. Does not wait."""
+        self._require_open()
+        self._peers.let_in()
+        self._peers.pump(0)
+        return [name for name in peers if name in self._peers]
+
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
         """Begin an update. Waits until the former one's buckets are released and `peers` are connected; those who fail
         in that, or were connected and have gone, are in `failures`. Raises InsufficientMemoryError.

@@ -1,0 +1,146 @@
+"""One engine's HTTP routes, called: deadlines, caps, and errors in the class that the engine raised.
+
+Invariants: every request has a deadline and is sent once; no reply is read beyond what a message may be; whatever goes
+wrong is a WeightcastError that names the engine; requests go straight to it, never through a proxy of the environment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from weightcast.control.rank_calls import unmarked
+from weightcast.errors import (
+    ControlError,
+    ErrorRecord,
+    PeerDiedError,
+    PeerError,
+    PeerTimeoutError,
+    WeightcastError,
+    from_record,
+)
+from weightcast.manifest import MAX_MESSAGE_BYTES, decode
+
+T = TypeVar("T")
+
+
+class HttpRoutes:
+    """The routes of the server at `url`, which is the engine's name. `headers` go with every request. Thread-safe.
+
+    `token` is sent as a bearer token. `timeout_seconds` bounds a whole request. Raises ValueError for what is no URL.
+    """
+
+    def __init__(self, url: str, *, token: str | None, timeout_seconds: float) -> None:
+        import httpx
+
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r} is not the URL of an engine; write one like http://127.0.0.1:8000")
+        self.name = url.rstrip("/")
+        self.token = token
+        self.headers = {"content-type": "application/json"}
+        if token is not None:
+            self.headers["authorization"] = f"Bearer {token}"
+        self._timeout_seconds = timeout_seconds
+        try:
+            self._client = httpx.Client(
+                base_url=self.name, headers=self.headers, timeout=timeout_seconds, trust_env=False
+            )
+        except httpx.InvalidURL as exc:
+            raise ValueError(f"{url!r} is not the URL of an engine: {exc}") from exc
+        self._httpx = httpx
+
+    def get(self, path: str, kind: type[T]) -> T:
+        """GET, decoded. Raises PeerError, or what the engine answered with; ControlError if it is something else."""
+        return self._typed(path, self._expected("GET", path, None), kind)
+
+    def post(self, path: str, body: bytes | None = None) -> bytes:
+        """POST, and the reply's bytes. Raises PeerError, or what the engine answered with."""
+        return self._expected("POST", path, body)
+
+    def post_for(self, path: str, body: bytes, kind: type[T]) -> T:
+        """POST, and the reply decoded."""
+        return self._typed(path, self._expected("POST", path, body), kind)
+
+    def probe(self, path: str, kind: type[T]) -> T | None:
+        """GET; None if the server has no such route or answers in another form. Raises the errors of `get` else."""
+        status, content = self._send("GET", path, None)
+        if status in (404, 405):
+            return None
+        if status != 200:
+            raise self._error(path, status, content)
+        try:
+            return decode(content, kind)
+        except WeightcastError:
+            return None
+
+    def close(self) -> None:
+        """Close the connections. Idempotent."""
+        self._client.close()
+
+    def _typed(self, path: str, content: bytes, kind: type[T]) -> T:
+        try:
+            return decode(content, kind)
+        except WeightcastError as exc:
+            raise ControlError(f"{self.name}{path} did not answer as an engine: {exc}", peer=self.name) from exc
+
+    def _expected(self, method: str, path: str, body: bytes | None) -> bytes:
+        status, content = self._send(method, path, body)
+        if status != 200:
+            raise self._error(path, status, content)
+        return content
+
+    def _send(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        httpx, end = self._httpx, time.monotonic() + self._timeout_seconds
+        try:
+            with self._client.stream(method, path, content=body) as reply:
+                return reply.status_code, self._read(path, reply.iter_bytes(), end)
+        except httpx.TimeoutException as exc:
+            raise PeerTimeoutError(f"{self.name}{path} gave no answer in time: {exc}", peer=self.name) from exc
+        except httpx.HTTPError as exc:
+            raise PeerDiedError(f"{self.name}{path} can't be reached: {exc}", peer=self.name) from exc
+
+    def _read(self, path: str, chunks: Iterator[bytes], end: float) -> bytes:
+        """The whole reply: by `end`, and no larger than a message may be."""
+        content = bytearray()
+        for chunk in chunks:
+            content += chunk
+            if time.monotonic() > end:
+                raise PeerTimeoutError(f"{self.name}{path} did not end its answer in time", peer=self.name)
+            if len(content) > MAX_MESSAGE_BYTES:
+                raise ControlError(f"{self.name}{path} answered with over {MAX_MESSAGE_BYTES} bytes", peer=self.name)
+        return bytes(content)
+
+    def _error(self, path: str, status: int, content: bytes) -> WeightcastError:
+        """The error inside a reply: weightcast's own record where there is one, else the text that came."""
+        record, text = _record_and_text(content)
+        if record is not None:
+            raised = from_record(record)
+            if isinstance(raised, PeerError):
+                raised.peer = self.name
+            return raised
+        hint = {
+            401: ": pass the engine's token" if self.token is None else ": the token does not match",
+            404: ": is this an engine server?",
+        }.get(status, "")
+        return ControlError(f"{self.name}{path} answered {status}{hint}: {text}", peer=self.name)
+
+
+def _record_and_text(content: bytes) -> tuple[ErrorRecord | None, str]:
+    """What an error's body says: {"error": {"record", "message"}} here, {"error": text or {"message"}} in vLLM."""
+    text = content[:500].decode("utf-8", "replace")
+    try:
+        body: Any = msgspec.json.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None, text
+    error = body.get("error") if isinstance(body, Mapping) else None
+    if isinstance(error, Mapping):
+        try:
+            if "record" in error:
+                return msgspec.convert(error["record"], ErrorRecord), ""
+        except msgspec.ValidationError:
+            return None, text
+        error = error.get("message")
+    return (unmarked(error), error) if isinstance(error, str) else (None, text)
