@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,34 +14,44 @@ import torch
 from core.direct import DictSource, DirectEngine, RecordingEngine
 from core.parallel import ParallelEngine
 from weightcast.errors import PublishError
+from weightcast.manifest import WeightVersion
 from weightcast.publisher import Publisher
 from weightcast.testing.leftovers import nothing_left
 from weightcast.transports.collective_sender import CollectiveSender
 
+PATIENCE_SECONDS = 20.0
 TENSORS = {f"t{i}": torch.full((64, 16), float(i)) for i in range(20)}
 
 
 @contextlib.contextmanager
 def publishing(clients: Sequence[Any], **options: Any) -> Iterator[Publisher]:
-    options = {"bucket_size_bytes": 8192, "deadline_seconds": 10.0, **options}
+    options = {"transport": "gloo://127.0.0.1:0", "bucket_size_bytes": 8192, "deadline_seconds": 10.0, **options}
     with nothing_left():
         try:
-            with Publisher(
-                DictSource(TENSORS), transport="gloo://127.0.0.1:0", engines=clients, **options
-            ) as publisher:
+            with Publisher(DictSource(TENSORS), engines=clients, **options) as publisher:
                 yield publisher
         finally:
             for client in clients:
                 client.close()
 
 
-def num_joined(publisher: Publisher) -> int:
-    """How many receivers are in the transport's group."""
+def sender_of(publisher: Publisher) -> CollectiveSender:
     assert publisher._wire is not None
     sender = publisher._wire.sender
     assert isinstance(sender, CollectiveSender)
-    assert sender._formation.epoch is not None
-    return len(sender._formation.epoch.joined)
+    return sender
+
+
+def num_joined(publisher: Publisher) -> int:
+    """How many receivers are in the transport's group."""
+    epoch = sender_of(publisher)._formation.epoch
+    assert epoch is not None
+    return len(epoch.joined)
+
+
+def wait_until(condition: threading.Condition, is_done: Callable[[], object]) -> None:
+    with condition:
+        assert condition.wait_for(is_done, PATIENCE_SECONDS)
 
 
 def holds(engine: RecordingEngine, plus: float) -> bool:
@@ -94,3 +106,77 @@ def test_a_lost_worker_costs_its_engine_the_version_and_nobody_else(victim: int)
         assert publisher.publish().ok
         assert len(narrow.engine.versions) == 3
         assert all(engine.versions[-1] == narrow.engine.versions[-1] for engine in wide.engines)
+
+
+@pytest.mark.parametrize("end", ["sender's", "receiver's"])
+def test_a_receiver_that_lost_its_connection_between_publishes_is_connected_again(end: str) -> None:
+    """Nobody notices but the transport: the links of worker and publisher live on."""
+    client = DirectEngine("a", RecordingEngine())
+    with publishing([client]) as publisher:
+        assert publisher.publish().ok
+        members = sender_of(publisher)._members
+        link = members.listener.links("a")[0]
+        assert client.worker._hold is not None
+        receiver: Any = client.worker._hold.receiver
+        if end == "sender's":
+            link.end("cut")
+        else:
+            receiver._link._sock.shutdown(socket.SHUT_RDWR)
+        wait_until(members.condition, lambda: not link.is_alive)
+        wait_until(receiver._condition, lambda: receiver._ended)
+        assert publisher.publish().ok
+        assert holds(client.engine, 0.0)
+
+
+def test_a_link_lost_during_an_install_that_went_well_is_no_failure() -> None:
+    """The engine finishes it; its word can't come over the link, so the publisher asks."""
+
+    class Cutting(RecordingEngine):
+        cut: Any = None
+
+        def commit(self, version: WeightVersion) -> None:
+            super().commit(version)
+            if self.cut is not None:
+                self.cut()
+
+    client = DirectEngine("a", Cutting())
+    with publishing([client]) as publisher:
+        assert publisher.publish().ok
+        assert publisher._wire is not None
+        [link] = publisher._wire.listener.links("a")
+        client.engine.cut = lambda: link.end("cut")
+        report = publisher.publish()
+        assert report.ok
+        assert client.info().weight_version == str(report.version)
+        client.engine.cut = None
+        assert publisher.publish().ok
+
+
+def test_receivers_are_as_patient_as_the_publisher() -> None:
+    client = DirectEngine("a", RecordingEngine())
+    with publishing([client], deadline_seconds=300.0) as publisher:
+        assert publisher.publish().ok
+        assert client.worker._hold is not None
+        receiver: Any = client.worker._hold.receiver
+        assert receiver._deadline_seconds == 300.0
+
+
+@pytest.mark.parametrize("transport", ["gloo://127.0.0.1:0", "ipc://"])
+def test_an_engine_is_free_for_another_run_as_soon_as_its_publisher_is_closed(transport: str) -> None:
+    """Even before the engine has noticed: its own thread, which would, is held up here."""
+    client, others_turn = DirectEngine("a", RecordingEngine()), threading.Event()
+    notice = client.worker._on_end
+
+    def notice_late(hold: Any, reason: str) -> None:
+        assert others_turn.wait(PATIENCE_SECONDS)
+        notice(hold, reason)
+
+    client.worker._on_end = notice_late  # type: ignore[method-assign]
+    with publishing([client], transport=transport) as publisher:
+        assert publisher.publish().ok
+        publisher.close()
+        with Publisher(DictSource(TENSORS), transport=transport, engines=[client]) as another:
+            assert another.publish().ok
+            assert client.info().holder == another.run
+            others_turn.set()
+            assert another.publish().ok

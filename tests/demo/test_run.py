@@ -86,6 +86,7 @@ def test_a_child_that_is_killed_ends_the_demo(start: Start) -> None:
     victims = [
         (start(*MANY_STEPS), WARMING, (TRAINER,), "trainer was ended by SIGKILL"),
         (start(*MANY_STEPS, *TWO_RANKS), WARMING, (TRAINER, " 1 "), "trainer rank 1 was ended by SIGKILL"),
+        (start(*MANY_STEPS, *TWO_RANKS), A_STEP, (TRAINER, " 1 "), "trainer rank 1 was ended by SIGKILL"),
         (start(*MANY_STEPS), A_STEP, (ENGINE,), "engine 0 was ended by SIGKILL|PublishError"),
     ]
     for demo, moment, words, reason in victims:

@@ -1,11 +1,13 @@
-"""The torchrun example as users start it: two ranks, an engine of its own, judged by what that holds."""
+"""The torchrun example as users start it: two ranks, its own engine or one that runs, judged by what that holds."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from examples.program import Program
@@ -42,3 +44,26 @@ def test_the_engine_holds_the_trainers_last_weights(tmp_path: Path) -> None:
         program.end(30)
     left = [path.name for path in temporary.iterdir() if not path.name.startswith("torch")]  # torch leaves logs
     assert not left
+
+
+def load_example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(EXAMPLE.stem, EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_an_engine_that_runs_already_is_filled_and_let_go(tmp_path: Path) -> None:
+    with load_example().engine_of_our_own() as url:
+        command = [*TORCHRUN, "--engine", url, "--steps", "2", "--checkpoint", str(tmp_path)]
+        with Program(command) as program:
+            text = program.end(90)
+        assert re.findall(r"^version (\d+): .* bytes to (\S+) in", text, re.MULTILINE) == [("0", url), ("1", url)]
+        with contextlib.closing(weightcast.HttpEngine(url)) as engine:
+            info = engine.info()
+            assert (info.weight_version, info.holder, info.paused) == ("1", "", False)
+            saved = load_file(tmp_path / "model.safetensors")
+            assert engine.digests() == {name: tensor_digest(tensor) for name, tensor in saved.items()}

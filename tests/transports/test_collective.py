@@ -6,21 +6,30 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from weightcast import host_memory, registry
-from weightcast.bucket import write_trailer
-from weightcast.errors import InsufficientMemoryError, ManifestError, PeerDiedError, UnsupportedError
+from weightcast.bucket import slot_size_bytes, write_trailer
+from weightcast.errors import (
+    InsufficientMemoryError,
+    ManifestError,
+    PeerDiedError,
+    PeerTimeoutError,
+    UnsupportedError,
+)
 from weightcast.interfaces import Receiver
 from weightcast.link import frame
 from weightcast.manifest import Manifest, TensorSpec, WeightVersion
+from weightcast.places import pages
 from weightcast.plan import plan
 from weightcast.testing.leftovers import nothing_left
 from weightcast.testing.reading import Reader
 from weightcast.transports.collective_records import Joining, parse_address, parse_endpoint
 from weightcast.transports.collective_sender import CollectiveSender
+from weightcast.transports.collective_sharing import SharedMemory, read_along
 from weightcast.transports.collective_stream import Target
 from weightcast.transports.collective_supply import Supply
 
@@ -32,9 +41,9 @@ DEADLINE_SECONDS = 20.0
 class Hall:
     """A sender and receivers in one process, and a count of the broadcasts and of the groups."""
 
-    def __init__(self, num_buckets: int = 12) -> None:
+    def __init__(self, num_buckets: int = 12, *, deadline_seconds: float = DEADLINE_SECONDS) -> None:
         self.stack = contextlib.ExitStack()
-        self.sender = CollectiveSender(ENDPOINT, run=RUN, deadline_seconds=DEADLINE_SECONDS)
+        self.sender = CollectiveSender(ENDPOINT, run=RUN, deadline_seconds=deadline_seconds)
         self.stack.callback(self.sender.close)
         self.manifest = plan([TensorSpec(f"t{i}", "uint8", (4096,)) for i in range(num_buckets)], 4096)
         self.num_packed = 0
@@ -56,15 +65,22 @@ class Hall:
             peer: Reader(r, self.manifest, version(number), staged=True, on_bucket=at_bucket.get(peer, _nothing))  # type: ignore[arg-type]
             for peer, r in receivers.items()
         }
-        self.sender.open(self.manifest, version(number), peers=list(receivers), staged=True)
+        self.send(number, list(receivers), staged=True)
+        return readers
+
+    def send(self, number: int, peers: list[str], *, staged: bool) -> None:
+        self.sender.open(self.manifest, version(number), peers=peers, staged=staged)
         index = 0
         while index < len(self.manifest.buckets):
-            buffer, size = self.sender.buffer(index), self.manifest.buckets[index]
-            buffer[:size].fill_((number * 7 + index) % 251)
-            write_trailer(buffer, size, version(number), index, self.manifest.digest_kind)
+            fill(self.sender.buffer(index), self.manifest, number, index)
             self.num_packed += 1
             index = self.sender.send(index)
-        return readers
+
+
+def fill(buffer: torch.Tensor, manifest: Manifest, number: int, index: int) -> None:
+    size = manifest.buckets[index]
+    buffer[:size].fill_((number * 7 + index) % 251)
+    write_trailer(buffer, size, version(number), index, manifest.digest_kind)
 
 
 def _nothing(bucket: object) -> None:
@@ -172,25 +188,25 @@ def test_what_an_engine_fails_in_by_itself_is_not_the_others_fault(hall: Hall, m
 
 def test_late_bytes_of_a_group_that_was_left_never_land_in_another_manifests_bucket() -> None:
     supply = Supply(RUN, "a", torch.device("cpu"), DEADLINE_SECONDS)
-    large = plan([TensorSpec("t", "uint8", (65536,))], 65536)
-    small = plan([TensorSpec(f"t{i}", "uint8", (4096,)) for i in range(8)], 4096)
+    large = plan([TensorSpec(f"t{i}", "uint8", (32768,)) for i in range(2)], 32768)
+    small = plan([TensorSpec(f"t{i}", "uint8", (2048,)) for i in range(16)], 2048)
     supply.prepare(large, staged=True)
-    stream = StillReceiving(supply.target(1, large, version(1), 0, is_here=False))
+    stream = StillReceiving(*(supply.target(1, large, version(1), index, is_here=False) for index in range(2)))
     supply.leave(stream)  # type: ignore[arg-type]
     supply.prepare(small, staged=True)
-    for index in range(8):
+    for index in range(16):
         place = supply.target(2, small, version(2), index, is_here=False).buffer
-        stream.target.buffer.fill_(255)
         place.fill_(7)
-        stream.target.buffer.fill_(255)
+        for target in stream.targets:
+            target.buffer.fill_(255)
         assert bool((place == 7).all())
 
 
 class StillReceiving:
-    """A stream whose broadcast goes on after it was left."""
+    """A stream whose broadcasts go on after it was left."""
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    def __init__(self, *targets: Target) -> None:
+        self.targets = targets
 
     def has_ended(self, seconds: float) -> bool:
         return False
@@ -207,6 +223,96 @@ def test_a_member_that_has_left_its_group_is_invited_again_and_loses_nothing(hal
     readers = hall.update(2, receivers)
     assert all(whole(reader, hall.manifest, 2) for reader in readers.values())
     assert not hall.sender.failures
+
+
+def test_streaming_two_buckets_arrive_while_one_is_held_and_no_more(hall: Hall) -> None:
+    a: Any = hall.receiver("a")
+    reader = Reader(a, hall.manifest, version(1), staged=False, pause_at=1)
+    sending = threading.Thread(target=hall.send, args=(1, ["a"]), kwargs={"staged": False})
+    sending.start()
+    assert reader.holds.wait(DEADLINE_SECONDS)
+    wanted, stream = a._wanted, a._stream
+    with a._condition:
+        assert a._condition.wait_for(lambda: wanted.num_received == 4 and not stream.targets, DEADLINE_SECONDS)
+    assert stream.position == 4
+    assert a._supply._memory.size_bytes <= 3 * pages(slot_size_bytes(hall.manifest))
+    reader.go_on.set()
+    assert whole(reader, hall.manifest, 1)
+    sending.join(DEADLINE_SECONDS)
+    assert not hall.sender.failures
+
+
+def test_who_dies_while_the_group_forms_is_named_and_the_others_form_another() -> None:
+    """It has answered the invitation: the others wait for it in gloo, whose timeout ends what is left of that group."""
+    with nothing_left(patience_seconds=DEADLINE_SECONDS):
+        hall = Hall(deadline_seconds=3.0)
+        with hall.stack:
+            receivers: dict[str, Any] = {peer: hall.receiver(peer) for peer in ("a", "b", "goes")}
+            goes = receivers["goes"]
+            on_join = goes._on_join
+
+            def answer_and_die(join: object) -> None:
+                on_join(join)
+                goes._stream.start = goes.close
+
+            goes._on_join = answer_and_die
+            readers = hall.update(1, receivers)
+            with pytest.raises(Exception, match="closed"):
+                readers.pop("goes").result()
+            assert all(whole(reader, hall.manifest, 1) for reader in readers.values())
+            assert set(hall.sender.failures) == {"goes"}
+            assert hall.epoch == 2
+
+
+def test_who_has_everything_and_waits_is_not_blamed_for_who_stands_still() -> None:
+    with nothing_left():
+        hall = Hall(deadline_seconds=1.0)
+        with hall.stack:
+            receivers: dict[str, Any] = {peer: hall.receiver(peer) for peer in ("a", "stands")}
+            asked: list[int] = []
+            on_ask = receivers["a"]._on_ask
+
+            def answer(ask: object) -> None:
+                asked.append(receivers["a"]._wanted.num_received)
+                on_ask(ask)
+
+            receivers["a"]._on_ask = answer
+            last = len(hall.manifest.buckets) - 1
+            readers = {
+                peer: Reader(r, hall.manifest, version(1), staged=False, pause_at=pause_at)
+                for (peer, r), pause_at in zip(receivers.items(), (None, last - 3), strict=True)
+            }
+            hall.send(1, list(receivers), staged=False)
+            assert asked == [last + 1], "it had everything"
+            assert whole(readers["a"], hall.manifest, 1)
+            assert {peer: type(error) for peer, error in hall.sender.failures.items()} == {"stands": PeerTimeoutError}
+            readers["stands"].go_on.set()
+            with pytest.raises(Exception, match=r"gave this receiver up|has gone"):
+                readers["stands"].result()
+
+
+def test_a_bucket_that_is_delivered_twice_to_those_who_read_along_counts_once() -> None:
+    """A stream that is left may have delivered a bucket before it was counted; the next one brings it again."""
+    manifest = plan([TensorSpec(f"t{i}", "uint8", (4096,)) for i in range(4)], 4096)
+    with nothing_left(), contextlib.ExitStack() as stack:
+        shared = SharedMemory(RUN, ("w", "w#1"), DEADLINE_SECONDS)
+        stack.callback(shared.close)
+        receivers = [
+            read_along(shared.address, peer=peer, run=RUN, deadline_seconds=DEADLINE_SECONDS) for peer in shared.readers
+        ]
+        for receiver in receivers:
+            stack.callback(receiver.close)
+        for number in (1, 2):
+            readers = [Reader(receiver, manifest, version(number), staged=True) for receiver in receivers]
+            shared.begin(number, manifest, version(number))
+            for index in range(4):
+                fill(shared.buffer(index), manifest, number, index)
+                for _ in range(2):
+                    shared.deliver(index)
+                assert shared.has(index)
+            assert all(whole(reader, manifest, number) for reader in readers)
+            for receiver in receivers:
+                receiver.end()
 
 
 def test_strangers_are_turned_away_and_disturb_nobody(hall: Hall) -> None:

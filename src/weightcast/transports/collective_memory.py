@@ -1,4 +1,4 @@
-"""Where a receiver's buckets arrive: staged, a place for each; streaming, two slots in turn. Kept between updates.
+"""Where a receiver's buckets arrive: staged, a place for each; streaming, three slots in turn. Kept between updates.
 
 Invariants: the same index is the same tensor in every update while the manifest stays; a place that a broadcast of a
 broken group may still write to is left to it and replaced.
@@ -13,11 +13,14 @@ from weightcast.errors import InsufficientMemoryError
 from weightcast.manifest import Manifest
 from weightcast.places import Buffers, Places, place
 
-NUM_SLOTS = 2
+NUM_UNDER_WAY = 2
+"""Broadcasts that a receiver waits for at once: the next one follows without a pause."""
+NUM_SLOTS = 1 + NUM_UNDER_WAY
+"""Streaming: one that is read, and those that arrive."""
 
 
 class Memory:
-    """Costs `size_bytes`: staged, the whole version in host memory; streaming, two buckets on `device`."""
+    """Costs `size_bytes`: staged, the whole version in host memory; streaming, `NUM_SLOTS` buckets on `device`."""
 
     def __init__(self, manifest: Manifest, *, staged: bool, device: torch.device) -> None:
         """Raises InsufficientMemoryError if the host, or a cgroup of it, hasn't that much left."""

@@ -24,6 +24,7 @@ from weightcast.errors import (
     UpdateAbortedError,
     WeightcastError,
 )
+from weightcast.host_memory import host_identity
 from weightcast.interfaces import Bucket, Receiver, Rereadable
 from weightcast.link import WorkerLink
 from weightcast.manifest import Manifest, WeightVersion
@@ -46,19 +47,21 @@ from weightcast.transports.collective_records import (
     Whole,
     parse_address,
 )
-from weightcast.transports.collective_sharing import host_identity
 from weightcast.transports.collective_stream import Stream, Target
 from weightcast.transports.collective_supply import Supply, Wanted
 
 _PUBLISHER = "trainer"
 _CONNECT_SECONDS = 15.0
+_PATIENCE = 2.0
+"""Deadlines without a word of the sender: it may itself wait for somebody, a trainer rank say, before it packs."""
 
 
 class CollectiveReceiver:
     """Implements `interfaces.Receiver`, and `collective_stream.Sink`.
 
-    Memory: staged, the whole version, in host memory, once for all workers of the engine on this host; streaming, two
-    buckets, on the GPU with NCCL.
+    Memory: staged, the whole version, in host memory, once for all workers of the engine on this host; streaming, three
+    buckets, on the GPU with NCCL. Besides, two buckets where they can't arrive in their place: staged with NCCL, and
+    those that come again after a loss.
     """
 
     def __init__(self, url: str, *, peer: str, run: str, deadline_seconds: float = 60.0) -> None:
@@ -83,6 +86,7 @@ class CollectiveReceiver:
         host = f"[{address.host}]" if ":" in address.host else address.host
         self._where = f"{address.backend}://{host}:{address.port}"
         self._ready = threading.Event()
+        process_group.close_at_exit(self)
         connect_seconds = min(deadline_seconds, _CONNECT_SECONDS)
         self._link = WorkerLink(
             f"tcp:{address.host}:{address.port}",
@@ -259,7 +263,7 @@ class CollectiveReceiver:
     def _on_ask(self, ask: Ask) -> None:
         wanted, stream = self._wanted, self._stream
         is_whole = wanted is not None and wanted.num_received == wanted.num_buckets
-        is_waiting = stream is None or stream.target is not None or is_whole
+        is_waiting = stream is None or bool(stream.targets) or is_whole
         update, num_received = (0, 0) if wanted is None else (wanted.update, wanted.num_received)
         self._tell(Answer(ask.question, update, num_received, is_waiting))
 
@@ -299,13 +303,17 @@ class CollectiveReceiver:
 
     # --- what the stream does, in its own thread ---
 
-    def next_target(self, stream: Stream) -> Target | None:
+    def next_target(self, stream: Stream, *, wait: bool) -> Target | None:
         with self._condition:
-            self._condition.wait_for(lambda: stream.is_left or self._has_room(stream))
+            if wait:
+                self._condition.wait_for(lambda: stream.is_left or self._has_room(stream))
+            elif self._supply.is_shared or not self._has_room(stream):
+                return None
             wanted, index = self._wanted, stream.position
             if stream.is_left or wanted is None:
                 return None
-        is_here = index < wanted.num_received
+            stream.position += 1
+            is_here = index < wanted.num_received
         return self._supply.target(wanted.update, wanted.manifest, wanted.version, index, is_here=is_here)
 
     def _has_room(self, stream: Stream) -> bool:
@@ -327,8 +335,7 @@ class CollectiveReceiver:
             if self._stream is not stream or self._wanted is not wanted:
                 return
             self._heard_at = time.monotonic()
-            stream.position += 1
-            wanted.num_received = max(wanted.num_received, stream.position)
+            wanted.num_received = max(wanted.num_received, target.index + 1)
             if wanted.num_received == wanted.num_buckets:
                 self._on_whole(wanted)
             self._condition.notify_all()
@@ -362,8 +369,7 @@ class CollectiveReceiver:
             self._check_live(wanted)
             if is_done():
                 return
-            # Before an update begins the sender may itself wait for somebody else, up to its deadline.
-            patience = self._deadline_seconds * (2 if wanted.begin is None else 1)
+            patience = self._deadline_seconds * _PATIENCE
             remaining = max(start, self._heard_at) + patience - time.monotonic()
             if remaining <= 0:
                 raise PeerTimeoutError(f"nothing was heard of the publisher for {patience:g} s", peer=_PUBLISHER)

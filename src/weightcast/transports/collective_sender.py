@@ -59,10 +59,15 @@ class CollectiveSender:
         self._update: Update | None = None
         self._num_updates = 0
         self._closed = False
+        process_group.close_at_exit(self)
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]:
         return dict(self._formation.failures)
+
+    def connected(self, peers: Sequence[str]) -> list[str]:
+        """Those of these peers that are connected now. Does not wait."""
+        return [name for name in peers if self._members.get(name) is not None]
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
         """Begin an update: wait for `peers` to be connected, and for their group, which is kept while they stay."""

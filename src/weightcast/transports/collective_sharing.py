@@ -6,9 +6,7 @@ every worker, itself too, has a receiver. An arena's mapping is private to each,
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -18,16 +16,6 @@ from weightcast.interfaces import Receiver, Sender
 from weightcast.manifest import Manifest, WeightVersion
 
 _URL = "ipc://"
-
-
-def host_identity() -> str:
-    """Equal for processes that can share memory: of one boot, one network namespace and one user."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    namespace = Path("/proc/self/ns/net")
-    try:
-        return f"{boot.read_text().strip()}/{os.readlink(namespace)}/{os.geteuid()}"
-    except OSError:
-        return f"process {os.getpid()}"
 
 
 class SharedMemory:

@@ -1,4 +1,4 @@
-"""A receiver's part in one group: a thread that connects to it and takes its broadcasts, one after the other.
+"""A receiver's part in one group: a thread that connects to it and takes its broadcasts in order, two at a time.
 
 Invariants: it touches the receiver only through `Sink`, which ignores a stream that was left; it ends when its group
 does, or at the next bucket after `leave`; a broadcast that nobody answers any more ends with the sender's side of it.
@@ -6,16 +6,18 @@ does, or at the next bucket after `leave`; a broadcast that nobody answers any m
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import threading
 from typing import Protocol
 
 import torch
-import torch.distributed
+from torch.distributed import Work
 
 from weightcast.bucket import TRAILER_BYTES
 from weightcast.errors import WeightcastError, from_record, to_record
-from weightcast.process_group import ProcessGroup, join_store, wait
+from weightcast.process_group import ProcessGroup, in_background, join_store, wait
+from weightcast.transports.collective_memory import NUM_UNDER_WAY
 from weightcast.transports.collective_records import Join
 
 
@@ -37,8 +39,8 @@ class Target:
 class Sink(Protocol):
     """What a stream fills."""
 
-    def next_target(self, stream: Stream) -> Target | None:
-        """Wait until a bucket can be received; None once the stream was left."""
+    def next_target(self, stream: Stream, *, wait: bool) -> Target | None:
+        """Where the next bucket goes; None if none can be received now. With `wait` only once the stream was left."""
         ...
 
     def on_received(self, stream: Stream, target: Target) -> None: ...
@@ -49,32 +51,35 @@ class Sink(Protocol):
 
 
 class Stream:
-    """Made when the sender invites to a group; `position` is the sink's own note of which bucket comes next."""
+    """Made when the sender invites to a group; `position` is the sink's own note of which target comes next."""
 
     def __init__(self, sink: Sink, join: Join, backend: str, *, host: str, device: torch.device) -> None:
         self.epoch = join.epoch
         self.position = 0
         self.is_left = False
-        self.target: Target | None = None
-        """What a broadcast may be writing to."""
+        self.targets: tuple[Target, ...] = ()
+        """What broadcasts may be writing to, in order."""
         self._is_in_group = True
         self._sink = sink
         self._join = join
         self._backend = backend
         self._host = host
         self._device = device
-        self._thread = threading.Thread(target=self._run, name="weightcast-collective", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Connect, and take what is broadcast. Idempotent."""
-        if self._thread.ident is None:
-            self._thread.start()
+        if self._thread is None:
+            self._thread = in_background(self._run, "weightcast-collective")
 
     def has_ended(self, seconds: float) -> bool:
         """Wait that long for it to end; whether it has."""
-        if self._thread.ident is not None and threading.current_thread() is not self._thread:
-            self._thread.join(seconds)
-        return not self._thread.is_alive()
+        thread = self._thread
+        if thread is None:
+            return True
+        if threading.current_thread() is not thread:
+            thread.join(seconds)
+        return not thread.is_alive()
 
     def _run(self) -> None:
         group: ProcessGroup | None = None
@@ -101,29 +106,40 @@ class Stream:
             device=self._device,
         )
 
-    def _next_target(self) -> Target | None:
-        self._is_in_group = False
-        return self._sink.next_target(self)
-
     def _was_left(self) -> bool:
         """As of now: another thread decides."""
         return self.is_left
 
     def _take_all(self, group: ProcessGroup) -> None:
-        while (target := self._next_target()) is not None:
-            self.target = target
-            if self._was_left():
-                # Whoever left it may have looked for a target before.
+        works: collections.deque[Work] = collections.deque()
+        while True:
+            self._begin_all(group, works)
+            if self._was_left() or not works:
                 return
-            end = target.num_bytes + TRAILER_BYTES
             self._is_in_group = True
-            wait(group.broadcast(target.buffer[:end], root=0))
+            wait(works.popleft())
             self._is_in_group = False
             if self._was_left():
                 return
+            target = self.targets[0]
+            end = target.num_bytes + TRAILER_BYTES
             if target.staging is not None:
                 target.staging[:end].copy_(target.buffer[:end])
             elif target.buffer.is_cuda:
                 torch.cuda.current_stream(target.buffer.device).synchronize()
-            self.target = None
+            self.targets = self.targets[1:]
             self._sink.on_received(self, target)
+
+    def _begin_all(self, group: ProcessGroup, works: collections.deque[Work]) -> None:
+        """Wait for a bucket that can be received, unless one is under way; begin to receive as many as can be."""
+        while len(works) < NUM_UNDER_WAY:
+            self._is_in_group = False
+            target = self._sink.next_target(self, wait=not works)
+            if target is None:
+                return
+            self.targets = (*self.targets, target)
+            if self._was_left():
+                # Whoever left it may have looked for targets before.
+                return
+            self._is_in_group = True
+            works.append(group.broadcast(target.buffer[: target.num_bytes + TRAILER_BYTES], root=0))

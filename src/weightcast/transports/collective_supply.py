@@ -113,6 +113,11 @@ class Supply:
 
     # --- the stream's thread ---
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether others read along: then one bucket is received after the other."""
+        return self._shared is not None
+
     def target(self, update: int, manifest: Manifest, version: WeightVersion, index: int, *, is_here: bool) -> Target:
         """Where bucket `index` is to be received. `is_here`: it is here already, and only passes by.
 
@@ -134,7 +139,7 @@ class Supply:
             return None if self._shared.has(index) else self._shared.buffer(index)
         assert self._memory is not None
         buffer = self._memory.buffer(index)
-        if any(_overlap(buffer, target.destination) for s in self._left if (target := s.target) is not None):
+        if any(_overlap(buffer, target.destination) for stream in self._left for target in stream.targets):
             self._memory.replace(index)
         return self._memory.buffer(index)
 

@@ -1,0 +1,56 @@
+"""Run by test_collective_exit.py: one end of a transfer over gloo, which ends in mid-broadcast and closes nothing.
+
+Arguments: "sender" and its deadline, or "receiver" and the sender's address. Where it says a word it goes on
+when a line comes on stdin.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from weightcast import registry
+from weightcast.bucket import write_trailer
+from weightcast.manifest import TensorSpec, WeightVersion
+from weightcast.plan import plan
+
+BUCKET_BYTES = 32 << 20
+EXIT_STATUS = 7
+VERSION = WeightVersion("5a" * 16, 1)
+MANIFEST = plan([TensorSpec(f"t{i}", "uint8", (BUCKET_BYTES,)) for i in range(4)], BUCKET_BYTES)
+
+
+def say(word: str) -> None:
+    print(word, flush=True)
+    sys.stdin.readline()
+
+
+def send(deadline_seconds: float) -> None:
+    """One bucket; then, whatever has become of the receiver, another one."""
+    sender = registry.transport("gloo://").sender(
+        "gloo://127.0.0.1:0", run=VERSION.run, deadline_seconds=deadline_seconds
+    )
+    say(sender.address)
+    sender.open(MANIFEST, VERSION, peers=["a"], staged=True)
+    for index in range(2):
+        if index == 1:
+            say("sent")
+        buffer, num_bytes = sender.buffer(index), MANIFEST.buckets[index]
+        write_trailer(buffer, num_bytes, VERSION, index, MANIFEST.digest_kind)
+        sender.send(index)
+
+
+def receive(address: str) -> None:
+    receiver = registry.transport("gloo://").receiver(address, peer="a", run=VERSION.run)
+    receiver.open(MANIFEST, VERSION, staged=True)
+    print("open", flush=True)
+    next(iter(receiver))
+    say("received")
+
+
+if __name__ == "__main__":
+    role, argument = sys.argv[1:]
+    if role == "sender":
+        send(float(argument))
+    else:
+        receive(argument)
+    sys.exit(EXIT_STATUS)
