@@ -4,29 +4,14 @@
 # folder's place has changed. WEIGHTCAST_PYTHON names an interpreter to use as it is, with nothing installed.
 # pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) decide where packages come from and which build of torch.
 
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-
-_say() { printf '[weightcast] %s\n' "$*" >&2; }
-
-_find_python() {
-    local candidate
-    for candidate in python3.11 python3.12 python3.13 python3; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
-            echo "$candidate"
-            return
-        fi
-    done
-    _say "no Python 3.11 or newer was found on PATH: install one, or set WEIGHTCAST_PYTHON"
-    return 1
-}
+source "$(dirname "${BASH_SOURCE[0]}")/_python.sh"
 
 _stamp() { { pwd; cat pyproject.toml constraints.txt; } | sha256sum | cut -d' ' -f1; }
 
 _install() {
     local base
     if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
-        base=$(_find_python)
+        base=$(_find_python WEIGHTCAST_PYTHON)
         _say "making .venv with $("$base" --version)"
         "$base" -m venv --clear .venv
     fi
@@ -34,19 +19,12 @@ _install() {
     .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt "$(grep '^torch==' constraints.txt)"
     _say "installing weightcast with all its extras (about 60 small packages)"
     .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
-    _stamp >.venv/weightcast-stamp
-    _say "installed"
 }
 
 if [[ -n "${WEIGHTCAST_PYTHON:-}" ]]; then
     PYTHON=$WEIGHTCAST_PYTHON
     export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 else
-    exec {_lock}>.venv.lock
-    flock -n "$_lock" || { _say "waiting for another script that is installing"; flock "$_lock"; }
-    if [[ "$(cat .venv/weightcast-stamp 2>/dev/null)" != "$(_stamp)" ]]; then
-        _install
-    fi
-    exec {_lock}>&-
+    _install_once .venv "$(_stamp)"
     PYTHON=$PWD/.venv/bin/python
 fi

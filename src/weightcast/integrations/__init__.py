@@ -1,0 +1,1 @@
+"""Whole adapters, made of the parts: one package for each engine or framework."""

@@ -1,0 +1,127 @@
+"""A stock vLLM server that has weightcast's backend, but not its endpoint plugin: driven by vLLM's own routes.
+
+Rank calls go through `/collective_rpc`, around an install through `/pause`, `/update_weight_version` and `/wake_up`.
+Invariant: a rank call is sent only to a server that was started with our backend. Any other would raise on all its
+ranks at once, and vLLM then leaves replies unread and answers later calls with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from weightcast.control.http import HttpRoutes
+from weightcast.control.messages import PauseMode
+from weightcast.control.rank_calls import METHOD, Ask
+from weightcast.errors import ControlError
+from weightcast.guard import RescueRequest
+from weightcast.integrations.vllm.rank_client import RankClient, Status
+
+BACKEND = "weightcast"
+_CONFIG = '{"backend": "weightcast"}'
+_encode = msgspec.json.encode
+# Not /resume: a server of which only the weights are awake must not schedule before its KV cache is.
+_RESUME = "/wake_up?tags=scheduling"
+_IS_TORN = r'"torn":\s*"[^"]'
+
+
+def speak(routes: HttpRoutes, pause: PauseMode) -> StockServer | None:
+    """The client for a vLLM server; None for what is none. Raises ControlError if it was not started for updates."""
+    if routes.probe("/weight_info", _WeightInfo) is None:
+        version = routes.probe("/version", _Version)
+        if version is None:
+            return None
+        raise ControlError(
+            f"{routes.name} is vLLM {version.version} without weight routes: `pip install weightcast` where it runs, "
+            f"and start it with VLLM_PLUGINS=weightcast and --weight-transfer-config '{_CONFIG}'",
+            peer=routes.name,
+        )
+    info = routes.probe("/server_info?config_format=json", _ServerInfo)
+    if info is None:
+        return None
+    transfer = info.vllm_config.weight_transfer_config
+    if transfer is None or transfer.backend != BACKEND:
+        found = "none" if transfer is None else repr(transfer.backend)
+        raise ControlError(
+            f"{routes.name} is vLLM with the weight-transfer backend {found}, not {BACKEND!r}: `pip install "
+            f"weightcast` in its environment, and start it with --weight-transfer-config '{_CONFIG}'",
+            peer=routes.name,
+        )
+    return StockServer(routes, pause=pause)
+
+
+class StockServer(RankClient):
+    """A vLLM server by its stock routes. If this process dies in a pause, the guard resumes it, unless it is torn."""
+
+    def __init__(self, routes: HttpRoutes, *, pause: PauseMode) -> None:
+        super().__init__(routes.name, StockRoutes(routes), pause=pause, token=routes.token)
+        self._routes = routes
+
+    def rescue(self, run: str) -> list[RescueRequest]:
+        """Ask whether a rank is torn (that waits for an install under way); if none is, resume."""
+        headers = dict(self._routes.headers)
+        ask = _encode(_rank_call(msgspec.to_builtins(Ask()))).decode()
+        return [
+            RescueRequest(f"{self.name}/collective_rpc", headers, ask, stop_if=_IS_TORN),
+            RescueRequest(f"{self.name}{_RESUME}", headers),
+        ]
+
+    def close(self) -> None:
+        self._routes.close()
+
+
+class StockRoutes:
+    """`Control` by vLLM's own routes."""
+
+    def __init__(self, routes: HttpRoutes) -> None:
+        self._routes = routes
+
+    def call_ranks(self, call: Any) -> list[Any]:
+        return self._routes.post_for("/collective_rpc", _encode(_rank_call(call)), _Results).results
+
+    def status(self) -> Status:
+        label = self._routes.get("/weight_info", _WeightInfo).weight_version
+        return Status(label, self._routes.get("/is_paused", _IsPaused).is_paused)
+
+    def pause(self, mode: PauseMode) -> None:
+        self._routes.post(f"/pause?mode={mode}&clear_cache=true")
+
+    def resume(self) -> None:
+        self._routes.post(_RESUME)
+
+    def set_label(self, version: str) -> None:
+        self._routes.post("/update_weight_version", _encode({"new_version": version}))
+
+
+def _rank_call(call: Any) -> dict[str, Any]:
+    # Never with vLLM's own `timeout`: one that passes leaves a reply behind, which the next step would read.
+    return {"method": METHOD, "args": [call]}
+
+
+class _WeightInfo(msgspec.Struct):
+    weight_version: str
+
+
+class _IsPaused(msgspec.Struct):
+    is_paused: bool
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+class _Results(msgspec.Struct):
+    results: list[Any]
+
+
+class _WeightTransferConfig(msgspec.Struct):
+    backend: str
+
+
+class _VllmConfig(msgspec.Struct):
+    weight_transfer_config: _WeightTransferConfig | None = None
+
+
+class _ServerInfo(msgspec.Struct):
+    vllm_config: _VllmConfig

@@ -1,0 +1,104 @@
+"""Every undocumented name of vLLM that this package leans on, looked up by one function; and what was not tried.
+
+Invariant: a vLLM that lacks one of these names is refused when the transfer engine is made, by `require`, never found
+out in the middle of an update.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Collection, MutableSet
+from contextlib import AbstractContextManager
+from typing import Annotated, Any, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+from weightcast.errors import UnsupportedError
+
+TESTED_WITH = "0.32"
+_RELOAD = "vllm.model_executor.model_loader.reload"
+_LAYERS = "vllm.model_executor.layers"
+_INFO_FIELDS = ("restore_metadata", "load_numel", "load_numel_total", "kernel_tensors", "can_load", "reset")
+
+
+@dataclasses.dataclass(frozen=True)
+class Internals:
+    """vLLM's layerwise reload, part by part, each with its place. `layer_info` gives what vLLM notes of a layer."""
+
+    current_config: Annotated[Callable[[Any], AbstractContextManager[None]], "vllm.config:set_current_vllm_config"]
+    begin_reload: Annotated[Callable[[nn.Module], None], f"{_RELOAD}:initialize_layerwise_reload"]
+    end_reload: Annotated[Callable[[nn.Module, Any], None], f"{_RELOAD}:finalize_layerwise_reload"]
+    layer_info: Annotated[Callable[[nn.Module], Any], f"{_RELOAD}.layerwise:get_layerwise_info"]
+    put_live_back: Annotated[Callable[[nn.Module, Any], None], f"{_RELOAD}.layerwise:_place_kernel_tensors"]
+    original_loader: Annotated[Callable[[Tensor], Callable[..., Any]], f"{_RELOAD}.layerwise:_get_original_loader"]
+    loading_layers: Annotated[MutableSet[nn.Module], f"{_RELOAD}.layerwise:LOADING_LAYERS"]
+    made_of: Annotated[Callable[[Tensor], Tensor], f"{_RELOAD}.meta:materialize_meta_tensor"]
+    kept_tensors: Annotated[Collection[str], f"{_RELOAD}.meta:SKIP_TENSORS"]
+    kept_modules: Annotated[Collection[str], f"{_RELOAD}.meta:SKIP_MODULES"]
+    with_layer: Annotated[Callable[[Tensor, nn.Module], Tensor], f"{_RELOAD}.sanitize:restore_layer_refs"]
+    layer_info_type: Annotated[type, f"{_RELOAD}.types:LayerReloadingInfo"]
+    experts_method: Annotated[type, f"{_LAYERS}.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"]
+    quant_method: Annotated[type, f"{_LAYERS}.quantization.base_config:QuantizeMethodBase"]
+
+
+@functools.cache
+def require() -> Internals:
+    """vLLM's own parts. Raises UnsupportedError, naming every one that this vLLM lacks."""
+    found: dict[str, Any] = {}
+    problems = []
+    for name, hint in get_type_hints(Internals, include_extras=True).items():
+        (path,) = hint.__metadata__
+        module, _, attribute = path.partition(":")
+        try:
+            found[name] = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as exc:
+            problems.append(f"{path} ({exc})")
+    info = found.get("layer_info_type")
+    if info is not None:
+        known = {field.name for field in dataclasses.fields(info)} | vars(info).keys()
+        problems += [f"{_RELOAD}.types:LayerReloadingInfo.{name}" for name in _INFO_FIELDS if name not in known]
+    if problems:
+        raise UnsupportedError(
+            f"vLLM {version()} lacks {len(problems)} of the names that weightcast leans on; "
+            f"use vLLM {TESTED_WITH}, or a weightcast for this one: {'; '.join(problems)}",
+            problems,
+        )
+    return Internals(**found)
+
+
+def version() -> str:
+    """The version of the vLLM that runs here."""
+    return str(getattr(importlib.import_module("vllm"), "__version__", "unknown"))
+
+
+def unsupported(vllm_config: Any) -> list[str]:
+    """Every configured feature that neither trying an offer nor an install was tested with, by vLLM's name for it."""
+    parallel, cache, offload = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.offload_config
+    quantization = vllm_config.model_config.quantization
+    configured = {
+        f"quantization={quantization!r}": quantization is not None,
+        f"kv_cache_dtype={cache.cache_dtype!r}": cache.cache_dtype not in ("auto", "float16", "bfloat16"),
+        "enable_lora": vllm_config.lora_config is not None,
+        "speculative_config (a draft model)": vllm_config.speculative_config is not None,
+        "pipeline_parallel_size > 1": parallel.pipeline_parallel_size > 1,
+        "prefill_context_parallel_size > 1": parallel.prefill_context_parallel_size > 1,
+        "decode_context_parallel_size > 1": parallel.decode_context_parallel_size > 1,
+        "enable_expert_parallel": parallel.enable_expert_parallel,
+        "enable_eplb": parallel.enable_eplb,
+        "enable_elastic_ep": parallel.enable_elastic_ep,
+        "cpu_offload_gb": offload.uva.cpu_offload_gb > 0,
+        "offload_group_size": offload.prefetch.offload_group_size > 0,
+    }
+    return [name for name, is_on in configured.items() if is_on]
+
+
+def weights_sleep(vllm_config: Any, device: torch.device) -> bool:
+    """Whether the memory of the weights is unmapped at present, so that to touch it ends the process."""
+    if device.type != "cuda" or not vllm_config.model_config.enable_sleep_mode:
+        return False
+    allocator = importlib.import_module("vllm.device_allocator").get_mem_allocator_instance()
+    return any(data.tag == "weights" and data.is_asleep for data in allocator.pointer_to_data.values())

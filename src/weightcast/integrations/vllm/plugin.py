@@ -1,0 +1,51 @@
+"""The entry points by which vLLM finds weightcast: `register` in every process, `endpoints` in the API server.
+
+Nothing of weightcast's that needs torch is imported here before vLLM asks for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import msgspec
+
+from weightcast.control.messages import WeightInfo
+from weightcast.control.rank_calls import METHOD, RankReply
+from weightcast.errors import UnsupportedError, to_record
+
+BACKEND = "weightcast"
+
+
+@functools.cache
+def register() -> None:
+    """Make the backend known to vLLM, and give its workers the method of `control.rank_calls`.
+
+    The entry point of `vllm.general_plugins`, which may run more than once in a process.
+    """
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    engine = "weightcast.integrations.vllm.transfer_engine"
+    WeightTransferEngineFactory.register_engine(BACKEND, engine, "WeightcastTransferEngine")
+    setattr(WorkerBase, METHOD, _answer)
+
+
+def endpoints() -> Any:
+    """The plugin that serves the weight routes: the entry point of `vllm.endpoint_plugins`.
+
+    vLLM loads it only if the environment variable VLLM_PLUGINS names it.
+    """
+    from weightcast.integrations.vllm.routes import WeightcastRoutes
+
+    return WeightcastRoutes()
+
+
+def _answer(worker: Any, values: object) -> Any:
+    """A call of `control.rank_calls`, as plain JSON values, in one of vLLM's workers."""
+    engine = getattr(worker, "weight_transfer_engine", None)
+    if engine is not None and worker.vllm_config.weight_transfer_config.backend == BACKEND:
+        return engine.answer(values)
+    option = f'--weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
+    error = UnsupportedError(f"this vLLM was not started to be updated by weightcast: start it with {option}")
+    return msgspec.to_builtins(RankReply(worker.rank, WeightInfo("default"), to_record(error)))

@@ -1,0 +1,152 @@
+"""The backend "weightcast" of vLLM's weight transfer: in each worker, vLLM's stock calls over that worker's `Rank`.
+
+Invariants: no call waits for the publisher; a call that failed on any rank raises on the last one only, since vLLM
+stops reading its ranks' replies at the first that raises and answers later calls with the rest. For the same reason
+vLLM's own check of the calls' order, which raises on every rank, is passed by: the ranks check it together.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.v1.worker.gpu_worker import Worker as VllmWorker
+
+from weightcast.control.messages import InitInfo, UpdateInfo
+from weightcast.control.rank_calls import Init, Leave, Update, marked
+from weightcast.errors import ClosedError, ErrorRecord, ManifestError, UnsupportedError, WeightcastError, to_record
+from weightcast.integrations.vllm import internals
+from weightcast.integrations.vllm.model import VllmModel
+from weightcast.integrations.vllm.rank import Rank
+from weightcast.integrations.vllm.ranks import Ranks
+
+TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
+_CALLS = {
+    "init_weight_transfer_engine": "init_transfer_engine",
+    "start_weight_update": "start_weight_update",
+    "start_draft_weight_update": "start_draft_weight_update",
+    "update_weights": "update_weights",
+    "finish_weight_update": "finish_weight_update",
+    "shutdown_weight_transfer_engine": "shutdown",
+}
+"""vLLM's worker method -> its transfer engine's."""
+
+
+class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
+    """vLLM makes one in each worker, once its model is loaded. Raises UnsupportedError if this vLLM can't be updated.
+
+    Requests and replies are plain JSON values here: what is wrong with one is agreed on like any other error.
+    """
+
+    init_info_cls = dict
+    update_info_cls = dict
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        parallel = vllm_config.parallel_config
+        # `world_size` is one engine's, without its data-parallel siblings; only the index is kept for dense models.
+        first_rank = parallel.data_parallel_index * parallel.world_size
+        groups = [get_tp_group().cpu_group, get_pp_group().cpu_group]
+        self._is_last = parallel.rank == parallel.world_size - 1
+        self._rank = Rank(
+            lambda agree: VllmModel(model, vllm_config, device, agree=agree),
+            Ranks(groups, first_rank=first_rank),
+            engine_rank=first_rank + parallel.rank,
+            world_size=parallel.world_size_across_dp,
+            token=os.environ.get(TOKEN_VARIABLE, ""),
+            unsupported=tuple(internals.unsupported(vllm_config)),
+            require_ready=self._require_awake,
+        )
+        _pass_by_order_check(VllmWorker)
+
+    def answer(self, values: object) -> Any:
+        """The worker method of `control.rank_calls`."""
+        with set_current_vllm_config(self.vllm_config):
+            return self._rank.answer(values)
+
+    # --- the stock calls, by the names that vLLM's workers call them ---
+
+    def parse_init_info(self, init_dict: Any) -> Any:
+        return init_dict
+
+    def parse_update_info(self, update_dict: Any) -> Any:
+        return update_dict
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        """Let a run hold this engine; it connects in the background."""
+        self._stock(lambda: self._rank.do(Init(_typed(init_info, InitInfo))))
+
+    def start_weight_update(self) -> None:
+        """An offer begins an update; this only says whether there is a publisher to make one."""
+        self._stock(self._require_held)
+
+    def start_draft_weight_update(self) -> None:
+        self._stock(self._refuse_draft)
+
+    def update_weights(self, update_info: Any) -> None:
+        """Take an offer, a seal or an abort."""
+        self._stock(lambda: self._rank.do(Update(_typed(update_info, UpdateInfo))))
+
+    receive_weights = update_weights
+
+    def finish_weight_update(self) -> None:
+        """Install what is sealed. The caller has paused the engine, and cleared its caches."""
+        self._stock(self._rank.finish)
+
+    def shutdown(self) -> None:
+        """End whichever run's hold and what belongs to it: threads, sockets, mapped memory. The engine serves on."""
+        self._rank.do(Leave())
+
+    def _stock(self, call: Callable[[], ErrorRecord | None]) -> None:
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                error = call()
+        except WeightcastError as exc:
+            error = to_record(exc)
+        if error is not None and self._is_last:
+            raise WeightcastError(marked(error))
+
+    def _require_held(self) -> None:
+        if not self._rank.info().holder:
+            raise ClosedError("no publisher holds this engine: call init_weight_transfer_engine first")
+
+    def _refuse_draft(self) -> None:
+        raise UnsupportedError("weightcast does not update draft models")
+
+    def _require_awake(self) -> None:
+        if internals.weights_sleep(self.vllm_config, self.device):
+            raise ClosedError("the weights' memory is asleep: wake it (/wake_up?tags=weights) before the install")
+
+
+def _typed(values: Any, kind: Any) -> Any:
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as exc:
+        raise ManifestError(f"not a request of weightcast's: {exc}", fault="type") from exc
+
+
+@functools.cache
+def _pass_by_order_check(worker_class: Any) -> None:
+    """Have vLLM's worker hand its weight calls straight to a `WeightcastTransferEngine`; others are as they were."""
+    for name, own_name in _CALLS.items():
+        setattr(worker_class, name, _handed_on(getattr(worker_class, name), own_name))
+
+
+def _handed_on(stock: Callable[..., None], own_name: str) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def call(worker: Any, *args: Any, **kwargs: Any) -> None:
+        engine = worker.weight_transfer_engine
+        if isinstance(engine, WeightcastTransferEngine):
+            getattr(engine, own_name)(*args, **kwargs)
+        else:
+            stock(worker, *args, **kwargs)
+
+    return call

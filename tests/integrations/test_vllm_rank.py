@@ -1,0 +1,381 @@
+"""Ranks of a vLLM engine without vLLM: two in one process, each in a thread, over real gloo, links and ipc."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import datetime
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from core.direct import DictSource
+
+from weightcast.control.messages import InitInfo, Seal, UpdateInfo, WeightInfo
+from weightcast.control.rank_calls import Ask, Init, Install, Leave, RankCall, RankReply, Settle, Update
+from weightcast.errors import (
+    ClosedError,
+    EngineTornError,
+    ErrorRecord,
+    InstallError,
+    PeerError,
+    PublishError,
+    RefusedError,
+    UnsupportedError,
+    UpdateAbortedError,
+    from_record,
+)
+from weightcast.integrations.vllm.rank import Agree, Rank
+from weightcast.integrations.vllm.ranks import Outcome, Ranks
+from weightcast.manifest import WeightVersion
+from weightcast.publisher import Publisher
+from weightcast.testing.leftovers import nothing_left
+
+NUM_RANKS = 2
+TENSORS = {"a": torch.arange(1000.0), "b": torch.arange(3000.0).reshape(3, 1000)}
+ZEROS = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+
+
+class Model:
+    """An engine of one rank, which agrees on each of its steps. `fail` names the step that raises next."""
+
+    def __init__(self, agree: Agree) -> None:
+        self.agree = agree
+        self.held = {name: tensor.clone() for name, tensor in ZEROS.items()}
+        self.fail = ""
+
+    def specs(self) -> None:
+        return None
+
+    def validate(self, manifest: Any) -> None:
+        self._raise_in("validate")
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._step("load", lambda: self._take(tensors))
+
+    def commit(self, version: WeightVersion) -> None:
+        self._step("commit", lambda: None)
+
+    def discard(self) -> None:
+        pass
+
+    def snapshot(self) -> Callable[[], None]:
+        copy = {name: tensor.clone() for name, tensor in self.held.items()}
+        self._step("snapshot", lambda: None)
+        return lambda: self._step("restore", lambda: self.held.update(copy))
+
+    def _take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.held[name] = tensor.clone()
+            self._raise_in("half-way")
+
+    def _step(self, name: str, do: Callable[[], None]) -> None:
+        error: Exception | None = None
+        try:
+            self._raise_in(name)
+            do()
+        except Exception as exc:
+            error = exc
+        self.agree(error)
+
+    def _raise_in(self, step: str) -> None:
+        if self.fail == step:
+            self.fail = ""
+            raise RuntimeError(f"the test's fault in {step}")
+
+
+class Engine:
+    """Two ranks behind one client, as vLLM's executor would call them: each call on all of them at once."""
+
+    name = "engine"
+
+    def __init__(self, **options: Any) -> None:
+        store = dist.HashStore()
+        self._pool = concurrent.futures.ThreadPoolExecutor(NUM_RANKS)
+        self.models: list[Model] = []
+        groups = list(self._pool.map(lambda rank: _gloo(store, rank), range(NUM_RANKS)))
+        self.ranks = [self._rank(rank, group, options) for rank, group in enumerate(groups)]
+        self.replies: list[RankReply] = []
+        self._run = ""
+
+    def _rank(self, rank: int, group: Any, options: dict[str, Any]) -> Rank:
+        ranks = Ranks([group], deadline_seconds=10.0)
+        return Rank(self._make_model, ranks, engine_rank=rank, world_size=NUM_RANKS, **options)
+
+    def _make_model(self, agree: Agree) -> Model:
+        self.models.append(Model(agree))
+        return self.models[-1]
+
+    def call(self, call: RankCall) -> ErrorRecord | None:
+        """The error that the ranks agree on."""
+        values = msgspec.to_builtins(call)
+        answers = self._pool.map(lambda rank: rank.answer(values), self.ranks)
+        self.replies = msgspec.convert(list(answers), list[RankReply])
+        error = self.replies[0].error
+        assert all(reply.error == error for reply in self.replies), self.replies
+        return error
+
+    def require(self, call: RankCall) -> None:
+        error = self.call(call)
+        if error is not None:
+            raise from_record(error)
+
+    def info(self) -> WeightInfo:
+        self.require(Ask())
+        infos = [reply.info for reply in self.replies]
+        holders = {info.holder for info in infos}
+        first, second = (msgspec.structs.replace(info, holder="") for info in infos)
+        assert first == second
+        return msgspec.structs.replace(first, holder=holders.pop() if len(holders) == 1 else "")
+
+    def init(self, info: InitInfo) -> None:
+        self._run = info.run
+        self.require(Init(info))
+
+    def update(self, info: UpdateInfo) -> None:
+        self.require(Update(info))
+
+    def finish(self, version: int) -> None:
+        self.require(Install(self._run, version))
+
+    def close(self) -> None:
+        self.require(Leave())
+        self._pool.shutdown()
+
+    def holds(self, tensors: dict[str, torch.Tensor]) -> bool:
+        return all(torch.equal(model.held[name], t) for model in self.models for name, t in tensors.items())
+
+
+def _gloo(store: Any, rank: int) -> Any:
+    return dist.ProcessGroupGloo(store, rank, NUM_RANKS, datetime.timedelta(seconds=10))
+
+
+@contextlib.contextmanager
+def publisher(engine: Engine, tensors: dict[str, torch.Tensor] = TENSORS, **options: Any) -> Iterator[Publisher]:
+    options = {"bucket_size_bytes": 4096, "deadline_seconds": 10.0, **options}
+    with Publisher(DictSource(tensors), engines=[engine], **options) as made:
+        yield made
+
+
+def failure(publishing: Publisher) -> Exception:
+    with pytest.raises(PublishError) as caught:
+        publishing.publish()
+    return caught.value.failures["engine"]
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine()
+    yield made
+    made.close()
+
+
+def test_all_ranks_install_what_was_published(engine: Engine) -> None:
+    with publisher(engine) as it:
+        assert it.publish().ok
+        assert engine.holds(TENSORS)
+        assert engine.info().weight_version == "0"
+        assert set(engine.info().abilities) == {"undo"}
+        assert engine.call(Install(it.run, 0)) is None, "a second call of the same finds it done"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("step", ["snapshot", "load", "half-way", "commit"])
+def test_a_failure_on_one_rank_takes_all_back(engine: Engine, step: str, rank: int) -> None:
+    with publisher(engine, undo=True) as it:
+        engine.models[rank].fail = step
+        error = failure(it)
+        assert isinstance(error, InstallError)
+        assert not error.torn
+        assert f"the test's fault in {step}" in str(error)
+        assert f"[engine rank {rank}]" in str(error)
+        assert engine.holds(ZEROS)
+        assert engine.info().weight_version == "default"
+        assert it.publish().ok
+        assert engine.holds(TENSORS)
+
+
+@pytest.mark.parametrize("step", ["load", "half-way", "commit"])
+def test_a_failure_on_one_rank_tears_all_without_undo(engine: Engine, step: str) -> None:
+    with publisher(engine) as it:
+        engine.models[1].fail = step
+        error = failure(it)
+        assert isinstance(error, InstallError)
+        assert error.torn
+        assert "publish a complete update" in engine.info().torn
+        assert it.publish().ok
+        assert not engine.info().torn
+        assert engine.holds(TENSORS)
+
+
+def test_a_rank_that_cannot_go_back_tears_all(engine: Engine) -> None:
+    with publisher(engine, undo=True) as it:
+        engine.models[0].fail, engine.models[1].fail = "load", "restore"
+        error = failure(it)
+        assert isinstance(error, InstallError)
+        assert error.torn
+        assert "restoring the former version failed too" in engine.info().torn
+        assert it.publish().ok
+        assert not engine.info().torn
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_offer_that_one_rank_refuses_is_taken_by_none(engine: Engine, rank: int) -> None:
+    with publisher(engine) as it:
+        engine.models[rank].fail = "validate"
+        assert f"the test's fault in validate [engine rank {rank}]" in str(failure(it))
+        assert not [thread.name for thread in threading.enumerate() if thread.name == "weightcast-receive"]
+        assert it.publish().ok
+
+
+def test_an_update_that_ended_on_one_rank_is_installed_on_none(engine: Engine) -> None:
+    with publisher(engine) as it:
+        install = engine.finish
+
+        def lose_a_rank_first(version: int) -> None:
+            engine.ranks[1]._worker.shutdown()
+            install(version)
+
+        engine.finish = lose_a_rank_first  # type: ignore[method-assign]
+        error = failure(it)
+        assert isinstance(error, ClosedError)
+        assert "[engine rank 1]" in str(error)
+        assert engine.holds(ZEROS)
+        engine.finish = install  # type: ignore[method-assign]
+        assert it.publish().ok
+
+
+def test_an_update_that_ends_on_one_rank_as_the_install_begins_is_installed_on_none(engine: Engine) -> None:
+    with publisher(engine, undo=True) as it:
+        worker = engine.ranks[0]._worker
+        finish = worker.finish
+
+        def too_late(number: int) -> WeightVersion:
+            worker.shutdown()
+            return finish(number)
+
+        worker.finish = too_late  # type: ignore[method-assign]
+        error = failure(it)
+        assert "[engine rank 0]" in str(error)
+        assert engine.holds(ZEROS)
+        assert not engine.info().torn
+        worker.finish = finish  # type: ignore[method-assign]
+        assert it.publish().ok
+
+
+def test_an_install_can_be_taken_back_until_it_is_settled(engine: Engine) -> None:
+    with publisher(engine, undo=True) as it:
+        it.publish()
+        assert engine.call(Settle(it.run, 0, keep=False)) is None
+        assert engine.holds(ZEROS)
+        assert engine.info().weight_version == "default"
+        assert it.publish().version == 1
+        assert engine.call(Settle(it.run, 1, keep=True)) is None
+        assert engine.call(Settle(it.run, 1, keep=False)) is None, "only the first counts"
+        assert engine.holds(TENSORS)
+        assert engine.info().weight_version == "1"
+
+
+def test_an_install_without_undo_that_is_taken_back_tears(engine: Engine) -> None:
+    with publisher(engine) as it:
+        it.publish()
+        engine.call(Settle(it.run, 0, keep=False))
+        assert "taken back" in engine.info().torn
+        assert it.publish().ok
+        assert not engine.info().torn
+
+
+def test_what_was_taken_back_is_told_on_the_links(engine: Engine) -> None:
+    for undo, kind in ((True, UpdateAbortedError), (False, EngineTornError)):
+        with publisher(engine, undo=undo) as it:
+            it.publish()
+            links = next(iter(it._fleet)).links
+            engine.call(Settle(it.run, it.version, keep=False))
+            for link in links:
+                with pytest.raises(kind):
+                    link.wait(Seal, it.version, 10.0)
+
+
+def test_a_token_is_required_if_there_is_one() -> None:
+    engine = Engine(token="sesame")
+    with publisher(engine) as it:
+        assert "WEIGHTCAST_TOKEN" in str(failure(it))
+        assert isinstance(failure(it), RefusedError)
+        engine.init = _with_token(engine, "sesame")  # type: ignore[method-assign]
+        assert it.publish().ok
+    engine.close()
+
+
+def _with_token(engine: Engine, token: str) -> Callable[[InitInfo], None]:
+    init = Engine.init
+    return lambda info: init(engine, msgspec.structs.replace(info, token=token))
+
+
+def test_what_is_unsupported_is_refused_by_name_at_init() -> None:
+    engine = Engine(unsupported=("enable_eplb",))
+    with publisher(engine) as it:
+        error = failure(it)
+    assert isinstance(error, UnsupportedError)
+    assert "enable_eplb" in str(error)
+    engine.close()
+
+
+def test_streaming_is_refused(engine: Engine) -> None:
+    with publisher(engine, install="streaming") as it:
+        error = failure(it)
+    assert isinstance(error, UnsupportedError)
+    assert "'staged'" in str(error)
+
+
+def test_calls_out_of_order_are_errors_that_all_ranks_share(engine: Engine) -> None:
+    run = "a" * 32
+    for call in (Install(run, 3), Update(Seal(run, 3, 1, "0" * 32))):
+        error = engine.call(call)
+        assert error is not None
+        assert error.kind == "ClosedError"
+        assert "[engine ranks 0, 1]" in error.message
+    assert engine.call(Leave()) is None
+    assert engine.call(Leave()) is None
+    with publisher(engine) as it:
+        assert it.publish().ok
+
+
+def test_what_is_no_call_is_answered_with_an_error(engine: Engine) -> None:
+    for values in ({"call": "nonsense"}, None, 7, [], {"call": "install", "run": "x"}):
+        reply = msgspec.convert(engine.ranks[0].answer(values), RankReply)
+        assert reply.error is not None
+        assert reply.error.kind == "ManifestError"
+
+
+def test_nothing_stays_after_leaving(engine: Engine) -> None:
+    with nothing_left(), publisher(engine) as it:
+        it.publish()
+        engine.require(Leave())
+        assert it.publish().ok, "the next publish joins again"
+        engine.require(Leave())
+
+
+def test_a_rank_that_never_answers_is_an_error_by_the_deadline() -> None:
+    store = dist.HashStore()
+    with concurrent.futures.ThreadPoolExecutor(NUM_RANKS) as pool:
+        group, _other = pool.map(lambda rank: _gloo(store, rank), range(NUM_RANKS))
+    ranks = Ranks([group], deadline_seconds=0.2)
+    with pytest.raises(PeerError, match="do not answer each other"):
+        ranks.exchange(Outcome())
+    with pytest.raises(PeerError, match="out of step, restart it"):
+        ranks.exchange(Outcome())
+
+
+def test_outcomes_of_any_length_come_in_the_order_of_ranks() -> None:
+    store = dist.HashStore()
+    outcomes = [Outcome(ErrorRecord("InstallError", "x" * 5000, torn=True)), Outcome(serves=True)]
+
+    def exchange(rank: int) -> list[Outcome]:
+        return Ranks([_gloo(store, rank)]).exchange(outcomes[rank])
+
+    with concurrent.futures.ThreadPoolExecutor(NUM_RANKS) as pool:
+        assert list(pool.map(exchange, range(NUM_RANKS))) == [outcomes] * NUM_RANKS

@@ -1,0 +1,60 @@
+"""Mixed into vLLM's workers by `--worker-extension-cls`: what the tests do inside them, and see of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from real_vllm.baseline.per_tensor import Workers
+
+
+class Extension(Workers):
+    """Reached by `/collective_rpc`. Method names carry a prefix, since they are mixed into vLLM's own class."""
+
+    def test_fail_load(self, after: int, rank: int = -1, times: int = 1) -> None:
+        """Let the model's loader raise once it has taken `after` real tensors, in the next `times` loads.
+
+        `rank`: only on that rank of the world; -1: on every rank. A dry run on meta tensors is left alone.
+        """
+        if rank in (-1, _world_rank(self)):
+            _faults(self.model_runner.get_model()).append([after, times])  # type: ignore[attr-defined]
+
+    def test_clear_faults(self) -> None:
+        _faults(self.model_runner.get_model()).clear()  # type: ignore[attr-defined]
+
+    def test_pid(self) -> int:
+        return os.getpid()
+
+
+def _world_rank(worker: Any) -> int:
+    parallel = worker.vllm_config.parallel_config
+    return int(parallel.data_parallel_index * parallel.world_size + worker.rank)
+
+
+def _faults(model: Any) -> list[list[int]]:
+    """The model's list of faults to come, [tensors before it, how often]; from the first call on it is heeded."""
+    loader = model.load_weights
+    if not hasattr(loader, "faults"):
+        faults: list[list[int]] = []
+
+        def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+            return loader(_cut(weights, faults), *args, **kwargs)
+
+        load_weights.faults = faults  # type: ignore[attr-defined]
+        model.load_weights = load_weights
+    return model.load_weights.faults  # type: ignore[no-any-return]
+
+
+def _cut(weights: Iterable[tuple[str, torch.Tensor]], faults: list[list[int]]) -> Iterator[tuple[str, torch.Tensor]]:
+    num_real = 0
+    for name, tensor in weights:
+        if faults and not tensor.is_meta and num_real == faults[0][0]:
+            faults[0][1] -= 1
+            if faults[0][1] == 0:
+                faults.pop(0)
+            raise RuntimeError(f"the test's fault before {name!r}")
+        num_real += not tensor.is_meta
+        yield name, tensor

@@ -1,0 +1,84 @@
+"""A vLLM of one rank in this process, so that a test reaches its model, its config and vLLM's own records."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from real_vllm.oracle import Answer
+from real_vllm.servers import ENVIRONMENT
+
+Test = TypeVar("Test", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True)
+class OfflineSetup:
+    """Which checkpoint (seed 0 of `family`, in `saved_dtype`), served in `dtype`."""
+
+    family: str
+    dtype: torch.dtype = torch.float32
+    saved_dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        return self.family if self.dtype == self.saved_dtype else f"{self.family}-{self.dtype}"
+
+
+def offline_on(*setups: OfflineSetup) -> Callable[[Test], Test]:
+    """Run the test on each setup's engine, its fixture `offline`. Engines are kept while tests name them."""
+    return pytest.mark.parametrize("offline", setups, indirect=True, ids=str)
+
+
+class Offline:
+    """The engine, its `model` and `config`, and how to ask it."""
+
+    def __init__(self, setup: OfflineSetup, llm: Any) -> None:
+        self.setup = setup
+        self.llm = llm
+        self.model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+        self.config = llm.llm_engine.vllm_config
+
+    def ask(self, prompt: Sequence[int], num_tokens: int) -> Answer:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, logprobs=0, ignore_eos=True)
+        with _vllms_warnings():
+            result = self.llm.generate({"prompt_token_ids": list(prompt)}, params, use_tqdm=False)
+        output = result[0].outputs[0]
+        pairs = zip(output.token_ids, output.logprobs, strict=True)
+        return Answer(list(output.token_ids), [of_token[token].logprob for token, of_token in pairs])
+
+
+@contextlib.contextmanager
+def offline(setup: OfflineSetup, folder: Path) -> Iterator[Offline]:
+    """Start it from `folder`; at the end its memory and its process groups are given back."""
+    with pytest.MonkeyPatch.context() as patch, _vllms_warnings():
+        for name, value in (ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}).items():
+            patch.setenv(name, value)
+        from vllm import LLM
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        dtype = str(setup.dtype).removeprefix("torch.")
+        llm = LLM(str(folder), dtype=dtype, enforce_eager=True, max_model_len=256, enable_prefix_caching=False)
+        try:
+            yield Offline(setup, llm)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+            cleanup_dist_env_and_memory()
+
+
+@contextlib.contextmanager
+def _vllms_warnings() -> Iterator[None]:
+    """They are none of ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,77 @@
+"""What a model must answer: greedy tokens and log-probabilities by transformers, to hold vLLM's answers against.
+
+An answer is checked by one teacher-forced forward pass: each token must be the one with the highest probability after
+the tokens before it (by induction the greedy answer), and its log-probability must be the model's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+PROMPT = (5, 6, 7, 8, 9, 10)
+NUM_TOKENS = 12
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.3}
+"""In nats. bf16: both sides round every activation to 8 bits, in different orders."""
+FAR = 1.0
+"""Answers of another version are further away than this, in nats."""
+
+
+class Answer(NamedTuple):
+    """The tokens of one request and the log-probability of each."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+def joined(parts: Iterable[Answer]) -> Answer:
+    """The answer that came in parts."""
+    tokens, logprobs = zip(*parts, strict=True)
+    return Answer(list(itertools.chain(*tokens)), list(itertools.chain(*logprobs)))
+
+
+Ask = Callable[[Sequence[int], int], Answer]
+"""(prompt, number of tokens) to a greedy answer that no end-of-sequence token cuts short."""
+
+
+class Deviation(NamedTuple):
+    """How far an answer is from a model's own: tokens that it would not choose, and the worst log-probability."""
+
+    num_other_tokens: int
+    logprob: float
+
+
+@torch.no_grad()
+def deviation(model: Any, prompt: Sequence[int], answer: Answer) -> Deviation:
+    logits = model(torch.tensor([[*prompt, *answer.tokens]])).logits[0].float()
+    rows = torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1]
+    tokens = torch.tensor(answer.tokens)
+    own = rows.gather(1, tokens[:, None])[:, 0]
+    # Within the tolerance of a tie either token is the highest.
+    is_other = rows.max(dim=-1).values - own > TOLERANCE[model.dtype]
+    return Deviation(int(is_other.sum()), float((own - torch.tensor(answer.logprobs)).abs().max()))
+
+
+def is_of(model: Any, prompt: Sequence[int], answer: Answer) -> bool:
+    """Whether the answer is the model's, token by token."""
+    found = deviation(model, prompt, answer)
+    return found.num_other_tokens == 0 and found.logprob <= TOLERANCE[model.dtype]
+
+
+def assert_serves(
+    ask: Ask, model: Any, *, other: Any = None, prompt: Sequence[int] = PROMPT, num_tokens: int = NUM_TOKENS
+) -> Deviation:
+    """The answer is that of `model`, and, to check the check, not at all that of `other`. Returns the deviation."""
+    answer = ask(prompt, num_tokens)
+    assert len(answer.tokens) == num_tokens, answer
+    found = deviation(model, prompt, answer)
+    assert found.num_other_tokens == 0, f"{found}: {answer}"
+    assert found.logprob <= TOLERANCE[model.dtype], f"{found}: {answer}"
+    if other is not None:
+        different = deviation(other, prompt, answer)
+        assert different.num_other_tokens, f"the other version would answer the same: {different}"
+        assert different.logprob > FAR, f"the other version would answer the same: {different}"
+    return found

@@ -1,0 +1,317 @@
+"""A real `vllm serve` on a free loopback port: started with a deadline, asked over HTTP, ended with its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+import torch
+
+from real_vllm.oracle import Answer, Ask
+
+TESTS = Path(__file__).parents[1]
+START_SECONDS = 400.0
+REQUEST_SECONDS = 60.0
+STOP_SECONDS = 30.0
+LOG_TAIL_BYTES = 6000
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # One thread for each rank, anywhere: `auto` wants a NUMA node for each.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+"""What a vLLM on a CPU needs, whether it serves or runs offline."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """How a server is started. `endpoints`: with weightcast's own routes, which vLLM loads only when they are named.
+
+    `backend`: the weight transfer backend; None: a server that was started without one.
+    """
+
+    family: str = "qwen3"
+    dtype: torch.dtype = torch.float32
+    tp: int = 1
+    dp: int = 1
+    endpoints: bool = True
+    backend: str | None = "weightcast"
+    token: str = ""
+
+    def __str__(self) -> str:
+        words = [self.family, str(self.dtype).removeprefix("torch."), f"tp{self.tp}", f"dp{self.dp}"]
+        words += ["endpoints" if self.endpoints else "stock-routes"] if self.backend else ["no-backend"]
+        return "-".join(words)
+
+
+def child_environment(setup: Setup) -> dict[str, str]:
+    """This process's environment with what the server needs; its workers can import the tests."""
+    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path}
+    environment.pop("VLLM_PLUGINS", None)
+    environment.pop("WEIGHTCAST_TOKEN", None)
+    if setup.endpoints:
+        environment["VLLM_PLUGINS"] = "weightcast"
+    if setup.token:
+        environment["WEIGHTCAST_TOKEN"] = setup.token
+    return environment
+
+
+ONE = Setup()
+STOCK = Setup(endpoints=False)
+TWO = Setup(tp=2)
+REPLICAS = Setup("qwen3-moe", dp=2)
+PLAIN = Setup(backend=None, endpoints=False)
+"""Setups that many tests share; `PLAIN` knows nothing of weightcast."""
+
+
+class Span(NamedTuple):
+    """Tokens `start` to `end` of an answer came from this version."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Part(NamedTuple):
+    """A message of a stream. `spans`: of the whole answer, in its last message."""
+
+    answer: Answer
+    spans: list[Span]
+
+
+class Server:
+    """A server of `setup` that started from the checkpoint in `folder`. Start it by entering it.
+
+    `extension`: a class mixed into vLLM's workers, for what only a test does to them.
+    """
+
+    def __init__(self, setup: Setup, folder: Path, *, port: int = 0, extension: str = "real_vllm.extension.Extension"):
+        self.setup = setup
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._folder = folder
+        self._extension = extension
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = tempfile.NamedTemporaryFile(prefix="weightcast-vllm-", suffix=".log")  # noqa: SIM115
+        # vLLM closes a connection after an error, maybe while the next request is on its way: each has one of its own.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(base_url=self.url, timeout=REQUEST_SECONDS, limits=limits, trust_env=False)
+
+    def _command(self) -> list[str]:
+        setup = self.setup
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(self._folder)]
+        command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--dtype", str(setup.dtype).removeprefix("torch."), "--enforce-eager"]
+        command += ["--enable-scale-out"]  # the one HTTP route that says which tokens came from which version
+        command += ["--max-model-len", "512", "--max-num-seqs", "16", "--worker-extension-cls", self._extension]
+        command += ["--tensor-parallel-size", str(setup.tp), "--data-parallel-size", str(setup.dp)]
+        if setup.backend is not None:
+            command += ["--weight-transfer-config", json.dumps({"backend": setup.backend})]
+        return command
+
+    def __enter__(self) -> Server:
+        # In a session of its own, so that it can be ended with its workers; it also ends if this process is killed.
+        self._process = subprocess.Popen(
+            self._command(),
+            env=child_environment(self.setup),
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+        try:
+            self._await_health()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _await_health(self) -> None:
+        end = time.monotonic() + START_SECONDS
+        while not self.is_healthy():
+            if self.process.poll() is not None:
+                raise AssertionError(f"{self} ended with {self.process.returncode}:\n{self.log_tail()}")
+            if time.monotonic() > end:
+                raise AssertionError(f"{self} is not up after {START_SECONDS} s:\n{self.log_tail()}")
+            self.process_ended(0.25)
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "the server was not started"
+        return self._process
+
+    def process_ended(self, seconds: float) -> bool:
+        """Whether the server ends within that time."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def is_healthy(self) -> bool:
+        try:
+            return self._http.get("/health", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def close(self) -> None:
+        """End it as an operator would; what is left of its processes after that is killed. Idempotent."""
+        if self._process is not None:
+            self._signal(signal.SIGTERM)
+            self.process_ended(STOP_SECONDS)
+        self.kill()
+        self._http.close()
+        self._log.close()
+
+    def kill(self) -> None:
+        """SIGKILL to all its processes. Idempotent."""
+        if self._process is not None:
+            self._signal(signal.SIGKILL)
+            self._process.wait(STOP_SECONDS)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def pids(self) -> list[int]:
+        """The processes of the server's session: front end, engine cores, workers, their helpers."""
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _session(pid) == self.process.pid]
+
+    def log_tail(self) -> str:
+        with open(self._log.name, "rb") as log:
+            log.seek(max(0, os.path.getsize(self._log.name) - LOG_TAIL_BYTES))
+            return log.read().decode(errors="replace")
+
+    # --- what a user does with it ---
+
+    def post(self, path: str, body: Any = None, *, seconds: float = REQUEST_SECONDS) -> httpx.Response:
+        return self._http.post(path, json=body, timeout=seconds)
+
+    def get(self, path: str) -> Any:
+        reply = self._http.get(path)
+        reply.raise_for_status()
+        return reply.json()
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """A worker method, on every rank of the first engine; its results."""
+        reply = self.post("/collective_rpc", {"method": method, "args": list(arguments)})
+        assert reply.status_code == 200, reply.text
+        return list(reply.json()["results"])
+
+    def version(self) -> str:
+        return str(self.get("/weight_info")["weight_version"])
+
+    def is_paused(self) -> bool:
+        return bool(self.get("/is_paused")["is_paused"])
+
+    def metric(self, name: str) -> float:
+        """The sum of a Prometheus metric over its labels."""
+        lines = self._http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+    def asks(self) -> list[Ask]:
+        """One `ask` for each data-parallel engine, so that each is sure to answer."""
+        if self.setup.dp == 1:
+            return [self.ask]
+        return [functools.partial(self.ask, dp_rank=rank) for rank in range(self.setup.dp)]
+
+    def ask(self, prompt: Sequence[int], num_tokens: int, *, dp_rank: int = 0) -> Answer:
+        """A greedy completion. `dp_rank`: by which data-parallel engine."""
+        reply = self.complete(prompt, num_tokens, dp_rank=dp_rank)
+        assert reply.status_code == 200, f"{reply.status_code}: {reply.text}"
+        choice = reply.json()["choices"][0]
+        return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+
+    def complete(
+        self, prompt: Sequence[int], num_tokens: int, *, dp_rank: int = 0, seconds: float = REQUEST_SECONDS
+    ) -> httpx.Response:
+        """The reply as it is."""
+        headers = {"X-data-parallel-rank": str(dp_rank)}
+        body = completion(prompt, num_tokens)
+        return self._http.post("/v1/completions", json=body, headers=headers, timeout=seconds)
+
+    def stream(self, prompt: Sequence[int], num_tokens: int) -> Iterator[Answer]:
+        """The same, as it comes: the tokens of each message. Raises AssertionError for a request that fails."""
+        for choice in self._choices("/v1/completions", completion(prompt, num_tokens)):
+            if choice.get("token_ids"):
+                yield Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+
+    def generate(self, prompt: Sequence[int], num_tokens: int) -> Iterator[Part]:
+        """A greedy answer as it comes, by the route that says which version each token is of."""
+        wishes = {"temperature": 0, "max_tokens": num_tokens, "ignore_eos": True, "logprobs": 0}
+        for choice in self._choices("/inference/v1/generate", {"token_ids": list(prompt), "sampling_params": wishes}):
+            content = (choice.get("logprobs") or {}).get("content") or []
+            logprobs = [token["top_logprobs"][0]["logprob"] for token in content]
+            spans = [Span(**span) for span in choice.get("weight_versions") or []]
+            yield Part(Answer(choice["token_ids"] or [], logprobs), spans)
+
+    def _choices(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        with self._http.stream("POST", path, json=body | {"stream": True}) as reply:
+            assert reply.status_code == 200, f"{reply.status_code}: {reply.read().decode()}"
+            for line in reply.iter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    message = json.loads(line.removeprefix("data: "))
+                    assert "error" not in message, message
+                    yield from message["choices"]
+
+    def __str__(self) -> str:
+        return f"vllm serve ({self.setup}) on port {self.port}"
+
+
+def completion(prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
+    """The body of a greedy request that answers with token ids and log-probabilities."""
+    wishes = {"temperature": 0, "logprobs": 0, "ignore_eos": True, "return_token_ids": True}
+    return {"model": "tiny", "prompt": list(prompt), "max_tokens": num_tokens} | wishes
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def on(*setups: Setup) -> pytest.MarkDecorator:
+    """Parametrises a test with the servers that it runs against, one after another; each is started once."""
+    return pytest.mark.parametrize("server", setups, ids=str, indirect=True, scope="session")

@@ -1,0 +1,149 @@
+"""What a user relies on: a published version is what is served, whole, labelled, and with nothing of the old one."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import pytest
+
+from real_vllm.oracle import PROMPT, Answer, assert_serves, is_of, joined
+from real_vllm.servers import ONE, REPLICAS, STOCK, TWO, Server, Span, on
+from real_vllm.trainer import GLOO, IPC, trainer
+from weightcast import HttpEngine
+
+LONG_PROMPT = tuple(range(10, 210))
+"""Longer than a block of the prefix cache."""
+NUM_STREAMED, NUM_BEFORE_PAUSE = 450, 20
+T = TypeVar("T")
+ALL = (ONE, STOCK, TWO, REPLICAS)
+
+
+@on(*ALL)
+@pytest.mark.parametrize("transport", [IPC, GLOO], ids=["ipc", "gloo"])
+def test_alternating_publishes_serve_what_was_published(server: Server, transport: str) -> None:
+    with trainer(server.setup, server.url, transport=transport) as it:
+        for seed in (1, 0, 1):
+            report = it.publish(seed)
+            assert report.ok
+            assert server.version() == str(report.version)
+            for ask in server.asks():
+                assert_serves(ask, it.of(seed), other=it.of(1 - seed))
+
+
+@on(*ALL)
+def test_an_answer_says_which_version_it_is_of(server: Server) -> None:
+    with trainer(server.setup, server.url) as it:
+        first, second = it.publish(0).version, it.publish(1).version
+        assert second > first
+        assert list(server.generate(PROMPT, 12))[-1].spans == [(str(second), 0, 12)]
+
+
+@on(ONE, STOCK, TWO)
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_no_cache_of_the_old_version_is_used(server: Server, mode: Any) -> None:
+    engine = HttpEngine(server.url, pause=mode)
+    with contextlib.closing(engine), trainer(server.setup, engine) as it:
+        it.publish(0)
+        before = server.metric("vllm:prefix_cache_hits_total")
+        for _ in range(2):
+            assert_serves(server.ask, it.of(0), other=it.of(1), prompt=LONG_PROMPT)
+        assert server.metric("vllm:prefix_cache_hits_total") > before, "the prompt is not cached at all"
+        it.publish(1)
+        assert_serves(server.ask, it.of(1), other=it.of(0), prompt=LONG_PROMPT)
+
+
+class Stream(Generic[T]):
+    """A request in a thread of its own, begun when all of an update has been sent, so that the pause finds it running.
+
+    Use it as the update's `on_progress`; `parts` is what came, once the request was `awaited`.
+    """
+
+    def __init__(self, parts: Iterator[T]) -> None:
+        self.parts: list[T] = []
+        self._coming = parts
+        self._is_running = threading.Event()
+        self._pool = concurrent.futures.ThreadPoolExecutor(1)
+        self._reading: concurrent.futures.Future[None] | None = None
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        if done_bytes == total_bytes:
+            self._reading = self._pool.submit(self._read)
+            assert self._is_running.wait(60)
+
+    def _read(self) -> None:
+        for part in self._coming:
+            self.parts.append(part)
+            if len(self.parts) == NUM_BEFORE_PAUSE:
+                self._is_running.set()
+
+    def awaited(self) -> list[T]:
+        assert self._reading is not None
+        self._reading.result(60)
+        self._pool.shutdown()
+        return self.parts
+
+
+@on(ONE, STOCK, TWO)
+def test_a_kept_request_goes_on_under_the_new_version_and_says_where(server: Server) -> None:
+    with trainer(server.setup, server.url) as it:
+        first = it.publish(0).version
+        stream = Stream(server.generate(PROMPT, NUM_STREAMED))
+        second = it.publish(1, on_progress=stream).version
+        parts = stream.awaited()
+        answer = joined(part.answer for part in parts)
+        assert len(answer.tokens) == NUM_STREAMED
+        cut = _cut(parts[-1].spans, first, second)
+        assert NUM_BEFORE_PAUSE <= cut < NUM_STREAMED
+        assert is_of(it.of(0), PROMPT, Answer(answer.tokens[:cut], answer.logprobs[:cut]))
+        rest = Answer(answer.tokens[cut:], answer.logprobs[cut:])
+        assert is_of(it.of(1), [*PROMPT, *answer.tokens[:cut]], rest)
+
+
+def _cut(spans: Sequence[Span], first: int, second: int) -> int:
+    """Where the second version begins; the spans must be of the two, in order and without a gap."""
+    (old, start, cut), (new, next_start, _end) = spans
+    assert (old, start, new, next_start) == (str(first), 0, str(second), cut)
+    return cut
+
+
+@on(ONE, STOCK)
+@pytest.mark.parametrize(("mode", "is_whole"), [("wait", True), ("abort", False)])
+def test_pause_wait_lets_requests_end_and_abort_ends_them(server: Server, mode: Any, is_whole: bool) -> None:
+    engine = HttpEngine(server.url, pause=mode)
+    with contextlib.closing(engine), trainer(server.setup, engine) as it:
+        it.publish(0)
+        stream = Stream(server.stream(PROMPT, NUM_STREAMED))
+        it.publish(1, on_progress=stream)
+        answer = joined(stream.awaited())
+        assert (len(answer.tokens) == NUM_STREAMED) is is_whole
+        assert is_of(it.of(0), PROMPT, answer)
+        assert_serves(server.ask, it.of(1), other=it.of(0))
+
+
+_WITHOUT_VLLM = """
+import sys
+sys.modules["vllm"] = None  # whoever imports it now gets an ImportError
+sys.path.insert(0, sys.argv[2])
+import torch
+from real_vllm.models import make_model
+from weightcast import ModuleSource, Publisher
+with Publisher(ModuleSource(make_model("qwen3", 1)), engines=[sys.argv[1]]) as publisher:
+    print(publisher.publish().version)
+"""
+
+
+@on(ONE, STOCK)
+def test_the_trainer_needs_no_vllm(server: Server) -> None:
+    with trainer(server.setup, server.url) as it:
+        it.publish(0)
+    command = [sys.executable, "-c", _WITHOUT_VLLM, server.url, "tests"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert server.version() == done.stdout.strip()
+    assert_serves(server.ask, it.of(1), other=it.of(0))

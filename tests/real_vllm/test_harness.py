@@ -1,0 +1,18 @@
+"""The tests' own parts: a real server without weightcast answers as transformers does."""
+
+from __future__ import annotations
+
+from real_vllm.models import model_of
+from real_vllm.oracle import PROMPT, assert_serves, joined
+from real_vllm.servers import PLAIN, Server, on
+
+
+@on(PLAIN)
+def test_a_server_answers_as_transformers(server: Server) -> None:
+    assert_serves(server.ask, model_of("qwen3", 0), other=model_of("qwen3", 1))
+    answer = server.ask(PROMPT, 12)
+    assert joined(server.stream(PROMPT, 12)) == answer
+    parts = list(server.generate(PROMPT, 12))
+    assert joined(part.answer for part in parts) == answer
+    assert parts[-1].spans == [("default", 0, 12)]
+    assert len(server.pids()) > 1

@@ -1,0 +1,78 @@
+"""The same trainer against every kind of engine: families, dtypes, parallelism, transports, HTTP and offline.
+
+What is not on the diagonal runs with `--full`. Families at TP=1 are in test_model.py besides, all of them always.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from real_vllm.conftest import Checkpoints
+from real_vllm.oracle import assert_serves
+from real_vllm.servers import REPLICAS, TESTS, Server, Setup, child_environment
+from real_vllm.trainer import GLOO, IPC, trainer
+
+FAMILIES = ("qwen3", "qwen3-moe", "llama-tied", "qwen2")
+DTYPES = (torch.float32, torch.bfloat16)
+PARALLEL = ((1, 1), (2, 1), (1, 2))
+TRANSPORTS = (IPC, GLOO)
+OFFLINE_SECONDS = 300
+
+SERVED_ALWAYS = {REPLICAS, Setup("llama-tied", tp=2)}
+SERVED = [Setup(family, dtype, tp, dp) for family, dtype, (tp, dp) in itertools.product(FAMILIES, DTYPES, PARALLEL)]
+OFFLINE_ALWAYS = {(Setup("qwen3", torch.bfloat16), IPC), (Setup("qwen2", tp=2), GLOO)}
+OFFLINE = [
+    (Setup(family, dtype, tp), transport)
+    for family, dtype, tp, transport in itertools.product(FAMILIES, DTYPES, (1, 2), TRANSPORTS)
+]
+
+
+def unless_full(is_always: bool) -> list[pytest.MarkDecorator]:
+    return [] if is_always else [pytest.mark.full]
+
+
+@pytest.mark.parametrize(
+    "server",
+    [pytest.param(setup, marks=unless_full(setup in SERVED_ALWAYS), id=str(setup)) for setup in SERVED],
+    indirect=True,
+    scope="session",
+)
+@pytest.mark.parametrize("transport", TRANSPORTS, ids=["ipc", "gloo"])
+def test_a_server_serves_what_was_published(server: Server, transport: str) -> None:
+    with trainer(server.setup, server.url, transport=transport) as it:
+        for seed in (1, 0, 1):
+            version = it.publish(seed).version
+            assert server.version() == str(version)
+            for ask in server.asks():
+                print(assert_serves(ask, it.of(seed), other=it.of(1 - seed)))
+
+
+@pytest.mark.parametrize(
+    ("setup", "transport"),
+    [
+        pytest.param(*case, marks=unless_full(case in OFFLINE_ALWAYS), id=f"{case[0]}-{case[1].partition(':')[0]}")
+        for case in OFFLINE
+    ],
+)
+def test_an_offline_llm_serves_what_was_published(setup: Setup, transport: str, checkpoint: Checkpoints) -> None:
+    folder = checkpoint(setup.family, 0, setup.dtype)
+    program = str(Path(TESTS, "real_vllm", "offline_llm.py"))
+    dtype = str(setup.dtype).removeprefix("torch.")
+    command = [sys.executable, program, str(folder), setup.family, dtype, str(setup.tp), transport]
+    done = subprocess.run(
+        command,
+        env=child_environment(setup),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=OFFLINE_SECONDS,
+        check=False,
+    )
+    print(done.stdout[-6000:])
+    assert done.returncode == 0

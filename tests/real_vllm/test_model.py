@@ -1,0 +1,604 @@
+"""VllmModel on a real vLLM of one rank: what it refuses, what it installs, and how it goes back."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from real_vllm.models import make_model, model_of
+from real_vllm.offline import Offline, OfflineSetup, offline_on
+from real_vllm.oracle import FAR, NUM_TOKENS, PROMPT, assert_serves, deviation
+from weightcast.errors import (
+    IncompatibleWeightsError,
+    IncompleteUpdateError,
+    InstallError,
+    UnsupportedError,
+    WeightcastError,
+)
+from weightcast.integrations.vllm import internals
+from weightcast.integrations.vllm.acceptance import ByDryRun
+from weightcast.integrations.vllm.model import VllmModel
+from weightcast.interfaces import Engine, Readable, Undoable, Validating
+from weightcast.manifest import TensorSpec, WeightVersion
+from weightcast.plan import plan
+from weightcast.sources.module import ModuleSource
+
+VERSION = WeightVersion("5a" * 16, 1)
+CPU = torch.device("cpu")
+BF16 = OfflineSetup("qwen3", torch.bfloat16)
+DENSE, PADDED, EXPERTS, BIASED, TIED = map(OfflineSetup, ("qwen3", "qwen3-padded", "qwen3-moe", "qwen2", "llama-tied"))
+ALL = (DENSE, PADDED, EXPERTS, BIASED, TIED, BF16)
+LAYER = "model.layers.1"
+Q_PROJ, DOWN_PROJ, NORM = f"{LAYER}.self_attn.q_proj.weight", f"{LAYER}.mlp.down_proj.weight", "model.norm.weight"
+EXPERT = f"{LAYER}.mlp.experts.2.down_proj.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+Tensors = dict[str, torch.Tensor]
+
+
+def weights(offline: Offline, seed: int) -> Tensors:
+    """The checkpoint of that seed, by name; a tied tensor once."""
+    source = ModuleSource(model_of(offline.setup.family, seed, offline.setup.saved_dtype))
+    return {spec.name: source.regions()[spec.name][0][1].detach() for spec in source.specs()}
+
+
+def specs(tensors: Tensors) -> list[TensorSpec]:
+    return [TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()]
+
+
+def engine_of(offline: Offline) -> VllmModel:
+    return VllmModel(offline.model, offline.config, CPU)
+
+
+def offer(engine: VllmModel, tensors: Tensors) -> None:
+    engine.validate(plan(specs(tensors), 1 << 20))
+
+
+def install(engine: VllmModel, tensors: Tensors) -> None:
+    offer(engine, tensors)
+    engine.load(tensors.items())
+    engine.commit(VERSION)
+
+
+def served(offline: Offline, seed: int) -> Any:
+    """The transformers model whose answers are expected, in the dtype that is served."""
+    if offline.setup.dtype == offline.setup.saved_dtype:
+        return model_of(offline.setup.family, seed, offline.setup.dtype)
+    return make_model(offline.setup.family, seed, offline.setup.saved_dtype).to(offline.setup.dtype)
+
+
+def assert_seed(offline: Offline, seed: int) -> None:
+    assert_serves(offline.ask, served(offline, seed), other=served(offline, 1 - seed))
+
+
+def state(model: torch.nn.Module) -> dict[str, Any]:
+    """Every tensor bit by bit, by every name and with its identity, and what vLLM has noted of each layer."""
+    tensors = {
+        name: (id(tensor), tensor.shape, tensor.flatten().view(torch.uint8).tolist())
+        for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    }
+    layer_info = internals.require().layer_info
+    notes = {f"info of {name}": repr(vars(layer_info(layer))) for name, layer in model.named_modules()}
+    attributes = {f"attributes of {n}": {k: id(v) for k, v in vars(m).items()} for n, m in model.named_modules()}
+    return tensors | notes | attributes
+
+
+@pytest.fixture(autouse=True)
+def back_to_seed_0(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test begins and ends with the weights that vLLM was started from."""
+    yield
+    if "offline" in request.fixturenames:
+        offline = request.getfixturevalue("offline")
+        install(engine_of(offline), weights(offline, 0))
+
+
+# --- what it is ---
+
+
+@offline_on(DENSE)
+def test_it_has_the_abilities_that_it_claims(offline: Offline) -> None:
+    engine: Engine = engine_of(offline)
+    assert isinstance(engine, Validating)
+    assert isinstance(engine, Undoable)
+    assert not isinstance(engine, Readable)
+    assert engine.specs() is None
+
+
+# --- installs ---
+
+
+@offline_on(*ALL)
+def test_alternating_installs_serve_what_transformers_says(offline: Offline) -> None:
+    engine = engine_of(offline)
+    assert_seed(offline, 0)
+    for seed in (1, 0, 1):
+        install(engine, weights(offline, seed))
+        assert_seed(offline, seed)
+
+
+@offline_on(*ALL)
+def test_an_install_keeps_where_parameters_lie(offline: Offline) -> None:
+    """Captured graphs hold their addresses."""
+    where = {name: (id(p), p.data_ptr()) for name, p in offline.model.named_parameters()}
+    install(engine_of(offline), weights(offline, 1))
+    assert where == {name: (id(p), p.data_ptr()) for name, p in offline.model.named_parameters()}
+
+
+@offline_on(*ALL)
+def test_nothing_that_came_is_kept(offline: Offline) -> None:
+    """A transport writes the next version where this one lay."""
+    engine = engine_of(offline)
+    tensors = {name: tensor.clone() for name, tensor in weights(offline, 1).items()}
+    install(engine, tensors)
+    alive = [weakref.ref(tensor.untyped_storage()) for tensor in tensors.values()]
+    for tensor in tensors.values():
+        tensor.fill_(float("nan"))
+    del tensor
+    tensors.clear()
+    gc.collect()
+    assert [ref for ref in alive if ref() is not None] == []
+    assert_seed(offline, 1)
+
+
+@offline_on(BF16)
+def test_the_checkpoints_dtype_and_the_live_one_are_taken(offline: Offline) -> None:
+    engine, tensors = engine_of(offline), weights(offline, 1)
+    install(engine, {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()})
+    assert_seed(offline, 1)
+    with pytest.raises(IncompatibleWeightsError) as refused:
+        offer(engine, {name: tensor.to(torch.float16) for name, tensor in tensors.items()})
+    assert len(refused.value.problems) == len(tensors)
+    assert f"{Q_PROJ!r} is float16, the engine has bfloat16 or float32" in refused.value.problems
+
+
+@offline_on(EXPERTS, TIED)
+def test_the_work_rounds_are_still_needed(offline: Offline) -> None:
+    """vLLM's own three calls leave weights packed for the CPU as they were. Where they don't, `reload` can be less."""
+    vllm = internals.require()
+    with vllm.current_config(offline.config):
+        vllm.begin_reload(offline.model)
+        offline.model.load_weights(iter(weights(offline, 1).items()))
+        vllm.end_reload(offline.model, offline.config.model_config)
+    answer = offline.ask(PROMPT, NUM_TOKENS)
+    assert deviation(served(offline, 1), PROMPT, answer).logprob > FAR
+
+
+# --- offers ---
+
+Change = Callable[[Tensors], None]
+
+
+def without(*names: str) -> Change:
+    return lambda tensors: [tensors.pop(name) for name in names] and None
+
+
+def shaped(name: str, *shape: int) -> Change:
+    return lambda tensors: tensors.update({name: torch.zeros(shape)})
+
+
+def typed(name: str, dtype: torch.dtype) -> Change:
+    return lambda tensors: tensors.update({name: tensors[name].to(dtype)})
+
+
+def all_of(*changes: Change) -> Change:
+    return lambda tensors: [change(tensors) for change in changes] and None
+
+
+# case: engine, what is wrong, a piece of each problem by the reference, and by a dry run alone
+FAULTS: dict[str, tuple[OfflineSetup, Change, Sequence[str], Sequence[str]]] = {
+    "unknown module": (DENSE, shaped("model.layers.9.mlp.gate.weight", 2, 2), ["layers.9"], ["layers.9"]),
+    "unknown leaf": (DENSE, shaped(f"{LAYER}.mlp.down_proj.wait", 2, 2), ["wait"], ["wait"]),
+    "bias that nobody has": (DENSE, shaped(f"{LAYER}.mlp.down_proj.bias", 128), ["proj.bias"], ["proj.bias"]),
+    "too small": (DENSE, shaped(Q_PROJ, 64, 128), [Q_PROJ], [Q_PROJ, "qkv_proj"]),
+    "other rank": (DENSE, shaped(Q_PROJ, 256), [Q_PROJ], [Q_PROJ, "qkv_proj"]),
+    "too many rows": (DENSE, shaped(Q_PROJ, 512, 128), [Q_PROJ], [Q_PROJ]),
+    "too many columns": (DENSE, shaped(DOWN_PROJ, 128, 512), [DOWN_PROJ], [DOWN_PROJ]),
+    "too large a vocabulary": (PADDED, shaped(EMBEDDING, 512, 128), [EMBEDDING], [EMBEDDING, "embed_tokens"]),
+    "other norm": (DENSE, shaped(NORM, 64), [NORM], [NORM, "model.norm"]),
+    "no q_proj": (DENSE, without(Q_PROJ), [Q_PROJ], ["qkv_proj"]),
+    "no down_proj": (DENSE, without(DOWN_PROJ), [DOWN_PROJ], ["down_proj"]),
+    "no norm": (DENSE, without(NORM), [NORM], ["model.norm"]),
+    "no bias": (BIASED, without(f"{LAYER}.self_attn.k_proj.bias"), ["k_proj.bias"], ["qkv_proj.bias"]),
+    "no embedding": (TIED, without(EMBEDDING), [EMBEDDING], ["embed_tokens"]),
+    "no expert": (EXPERTS, without(EXPERT), [EXPERT], ["w2_weight"]),
+    "small expert": (EXPERTS, shaped(EXPERT, 3, 5), [EXPERT], ["w2_weight"]),
+    "large expert": (EXPERTS, shaped(EXPERT, 128, 128), [EXPERT], [EXPERT, "w2_weight"]),
+    "other dtype": (DENSE, typed(Q_PROJ, torch.float16), [Q_PROJ], [Q_PROJ]),
+    "four things": (
+        DENSE,
+        all_of(shaped("what", 1), shaped(Q_PROJ, 1, 2), typed(NORM, torch.int8), without(DOWN_PROJ)),
+        ["what", Q_PROJ, NORM, DOWN_PROJ],
+        ["what", Q_PROJ, NORM, "qkv_proj", "down_proj"],
+    ),
+}
+
+
+def faulty(*, by_dry_run: bool) -> pytest.MarkDecorator:
+    cases = [(setup, change, named[by_dry_run]) for setup, change, *named in FAULTS.values()]
+    return pytest.mark.parametrize(("offline", "change", "named"), cases, ids=FAULTS, indirect=["offline"])
+
+
+@faulty(by_dry_run=False)
+def test_what_does_not_fit_the_checkpoint_is_refused(offline: Offline, change: Change, named: Sequence[str]) -> None:
+    engine, tensors, before = engine_of(offline), weights(offline, 1), state(offline.model)
+    change(tensors)
+    with pytest.raises(IncompatibleWeightsError) as refused:
+        offer(engine, tensors)
+    assert_named(refused.value, named)
+    assert state(offline.model) == before
+
+
+@faulty(by_dry_run=True)
+def test_what_the_loader_does_not_take_is_refused(offline: Offline, change: Change, named: Sequence[str]) -> None:
+    tensors, before = weights(offline, 1), state(offline.model)
+    change(tensors)
+    with pytest.raises(IncompatibleWeightsError) as refused:
+        ByDryRun(offline.model, offline.config).accept(plan(specs(tensors), 1 << 20))
+    assert_named(refused.value, named)
+    assert state(offline.model) == before
+
+
+def assert_named(error: IncompatibleWeightsError, named: Sequence[str]) -> None:
+    """Every offender, and nothing besides."""
+    assert [piece for piece in named if not any(piece in problem for problem in error.problems)] == []
+    assert [problem for problem in error.problems if not any(piece in problem for piece in named)] == []
+
+
+@offline_on(*ALL)
+def test_trying_an_offer_leaves_no_trace(offline: Offline) -> None:
+    """At the start, and after an install, when vLLM's records hold the loaders of that install."""
+    for seed in (0, 1):
+        install(engine_of(offline), weights(offline, seed))
+        before, answer = state(offline.model), offline.ask(PROMPT, NUM_TOKENS)
+        offer(engine_of(offline), weights(offline, 1))
+        if offline.setup.dtype == offline.setup.saved_dtype:
+            ByDryRun(offline.model, offline.config).accept(plan(specs(weights(offline, 1)), 1 << 20))
+        assert state(offline.model) == before
+        assert offline.ask(PROMPT, NUM_TOKENS) == answer
+
+
+@offline_on(DENSE)
+def test_a_manifest_is_tried_once(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, manifest = engine_of(offline), plan(specs(weights(offline, 1)), 1 << 20)
+    engine._acceptance = ByDryRun(offline.model, offline.config)
+    runs: list[object] = []
+    loader = offline.model.load_weights
+    monkeypatch.setattr(offline.model, "load_weights", lambda ws: runs.append(ws) or loader(ws), raising=False)
+    for _ in range(3):
+        engine.validate(manifest)
+    assert len(runs) == 1
+
+
+@offline_on(DENSE)
+def test_a_refused_offer_leaves_the_accepted_one(offline: Offline) -> None:
+    engine, tensors = engine_of(offline), weights(offline, 1)
+    offer(engine, tensors)
+    with pytest.raises(IncompatibleWeightsError):
+        offer(engine, {NORM: tensors[NORM]})
+    engine.load(tensors.items())
+    engine.commit(VERSION)
+    assert_seed(offline, 1)
+
+
+# --- tied embeddings ---
+
+
+@offline_on(TIED)
+def test_a_tied_head_may_come_under_both_names(offline: Offline) -> None:
+    engine, tensors = engine_of(offline), weights(offline, 1)
+    both = [msgspec.structs.replace(spec, aliases=(HEAD,) if spec.name == EMBEDDING else ()) for spec in specs(tensors)]
+    engine.validate(plan(both, 1 << 20))
+    engine.load([*tensors.items(), (HEAD, tensors[EMBEDDING])])
+    engine.commit(VERSION)
+    assert_seed(offline, 1)
+
+
+@offline_on(TIED)
+def test_a_tied_head_may_come_as_a_tensor_of_its_own(offline: Offline) -> None:
+    tensors = weights(offline, 1)
+    install(engine_of(offline), {HEAD: tensors[EMBEDDING].clone(), **tensors})
+    assert_seed(offline, 1)
+
+
+@offline_on(TIED)
+def test_a_tied_head_with_values_of_its_own_is_not_installed(offline: Offline) -> None:
+    engine, tensors = engine_of(offline), weights(offline, 1)
+    tensors |= {HEAD: tensors[EMBEDDING] + 1}
+    offer(engine, tensors)
+    restore = engine.snapshot()
+    with pytest.raises(InstallError, match=HEAD):
+        engine.load(tensors.items())
+    restore()
+    assert_seed(offline, 0)
+
+
+@offline_on(TIED)
+def test_a_tied_head_of_another_shape_is_refused(offline: Offline) -> None:
+    with pytest.raises(IncompatibleWeightsError, match=HEAD):
+        offer(engine_of(offline), weights(offline, 1) | {HEAD: torch.zeros(2, 128)})
+
+
+# --- completeness ---
+
+
+@offline_on(DENSE)
+def test_a_load_needs_an_offer_and_a_commit_a_load(offline: Offline) -> None:
+    engine, tensors = engine_of(offline), weights(offline, 1)
+    with pytest.raises(InstallError, match="validated"):
+        engine.load(tensors.items())
+    offer(engine, tensors)
+    with pytest.raises(IncompleteUpdateError, match="not loaded"):
+        engine.commit(VERSION)
+    assert_seed(offline, 0)
+
+
+@offline_on(DENSE, EXPERTS)
+def test_a_load_that_lacks_a_tensor_is_not_committed(offline: Offline) -> None:
+    engine, tensors = engine_of(offline), weights(offline, 1)
+    offer(engine, tensors)
+    restore = engine.snapshot()
+    engine.load((name, tensor) for name, tensor in tensors.items() if name != Q_PROJ)
+    with pytest.raises(IncompleteUpdateError, match=Q_PROJ):
+        engine.commit(VERSION)
+    restore()
+    assert_seed(offline, 0)
+
+
+@offline_on(*ALL)
+def test_a_tensor_that_the_loader_drops_is_noticed(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, tensors = engine_of(offline), weights(offline, 1)
+    offer(engine, tensors)
+    restore = engine.snapshot()
+    loader = offline.model.load_weights
+    drop = lambda ws: loader((n, w) for n, w in ws if n != Q_PROJ)  # noqa: E731
+    monkeypatch.setattr(offline.model, "load_weights", drop, raising=False)
+    engine.load(tensors.items())
+    monkeypatch.undo()
+    with pytest.raises(IncompleteUpdateError, match=r"layers\.1\.self_attn\.qkv_proj"):
+        engine.commit(VERSION)
+    restore()
+    assert_seed(offline, 0)
+
+
+# --- failures in an install ---
+
+
+class Boom(Exception):
+    """What a test has vLLM raise."""
+
+
+def fail_at_tensor(position: float) -> Callable[[Offline, pytest.MonkeyPatch, Tensors], Tensors]:
+    """The stream breaks at that part of its length."""
+
+    def breaking(offline: Offline, monkeypatch: pytest.MonkeyPatch, tensors: Tensors) -> Tensors:
+        loader = offline.model.load_weights
+        last = int(position * (len(tensors) - 1))
+
+        def broken(stream: Any) -> Iterator[tuple[str, torch.Tensor]]:
+            for number, named in enumerate(stream):
+                if number == last:
+                    raise Boom
+                yield named
+
+        monkeypatch.setattr(offline.model, "load_weights", lambda ws: loader(broken(ws)), raising=False)
+        return tensors
+
+    return breaking
+
+
+def bad_tensor(name: str) -> Callable[[Offline, pytest.MonkeyPatch, Tensors], Tensors]:
+    """One tensor has not the shape that was offered, which the loader notices."""
+
+    def spoilt(offline: Offline, monkeypatch: pytest.MonkeyPatch, tensors: Tensors) -> Tensors:
+        return tensors | {name: torch.zeros(3, 7)}
+
+    return spoilt
+
+
+def fail_in(find: Callable[[Any], tuple[Any, str]]) -> Callable[[Offline, pytest.MonkeyPatch, Tensors], Tensors]:
+    """A method of vLLM's raises: `find` gives its object and name."""
+
+    def failing(offline: Offline, monkeypatch: pytest.MonkeyPatch, tensors: Tensors) -> Tensors:
+        def boom(*args: Any, **kwargs: Any) -> None:
+            raise Boom
+
+        subject, name = find(offline.model)
+        monkeypatch.setattr(subject, name, boom, raising=False)
+        return tensors
+
+    return failing
+
+
+FAILURES = {
+    "at the first tensor": fail_at_tensor(0),
+    "in the middle": fail_at_tensor(0.5),
+    "at the last tensor": fail_at_tensor(1),
+    "a bad tensor after others of its layer": bad_tensor(f"{LAYER}.self_attn.v_proj.weight"),
+    "while a layer is packed": fail_in(lambda m: (m.model.layers[1].self_attn.o_proj.quant_method, _PROCESS)),
+    "while the mlp is packed": fail_in(lambda m: (_mlp(m).quant_method, _PROCESS)),
+    "in the middle of the end": fail_in(lambda m: (m.model.layers[1].self_attn.attn, _PROCESS)),
+    "while the head is packed": fail_in(lambda m: (m.lm_head.quant_method, _PROCESS)),
+}
+_PROCESS = "process_weights_after_loading"
+
+
+def _mlp(model: Any) -> Any:
+    mlp = model.model.layers[1].mlp
+    return mlp.experts.routed_experts if hasattr(mlp, "experts") else mlp.down_proj
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@offline_on(*ALL)
+def test_an_undo_brings_back_the_very_same(offline: Offline, failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, answer, before = engine_of(offline), offline.ask(PROMPT, NUM_TOKENS), values(offline.model)
+    break_install(engine, offline, failure, monkeypatch, undo=True)
+    assert values(offline.model) == before
+    assert offline.ask(PROMPT, NUM_TOKENS) == answer
+    install(engine, weights(offline, 1))
+    assert_seed(offline, 1)
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@offline_on(*ALL)
+def test_without_undo_the_model_stays_whole_and_the_next_install_heals(
+    offline: Offline, failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(offline)
+    break_install(engine, offline, failure, monkeypatch, undo=False)
+    assert [name for name, p in offline.model.named_parameters() if p.is_meta] == []
+    assert len(offline.ask(PROMPT, NUM_TOKENS).tokens) == NUM_TOKENS
+    install(engine, weights(offline, 1))
+    assert_seed(offline, 1)
+
+
+def break_install(
+    engine: VllmModel, offline: Offline, failure: str, monkeypatch: pytest.MonkeyPatch, *, undo: bool
+) -> None:
+    tensors = weights(offline, 1)
+    offer(engine, tensors)
+    restore = engine.snapshot() if undo else engine.discard
+    tensors = FAILURES[failure](offline, monkeypatch, tensors)
+    with pytest.raises(Exception) as failed:  # noqa: PT011  (vLLM raises what it likes)
+        engine.load(tensors.items())
+    monkeypatch.undo()
+    assert not isinstance(failed.value, WeightcastError)
+    restore()
+
+
+def values(model: torch.nn.Module) -> dict[str, Any]:
+    return {n: t.flatten().view(torch.uint8).tolist() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+
+
+@offline_on(DENSE, EXPERTS)
+def test_what_another_reload_left_half_way_is_healed(offline: Offline) -> None:
+    """vLLM's own calls, which a client may send as well, stop where they fail."""
+    engine, tensors = engine_of(offline), weights(offline, 1)
+    vllm = internals.require()
+    with vllm.current_config(offline.config):
+        vllm.begin_reload(offline.model)
+        offline.model.load_weights(iter([(Q_PROJ, tensors[Q_PROJ])]))
+    offer(engine, tensors)
+    engine.snapshot()
+    assert_seed(offline, 0)
+    install(engine, tensors)
+    assert_seed(offline, 1)
+
+
+# --- several ranks ---
+
+
+class Ranks:
+    """An `agree` that notes what it was told; with `other`, another rank had an error."""
+
+    def __init__(self) -> None:
+        self.told: list[BaseException | None] = []
+        self.other: Exception | None = None
+
+    def agree(self, error: BaseException | None) -> None:
+        self.told.append(error)
+        if error or self.other:
+            raise error or self.other or AssertionError
+
+
+@offline_on(DENSE)
+def test_every_step_is_agreed_on_once(offline: Offline) -> None:
+    ranks = Ranks()
+    engine, tensors = VllmModel(offline.model, offline.config, CPU, agree=ranks.agree), weights(offline, 1)
+    offer(engine, tensors)
+    assert ranks.told == []
+    restore = engine.snapshot()
+    assert ranks.told == [None]
+    engine.load(tensors.items())
+    assert ranks.told == [None] * 2
+    engine.commit(VERSION)
+    assert ranks.told == [None] * 3
+    restore()
+    assert ranks.told == [None] * 4
+    assert_seed(offline, 0)
+
+
+@offline_on(DENSE)
+def test_what_another_rank_raises_is_raised_here(offline: Offline) -> None:
+    ranks = Ranks()
+    engine, tensors = VllmModel(offline.model, offline.config, CPU, agree=ranks.agree), weights(offline, 1)
+    offer(engine, tensors)
+    restore = engine.snapshot()
+    ranks.other = Boom("rank 1")
+    for step in (engine.snapshot, lambda: engine.load(tensors.items()), lambda: engine.commit(VERSION)):
+        with pytest.raises(Boom, match="rank 1"):
+            step()
+    ranks.other = None
+    restore()
+    assert_seed(offline, 0)
+
+
+@offline_on(DENSE)
+def test_an_own_error_is_told_and_raised(offline: Offline) -> None:
+    ranks = Ranks()
+    engine, tensors = VllmModel(offline.model, offline.config, CPU, agree=ranks.agree), weights(offline, 1)
+    offer(engine, tensors)
+    with pytest.raises(IncompleteUpdateError) as raised:
+        engine.commit(VERSION)
+    assert ranks.told == [raised.value]
+
+
+# --- what is not supported ---
+
+
+@offline_on(DENSE)
+def test_a_vllm_without_a_name_is_refused_by_that_name(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    monkeypatch.delattr(layerwise, "_place_kernel_tensors")
+    internals.require.cache_clear()
+    try:
+        with pytest.raises(UnsupportedError, match="_place_kernel_tensors"):
+            engine_of(offline)
+    finally:
+        monkeypatch.undo()
+        internals.require.cache_clear()
+
+
+@offline_on(TIED)
+def test_a_vllm_that_packs_ties_otherwise_is_refused(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(offline.model.lm_head, "cpu_linear")
+    with pytest.raises(UnsupportedError, match="cpu_linear"):
+        engine_of(offline)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "shown"),
+    [
+        ("model_config", "quantization", "fp8", "quantization='fp8'"),
+        ("cache_config", "cache_dtype", "fp8", "kv_cache_dtype='fp8'"),
+        ("parallel_config", "pipeline_parallel_size", 2, "pipeline_parallel_size"),
+        ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size"),
+        ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size"),
+        ("parallel_config", "enable_expert_parallel", True, "enable_expert_parallel"),
+        ("parallel_config", "enable_eplb", True, "enable_eplb"),
+        ("parallel_config", "enable_elastic_ep", True, "enable_elastic_ep"),
+        ("offload_config.uva", "cpu_offload_gb", 1.0, "cpu_offload_gb"),
+        ("offload_config.prefetch", "offload_group_size", 2, "offload_group_size"),
+        ("", "lora_config", object(), "enable_lora"),
+        ("", "speculative_config", object(), "speculative_config"),
+    ],
+)
+@offline_on(DENSE)
+def test_an_untried_feature_is_refused_by_its_name(
+    offline: Offline, section: str, name: str, value: object, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert internals.unsupported(offline.config) == []
+    config: Any = offline.config
+    for part in filter(None, section.split(".")):
+        config = getattr(config, part)
+    monkeypatch.setattr(config, name, value)
+    assert len(internals.unsupported(offline.config)) == 1
+    engine = engine_of(offline)
+    with pytest.raises(UnsupportedError, match=shown):
+        offer(engine, weights(offline, 1))

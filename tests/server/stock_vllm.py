@@ -1,0 +1,151 @@
+"""vLLM's stock routes over real ranks: a stand-in for the wire format alone, for tests that need no vLLM.
+
+What it plays, and nothing else: one JSON object per route, a label and a pause in the front end, the replies of the
+first data-parallel engine only, errors wrapped in a 500. Each engine is one `Rank` around a module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from weightcast.control.rank_calls import METHOD, Leave, RankCall
+from weightcast.engines.module import ModuleEngine
+from weightcast.integrations.vllm.rank import Rank
+from weightcast.integrations.vllm.ranks import Ranks
+
+
+class FragileEngine(ModuleEngine):
+    """Fails in the install while `is_broken`, after it has written."""
+
+    is_broken = False
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load(tensors)
+        if self.is_broken:
+            raise RuntimeError("the loader broke")
+
+
+class StockVllm:
+    """A server of `num_engines` data-parallel engines. `log` has every POST's path and query, and each rank call."""
+
+    def __init__(
+        self, num_engines: int = 1, *, backend: str | None = "weightcast", is_dev: bool = True, token: str = ""
+    ) -> None:
+        self.modules = [torch.nn.Linear(8, 8) for _ in range(num_engines)]
+        self.engines = [FragileEngine(module) for module in self.modules]
+        self.ranks = [
+            Rank(lambda agree, e=engine: e, Ranks([]), engine_rank=i, world_size=num_engines, token=token)
+            for i, engine in enumerate(self.engines)
+        ]
+        self.backend = backend
+        self.is_dev = is_dev
+        self.label = "default"
+        self.is_paused = False
+        self.log: list[str] = []
+        self.headers: list[str] = []
+        self.lost_replies: set[str] = set()
+        """Rank calls that are done, but whose replies get lost."""
+        self.url = ""
+        self.resumed = threading.Event()
+
+    @contextlib.contextmanager
+    def serve(self) -> Iterator[StockVllm]:
+        listener = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(self._app(), log_config=None, access_log=False, lifespan="off", ws="none")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.start()
+        try:
+            yield self
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            listener.close()
+            for rank in self.ranks:
+                rank.answer(Leave())
+
+    def values(self) -> list[float]:
+        """What each engine's weights are filled with."""
+        return [float(module.weight.detach().flatten()[0]) for module in self.modules]
+
+    def _app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.middleware("http")
+        async def note(request: Request, go_on: Any) -> Any:
+            if request.method == "POST" and request.url.path != "/collective_rpc":
+                query = f"?{request.url.query}" if request.url.query else ""
+                self.log.append(request.url.path + query)
+            self.headers.append(request.headers.get("authorization", ""))
+            return await go_on(request)
+
+        @app.get("/version")
+        def version() -> Any:
+            return {"version": "0.32.0"}
+
+        if not self.is_dev:
+            return app
+
+        @app.get("/weight_info")
+        def weight_info() -> Any:
+            return {"weight_version": self.label}
+
+        @app.get("/is_paused")
+        def is_paused() -> Any:
+            return {"is_paused": self.is_paused}
+
+        @app.get("/server_info")
+        def server_info() -> Any:
+            transfer = None if self.backend is None else {"backend": self.backend}
+            return {"vllm_config": {"weight_transfer_config": transfer, "more": 1}, "vllm_env": {}}
+
+        @app.post("/pause")
+        def pause(mode: str = "abort", clear_cache: bool = True) -> Any:
+            self.is_paused = True
+            return {"status": "paused"}
+
+        @app.post("/wake_up")
+        def wake_up() -> Any:
+            self.is_paused = False
+            self.resumed.set()
+            return {"status": "awake", "tags": ["scheduling"]}
+
+        @app.post("/update_weight_version")
+        def update_weight_version(body: dict[str, str]) -> Any:
+            self.label = body["new_version"]
+            return {"success": True, "new_version": self.label}
+
+        @app.post("/collective_rpc")
+        def collective_rpc(body: dict[str, Any]) -> Any:
+            return self._call(body)
+
+        return app
+
+    def _call(self, body: dict[str, Any]) -> Any:
+        if body["method"] != METHOD or self.backend != "weightcast":
+            return _failed(f"'Method {body['method']!r} is not implemented.'")
+        assert "timeout" not in body
+        (argument,) = body["args"]
+        name = argument["call"] + (f" {argument['info']['kind']}" if argument["call"] == "update" else "")
+        self.log.append(name)
+        call = msgspec.convert(argument, RankCall)
+        replies = [rank.answer(call) for rank in self.ranks]
+        if name in self.lost_replies:
+            return Response(b"{", headers={"content-length": "100"})
+        return {"results": [msgspec.to_builtins(replies[0])]}
+
+
+def _failed(text: str) -> JSONResponse:
+    message = f"Call to collective_rpc method failed: Worker failed with error {text}, please check the stack trace"
+    return JSONResponse({"error": {"message": message, "type": "InternalServerError", "code": 500}}, 500)

@@ -1,0 +1,245 @@
+"""HttpEngine finds out which kind of server answers, and what goes wrong on the way is an error of its class."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from server.stock_vllm import StockVllm
+
+from weightcast.control.client import HttpEngine
+from weightcast.control.messages import InitInfo
+from weightcast.control.rank_calls import marked, unmarked
+from weightcast.control.server import EngineServer
+from weightcast.engines.module import ModuleEngine
+from weightcast.errors import (
+    ControlError,
+    ErrorRecord,
+    InstallError,
+    PeerDiedError,
+    PeerTimeoutError,
+    StaleVersionError,
+    WeightcastError,
+    to_record,
+)
+from weightcast.integrations.vllm.http import StockServer
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+Serve = Callable[[bytes], HttpEngine]
+
+
+@pytest.fixture
+def raw() -> Iterator[Serve]:
+    """A server that answers every request with the same bytes, then ends the connection."""
+    clients: list[HttpEngine] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(30)
+
+    def answer_all(answer: bytes) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                if not connection.recv(65536):
+                    continue
+                connection.sendall(answer)
+
+    threads = ThreadPoolExecutor(1)
+
+    def serve(answer: bytes) -> HttpEngine:
+        threads.submit(answer_all, answer)
+        clients.append(HttpEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_seconds=10))
+        return clients[-1]
+
+    yield serve
+    for client in clients:
+        client.close()
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    threads.shutdown()
+
+
+def reply(status: str, body: object) -> bytes:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return f"HTTP/1.1 {status}\r\ncontent-length: {len(content)}\r\nconnection: close\r\n\r\n".encode() + content
+
+
+# --- which kind of server ---
+
+
+def test_the_reference_server_is_spoken_to_as_it_is() -> None:
+    with EngineServer(ModuleEngine(torch.nn.Linear(2, 2))) as server:
+        engine = HttpEngine(server.url)
+        assert engine.negotiate() is engine
+        assert engine.info().weight_version == "default"
+        engine.close()
+
+
+def test_stock_vllm_with_the_backend_is_driven_by_its_own_routes() -> None:
+    with StockVllm(2).serve() as vllm:
+        engine = HttpEngine(vllm.url)
+        client = engine.negotiate()
+        assert isinstance(client, StockServer)
+        info = client.info()
+        assert (info.weight_version, info.world_size, info.paused, info.torn) == ("default", 2, False, "")
+        assert "undo" in info.abilities
+        assert not {"lease", "streaming", "install"} & set(info.abilities)
+        assert vllm.log == ["ask"]
+        engine.close()
+
+
+def test_what_a_vllm_lacks_is_named_and_nothing_is_sent_to_its_ranks() -> None:
+    """A rank call to a vLLM without our backend would raise on all its ranks, and put its replies out of step."""
+    for vllm, missing in (
+        (StockVllm(backend=None), r"backend none.*pip install weightcast.*--weight-transfer-config"),
+        (StockVllm(backend="nccl"), r"backend 'nccl', not 'weightcast'"),
+        (StockVllm(is_dev=False), r"vLLM 0\.32\.0 without weight routes.*VLLM_PLUGINS=weightcast"),
+    ):
+        with vllm.serve():
+            engine = HttpEngine(vllm.url)
+            with pytest.raises(ControlError, match=missing) as caught:
+                engine.negotiate()
+            assert caught.value.peer == vllm.url
+            assert vllm.log == []
+            engine.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        reply("404 Not Found", {"detail": "Not Found"}),
+        reply("200 OK", b"<html>hello</html>"),
+        reply("200 OK", {"weight_version": 7}),
+        reply("405 Method Not Allowed", b""),
+    ],
+    ids=["404", "a page", "another form", "405"],
+)
+def test_a_stranger_is_no_engine_server(raw: Serve, answer: bytes) -> None:
+    with pytest.raises(ControlError, match="no engine server"):
+        raw(answer).negotiate()
+
+
+def test_a_server_in_trouble_is_not_taken_for_a_stranger(raw: Serve) -> None:
+    with pytest.raises(ControlError, match="answered 500: out of order"):
+        raw(reply("500 Oops", {"error": {"message": "out of order"}})).negotiate()
+
+
+# --- errors ---
+
+
+def test_a_record_in_the_reply_comes_back_as_its_class(raw: Serve) -> None:
+    record = ErrorRecord(kind="StaleVersionError", message="too old", problems=("one",))
+    body = {"error": {"message": "x", "record": {"kind": record.kind, "message": "too old", "problems": ["one"]}}}
+    with pytest.raises(StaleVersionError, match="too old") as caught:
+        raw(reply("409 Conflict", body)).finish(1)
+    assert caught.value.problems == ("one",)
+
+
+def test_a_record_inside_vllms_text_comes_back_as_its_class(raw: Serve) -> None:
+    record = to_record(InstallError('it\'s in the "middle"', torn=True))
+    wrapped = f"Call to collective_rpc method failed: Worker failed with error '{marked(record)}', please check"
+    with pytest.raises(InstallError, match='it\'s in the "middle"') as caught:
+        raw(reply("500 Oops", {"error": {"message": wrapped, "type": "InternalServerError"}})).finish(1)
+    assert caught.value.torn
+
+
+@pytest.mark.parametrize(
+    ("body", "kept"),
+    [
+        ({"error": {"message": "Worker failed with error 'no record'"}}, "Worker failed with error 'no record'"),
+        ({"error": "Failed to pause generation: x"}, "Failed to pause generation: x"),
+        ({"error": {"message": "a weightcast-error: {broken"}}, "a weightcast-error: {broken"),
+        ({"error": {"message": "m", "record": {"kind": 7}}}, '"kind": 7'),
+        ({"detail": "why"}, '"detail": "why"'),
+        (b"[" * 100_000, "[[["),
+        (b"\xff\xfe", "\ufffd"),
+    ],
+)
+def test_any_other_text_is_kept(raw: Serve, body: object, kept: str) -> None:
+    with pytest.raises(ControlError) as caught:
+        raw(reply("500 Oops", body)).finish(1)
+    assert kept in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_text_may_hold_several_records_and_the_innermost_counts() -> None:
+    first, last = (ErrorRecord("WeightcastError", f"{n} {{}}") for n in range(2))
+    assert unmarked(f"{marked(first)} and {marked(last)}' after it }}") == last
+    assert unmarked("weightcast-error: ") is None
+    assert unmarked('weightcast-error: {"kind": 1}') is None
+    assert unmarked("weightcast-error: " + "[" * 100_000) is None
+
+
+def test_nobody_there_died_and_nobody_answering_is_late(raw: Serve) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        late = HttpEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_seconds=0.2)
+        with pytest.raises(PeerTimeoutError, match="gave no answer in time"):
+            late.negotiate()
+        late.close()
+    with pytest.raises(PeerDiedError, match="can't be reached"):
+        late_again(late.name)
+    with pytest.raises(PeerDiedError):
+        raw(b"").negotiate()
+
+
+def late_again(url: str) -> None:
+    engine = HttpEngine(url, timeout_seconds=5)
+    try:
+        engine.negotiate()
+    finally:
+        engine.close()
+
+
+def test_an_answer_that_never_ends_is_cut_at_the_deadline() -> None:
+    stop = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+
+        def drip() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
+                while not stop.wait(0.05):
+                    try:
+                        connection.sendall(b" ")
+                    except OSError:
+                        return
+
+        threads.submit(drip)
+        engine = HttpEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_seconds=0.5)
+        start = time.monotonic()
+        with pytest.raises(PeerTimeoutError, match="did not end its answer"):
+            engine.negotiate()
+        assert time.monotonic() - start < 10
+        stop.set()
+        engine.close()
+
+
+# --- the token ---
+
+
+def test_the_token_goes_with_the_request_and_into_the_init_but_into_no_text() -> None:
+    with StockVllm(token="a-secret").serve() as vllm:
+        for token, is_right in (("a-secret", True), ("another", False), (None, False)):
+            engine = HttpEngine(vllm.url, token=token)
+            client = engine.negotiate()
+            info = InitInfo("0" * 32, vllm.url, "ipc://nowhere", "unix:@nobody", "0" * 64, 5)
+            if is_right:
+                client.init(info)
+            else:
+                with pytest.raises(WeightcastError, match="WEIGHTCAST_TOKEN") as caught:
+                    client.init(info)
+                assert "a-secret" not in str(caught.value)
+                assert "another" not in repr(client)
+            engine.close()
+        assert set(vllm.headers) == {"Bearer a-secret", "Bearer another", ""}
+    assert "a-secret" not in repr(InitInfo("0" * 32, "e", "ipc://x", "unix:@y", "0" * 64, 5, token="a-secret"))

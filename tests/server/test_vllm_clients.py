@@ -1,0 +1,206 @@
+"""LLMEngine, AsyncLLMEngine and RayEngine: which methods they call, in which thread, and when they stop waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from server.offline_vllm import OfflineLLM, OnlineLLM
+
+import weightcast
+from weightcast.errors import ControlError, InstallError, PeerDiedError, PeerTimeoutError, PublishError
+from weightcast.integrations.vllm import AsyncLLMEngine, LLMEngine, RayEngine
+from weightcast.interfaces import EngineClient, Pausable, Settling
+
+
+@pytest.fixture
+def llm(leaves_nothing: None) -> Iterator[OfflineLLM]:
+    with contextlib.closing(OfflineLLM()) as llm:
+        yield llm
+
+
+def filled(value: float) -> torch.nn.Module:
+    module = torch.nn.Linear(8, 8)
+    for parameter in module.parameters():
+        torch.nn.init.constant_(parameter, value)
+    return module
+
+
+def publisher_of(value: float, *engines: EngineClient, **options: object) -> weightcast.Publisher:
+    return weightcast.Publisher(weightcast.ModuleSource(filled(value)), engines=engines, **options)  # type: ignore[arg-type]
+
+
+def value_of(llm: OfflineLLM) -> float:
+    return float(llm.module.weight.detach()[0, 0])
+
+
+INSTALL = ["sleep 0 keep", "reset_prefix_cache", "install", "settle", "ask", "label 0", "wake_up ['scheduling']"]
+
+
+def test_an_llm_is_updated_in_a_pause_and_labelled_before_it_ends(llm: OfflineLLM) -> None:
+    engine = LLMEngine(llm)
+    assert isinstance(engine, Pausable)
+    assert isinstance(engine, Settling)
+    with publisher_of(3.0, engine) as publisher:
+        assert publisher.publish().ok
+    assert (value_of(llm), llm.label, llm.is_scheduling) == (3.0, "0", True)
+    assert llm.log[-7:] == INSTALL
+    assert llm.threads == {threading.get_ident()}, "an engine in this process computes in the caller's thread"
+
+
+def test_an_engine_asleep_is_woken_for_weights_updated_and_then_woken_for_its_kv_cache(llm: OfflineLLM) -> None:
+    """A publish must not have it schedule while its KV cache is not there."""
+    with publisher_of(3.0, LLMEngine(llm)) as publisher:
+        llm.sleep(1)
+        llm.wake_up(tags=["weights"])
+        llm.log.clear()
+        assert publisher.publish().ok
+        assert not llm.is_scheduling
+        assert llm.wake_up(tags=["kv_cache"])
+    assert llm.is_scheduling
+    assert llm.log[-8:] == [*INSTALL, "wake_up ['kv_cache']"]
+    assert value_of(llm) == 3.0
+
+
+def test_a_torn_llm_is_not_resumed_until_it_is_healed(llm: OfflineLLM) -> None:
+    llm.engine.is_broken = True
+    with publisher_of(3.0, LLMEngine(llm, pause="abort")) as publisher:
+        with pytest.raises(PublishError, match="the loader broke"):
+            publisher.publish()
+        assert not llm.is_scheduling
+        assert llm.label == "default"
+        llm.engine.is_broken = False
+        assert publisher.publish().ok
+    assert (value_of(llm), llm.label, llm.is_scheduling) == (3.0, "1", True)
+    assert "sleep 0 abort" in llm.log
+
+
+def test_an_engine_process_that_hangs_is_late(leaves_nothing: None) -> None:
+    with contextlib.closing(OfflineLLM(is_inside=False)) as llm:
+        llm.hangs_at = "ask"
+        with pytest.raises(PeerTimeoutError, match=r"first\.collective_rpc gave no answer in time"):
+            LLMEngine(llm, name="first", timeout_seconds=0.2).info()
+        llm.has_hung.set()
+        assert threading.get_ident() not in llm.threads
+
+
+class EngineDeadError(Exception):
+    """By this name vLLM says that an engine's process has ended."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "error", "text"),
+    [
+        (EngineDeadError("gone"), PeerDiedError, "LLM has died: gone"),
+        (TimeoutError(), PeerTimeoutError, "no answer in time"),
+        (NotImplementedError("no such method"), ControlError, "NotImplementedError: no such method"),
+        (
+            RuntimeError('x weightcast-error: {"kind": "InstallError", "message": "m", "torn": true}'),
+            InstallError,
+            "^m$",
+        ),
+    ],
+)
+def test_errors_of_vllm_become_ours(
+    llm: OfflineLLM, monkeypatch: pytest.MonkeyPatch, raised: Exception, error: type[Exception], text: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(llm, "collective_rpc", fail)
+    with pytest.raises(error, match=text):
+        LLMEngine(llm).info()
+
+
+def test_two_engines_in_one_process_have_two_names(llm: OfflineLLM) -> None:
+    with contextlib.closing(OfflineLLM()) as other:
+        with publisher_of(2.0, LLMEngine(llm, name="first"), LLMEngine(other, name="second")) as publisher:
+            assert sorted(publisher.publish().engines) == ["first", "second"]
+        assert value_of(llm) == value_of(other) == 2.0
+
+
+def test_an_async_llm_is_updated_from_a_thread_beside_its_loop(leaves_nothing: None) -> None:
+    async def main() -> OfflineLLM:
+        llm = OnlineLLM()
+        with publisher_of(4.0, AsyncLLMEngine(llm, pause="wait")) as publisher, contextlib.closing(llm.inner):
+            assert (await asyncio.to_thread(publisher.publish)).ok
+        return llm.inner
+
+    llm = asyncio.run(main())
+    assert (value_of(llm), llm.label, llm.is_scheduling) == (4.0, "0", True)
+    assert llm.log[-6:] == ["pause wait True", *INSTALL[2:]]
+
+
+def test_an_async_llm_says_what_is_wrong_instead_of_waiting_for_its_own_thread(leaves_nothing: None) -> None:
+    async def main() -> None:
+        llm = OnlineLLM()
+        with (
+            publisher_of(4.0, AsyncLLMEngine(llm)) as publisher,
+            contextlib.closing(llm.inner),
+            pytest.raises(PublishError, match=r"asyncio\.to_thread\(publisher\.publish\)"),
+        ):
+            publisher.publish()
+
+    asyncio.run(main())
+
+
+def test_an_async_llm_that_does_not_answer_is_late(leaves_nothing: None) -> None:
+    async def main() -> None:
+        llm = OnlineLLM()
+        llm.inner.hangs_at = "ask"
+        engine = AsyncLLMEngine(llm, timeout_seconds=0.2)
+        with contextlib.closing(llm.inner), pytest.raises(PeerTimeoutError, match=r"AsyncLLM\.collective_rpc"):
+            await asyncio.to_thread(engine.info)
+
+    asyncio.run(main())
+
+
+@pytest.mark.cluster
+def test_a_ray_actor_of_either_kind_is_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Or Ray takes the host's address in place of 127.0.0.1, writes a token to the home directory, and calls home.
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    class Offline(OfflineLLM):
+        def value(self) -> float:
+            return value_of(self)
+
+    class Online(OnlineLLM):
+        def __init__(self) -> None:
+            pass
+
+        async def start(self) -> None:
+            super().__init__()
+
+        async def value(self) -> float:
+            return value_of(self.inner)
+
+    class Stranger:
+        def sleep(self) -> None: ...
+
+    with tempfile.TemporaryDirectory(prefix="wc", dir="/tmp") as folder:
+        path = {"env_vars": {"PYTHONPATH": str(Path(__file__).parents[1])}}
+        ray.init(num_cpus=3, include_dashboard=False, _temp_dir=folder, log_to_driver=False, runtime_env=path)
+        try:
+            offline, online = (ray.remote(num_cpus=1)(kind).remote() for kind in (Offline, Online))
+            ray.get(online.start.remote(), timeout=60)
+            engines = [RayEngine(offline), RayEngine(online, name="online")]
+            with publisher_of(5.0, *engines) as publisher:
+                assert publisher.publish().ok
+                assert ray.get([offline.value.remote(), online.value.remote()], timeout=60) == [5.0, 5.0]
+                ray.kill(online)
+                with pytest.raises(PublishError) as caught:
+                    publisher.publish()
+                assert isinstance(caught.value.failures["online"], PeerDiedError)
+            with pytest.raises(ValueError, match="no collective_rpc"):
+                RayEngine(ray.remote(num_cpus=0)(Stranger).remote())
+        finally:
+            ray.shutdown()
