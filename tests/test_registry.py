@@ -19,12 +19,13 @@ def test_every_transport_of_the_table_is_one(name: str) -> None:
 
 @pytest.mark.parametrize("url", ["", "ipc", "ipc:", "ipc:/", "://x", "//x"])
 def test_what_is_no_url_is_the_callers_mistake(url: str) -> None:
-    with pytest.raises(ValueError, match=r"is not a transport URL; write one like gloo://, ipc://, memory://, nccl://"):
+    known = "file://, gloo://, ipc://, memory://, nccl://"
+    with pytest.raises(ValueError, match=f"is not a transport URL; write one like {known}"):
         registry.transport(url)
 
 
 def test_an_unknown_scheme_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="no transport 'carrier-pigeon'; known here: gloo, ipc, memory, nccl"):
+    with pytest.raises(ValueError, match="no transport 'carrier-pigeon'; known here: file, gloo, ipc, memory, nccl"):
         registry.transport("carrier-pigeon://coop")
 
 

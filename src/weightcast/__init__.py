@@ -22,16 +22,21 @@ if TYPE_CHECKING:
     from weightcast.errors import PublishError as PublishError
     from weightcast.errors import RefusedError as RefusedError
     from weightcast.errors import WeightcastError as WeightcastError
+    from weightcast.follower import Followed as Followed
+    from weightcast.follower import Follower as Follower
+    from weightcast.follower import follow as follow
     from weightcast.gate import Gate as Gate
     from weightcast.manifest import Manifest as Manifest
     from weightcast.manifest import Region as Region
     from weightcast.manifest import TensorSpec as TensorSpec
     from weightcast.manifest import WeightVersion as WeightVersion
     from weightcast.publisher import Publisher as Publisher
+    from weightcast.replay import rollback as rollback
     from weightcast.report import EngineResult as EngineResult
     from weightcast.report import PublishReport as PublishReport
     from weightcast.sources.module import ModuleSource as ModuleSource
     from weightcast.sources.safetensors import SafetensorsSource as SafetensorsSource
+    from weightcast.sources.store import StoreSource as StoreSource
 
 __all__ = [
     # the trainer's side
@@ -41,11 +46,16 @@ __all__ = [
     "HttpEngine",
     "ModuleSource",
     "SafetensorsSource",
+    "StoreSource",
+    "rollback",
     # the engine's side
     "EngineServer",
     "ModuleEngine",
     "TextGenerator",
     "Gate",
+    "follow",
+    "Follower",
+    "Followed",
     # what travels
     "Manifest",
     "TensorSpec",
@@ -69,10 +79,15 @@ _HOMES = {
     "HttpEngine": "weightcast.control.client",
     "ModuleSource": "weightcast.sources.module",
     "SafetensorsSource": "weightcast.sources.safetensors",
+    "StoreSource": "weightcast.sources.store",
     "EngineServer": "weightcast.control.server",
     "ModuleEngine": "weightcast.engines.module",
     "TextGenerator": "weightcast.engines.transformers",
     "Gate": "weightcast.gate",
+    "follow": "weightcast.follower",
+    "Follower": "weightcast.follower",
+    "Followed": "weightcast.follower",
+    "rollback": "weightcast.replay",
     "Manifest": "weightcast.manifest",
     "TensorSpec": "weightcast.manifest",
     "Region": "weightcast.manifest",

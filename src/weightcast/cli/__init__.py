@@ -20,9 +20,11 @@ from weightcast.cli.failures import describe, status_of
 COMMANDS = {
     "demo": "train a small model with RL and publish every step to two live engines",
     "serve": "serve a model directory as an engine that takes new weights while it generates",
-    "publish": "publish a safetensors checkpoint to running engines",
-    "inspect": "show what an engine or a checkpoint holds",
-    "verify": "check that an engine holds exactly this checkpoint",
+    "publish": "publish a safetensors checkpoint to running engines, or into a store",
+    "follow": "pass every version that comes into a store on to running engines",
+    "export": "write a store's newest version as a checkpoint directory",
+    "inspect": "show what an engine, a checkpoint or a store holds",
+    "verify": "check that an engine holds exactly this checkpoint, or that a store is whole",
     "bench": "measure a publish on this machine",
 }
 

@@ -1,11 +1,12 @@
-"""`weightcast inspect`: what an engine or a checkpoint directory holds."""
+"""`weightcast inspect`: what an engine, a checkpoint directory or a store holds."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -14,56 +15,75 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from weightcast.cli import exits, output
+from weightcast.cli import exits, output, values
 from weightcast.control.messages import WeightInfo
 from weightcast.manifest import TensorSpec
+from weightcast.store.address import StoreAddress
+from weightcast.store.records import StoreInfo
 
 EPILOG = """
 examples:
   weightcast inspect http://127.0.0.1:8000
   weightcast inspect ./checkpoint --filter '*.layers.0.*'
   weightcast inspect ./checkpoint --json | jq '.tensors[].name'
+  weightcast inspect file:///mnt/weights
 """
 
 _HOST_AND_PORT = re.compile(r"[^/\s]+:\d+/?")
 
 
 class Inspection(msgspec.Struct, frozen=True):
-    """The JSON of `inspect`. `engine` is None for a checkpoint; totals are of the tensors that the filter lets by."""
+    """The JSON of `inspect`. Of `engine` and `store` at most one; totals are of the tensors that the filter lets by."""
 
     target: str
     engine: WeightInfo | None
+    store: StoreInfo | None
     num_tensors: int
     num_bytes: int
     tensors: list[TensorSpec]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="TARGET", help="an engine's URL, or a checkpoint directory")
+    parser.add_argument(
+        "target", metavar="TARGET", help="an engine's URL, a checkpoint directory, or a store, file:///dir"
+    )
     parser.add_argument("--filter", default="*", metavar="GLOB", help="only tensors with such a name")
     output.add_token(parser)
     output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    info, specs = _look(args.target, args.token_file)
+    info, store, specs = _look(args.target, args.token_file)
     shown = [spec for spec in specs if any(fnmatchcase(name, args.filter) for name in spec.names)]
-    found = Inspection(args.target, info, len(shown), sum(spec.num_bytes for spec in shown), shown)
+    found = Inspection(args.target, info, store, len(shown), sum(spec.num_bytes for spec in shown), shown)
     output.show(found, args.json, lambda: _view(found, args.filter))
     return exits.OK
 
 
-def _look(target: str, token_file: Path | None) -> tuple[WeightInfo | None, Sequence[TensorSpec]]:
+def _look(target: str, token_file: Path | None) -> tuple[WeightInfo | None, StoreInfo | None, Sequence[TensorSpec]]:
     if target.startswith(("http://", "https://")):
         from weightcast.control.client import HttpEngine
 
         with contextlib.closing(HttpEngine(target, token=output.read_token(token_file))) as engine:
-            return engine.info(), engine.specs()
+            return engine.info(), None, engine.specs()
+    if values.is_store(target):
+        return None, *_look_at_store(target)
     if _HOST_AND_PORT.fullmatch(target) and not Path(target).exists():
         raise ValueError(f"{target} is neither a directory nor a file; if it is an engine, write http://{target}")
     from weightcast.sources.safetensors import SafetensorsSource
 
-    return None, SafetensorsSource(Path(target)).specs()
+    return None, None, SafetensorsSource(Path(target)).specs()
+
+
+def _look_at_store(url: str) -> tuple[StoreInfo, Sequence[TensorSpec]]:
+    """What its records say; the data is not read."""
+    from weightcast.store.reading import pinned
+    from weightcast.store.survey import survey
+
+    directory = StoreAddress.parse(url).directory
+    info = survey(directory)
+    with pinned(directory, label="weightcast inspect") as version:
+        return info, version.manifest.tensors
 
 
 def _view(found: Inspection, pattern: str) -> RenderableType:
@@ -76,7 +96,22 @@ def _view(found: Inspection, pattern: str) -> RenderableType:
         name = spec.name + "".join(f"\n= {alias}" for alias in spec.aliases)
         table.add_row(Text(name), spec.dtype, " x ".join(map(str, spec.shape)) or "scalar", f"{spec.num_bytes:,}")
     total = f"{found.num_tensors:,} tensors, {found.num_bytes / 1e9:.3f} GB"
+    if found.store is not None:
+        return Group(table, Text(total), *map(Text, _store_lines(found.store)))
     return Group(table, Text(f"{total}{'' if found.engine is None else '; ' + _state(found.engine)}"))
+
+
+def _store_lines(store: StoreInfo) -> Iterator[str]:
+    newest, previous = store.newest, store.previous
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(newest.committed_at))
+    yield f"version {newest.number} of run {newest.run[:8]}, committed {when}, in slot {newest.slot}"
+    yield (
+        "no version before it" if previous is None else f"before it version {previous.number} of run {previous.run[:8]}"
+    )
+    yield f"{'being written' if store.is_written else 'last written'} by {store.writer}"
+    for slot in store.slots:
+        readers = f", read by {', '.join(slot.readers)}" if slot.readers else ""
+        yield f"slot {slot.number}: {slot.num_bytes / 1e9:.3f} GB{readers}"
 
 
 def _state(info: WeightInfo) -> str:

@@ -30,11 +30,12 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
-def add_engines(parser: argparse.ArgumentParser) -> None:
+def add_engines(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     parser.add_argument(
         "--engine",
         action="append",
-        required=True,
+        required=required,
+        default=None if required else [],
         metavar="URL",
         dest="engines",
         help="an engine, such as http://127.0.0.1:8000; repeat it for more",

@@ -1,4 +1,4 @@
-"""`weightcast publish`: a safetensors checkpoint to running engines, as one new version."""
+"""`weightcast publish`: a safetensors checkpoint to running engines or into a store, as one new version."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ examples:
   weightcast publish ./checkpoint --engine http://127.0.0.1:8000 --version 12 --undo
   weightcast publish ./checkpoint --engine http://127.0.0.1:8000 --install streaming --json
   weightcast publish ./checkpoint --engine http://127.0.0.1:8000 --dtype bfloat16
+  weightcast publish ./checkpoint --transport file:///mnt/weights
 """
 
 _MIB = 1 << 20
@@ -28,12 +29,13 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT_DIR", help="a directory of safetensors files")
-    output.add_engines(parser)
+    output.add_engines(parser, required=False)
+    parser.set_defaults(usage_error=parser.error)
     parser.add_argument(
         "--version",
         type=values.integer(0, MAX_VERSION),
         metavar="N",
-        help="default: one above the highest of the engines",
+        help="default: one above the highest of the engines and the store",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="cast to it on the way (default: as the checkpoint has it)")
     parser.add_argument(
@@ -41,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=values.transport_between_processes,
         default="ipc://",
         metavar="URL",
-        help="how bytes travel (default: %(default)s)",
+        help="how bytes travel, or the store that they go into (default: %(default)s)",
     )
     parser.add_argument(
         "--install",
@@ -59,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.engines and not values.is_store(args.transport):
+        args.usage_error("one --engine at least, or --transport file:///dir for a store, is required")
     with output.measured(f"publishing {args.checkpoint}") as update:
         report = _publish(args, update)
     output.show(report, args.json, lambda: _table(report), lambda: _reasons(report))
@@ -99,7 +103,7 @@ def _table(report: PublishReport) -> Table:
 
 
 def _title(report: PublishReport) -> str:
-    if not any(result.ok for result in report.engines.values()):
+    if report.engines and not any(result.ok for result in report.engines.values()):
         return f"version {report.version} was not installed anywhere"
     seconds = report.seconds
     return (

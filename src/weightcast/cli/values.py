@@ -6,6 +6,8 @@ import argparse
 import math
 from collections.abc import Callable
 
+from weightcast.store.address import StoreAddress
+
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:
     """A whole number from `low` to `high`, both included."""
@@ -32,6 +34,20 @@ def seconds(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a finite number of seconds above 0")
     return number
+
+
+def is_store(target: str) -> bool:
+    """Whether a target or transport is a store's URL."""
+    return target.startswith("file://")
+
+
+def store(url: str) -> str:
+    """A store's URL."""
+    try:
+        StoreAddress.parse(url)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+    return url
 
 
 def transport_between_processes(url: str) -> str:

@@ -1,4 +1,4 @@
-"""`weightcast verify`: does the engine hold exactly this checkpoint, tensor by tensor?"""
+"""`weightcast verify`: does the engine hold exactly this checkpoint, tensor by tensor; is a store whole?"""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from weightcast.cli import exits, output
+from weightcast.cli import exits, output, values
 from weightcast.control.client import HttpEngine
 from weightcast.errors import ControlError
 from weightcast.interfaces import Source
 from weightcast.manifest import TensorSpec
+from weightcast.store.address import StoreAddress
 
 EPILOG = """
 examples:
   weightcast verify ./checkpoint --engine http://127.0.0.1:8000
   weightcast verify ./checkpoint --engine http://127.0.0.1:8000 --json
+  weightcast verify file:///mnt/weights
+  weightcast verify file:///mnt/weights --engine http://127.0.0.1:8000
 
 A digest of each tensor's elements as they are stored is computed on both sides: an engine that casts to another dtype
-does not hold this checkpoint, and differs.
+does not hold this checkpoint, and differs. In a store's newest version every bucket's trailer and digest is checked.
 """
 
 T = TypeVar("T")
@@ -63,7 +66,7 @@ class EngineVerdict(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The JSON of `verify`: `ok` if no engine differs."""
+    """The JSON of `verify`: `ok` if no engine differs. A store that is not whole is an error instead."""
 
     ok: bool
     num_tensors: int
@@ -72,13 +75,19 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT_DIR", help="a directory of safetensors files")
-    output.add_engines(parser)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory of safetensors files, or file:///dir")
+    output.add_engines(parser, required=False)
+    parser.set_defaults(usage_error=parser.error)
     output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    verdict = _verify(args.checkpoint, args.engines, output.read_token(args.token_file))
+    if args.engines:
+        verdict = _verify(args.checkpoint, args.engines, output.read_token(args.token_file))
+    elif values.is_store(args.checkpoint):
+        verdict = _verify_store(args.checkpoint)
+    else:
+        args.usage_error("one --engine at least is required, unless a store is to be verified")
     output.show(verdict, args.json, lambda: _view(verdict), lambda: _names(verdict))
     return exits.OK if verdict.ok else exits.NEGATIVE
 
@@ -101,10 +110,29 @@ def compare(checkpoint: Holding, engine: Holding) -> list[Difference]:
     return found + [Difference(spec.name, "unknown", engine=engine.describe(spec)) for spec in strangers]
 
 
-def _verify(directory: Path, engines: Sequence[str], token: str | None) -> Verdict:
+def _verify_store(url: str) -> Verdict:
+    """Read every bucket of the newest version, in the memory of one. Raises IntegrityError if it is not whole."""
+    from weightcast.store.reading import pinned
+
+    with pinned(StoreAddress.parse(url).directory, label="weightcast verify") as version:
+        manifest = version.manifest
+        with output.counted("store", sum(manifest.buckets), "bytes") as step:
+            version.check(step)
+        return Verdict(True, len(manifest.tensors), manifest.num_bytes, [])
+
+
+def _source(checkpoint: str) -> Source:
+    if values.is_store(checkpoint):
+        from weightcast.sources.store import StoreSource
+
+        return StoreSource(checkpoint)
     from weightcast.sources.safetensors import SafetensorsSource
 
-    source = SafetensorsSource(directory)
+    return SafetensorsSource(Path(checkpoint))
+
+
+def _verify(checkpoint_name: str, engines: Sequence[str], token: str | None) -> Verdict:
+    source = _source(checkpoint_name)
     asked = [_in_background(functools.partial(_ask, url, token)) for url in engines]  # they compute while we do
     checkpoint = _digest_checkpoint(source)
     with output.stage("waiting for the engines"):
@@ -164,13 +192,19 @@ def _names(verdict: Verdict) -> Iterator[str]:
 
 
 def _view(verdict: Verdict) -> RenderableType:
+    if not verdict.engines:
+        return Text(f"every digest of the store's newest version is right: {_amount(verdict)}")
     return Group(*(part for engine in verdict.engines for part in _engine_view(engine, verdict)))
+
+
+def _amount(verdict: Verdict) -> str:
+    return f"{verdict.num_tensors:,} tensors, {verdict.num_bytes / 1e9:.3f} GB"
 
 
 def _engine_view(engine: EngineVerdict, verdict: Verdict) -> Iterator[RenderableType]:
     if not engine.differences:
-        amount = f"{verdict.num_tensors:,} tensors, {verdict.num_bytes / 1e9:.3f} GB"
-        yield Text(f"{engine.engine} (version {engine.weight_version}) holds exactly this checkpoint: {amount}")
+        holds = f"(version {engine.weight_version}) holds exactly this checkpoint"
+        yield Text(f"{engine.engine} {holds}: {_amount(verdict)}")
         return
     table = Table(title=f"{engine.engine} (version {engine.weight_version}): {len(engine.differences)} differences")
     for heading in ("tensor", "what", "checkpoint", "engine"):

@@ -1,0 +1,110 @@
+"""`weightcast follow`: every version that comes into a store, passed on to running engines under its own number."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from types import FrameType
+
+import msgspec
+
+from weightcast.cli import exits, output, values
+from weightcast.cli.failures import describe
+from weightcast.errors import WeightcastError
+
+EPILOG = """
+examples:
+  weightcast follow file:///mnt/weights --engine http://127.0.0.1:8000
+  weightcast follow file:///mnt/weights --engine http://127.0.0.1:8000 --once --json
+
+It starts with the newest version and goes on until it is interrupted or told to end (SIGTERM). A version that an
+engine did not take is tried again, on all engines, until it is or a newer one is there. With --json each is one line.
+"""
+
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 30.0
+_LOOK_SECONDS = 60.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", type=values.store, metavar="STORE", help="a store, file:///dir; it may come later")
+    output.add_engines(parser)
+    parser.add_argument(
+        "--transport",
+        type=values.transport_between_processes,
+        default="ipc://",
+        metavar="URL",
+        help="how bytes travel to the engines (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--install",
+        choices=("staged", "streaming"),
+        default="staged",
+        help="staged: the old version serves until everything is there; streaming: less memory (default: %(default)s)",
+    )
+    parser.add_argument("--undo", action="store_true", help="engines go back to the old version if the install fails")
+    parser.add_argument("--takeover", action="store_true", help="take engines that another publisher holds")
+    parser.add_argument("--once", action="store_true", help="end after the first version that all engines took")
+    parser.add_argument(
+        "--deadline",
+        type=values.seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="of each wait for an engine (%(default)s)",
+    )
+    output.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    stop = threading.Event()
+
+    def on_sigterm(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    former = signal.signal(signal.SIGTERM, on_sigterm)
+    try:
+        _follow(args, stop)
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    return exits.OK
+
+
+def _follow(args: argparse.Namespace, stop: threading.Event) -> None:
+    from weightcast.follower import Follower
+    from weightcast.relay import Relay
+
+    relay = Relay(
+        args.engines,
+        transport=args.transport,
+        token=output.read_token(args.token_file),
+        install=args.install,
+        undo=args.undo,
+        takeover=args.takeover,
+        deadline_seconds=args.deadline,
+    )
+    pause = _FIRST_PAUSE_SECONDS
+    try:
+        with Follower(args.store, relay, label="weightcast follow") as follower:
+            while not stop.is_set():
+                try:
+                    followed = follower.wait(_LOOK_SECONDS, stop=stop)
+                except WeightcastError as exc:
+                    if args.once:
+                        raise
+                    print(f"weightcast: {describe(exc)}; trying again in {pause:g} s", file=sys.stderr)
+                    stop.wait(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                    continue
+                if followed is not None:
+                    pause = _FIRST_PAUSE_SECONDS
+                    text = (
+                        f"version {followed.version} of run {followed.run[:8]}: {followed.num_bytes / 1e9:.3f} GB in "
+                        f"{followed.seconds:.2f} s, {followed.lag_seconds:.2f} s after its commit"
+                    )
+                    print(msgspec.json.encode(followed).decode() if args.json else text, flush=True)
+                    if args.once:
+                        return
+    finally:
+        relay.close()

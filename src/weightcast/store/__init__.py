@@ -1,0 +1,5 @@
+"""A directory of weight versions: what its files are, who may touch which, how one is written and read.
+
+`address` is the URL, `records` the small files, `locks` who holds what, `files` how files are read and replaced,
+`reading` and `writing` the two sides. Layout and promises are in `docs/store.md`.
+"""

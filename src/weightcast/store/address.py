@@ -1,0 +1,57 @@
+"""The URL of a store: `file:///dir?num_slots=3&num_threads=4`. All its options are in it, so that they travel."""
+
+from __future__ import annotations
+
+import dataclasses
+import urllib.parse
+from pathlib import Path
+
+SCHEME = "file"
+MAX_SLOTS = 64
+MAX_THREADS = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Where a store is, and how it is to be written and read.
+
+    `num_slots`: how many versions are kept before the oldest is overwritten; `max_slots`: how many there may be where
+    readers hold the others (default: two more). `num_threads`: files per version, written and read at once. `fsync`:
+    wait for the disk before a version is committed.
+    """
+
+    directory: Path
+    num_slots: int = 2
+    max_slots: int = 4
+    num_threads: int = 1
+    fsync: bool = False
+
+    @classmethod
+    def parse(cls, url: str) -> StoreAddress:
+        """Raises ValueError for another scheme, a relative path, an unknown option or one out of range."""
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme != SCHEME or not parts.path.startswith("/") or parts.fragment:
+            raise ValueError(f"{url!r} is not the URL of a store; write file:///absolute/directory")
+        options = _options(url, parts.query)
+        num_slots = options.pop("num_slots", 2)
+        max_slots = options.pop("max_slots", max(num_slots + 2, 4))
+        num_threads, fsync = options.pop("num_threads", 1), options.pop("fsync", 0)
+        if options:
+            known = "num_slots, max_slots, num_threads, fsync"
+            raise ValueError(f"{url!r} has the unknown option {', '.join(sorted(options))}; known: {known}")
+        if not 2 <= num_slots <= max_slots <= MAX_SLOTS:
+            raise ValueError(f"{url!r}: 2 <= num_slots <= max_slots <= {MAX_SLOTS} must hold")
+        if not 1 <= num_threads <= MAX_THREADS:
+            raise ValueError(f"{url!r}: num_threads must be from 1 to {MAX_THREADS}")
+        if fsync not in (0, 1):
+            raise ValueError(f"{url!r}: fsync must be 0 or 1")
+        return cls(Path(urllib.parse.unquote(parts.path)), num_slots, max_slots, num_threads, bool(fsync))
+
+
+def _options(url: str, query: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, text in urllib.parse.parse_qsl(query, keep_blank_values=True):
+        if name in found or not (text.isascii() and text.isdigit()) or len(text) > 9:
+            raise ValueError(f"{url!r}: option {name}={text} must be a whole number, given once")
+        found[name] = int(text)
+    return found

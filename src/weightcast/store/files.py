@@ -1,0 +1,180 @@
+"""Files of a store: read whole, replaced atomically, grown before they are written, cut into places for buckets.
+
+Nothing here ever maps a file: one that is cut short or slow is an error, never a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from weightcast.bucket import TRAILER_BYTES
+from weightcast.errors import InsufficientMemoryError, IntegrityError
+from weightcast.manifest import Manifest
+
+POINTER = "current.json"
+WRITER_LOCK = "writer.lock"
+WRITER = "writer.json"
+SLOTS = "slots"
+MANIFEST = "manifest.json"
+SEAL = "seal.json"
+PINS = "pins"
+PLACE_BYTES = 4096
+_STALE_TRIES = 4
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def slot_path(directory: Path, slot: int) -> Path:
+    return directory / SLOTS / str(slot)
+
+
+def data_name(file: int | str) -> str:
+    return f"data.{file}"
+
+
+class DataPlaces:
+    """Where the buckets of a manifest lie in `num_files` files: bucket k in file k % num_files, aligned.
+
+    Several files, since a filesystem lets only one thread at a time write into one.
+    """
+
+    def __init__(self, manifest: Manifest, num_files: int) -> None:
+        self.num_files = num_files
+        self.sizes_bytes = [0] * num_files
+        self.offsets: list[int] = []
+        for index, size in enumerate(manifest.buckets):
+            self.offsets.append(self.sizes_bytes[index % num_files])
+            end = self.offsets[-1] + size + TRAILER_BYTES
+            self.sizes_bytes[index % num_files] = -(-end // PLACE_BYTES) * PLACE_BYTES
+
+    def at(self, index: int) -> tuple[int, int]:
+        """The file and the offset in bytes of a bucket."""
+        return index % self.num_files, self.offsets[index]
+
+
+def read_file(path: Path, max_bytes: int) -> bytes | None:
+    """A small file as it is now, opened afresh; None if there is none. Raises IntegrityError, OSError.
+
+    A file that a network filesystem has replaced under our hands is opened again.
+    """
+    for _ in range(_STALE_TRIES):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        try:
+            return _read_all(descriptor, path, max_bytes)
+        except OSError as exc:
+            if exc.errno != errno.ESTALE:
+                raise
+        finally:
+            os.close(descriptor)
+    raise IntegrityError(f"{path} went stale {_STALE_TRIES} times while it was read")
+
+
+def _read_all(descriptor: int, path: Path, max_bytes: int) -> bytes:
+    data = b""
+    while more := os.read(descriptor, max(os.fstat(descriptor).st_size, len(data)) + 1 - len(data)):
+        data += more
+        if len(data) > max_bytes:
+            raise IntegrityError(f"{path} has more than {max_bytes} bytes: it is no file of a weightcast store")
+    return data
+
+
+def replace_file(path: Path, data: bytes, *, fsync: bool = False) -> None:
+    """Make `data` the file's content, in one step for whoever opens it. A crash leaves the former content.
+
+    The new file is closed before it gets its name, which is when a network filesystem has its bytes.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            write_at(descriptor, memoryview(data), 0)
+            if fsync:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+    except BaseException as exc:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(exc, OSError):
+            raise no_space(exc, path) from exc
+        raise
+    if fsync:
+        sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of it. Raises OSError."""
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def read_at(descriptor: int, data: memoryview, offset: int, path: Path) -> None:
+    """Fill `data`. Raises IntegrityError if the file ends before, or can't be read."""
+    start, size = offset, len(data)
+    try:
+        while data:
+            num_bytes = os.preadv(descriptor, [data], offset)
+            if not num_bytes:
+                raise IntegrityError(
+                    f"{path} ends after {offset} bytes, {start + size} were expected: it was cut short; publish again"
+                )
+            data, offset = data[num_bytes:], offset + num_bytes
+    except OSError as exc:
+        raise IntegrityError(f"{path} can't be read from byte {offset} on: {exc.strerror}") from exc
+
+
+def grow(paths: Sequence[Path], descriptors: Sequence[int], sizes_bytes: Sequence[int]) -> None:
+    """Have the filesystem set aside what the files need; they are never shrunk.
+
+    Raises InsufficientMemoryError, with the files as they were, if there is no room.
+    """
+    former = [os.fstat(descriptor) for descriptor in descriptors]
+    try:
+        for path, descriptor, size, stat in zip(paths, descriptors, sizes_bytes, former, strict=True):
+            if size > stat.st_size or size > stat.st_blocks * 512:
+                try:
+                    os.posix_fallocate(descriptor, 0, size)
+                except OSError as exc:
+                    raise no_space(exc, path) from exc
+    except BaseException:
+        for descriptor, stat in zip(descriptors, former, strict=True):
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, stat.st_size)
+        raise
+
+
+def no_space(exc: OSError, path: Path) -> Exception:
+    """The error for a failed write: InsufficientMemoryError if there is no room, else the error itself."""
+    if exc.errno not in _NO_SPACE:
+        return exc
+    return InsufficientMemoryError(
+        f"no room for {path}: {exc.strerror}; the version before stays. Free space, or use fewer slots (num_slots)"
+    )
+
+
+def is_in_memory(path: Path) -> bool:
+    """Whether a directory's filesystem takes host memory for its files."""
+    device = os.stat(path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as lines:
+        for words in map(str.split, lines):
+            if words[2] == number and "-" in words:
+                return words[words.index("-") + 1] in ("tmpfs", "ramfs")
+    return False

@@ -1,0 +1,147 @@
+"""Kernel-held locks on ranges of files: who reads a slot, who writes it, who writes the store.
+
+Open-file-description locks (fcntl(2), F_OFD_SETLK): a crash releases them, threads with descriptors of their own
+exclude each other, NFS forwards them to its server. A forked child closes what it inherits, so that the end of the
+process that took a lock is the lock's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import os
+import random
+import struct
+from pathlib import Path
+
+import msgspec
+
+from weightcast.errors import IntegrityError, ManifestError, UnsupportedError
+from weightcast.forked import close_in_child
+from weightcast.manifest import decode
+from weightcast.store.records import Reader
+
+PIN_BYTES = 256
+NUM_PINS = 256
+PINS_BYTES = NUM_PINS * PIN_BYTES
+_NUM_TRIES = 32
+_FLOCK = struct.Struct("@hhqqi4x")
+_TO_END = 0
+
+
+class LockFile:
+    """An open file whose byte ranges are locked. Closing it, or the end of the process, releases all of them."""
+
+    def __init__(self, path: Path, flags: int) -> None:
+        """Raises OSError as open(2)."""
+        self.path = path
+        # Unbuffered, so that a child's close writes nothing.
+        self._file = close_in_child(io.FileIO(os.open(path, flags | os.O_CLOEXEC, 0o666), "rb"))
+        self.is_writable = flags & os.O_ACCMODE != os.O_RDONLY
+
+    @property
+    def descriptor(self) -> int:
+        return self._file.fileno()
+
+    def try_lock(self, start: int = 0, size: int = _TO_END) -> bool:
+        """Take a range, exclusively if the file was opened for writing. False if somebody else has some of it."""
+        kind = fcntl.F_WRLCK if self.is_writable else fcntl.F_RDLCK
+        try:
+            self._call(fcntl.F_OFD_SETLK, kind, start, size)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def conflict(self, start: int = 0, size: int = _TO_END) -> tuple[int, int] | None:
+        """One of the ranges that others hold of this one, as (start, size), size 0 for one without end; None: none."""
+        kind, _, first, found, _ = _FLOCK.unpack(self._call(fcntl.F_OFD_GETLK, fcntl.F_WRLCK, start, size))
+        return None if kind == fcntl.F_UNLCK else (first, found)
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+        if not self._file.closed:
+            # In so many words: a filesystem in user space is not told that a lock ended with its descriptor.
+            with contextlib.suppress(OSError, UnsupportedError):
+                self._call(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0, _TO_END)
+            self._file.close()
+
+    def _call(self, command: int, kind: int, start: int, size: int) -> bytes:
+        try:
+            return fcntl.fcntl(self.descriptor, command, _FLOCK.pack(kind, os.SEEK_SET, start, size, 0))
+        except OSError as exc:
+            if exc.errno in (errno.EAGAIN, errno.EACCES):
+                raise
+            raise UnsupportedError(
+                f"{self.path} can't be locked ({exc.strerror}): a store needs a filesystem with byte-range locks"
+            ) from exc
+
+
+def pin(path: Path, reader: Reader) -> LockFile | None:
+    """Hold a slot for reading: one record of its `pins`, which then names `reader`. None if it is being written.
+
+    Where it can't be written the record stays without a name. Raises IntegrityError if there is no such file.
+    """
+    file = _open_pins(path)
+    try:
+        start = _take_record(file)
+        if start is None:
+            file.close()
+            return None
+        if file.is_writable:
+            with contextlib.suppress(OSError):
+                os.pwrite(file.descriptor, _encode(reader), start)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _open_pins(path: Path) -> LockFile:
+    try:
+        return LockFile(path, os.O_RDWR)
+    except FileNotFoundError as exc:
+        raise IntegrityError(f"{path} is missing: somebody has removed a part of the store; publish again") from exc
+    except OSError as exc:
+        if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return LockFile(path, os.O_RDONLY)
+        raise
+
+
+def _take_record(file: LockFile) -> int | None:
+    first = random.randrange(NUM_PINS)
+    for number in range(_NUM_TRIES):
+        start = (first + number) % NUM_PINS * PIN_BYTES
+        if file.try_lock(start, PIN_BYTES):
+            return start
+    return None
+
+
+def readers(file: LockFile) -> list[str]:
+    """Who holds pins of a slot now, each by what it wrote there."""
+    found, ranges = [], [(0, PINS_BYTES)]
+    while ranges:
+        # The kernel tells any one lock of a range, not the first: look on both sides of it.
+        start, end = ranges.pop()
+        conflict = file.conflict(start, end - start)
+        if conflict is None or conflict[1] == _TO_END:
+            continue
+        record = max(start, conflict[0])
+        found.append(_name(os.pread(file.descriptor, PIN_BYTES, record)))
+        ranges += [pair for pair in ((start, record), (record + PIN_BYTES, end)) if pair[0] < pair[1]]
+    return sorted(found)
+
+
+def _encode(reader: Reader) -> bytes:
+    data = msgspec.json.encode(reader)
+    if len(data) > PIN_BYTES:
+        label = reader.label.encode("ascii", "replace").decode()[:64]
+        data = msgspec.json.encode(Reader(reader.host[:64], reader.pid, label))
+    return data[:PIN_BYTES].ljust(PIN_BYTES)
+
+
+def _name(data: bytes) -> str:
+    with contextlib.suppress(ManifestError):
+        return decode(data, Reader).describe()
+    return "a reader that could not write its name"

@@ -1,0 +1,128 @@
+"""The small files of a store, typed JSON with a digest over itself: the pointer, the seals, who writes and reads.
+
+Invariant: a record is replaced as a whole or not at all, and one whose digest does not fit is never believed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from weightcast.errors import IntegrityError, ManifestError
+from weightcast.manifest import MAX_BUCKETS, RunId, VersionNumber, WeightVersion, decode, encode
+
+FORMAT = "weightcast-store-1"
+MAX_RECORD_BYTES = 64 << 10
+MAX_REASON_CHARACTERS = 2000
+MAX_STORED_SLOTS = 1 << 10
+
+Hex64 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Hex32 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """A version in a slot: `num_files` data files, `root` as the wire format has it; the time is the writer's clock."""
+
+    run: RunId
+    number: VersionNumber
+    slot: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STORED_SLOTS)]
+    num_files: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    num_buckets: Annotated[int, msgspec.Meta(ge=0, le=MAX_BUCKETS)]
+    manifest_digest: Hex64
+    root: Hex32
+    committed_at: float
+
+    @property
+    def version(self) -> WeightVersion:
+        return WeightVersion(self.run, self.number)
+
+
+class Commit(msgspec.Struct, frozen=True):
+    """`current.json` and every slot's `seal.json`: a version is whole. The pointer names the one before as well."""
+
+    format: str
+    newest: Stored
+    previous: Stored | None = None
+    digest: str = ""
+
+
+class Writer(msgspec.Struct, frozen=True):
+    """`writer.json`: who has or had `writer.lock`; `attempt` counts updates, `aborted` says why the last one ended."""
+
+    format: str
+    run: RunId
+    host: str
+    pid: int
+    attempt: int = 0
+    number: int = -1
+    aborted: str = ""
+    digest: str = ""
+
+    def describe(self) -> str:
+        return f"run {self.run} (pid {self.pid} on {self.host})"
+
+
+class Reader(msgspec.Struct, frozen=True):
+    """A record of a slot's `pins`: who holds the lock on it."""
+
+    host: str
+    pid: int
+    label: str
+
+    def describe(self) -> str:
+        return f"{self.label} (pid {self.pid} on {self.host})" if self.label else f"pid {self.pid} on {self.host}"
+
+
+class SlotInfo(msgspec.Struct, frozen=True):
+    """`num_bytes`: what its files take of the filesystem. `readers`: who holds it now."""
+
+    number: int
+    num_bytes: int
+    readers: list[str]
+
+
+class StoreInfo(msgspec.Struct, frozen=True):
+    """`writer`: the last one, as a text; `is_written`: it still has the store."""
+
+    newest: Stored
+    previous: Stored | None
+    writer: str
+    is_written: bool
+    slots: list[SlotInfo]
+
+
+R = TypeVar("R", Commit, Writer)
+
+
+def seal(record: R) -> bytes:
+    """The record's encoding, with the digest of the same encoding without one."""
+    return encode(msgspec.structs.replace(record, digest=_digest(record)))
+
+
+def unseal(data: bytes, kind: type[R], name: str) -> R:
+    """Read a record of the file `name`. Raises IntegrityError if it is none, or not what was written."""
+    try:
+        record: R = decode(data, kind, max_bytes=MAX_RECORD_BYTES)
+    except ManifestError as exc:
+        raise IntegrityError(f"{name} is not a record of a weightcast store: {exc}") from exc
+    if record.format != FORMAT:
+        raise IntegrityError(f"{name} says it is {record.format!r}, expected {FORMAT!r}: of another program or version")
+    if record.digest != _digest(record):
+        raise IntegrityError(f"{name} was changed: its digest does not fit; publish again")
+    return record
+
+
+def _digest(record: Commit | Writer) -> str:
+    return hashlib.sha256(encode(msgspec.structs.replace(record, digest=""))).hexdigest()
+
+
+def this_reader(label: str) -> Reader:
+    return Reader(socket.gethostname(), os.getpid(), label)
+
+
+def this_writer(run: str) -> Writer:
+    return Writer(FORMAT, run, socket.gethostname(), os.getpid())

@@ -1,0 +1,123 @@
+"""What the store's tests share: a model whose every value tells its version, a writer and readers over it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from weightcast.bucket import Layout, Packer
+from weightcast.errors import IncompleteUpdateError
+from weightcast.manifest import Manifest, TensorSpec, WeightVersion
+from weightcast.plan import plan
+from weightcast.transports.store import StoreSender
+
+RUN = "5c" * 16
+OTHER_RUN = "d1" * 16
+LONG_SECONDS = 30.0
+SHORT_SECONDS = 0.3
+
+
+def url(directory: Path, options: str = "") -> str:
+    return f"file://{directory}{options}"
+
+
+def model(number: int, num_tensors: int = 12, numel: int = 6000) -> dict[str, torch.Tensor]:
+    """Every value of every tensor says which version it is of."""
+    return {f"t{i}": torch.full((numel,), number * 100 + i, dtype=torch.int32) for i in range(num_tensors)}
+
+
+def manifest_of(tensors: Mapping[str, torch.Tensor], bucket_bytes: int = 64 << 10) -> Manifest:
+    specs = [TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()]
+    return plan(specs, bucket_bytes)
+
+
+def send(sender: StoreSender, manifest: Manifest, version: WeightVersion, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write one version as a publisher does."""
+    sender.open(manifest, version, peers=[], staged=True)
+    packer = Packer(Layout(manifest), tensors)
+    for index in range(len(manifest.buckets)):
+        packer.pack(index, sender.buffer(index), version)
+        sender.send(index)
+
+
+def write(directory: Path, *numbers: int, run: str = RUN, options: str = "") -> None:
+    """Write these versions of `model`, as one writer that closes then."""
+    sender = StoreSender(url(directory, options), run=run, deadline_seconds=SHORT_SECONDS)
+    manifest = manifest_of(model(0))
+    try:
+        for number in numbers:
+            send(sender, manifest, WeightVersion(run, number), model(number))
+    finally:
+        sender.close()
+
+
+class Holder:
+    """An engine that keeps copies; `expected` is how many tensors make it whole. It takes anything."""
+
+    def __init__(self, expected: int = 12) -> None:
+        self.held: dict[str, torch.Tensor] = {}
+        self.versions: list[WeightVersion] = []
+        self.num_loads = 0
+        self._expected = expected
+        self._new: dict[str, torch.Tensor] = {}
+
+    def specs(self) -> None:
+        return None
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.num_loads += 1
+        self._new.update({name: tensor.clone() for name, tensor in tensors})
+
+    def commit(self, version: WeightVersion) -> None:
+        if len(self._new) != self._expected:
+            raise IncompleteUpdateError(f"{len(self._new)} of {self._expected} tensors")
+        self.held, self._new = self._new, {}
+        self.versions.append(version)
+
+    def discard(self) -> None:
+        self._new = {}
+
+
+def number_in(held: Mapping[str, torch.Tensor]) -> int:
+    """The one version that all values are of. Raises AssertionError if they are of several."""
+    numbers = set()
+    for name, tensor in held.items():
+        values = torch.unique(tensor)
+        assert values.numel() == 1, f"{name} is torn: {values.tolist()[:8]}"
+        number, index = divmod(int(values), 100)
+        assert name == f"t{index}"
+        numbers.add(number)
+    assert len(numbers) == 1, f"versions {sorted(numbers)} are mixed"
+    return numbers.pop()
+
+
+def child(role: str, *args: object) -> subprocess.Popen[str]:
+    """A process of `store_children`, whose first line says that it is under way. The caller ends it."""
+    script = Path(__file__).with_name("store_children.py")
+    process = subprocess.Popen(
+        [sys.executable, str(script), role, *map(str, args)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.strip() == "ready", line
+    return process
+
+
+def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
+    assert process.stdout is not None
+    return map(str.strip, process.stdout)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait(LONG_SECONDS)
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()

@@ -1,0 +1,167 @@
+"""publish, inspect, verify, export and follow on a store; the last one to a real engine process's server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from core.direct import DictSource
+from safetensors.torch import load_file, save_file
+from store.store_kit import LONG_SECONDS, RUN, model, url, write
+
+from weightcast import cli
+from weightcast.cli import exits
+from weightcast.control.server import EngineServer
+from weightcast.engines.module import ModuleEngine
+from weightcast.errors import UnsupportedError
+from weightcast.export import export
+from weightcast.sources.safetensors import SafetensorsSource
+from weightcast.sources.store import StoreSource
+from weightcast.store.reading import pinned
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[str, object]]]:
+    """Run a command with --json; its status and its object."""
+
+    def run(*argv: object) -> tuple[int, dict[str, object]]:
+        status = cli.main([*map(str, argv), "--json"])
+        return status, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_publish_into_a_store_and_export_from_it(tmp_path: Path, call: Callable[..., tuple[int, dict]]) -> None:
+    tensors = {f"layers.{i}.weight": torch.randn(64, 50).bfloat16() for i in range(40)}
+    (tmp_path / "in").mkdir()
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    store = url(tmp_path / "store")
+    for number in (0, 1):
+        status, report = call("publish", tmp_path / "in", "--transport", store)
+        assert (status, report["version"], report["engines"]) == (exits.OK, number, {})
+    status, exported = call("export", store, tmp_path / "out")
+    assert (status, exported["files"]) == (exits.OK, ["model.safetensors"])
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert found.keys() == tensors.keys()
+    status, error = call("export", store, tmp_path / "out")
+    assert (status, error["error"]["kind"]) == (exits.NEGATIVE, "FileExistsError")
+
+
+def test_shards_and_their_index(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.full((1000,), i, dtype=torch.float32) for i in range(10)} | {"big": torch.ones(9000)}
+    names = export(DictSource(tensors), tmp_path / "out", max_shard_bytes=12_000)
+    assert names[-1] == "model.safetensors.index.json"
+    assert names[0] == "model-00001-of-00005.safetensors"
+    index = json.loads((tmp_path / "out" / names[-1]).read_text())
+    assert index["metadata"]["total_size"] == 76_000
+    with SafetensorsSource(tmp_path / "out") as source:
+        found = {name: held[0][1] for name, held in source.regions().items()}
+        assert index["weight_map"].keys() == found.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    source = DictSource({"fine": torch.ones(3), "not in the format": torch.ones(3, dtype=torch.complex128)})
+    with pytest.raises(UnsupportedError, match="complex128"):
+        export(source, tmp_path / "out", max_shard_bytes=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_inspect_shows_versions_readers_and_tensors(tmp_path: Path, call: Callable[..., tuple[int, dict]]) -> None:
+    write(tmp_path, 3, 4)
+    with pinned(tmp_path, label="engine-9"):
+        status, found = call("inspect", url(tmp_path), "--filter", "t1*")
+    assert status == exits.OK
+    assert {spec["name"] for spec in found["tensors"]} == {"t1", "t10", "t11"}
+    store = found["store"]
+    assert (store["newest"]["number"], store["previous"]["number"]) == (4, 3)
+    assert (store["newest"]["run"], store["is_written"]) == (RUN, False)
+    assert [len(slot["readers"]) for slot in store["slots"]] == [0, 1]
+    assert "engine-9" in store["slots"][1]["readers"][0]
+
+
+def test_inspect_prints_a_store_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 3, 4)
+    assert cli.main(["inspect", url(tmp_path)]) == exits.OK
+    text = capsys.readouterr().out
+    assert f"version 4 of run {RUN[:8]}" in text
+    assert f"before it version 3 of run {RUN[:8]}" in text
+    assert "slot 1: " in text
+
+
+def test_verify_finds_a_changed_bit(tmp_path: Path, call: Callable[..., tuple[int, dict]]) -> None:
+    write(tmp_path, 3)
+    status, verdict = call("verify", url(tmp_path))
+    assert (status, verdict["ok"], verdict["num_tensors"]) == (exits.OK, True, 12)
+    data = tmp_path / "slots" / "0" / "data.0"
+    content = bytearray(data.read_bytes())
+    content[150_000] ^= 1
+    data.write_bytes(content)
+    status, error = call("verify", url(tmp_path))
+    assert (status, error["error"]["kind"]) == (exits.NEGATIVE, "IntegrityError")
+
+
+def test_nothing_to_look_at(tmp_path: Path, call: Callable[..., tuple[int, dict]]) -> None:
+    for command in ("inspect", "verify"):
+        status, error = call(command, url(tmp_path / "nowhere"))
+        assert (status, error["error"]["kind"]) == (exits.NEGATIVE, "ClosedError")
+    with pytest.raises(SystemExit):
+        cli.main(["export", str(tmp_path), "out"])
+
+
+class Module(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name, tensor in model(0).items():
+            self.register_buffer(name, torch.zeros_like(tensor))
+
+
+def test_follow_passes_versions_on_to_a_server_until_it_is_told_to_end(tmp_path: Path) -> None:
+    module = Module()
+    with EngineServer(ModuleEngine(module)) as server:
+        command = [sys.executable, "-m", "weightcast.cli", "follow", url(tmp_path), "--engine", server.url, "--json"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        try:
+            for number in (5, 6):
+                write(tmp_path, number)
+                followed = json.loads(process.stdout.readline())
+                assert (followed["version"], followed["run"]) == (number, RUN)
+                assert followed["lag_seconds"] >= 0
+                assert server.gate.version is not None
+                assert server.gate.version.number == number
+                assert int(module.t3[0]) == number * 100 + 3  # type: ignore[index]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LONG_SECONDS) == exits.OK
+        finally:
+            process.kill()
+            process.wait(LONG_SECONDS)
+            process.stdout.close()
+
+
+def test_follow_once_and_verify_against_the_server(tmp_path: Path, call: Callable[..., tuple[int, dict]]) -> None:
+    write(tmp_path, 5)
+    with EngineServer(ModuleEngine(Module())) as server:
+        status, followed = call("follow", url(tmp_path), "--engine", server.url, "--once")
+        assert (status, followed["version"]) == (exits.OK, 5)
+        status, verdict = call("verify", url(tmp_path), "--engine", server.url)
+        assert (status, verdict["ok"]) == (exits.OK, True)
+        write(tmp_path, 6)
+        status, verdict = call("verify", url(tmp_path), "--engine", server.url)
+        assert (status, verdict["ok"]) == (exits.NEGATIVE, False)
+    assert StoreSource(url(tmp_path)).version.number == 6
+
+
+def test_follow_once_says_why_an_engine_did_not_take_it(tmp_path: Path, call: Callable[..., tuple[int, dict]]) -> None:
+    write(tmp_path, 5)
+    with EngineServer(ModuleEngine(torch.nn.Linear(3, 3))) as server:
+        status, error = call("follow", url(tmp_path), "--engine", server.url, "--once")
+    assert status == exits.NEGATIVE
+    assert "unknown tensor" in error["error"]["message"]

@@ -1,0 +1,376 @@
+"""What a store promises of its versions: whole, newest, kept while they are read, written by one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from core.direct import DictSource
+from store.store_kit import (
+    LONG_SECONDS,
+    OTHER_RUN,
+    RUN,
+    SHORT_SECONDS,
+    Holder,
+    manifest_of,
+    model,
+    number_in,
+    send,
+    url,
+    write,
+)
+
+from weightcast import host_memory
+from weightcast.errors import (
+    ClosedError,
+    EngineBusyError,
+    InsufficientMemoryError,
+    PeerTimeoutError,
+    StaleVersionError,
+    UpdateAbortedError,
+)
+from weightcast.follower import Follower
+from weightcast.manifest import TensorSpec, WeightVersion
+from weightcast.plan import plan
+from weightcast.publisher import Publisher
+from weightcast.replay import rollback
+from weightcast.sources.store import StoreSource
+from weightcast.store.address import StoreAddress
+from weightcast.store.reading import StoreReader, pinned
+from weightcast.transports.store import StoreSender
+
+
+@pytest.fixture(autouse=True)
+def _clean(leaves_nothing: None) -> None:
+    """Nothing is left open."""
+
+
+@contextlib.contextmanager
+def sender_of(
+    directory: Path, options: str = "", run: str = RUN, deadline_seconds: float = SHORT_SECONDS
+) -> Iterator[StoreSender]:
+    sender = StoreSender(url(directory, options), run=run, deadline_seconds=deadline_seconds)
+    try:
+        yield sender
+    finally:
+        sender.close()
+
+
+def publish(sender: StoreSender, number: int, run: str = RUN) -> None:
+    send(sender, manifest_of(model(0)), WeightVersion(run, number), model(number))
+
+
+def slots(directory: Path) -> set[str]:
+    return set(os.listdir(directory / "slots"))
+
+
+# --- publish and read ---
+
+
+@pytest.mark.parametrize("options", ["", "?num_threads=4", "?num_slots=3", "?fsync=1"])
+def test_a_publisher_needs_no_engines(tmp_path: Path, options: str) -> None:
+    tensors = model(1)
+    engine = Holder()
+    with (
+        Publisher(DictSource(tensors), transport=url(tmp_path, options)) as publisher,
+        Follower(url(tmp_path, options), engine) as follower,
+    ):
+        assert follower.poll() is None
+        for number in range(1, 6):
+            for name, tensor in model(number).items():
+                tensors[name].copy_(tensor)
+            report = publisher.publish()
+            assert (report.ok, report.engines, report.version) == (True, {}, number - 1)
+            followed = follower.poll()
+            assert followed is not None
+            assert (followed.version, followed.run) == (number - 1, publisher.run)
+            assert number_in(engine.held) == number
+            assert follower.poll() is None
+    assert engine.num_loads == 5
+
+
+def test_numbers_go_on_from_run_to_run(tmp_path: Path) -> None:
+    for expected in (0, 1, 2):
+        with Publisher(DictSource(model(0)), transport=url(tmp_path)) as publisher:
+            assert publisher.publish().version == expected
+    with Publisher(DictSource(model(0)), transport=url(tmp_path)) as publisher:
+        assert publisher.publish(40).version == 40
+        with pytest.raises(ValueError, match="not above 40"):
+            publisher.publish(40)
+
+
+def test_a_number_does_not_come_twice_in_a_run(tmp_path: Path) -> None:
+    write(tmp_path, 5)
+    with sender_of(tmp_path) as sender, pytest.raises(StaleVersionError, match="not above 5"):
+        publish(sender, 5)
+
+
+def test_a_late_joiner_gets_the_newest_and_nothing_else(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, 3)
+    engine = Holder()
+    with Follower(url(tmp_path), engine) as follower:
+        assert follower.wait(LONG_SECONDS).version == 3  # type: ignore[union-attr]
+        assert follower.wait(0.0) is None
+    assert [version.number for version in engine.versions] == [3]
+
+
+def test_models_of_other_shapes_may_follow_one_another(tmp_path: Path) -> None:
+    with sender_of(tmp_path) as sender:
+        for number, sizes in enumerate([(4, 100), (20, 9000), (2, 7), (20, 9000)]):
+            tensors = model(number, *sizes)
+            send(sender, manifest_of(tensors), WeightVersion(RUN, number), tensors)
+            held = {n: r[0][1] for n, r in StoreSource(url(tmp_path)).regions().items()}
+            assert held.keys() == tensors.keys()
+            assert all(torch.equal(held[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_model_without_tensors_is_a_version(tmp_path: Path) -> None:
+    with sender_of(tmp_path) as sender:
+        sender.open(plan([], 4096), WeightVersion(RUN, 1), peers=[], staged=True)
+    assert StoreSource(url(tmp_path)).specs() == ()
+
+
+@pytest.mark.parametrize("options", ["", "?num_threads=3"])
+def test_odd_tensors_and_names_come_back_whole(tmp_path: Path, options: str) -> None:
+    tensors = {
+        "a/b/../../../etc/passwd": torch.arange(5),
+        "..": torch.ones(3),
+        "shape": torch.zeros(2, 2),
+        "device": torch.ones(1, dtype=torch.int8),
+        "_type": torch.tensor(3.5),
+        "x" * 300: torch.arange(300),
+        "fp8": torch.arange(64, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "e8m0": torch.arange(8, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+        "zero dims": torch.tensor(7, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 4),
+        "strided": torch.arange(100).view(10, 10).t(),
+        "large": torch.arange(1 << 20),
+        "tied": torch.arange(1000.0),
+    }
+    source = DictSource(tensors, aliases={"tied": ("lm_head", "a/alias")})
+    with Publisher(source, transport=url(tmp_path, options), bucket_size_bytes=1 << 16) as publisher:
+        publisher.publish()
+    read = StoreSource(url(tmp_path))
+    assert {spec.name: spec.aliases for spec in read.specs()}["tied"] == ("lm_head", "a/alias")
+    for name, ((_, tensor),) in read.regions().items():
+        assert tensor.dtype == tensors[name].dtype
+        assert tensor.shape == tensors[name].shape
+        assert torch.equal(
+            tensor.contiguous().view(-1).view(torch.uint8), tensors[name].contiguous().view(-1).view(torch.uint8)
+        )
+    entries = {path.name for path in tmp_path.iterdir()}
+    assert entries == {"current.json", "slots", "writer.json", "writer.lock"}
+    held = sum(path.stat().st_size for path in tmp_path.rglob("data.*"))
+    assert held < 2 * sum(tensor.nbytes for tensor in tensors.values())
+
+
+# --- slots ---
+
+
+def test_slots_are_reused_not_made_anew(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2)
+    files = {path: path.stat().st_ino for path in tmp_path.rglob("data.*")}
+    write(tmp_path, *range(3, 9))
+    assert {path: path.stat().st_ino for path in tmp_path.rglob("data.*")} == files
+    assert len(files) == 2
+
+
+def test_what_is_pinned_is_never_touched(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    with pinned(tmp_path, label="slow reader") as held, sender_of(tmp_path) as sender:
+        for number in range(2, 8):
+            publish(sender, number)
+        buffer = torch.empty(1 << 17, dtype=torch.uint8)
+        for index in range(len(held.manifest.buckets)):
+            held.read_checked(index, buffer)
+    assert slots(tmp_path) == {"0", "1", "2"}
+    assert number_in({n: r[0][1] for n, r in StoreSource(url(tmp_path)).regions().items()}) == 7
+
+
+def test_with_every_slot_held_the_error_names_the_readers_and_the_next_publish_goes_on(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        sender = stack.enter_context(sender_of(tmp_path, "?num_slots=2&max_slots=3"))
+        for number in (1, 2):
+            publish(sender, number)
+            stack.enter_context(pinned(tmp_path, label=f"engine-{number}"))
+        publish(sender, 3)
+        with pytest.raises(PeerTimeoutError, match=rf"engine-1 \(pid {os.getpid()} on .*engine-2 .*max_slots=3"):
+            publish(sender, 4)
+        assert StoreReader(tmp_path).commit().newest.number == 3  # type: ignore[union-attr]
+        stack.pop_all().close()
+    write(tmp_path, 5)
+    assert StoreSource(url(tmp_path)).version.number == 5
+
+
+def test_a_publish_that_waits_for_a_slot_goes_on_when_one_is_let_go(tmp_path: Path) -> None:
+    with sender_of(tmp_path, "?num_slots=2&max_slots=2", deadline_seconds=LONG_SECONDS) as sender:
+        publish(sender, 1)
+        held = pinned(tmp_path)
+        publish(sender, 2)
+        timer = threading.Timer(0.1, held.close)
+        timer.start()
+        publish(sender, 3)
+        timer.join()
+    assert slots(tmp_path) == {"0", "1"}
+
+
+def test_readers_without_permission_to_write_pin_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 1)
+    opened = os.open
+
+    def read_only(path: object, flags: int, *args: int) -> int:
+        if str(path).endswith("pins") and flags & os.O_ACCMODE != os.O_RDONLY:
+            raise PermissionError(13, "Permission denied")
+        return opened(path, flags, *args)  # type: ignore[arg-type]
+
+    with contextlib.ExitStack() as stack:
+        sender = stack.enter_context(sender_of(tmp_path, "?max_slots=2"))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", read_only)
+            stack.enter_context(pinned(tmp_path, label="guest"))
+        publish(sender, 2)
+        with pytest.raises(PeerTimeoutError, match="could not write its name"):
+            publish(sender, 3)
+
+
+# --- one writer ---
+
+
+def test_a_second_writer_is_refused_by_name(tmp_path: Path) -> None:
+    with sender_of(tmp_path) as sender:
+        publish(sender, 1)
+        with pytest.raises(EngineBusyError, match=rf"run {RUN} \(pid {os.getpid()} on .*asked by run {OTHER_RUN}"):
+            StoreSender(url(tmp_path), run=OTHER_RUN)
+        publish(sender, 2)
+    write(tmp_path, 1, run=OTHER_RUN)
+    assert StoreSource(url(tmp_path)).version == WeightVersion(OTHER_RUN, 1)
+
+
+def test_a_writer_that_lost_its_lock_does_not_commit(tmp_path: Path) -> None:
+    with sender_of(tmp_path) as sender:
+        publish(sender, 1)
+        (tmp_path / "writer.lock").unlink()  # as on a filesystem that forgets locks
+        write_other = StoreSender(url(tmp_path), run=OTHER_RUN, deadline_seconds=SHORT_SECONDS)
+        publish(write_other, 9, OTHER_RUN)
+        write_other.close()
+        with pytest.raises(StaleVersionError, match="two writers"):
+            publish(sender, 2)
+    assert StoreSource(url(tmp_path)).version == WeightVersion(OTHER_RUN, 9)
+
+
+def test_a_directory_with_other_things_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("...")
+    with pytest.raises(ValueError, match=r"thesis\.tex"):
+        write(tmp_path, 1)
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+def test_an_aborted_version_leaves_the_one_before(tmp_path: Path) -> None:
+    with sender_of(tmp_path) as sender:
+        publish(sender, 1)
+        manifest = manifest_of(model(2))
+        sender.open(manifest, WeightVersion(RUN, 2), peers=[], staged=True)
+        sender.buffer(0)
+        sender.send(0)
+        sender.abort("changed my mind")
+        with pytest.raises(UpdateAbortedError):
+            sender.buffer(1)
+        assert StoreSource(url(tmp_path)).version.number == 1
+        publish(sender, 3)
+    assert StoreSource(url(tmp_path)).version.number == 3
+
+
+# --- rollback ---
+
+
+def test_rollback_publishes_the_version_before_as_a_new_one(tmp_path: Path) -> None:
+    write(tmp_path, 4, 5)
+    report = rollback(url(tmp_path))
+    assert report.version == 6
+    source = StoreSource(url(tmp_path))
+    assert source.version == WeightVersion(report.run, 6)
+    assert number_in({n: r[0][1] for n, r in source.regions().items()}) == 4
+
+
+def test_rollback_without_a_version_before(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    with pytest.raises(ClosedError, match="does not hold the version before"):
+        rollback(url(tmp_path))
+    assert StoreSource(url(tmp_path)).version.number == 4
+
+
+def test_rollback_is_refused_while_a_publisher_has_the_store(tmp_path: Path) -> None:
+    write(tmp_path, 4, 5)
+    with sender_of(tmp_path), pytest.raises(EngineBusyError, match=RUN):
+        rollback(url(tmp_path))
+    assert StoreSource(url(tmp_path)).version.number == 5
+
+
+# --- room ---
+
+
+def test_memory_for_a_store_in_memory_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Path("/dev/shm") / f"store-tests-{os.getpid()}"
+    try:
+        monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
+        with pytest.raises(InsufficientMemoryError, match="1000 left"):
+            write(shared, 1)
+        monkeypatch.undo()
+        write(shared, 1)
+    finally:
+        shutil.rmtree(shared)
+
+
+def test_memory_of_a_reader_is_checked_before_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 1)
+    engine = Holder()
+    with Follower(url(tmp_path), engine) as follower:
+        monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
+        with pytest.raises(InsufficientMemoryError, match="1000 left"):
+            follower.poll()
+        monkeypatch.undo()
+        assert follower.poll() is not None
+    assert engine.num_loads == 1
+
+
+# --- addresses ---
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ipc://", "file:///absolute"),
+        ("file://relative", "file:///absolute"),
+        ("file:///d?threads=2", "unknown option threads"),
+        ("file:///d?num_slots=1", "num_slots"),
+        ("file:///d?num_slots=5&max_slots=4", "num_slots"),
+        ("file:///d?num_threads=0", "num_threads"),
+        ("file:///d?num_threads=two", "whole number"),
+        ("file:///d?fsync=2", "fsync"),
+    ],
+)
+def test_wrong_addresses(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StoreAddress.parse(text)
+
+
+def test_addresses() -> None:
+    parsed = StoreAddress.parse("file:///mnt/with%20space%3F?num_slots=3&num_threads=8&fsync=1")
+    assert parsed == StoreAddress(Path("/mnt/with space?"), num_slots=3, max_slots=5, num_threads=8, fsync=True)
+
+
+def test_specs_keep_their_groups(tmp_path: Path) -> None:
+    source = DictSource(model(1), groups={"t0": "g", "t3": "g"})
+    with Publisher(source, transport=url(tmp_path)) as publisher:
+        publisher.publish()
+    groups: dict[str, list[str]] = {}
+    for spec in StoreSource(url(tmp_path)).specs():
+        assert isinstance(spec, TensorSpec)
+        groups.setdefault(spec.group, []).append(spec.name)
+    assert groups["g"] == ["t0", "t3"]
