@@ -235,6 +235,7 @@ def main() -> None:
         weight_transfer=WeightcastTransfer([options.url], token=options.token),
     )
     trainer.train()
+    trainer.save_model(options.output)
     for version, rewards in sorted(rollouts.rewards.items()):
         print(f"policy {version}: mean reward {np.mean(rewards):.3f} of {len(rewards)} rollouts")
 

@@ -5,7 +5,8 @@
 
     python examples/vllm_http.py MODEL http://127.0.0.1:8000
 
-MODEL is a folder in Hugging Face's format. VLLM_PLUGINS=weightcast may be left out; docs/vllm.md says what it adds.
+MODEL is a folder in Hugging Face's format. VLLM_PLUGINS=weightcast may be left out; docs/vllm.md says what it adds. A
+server without weightcast (VLLM_SERVER_DEV_MODE=1 alone) takes `--transport file:///dir`, a directory that it sees too.
 Here "training" is a random walk; the server's answer is compared with the trained model's own.
 """
 
@@ -36,7 +37,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("url")
-    parser.add_argument("--transport", default="ipc://", help="gloo://HOST:0 or nccl://HOST:0 for other machines")
+    parser.add_argument(
+        "--transport",
+        default="ipc://",
+        help="gloo://HOST:0 or nccl://HOST:0 for other machines, file:///dir for a directory that both see",
+    )
     parser.add_argument("--token", help="what the server has in WEIGHTCAST_TOKEN")
     options = parser.parse_args()
 

@@ -1,4 +1,4 @@
-# Sourced by _venv.sh and _venv_vllm.sh: goes to the repository's root; how they speak, and which Python they start from.
+# Sourced by _venv.sh and its like: goes to the repository's root; how they speak, and which Python they start from.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -27,4 +27,19 @@ _install_once() {
         _say "installed"
     fi
     exec {_lock}>&-
+}
+
+_pip() { "$PYTHON" -m pip --disable-pip-version-check "$@"; }
+
+# _stamp FILE...: stands for an environment that is made as pyproject.toml and these files say, in this folder.
+_stamp() { { pwd; cat pyproject.toml "$@"; } | sha256sum | cut -d' ' -f1; }
+
+# pip copies entry points when it installs: an interpreter of somebody else's needs them once more after each change.
+_knows_our_plugins() {
+    "$PYTHON" - 2>/dev/null <<'END'
+import importlib.metadata, sys, tomllib
+ours = tomllib.load(open("pyproject.toml", "rb"))["project"].get("entry-points", {})
+found = {(e.group, e.name, e.value) for e in importlib.metadata.distribution("weightcast").entry_points}
+sys.exit(not {(group, *item) for group, items in ours.items() for item in items.items()} <= found)
+END
 }

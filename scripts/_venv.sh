@@ -6,8 +6,6 @@
 
 source "$(dirname "${BASH_SOURCE[0]}")/_python.sh"
 
-_stamp() { { pwd; cat pyproject.toml constraints.txt; } | sha256sum | cut -d' ' -f1; }
-
 _install() {
     local base
     if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
@@ -25,6 +23,6 @@ if [[ -n "${WEIGHTCAST_PYTHON:-}" ]]; then
     PYTHON=$WEIGHTCAST_PYTHON
     export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 else
-    _install_once .venv "$(_stamp)"
+    _install_once .venv "$(_stamp constraints.txt)"
     PYTHON=$PWD/.venv/bin/python
 fi

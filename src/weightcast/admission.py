@@ -20,9 +20,7 @@ def admit(manifest: Manifest, engine: Engine, specs: Sequence[TensorSpec] | None
     """
     if specs is not None:
         can_cast = engine.can_cast if isinstance(engine, Casting) else None
-        problems = compare_specs(manifest.tensors, specs, can_cast=can_cast)
-        if problems:
-            raise IncompatibleWeightsError(_summary(problems), problems)
+        require_fit(compare_specs(manifest.tensors, specs, can_cast=can_cast))
     if isinstance(engine, Validating):
         engine.validate(manifest)
     try:
@@ -40,7 +38,9 @@ def check_undo(manifest: Manifest, engine: Engine) -> None:
         raise InsufficientMemoryError(f"the undo copy needs {needed} bytes, this host has {available} left")
 
 
-def _summary(problems: list[str]) -> str:
-    shown = "; ".join(problems[:8])
-    more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-    return f"{len(problems)} tensors do not fit this engine: {shown}{more}"
+def require_fit(problems: Sequence[str]) -> None:
+    """Raises IncompatibleWeightsError with these problems, if there are any."""
+    if problems:
+        shown = "; ".join(problems[:8])
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise IncompatibleWeightsError(f"{len(problems)} tensors do not fit this engine: {shown}{more}", problems)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from weightcast.control.messages import Abort, Accepted, Failed, InitInfo, Installed, Offer, Received, Seal, WeightInfo
@@ -24,7 +24,19 @@ from weightcast.errors import (
     to_record,
 )
 from weightcast.guard import Guard
-from weightcast.interfaces import EngineClient, Negotiable, Pausable, Rescuable, Settling
+from weightcast.interfaces import (
+    Distrusted,
+    EngineClient,
+    Fingerprint,
+    Fingerprinted,
+    Negotiable,
+    Pausable,
+    Rescuable,
+    SelfSupplied,
+    Sender,
+    Settling,
+    Supply,
+)
 from weightcast.listener import Link, LinkListener
 from weightcast.manifest import MAX_VERSION
 from weightcast.report import EngineResult
@@ -41,18 +53,21 @@ class Member:
         self.name = client.name
         self.owned = owned
         self.links: list[Link] = []
+        self.sender: Sender | None = None
+        """What its client brings, where it has no workers of ours; None: it takes the publisher's transport."""
         self.info: WeightInfo | None = None
         self.result = EngineResult()
         self.is_paused = False
         """Whether a pause was asked for and not lifted; `_stands_still`: of the very engine that is connected now."""
         self._stands_still = False
         self._is_torn = False
+        self._is_connected = False
         self._known_manifest = ""
         self._paused_at = 0.0
 
     @property
     def is_joined(self) -> bool:
-        return bool(self.links) and all(link.is_alive for link in self.links)
+        return self._is_connected and all(link.is_alive for link in self.links)
 
     @property
     def newest_version(self) -> int:
@@ -65,13 +80,23 @@ class Member:
         """Ask what the engine is, have its workers connect, and wait for their hellos."""
         listener.drop(self.name, "the publisher connects again")
         self.links, self._known_manifest = [], ""
-        self._stands_still = False
+        self._stands_still = self._is_connected = False
         self.client = self._given.negotiate() if isinstance(self._given, Negotiable) else self._given
         self.info = self.client.info()
         self.client.init(init)
         self.links = listener.wait(self.name, self.info.world_size, deadline_seconds)
         # Again: a takeover waits for an install of the former run, whose version counts.
         self.info = self.client.info()
+        self._is_connected = True
+
+    def supply(self, known: Sequence[Sender], supply: Supply) -> Sender | None:
+        """The sender that its client brings, one of `known` or a new one; None if it brings none."""
+        self.sender = self.client.sender(known, supply) if isinstance(self.client, SelfSupplied) else None
+        return self.sender
+
+    def disconnect(self) -> None:
+        """Have the next update connect it again: who has no link that ends is asked anew what it is."""
+        self._is_connected = False
 
     def offer(self, offer: Offer, deadline_seconds: float) -> None:
         """Offer a version and wait until every worker has accepted."""
@@ -101,6 +126,20 @@ class Member:
         self.client.pause(run)
         self._stands_still = True
 
+    def hold_again(self, run: str, guard: Guard) -> None:
+        """Another rescue is right from now on: it has installed what it was paused for."""
+        if self.is_paused and not self._has("lease") and isinstance(self.client, Rescuable):
+            guard.hold(self.name, self.client.rescue(run))
+
+    def fingerprint(self) -> Fingerprint | None:
+        return self.client.fingerprint() if isinstance(self.client, Fingerprinted) else None
+
+    def distrust(self, reason: str) -> None:
+        """It holds other weights than it should."""
+        fail(self, IntegrityError(reason))
+        if isinstance(self.client, Distrusted):
+            self.client.distrust(reason)
+
     def resume(self, run: str, guard: Guard) -> None:
         """Lift the pause, but for an engine that can't refuse to serve what an install has left torn."""
         if not self.is_paused:
@@ -127,14 +166,15 @@ class Member:
         self.result.ok = True
 
     def _finish(self, version: int, run: str) -> None:
-        start = time.perf_counter()
+        start, pause_seconds = time.perf_counter(), None
         try:
-            self.client.finish(version)
+            pause_seconds = self.client.finish(version)
         except (PeerTimeoutError, PeerDiedError):
             if not self._serves(run, version):
                 raise
         if self._has("install"):
-            self.result.pause_seconds = time.perf_counter() - start
+            # The answer was lost, or is of an engine that does not say it: not longer than the request.
+            self.result.pause_seconds = time.perf_counter() - start if pause_seconds is None else pause_seconds
 
     def _hear_installed(self, link: Link, version: int, run: str, deadline_seconds: float) -> None:
         """Wait for a worker's word; a link that was lost on the way is made good by asking."""
@@ -238,9 +278,18 @@ class Fleet:
         A receiver that left of its own accord (UpdateAbortedError) is left out: its worker says why over its link.
         """
         for member in self.healthy():
+            if member.sender is not None:
+                continue
             lost = [failures[p] for p in (link.peer for link in member.links) if isinstance(failures.get(p), PeerError)]
             if lost:
                 fail(member, lost[0])
+
+    def take_failures_of(self, sender: Sender) -> None:
+        """The same of a sender that clients have brought: its peers are the members."""
+        failures = sender.failures
+        for member in self.healthy():
+            if member.sender is sender and member.name in failures:
+                fail(member, failures[member.name])
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
@@ -260,6 +309,8 @@ def fail(member: Member, error: WeightcastError) -> None:
     else:
         member.result.error = to_record(error)
     member.result.ok = False
+    if not member.links:
+        member.disconnect()
     if isinstance(error, (PeerTimeoutError, PeerDiedError)):
         for link in member.links:
             link.end(f"the publisher gave this engine up: {error}")

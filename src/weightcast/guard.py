@@ -28,12 +28,16 @@ _MAX_REPLY_BYTES = 1 << 24
 
 
 class RescueRequest(NamedTuple):
-    """One POST. `stop_if`, a regular expression: if the reply has it, or is an error, nothing is sent after it."""
+    """One POST. `stop_if`, a regular expression: if the reply has it, or is an error, nothing is sent after it.
+
+    `timeout_seconds` is how long its reply is waited for.
+    """
 
     url: str
     headers: Mapping[str, str] = {}
     body: str = ""
     stop_if: str = ""
+    timeout_seconds: float = _ATTEMPT_SECONDS
 
 
 class Guard:
@@ -108,7 +112,7 @@ def rescue(requests: Sequence[RescueRequest], give_up_seconds: float = _GIVE_UP_
             request = urllib.request.Request(
                 pending[0].url, data=pending[0].body.encode(), headers=dict(pending[0].headers), method="POST"
             )
-            with opener.open(request, timeout=_ATTEMPT_SECONDS) as reply:
+            with opener.open(request, timeout=pending[0].timeout_seconds) as reply:
                 text = reply.read(_MAX_REPLY_BYTES).decode("utf-8", "replace")
             is_end = bool(pending[0].stop_if and re.search(pending[0].stop_if, text))
         except urllib.error.HTTPError as exc:

@@ -17,6 +17,8 @@ One update, and who calls what. P: the publisher, on the trainer. W: a worker, i
     P  Pausable.resume()
     P  Sender.close()                    only at the end of the publisher's life; W likewise Receiver.close()
 
+Engines that bring a sender of their own (`SelfSupplied`) come after all others: paused, sent to, finished, resumed.
+
 Any failure: EngineClient.update(Abort), Sender.abort(reason); W: Receiver.end(), Engine.discard().
 
 Optional abilities are Protocols of one method, asked with `isinstance`.
@@ -123,7 +125,7 @@ class Receiver(Protocol):
     def __iter__(self) -> Iterator[Bucket]:
         """Every bucket in order, once. Raises PeerDiedError, PeerTimeoutError or UpdateAbortedError.
 
-        A bucket is valid until the next is asked for; when staged, until `end`.
+        A bucket is valid until the next is asked for; when staged, its payload until `end`.
         """
         ...
 
@@ -168,6 +170,13 @@ class Replaying(Protocol):
     """
 
     def newest(self, known: WeightVersion | None) -> Kept | None: ...
+
+
+@runtime_checkable
+class Renewable(Protocol):
+    """A receiver that, after `renew`, writes into other memory: an engine keeps tensors of the last update."""
+
+    def renew(self) -> None: ...
 
 
 @runtime_checkable
@@ -292,7 +301,9 @@ class EngineClient(Protocol):
 
     def update(self, info: UpdateInfo) -> None: ...
 
-    def finish(self, version: int) -> None: ...
+    def finish(self, version: int) -> float | None:
+        """Install the sealed version. With the ability "install": the seconds that the engine stood still for it."""
+        ...
 
     def close(self) -> None: ...
 
@@ -316,6 +327,61 @@ class Settling(Protocol):
     """
 
     def settle(self, version: int, *, keep: bool) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Supply:
+    """What a publisher tells whoever makes a sender: its transport's URL, its run, where the weights are."""
+
+    url: str
+    run: str
+    device: torch.device
+    deadline_seconds: float
+
+
+@runtime_checkable
+class SelfSupplied(Protocol):
+    """A client whose engine has no worker of ours and a data plane of its own: it brings the `Sender` for that.
+
+    Asked whenever a publisher connects. `known` are the senders that others have brought: engines of one kind share
+    one, and each sender is packed for once. Its peers are the clients' names. Such an engine stands still while it is
+    sent to, unless the sender is `Staging`; then `finish` follows as ever. Raises UnsupportedError.
+    """
+
+    def sender(self, known: Sequence[Sender], supply: Supply) -> Sender: ...
+
+
+@runtime_checkable
+class Staging(Protocol):
+    """A brought sender that can say whether its engines serve on until the install."""
+
+    @property
+    def is_staged(self) -> bool: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """One value for all weights that an engine holds. Of two engines of one `kind`, equal weights have equal values."""
+
+    kind: str
+    value: str
+
+
+@runtime_checkable
+class Fingerprinted(Protocol):
+    """A client whose engine can say what it holds, as of now: it was just updated. None: this one can't."""
+
+    def fingerprint(self) -> Fingerprint | None: ...
+
+
+@runtime_checkable
+class Distrusted(Protocol):
+    """A client that can keep an engine from serving weights which are not what others hold.
+
+    Called before the engine is resumed, where it stands still. The next complete update heals it.
+    """
+
+    def distrust(self, reason: str) -> None: ...
 
 
 @runtime_checkable

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -20,12 +22,13 @@ from weightcast.control.messages import Abort, InitInfo, InstallMode, Offer, Sea
 from weightcast.errors import IncompatibleWeightsError
 from weightcast.fleet import Fleet, Member
 from weightcast.guard import Guard
-from weightcast.interfaces import Attended, Regions, Replayable, Sender
+from weightcast.interfaces import Attended, Fingerprint, Regions, Replayable, Sender, Staging, Supply
 from weightcast.listener import LinkListener
 from weightcast.manifest import TensorSpec, WeightVersion
 from weightcast.report import EngineResult, PublishReport, StageSeconds
 
 OnProgress = Callable[[int, int], None]
+Verify = Literal["engines"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,15 +41,18 @@ class Terms:
     takeover: bool
     deadline_seconds: float
     lease_seconds: float
+    verify: Verify | None = None
 
 
 class Wire:
-    """What connects a publisher with its engines' workers."""
+    """What connects a publisher with its engines: with their workers, and what their clients bring besides."""
 
     def __init__(self, sender: Sender, listener: LinkListener, device: torch.device) -> None:
         self.sender = sender
         self.listener = listener
         self.device = device
+        self.brought: list[Sender] = []
+        self._brings = threading.Lock()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
@@ -59,9 +65,17 @@ class Wire:
         with torch.cuda.stream(self._stream):
             yield
 
+    def bring(self, member: Member, supply: Supply) -> None:
+        """Have the member's client bring the sender that it needs, if it needs one."""
+        with self._brings:
+            sender = member.supply(self.brought, supply)
+            if sender is not None and sender not in self.brought:
+                self.brought.append(sender)
+
     def close(self) -> None:
         self.listener.close()
-        self.sender.close()
+        for sender in (self.sender, *self.brought):
+            sender.close()
 
 
 class Packs(Protocol):
@@ -119,6 +133,7 @@ class Publication:
         self._packing = packing
         self._manifest = packing.layout.manifest
         self._seconds = StageSeconds()
+        self._fingerprints: dict[str, tuple[Member, Fingerprint]] = {}
 
     def run(self, regions: Regions, *, above: int, number: int | None, on_progress: OnProgress | None) -> PublishReport:
         """Publish `regions` as version `number`, by default one above `above` and above every engine's version.
@@ -140,7 +155,11 @@ class Publication:
             with self._timed("seal"):
                 seal = Seal(self._terms.run, self.number, len(self._manifest.buckets), root)
                 self._fleet.each(lambda member: member.seal(seal))
-            self._fleet.each(self._install)
+            installed = self._healthy_of(None)
+            self._fleet.each(self._install, installed)
+            self._verify(installed)
+            for sender in self._wire.brought:
+                self._supply(sender, packer, on_progress or _ignore)
         except BaseException as exc:
             self._give_up(exc)
             raise
@@ -185,6 +204,8 @@ class Publication:
             deadline_seconds=terms.deadline_seconds,
         )
         member.join(listener, info, terms.deadline_seconds)
+        device = self._wire.device
+        self._wire.bring(member, Supply(self._wire.sender.address, terms.run, device, terms.deadline_seconds))
 
     def _offer(self) -> None:
         terms = self._terms
@@ -197,7 +218,7 @@ class Publication:
             undo=terms.undo,
         )
         if terms.install == "streaming":
-            self._fleet.each(self._pause)
+            self._fleet.each(self._pause, self._healthy_of(None))
         self._fleet.each(lambda member: member.offer(offer, terms.deadline_seconds))
 
     def _pause(self, member: Member) -> None:
@@ -210,13 +231,27 @@ class Publication:
         """Pack and send every bucket, then wait until everyone has them; return the root digest."""
         sender, num_buckets = self._wire.sender, len(self._manifest.buckets)
         version = WeightVersion(self._terms.run, self.number)
-        peers = [link.peer for member in self._fleet.healthy() for link in member.links]
+        members = self._healthy_of(None)
+        peers = [link.peer for member in members for link in member.links]
         # Who keeps versions for later does not know who takes them.
         keeps = isinstance(sender, Replayable)
         if not peers and not keeps:
             return ""
         with self._timed("send"):
             sender.open(self._manifest, version, peers=peers, staged=self._terms.install == "staged")
+        digests = self._send_buckets(sender, packer, version, on_progress, set() if keeps else set(peers))
+        with self._timed("send"):
+            self._fleet.take_failures(sender.failures)
+            root, deadline = root_digest(self._packing.manifest_digest, digests), self._terms.deadline_seconds
+            self._fleet.each(lambda member: member.received(self.number, num_buckets, root, deadline))
+            self._fleet.take_failures(sender.failures)
+        return root
+
+    def _send_buckets(
+        self, sender: Sender, packer: Packs, version: WeightVersion, on_progress: OnProgress, peers: set[str]
+    ) -> list[bytes | torch.Tensor]:
+        """Pack and send every bucket, or until all of `peers` are lost; return the digests."""
+        num_buckets = len(self._manifest.buckets)
         digests: list[bytes | torch.Tensor] = [b""] * num_buckets
         index, ends = 0, list(itertools.accumulate(self._manifest.buckets, initial=0))
         with self._wire.packing_stream():
@@ -228,14 +263,56 @@ class Publication:
                 with self._timed("send"):
                     index = sender.send(index)
                 on_progress(ends[index], ends[-1])
-                if not keeps and sender.failures.keys() >= set(peers):
+                if peers and sender.failures.keys() >= peers:
                     break
-        with self._timed("send"):
-            self._fleet.take_failures(sender.failures)
-            root, deadline = root_digest(self._packing.manifest_digest, digests), self._terms.deadline_seconds
-            self._fleet.each(lambda member: member.received(self.number, num_buckets, root, deadline))
-            self._fleet.take_failures(sender.failures)
-        return root
+        return digests
+
+    def _healthy_of(self, sender: Sender | None) -> list[Member]:
+        """The members without a failure that take what this sender brings; None: the publisher's transport."""
+        return [member for member in self._fleet.healthy() if member.sender is sender]
+
+    def _supply(self, sender: Sender, packer: Packs, on_progress: OnProgress) -> None:
+        """The whole update for the engines of a sender that their clients have brought."""
+        is_staged = isinstance(sender, Staging) and sender.is_staged
+        try:
+            if not is_staged:
+                self._fleet.each(self._pause, self._healthy_of(sender))
+            peers = [member.name for member in self._healthy_of(sender)]
+            if peers:
+                version = WeightVersion(self._terms.run, self.number)
+                with self._timed("send"):
+                    sender.open(self._manifest, version, peers=peers, staged=is_staged)
+                self._send_buckets(sender, packer, version, on_progress, set(peers))
+                self._fleet.take_failures_of(sender)
+            self._fleet.each(self._finish, self._healthy_of(sender))
+            self._verify(self._healthy_of(sender))
+        finally:
+            self._fleet.each(self._resume, [member for member in self._fleet if member.sender is sender])
+
+    def _finish(self, member: Member) -> None:
+        """Install what was sent already; the engine stands still until it was compared with others."""
+        self._pause(member)
+        member.install(self.number, self._terms.run, self._terms.deadline_seconds)
+        member.hold_again(self._terms.run, self._guard)
+
+    def _verify(self, members: Sequence[Member]) -> None:
+        """Compare what engines say that they hold with the first one of the same kind."""
+        if self._terms.verify is None:
+            return
+        found: dict[str, Fingerprint | None] = {}
+
+        def ask(member: Member) -> None:
+            found[member.name] = member.fingerprint()
+
+        self._fleet.each(ask, [member for member in members if member.result.error is None])
+        for member in members:
+            fingerprint = found.get(member.name)
+            if fingerprint is None or member.result.error is not None:
+                continue
+            first, expected = self._fingerprints.setdefault(fingerprint.kind, (member, fingerprint))
+            if fingerprint != expected:
+                reason = f"it holds {fingerprint.value}, {first.name} holds {expected.value} at the same version"
+                self._fleet.each(functools.partial(Member.distrust, reason=reason), [member])
 
     def _install(self, member: Member) -> None:
         try:
@@ -255,7 +332,8 @@ class Publication:
     def _give_up(self, exc: BaseException) -> None:
         """The publish itself failed: end the update everywhere. A Ctrl-C does not wait for answers."""
         reason = f"{type(exc).__name__}: {exc}"[:4000]
-        self._wire.sender.abort(reason)
+        for sender in (self._wire.sender, *self._wire.brought):
+            sender.abort(reason)
         if not isinstance(exc, Exception):
             for member in self._fleet:
                 self._wire.listener.drop(member.name, reason)

@@ -7,6 +7,7 @@ several trainer ranks one knows engines and transport, and all return the same r
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
 import threading
@@ -30,7 +31,7 @@ from weightcast.interfaces import EngineClient, Regions, Sender, Source
 from weightcast.listener import LinkListener
 from weightcast.manifest import ALIGNMENT_BYTES, MAX_VERSION
 from weightcast.plan import fitting_bucket_size, plan
-from weightcast.publication import OnProgress, Packing, Publication, Terms, Wire
+from weightcast.publication import OnProgress, Packing, Publication, Terms, Verify, Wire
 from weightcast.report import PublishReport
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Publisher:
         install: InstallMode = "staged",
         undo: bool = False,
         takeover: bool = False,
+        verify: Verify | None = None,
         on_failure: Literal["raise", "report"] = "raise",
         deadline_seconds: float = 60.0,
         lease_seconds: float = 30.0,
@@ -71,7 +73,9 @@ class Publisher:
         "staged" (the old version serves until everything is there) or "streaming" (bounded memory; the engine stands
         still meanwhile and must be healed after a failure). `bucket_size_bytes`: by default an eighth of the model,
         at most the transport's choice for the device. `undo`: engines keep a copy while they install, and go back to it
-        if that fails. `takeover`: take engines that another run holds. `deadline_seconds`: of each single wait.
+        if that fails. `takeover`: take engines that another run holds. `verify`: "engines": after each update compare
+        what engines say that they hold, where they can; one that holds other weights than the first of its kind has
+        failed. `deadline_seconds`: of each single wait.
         `lease_seconds`: how long a silent publisher keeps an engine. `trainer_group`: the ranks that hold the model
         together and publish together; "auto" is torch.distributed's default group, if there is one at the first
         publish; None: this rank publishes alone.
@@ -82,6 +86,8 @@ class Publisher:
             raise ValueError(f"install is {install!r}; it must be 'staged' or 'streaming'")
         if on_failure not in ("raise", "report"):
             raise ValueError(f"on_failure is {on_failure!r}; it must be 'raise' or 'report'")
+        if verify not in (None, "engines"):
+            raise ValueError(f"verify is {verify!r}; it must be 'engines' or None")
         if not (0 < deadline_seconds < math.inf and 0 < lease_seconds < math.inf):
             raise ValueError(f"deadline_seconds {deadline_seconds} and lease_seconds {lease_seconds} must be positive")
         if bucket_size_bytes is not None and bucket_size_bytes < ALIGNMENT_BYTES:
@@ -94,7 +100,7 @@ class Publisher:
         self._transport = registry.transport(transport)
         self._token = token
         self._bucket_size_bytes = bucket_size_bytes
-        self._terms = Terms(self.run, install, undo, takeover, deadline_seconds, lease_seconds)
+        self._terms = Terms(self.run, install, undo, takeover, deadline_seconds, lease_seconds, verify)
         self._on_failure = on_failure
         self._lock = threading.RLock()
         self._fleet = Fleet()
@@ -136,6 +142,10 @@ class Publisher:
             member = self._fleet.pop(name)
             if self._wire is not None:
                 self._wire.listener.drop(name, "the engine was removed from the fleet")
+            with contextlib.suppress(Exception):
+                # Only one that did not answer is paused still. Nobody asks it again after this.
+                member.resume(self.run, self._guard)
+            self._guard.release(name)
             if member.owned:
                 member.client.close()
 

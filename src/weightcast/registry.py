@@ -20,9 +20,20 @@ TRANSPORTS = {
 }
 ENTRY_POINT_GROUP = "weightcast.transports"
 
-HTTP_DIALECTS = {"vllm": "weightcast.integrations.vllm.http:speak"}
+KEPT_SOURCES = {"file": "weightcast.sources.store:StoreSource"}
+"""Of transports that keep versions: a `Source` of the newest one, made from the transport's URL."""
+
+HTTP_DIALECTS = {
+    "vllm": "weightcast.integrations.vllm.http:speak",
+    "sglang": "weightcast.integrations.sglang.dialect:speak",
+    "vllm without weightcast": "weightcast.integrations.vllm.reload_client:speak",
+}
 """Kinds of servers that are not asked in the native protocol: a function of the routes and the pause mode for each,
 which returns an `EngineClient`, or None for a server of another kind."""
+
+OBJECT_DIALECTS = {"vllm": "weightcast.integrations.vllm.objects:speak"}
+"""Kinds of engines that are Python objects: a function of the object for each, which returns an `EngineClient` for each
+part of it that takes updates by itself, or an empty list for an object of another kind."""
 
 
 def scheme(url: str) -> str:
@@ -49,9 +60,28 @@ def transport(url: str) -> Any:
     return _load(target)
 
 
+def keeps(url: str) -> bool:
+    """Whether the transport of this URL keeps versions that `kept_source` can read."""
+    return scheme(url) in KEPT_SOURCES
+
+
+def kept_source(url: str) -> Any:
+    """A `Source` of the newest version that is kept at this URL; its `version` says which. Raises what it raises."""
+    return _load(KEPT_SOURCES[scheme(url)])(url)
+
+
 def http_dialects() -> list[Any]:
     """Import what `HTTP_DIALECTS` names, in the order in which a server is to be asked."""
     return [_load(target) for target in HTTP_DIALECTS.values()]
+
+
+def engine_clients(engine: object) -> list[Any]:
+    """An `EngineClient` for each part of an engine object that takes updates by itself. Raises TypeError for none."""
+    for target in OBJECT_DIALECTS.values():
+        clients: list[Any] = _load(target)(engine)
+        if clients:
+            return clients
+    raise TypeError(f"{type(engine).__name__} is no engine of a known kind ({', '.join(OBJECT_DIALECTS)})")
 
 
 def _load(target: str) -> Any:

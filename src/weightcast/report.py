@@ -27,7 +27,8 @@ class StageSeconds(msgspec.Struct):
 class EngineResult(msgspec.Struct):
     """One engine's outcome. `ok`: it serves the version. `error`: why not, else None.
 
-    `pause_seconds`: from the pause's request until it was resumed, as the publisher saw it; `install_seconds`: what the
+    `pause_seconds`: how long the engine stood still: as it says where it pauses by itself (vLLM with weightcast's own
+    routes), else from the pause's request until it was resumed, as the publisher saw it. `install_seconds`: what the
     engine itself took to install.
     """
 

@@ -186,6 +186,12 @@ class Worker:
             self._unsettled = None
             update.settle(keep=keep, deadline_seconds=self._install_deadline_seconds)
 
+    @property
+    def unsettled(self) -> WeightVersion | None:
+        """The version that is installed and not settled, if there is one."""
+        update = self._unsettled
+        return None if update is None else update.version
+
     def tell_failed(self, version: WeightVersion, error: WeightcastError) -> None:
         """Say on the link what became of a version, where others than this worker decided it."""
         hold = self._hold

@@ -29,8 +29,8 @@ from weightcast.errors import (
     UpdateAbortedError,
     from_record,
 )
-from weightcast.integrations.vllm.rank import Agree, Rank
-from weightcast.integrations.vllm.ranks import Outcome, Ranks
+from weightcast.guest.rank import Agree, Rank
+from weightcast.guest.ranks import Outcome, Ranks
 from weightcast.manifest import WeightVersion
 from weightcast.publisher import Publisher
 from weightcast.testing.leftovers import nothing_left
@@ -228,7 +228,10 @@ def test_an_offer_that_one_rank_refuses_is_taken_by_none(engine: Engine, rank: i
     with publisher(engine) as it:
         engine.models[rank].fail = "validate"
         assert f"the test's fault in validate [engine rank {rank}]" in str(failure(it))
-        assert not [thread.name for thread in threading.enumerate() if thread.name == "weightcast-receive"]
+        for thread in threading.enumerate():
+            if thread.name == "weightcast-receive":
+                thread.join(10)
+                assert not thread.is_alive(), "a rank that took the offer waits for buckets"
         assert it.publish().ok
 
 
@@ -278,6 +281,33 @@ def test_an_install_can_be_taken_back_until_it_is_settled(engine: Engine) -> Non
         assert engine.call(Settle(it.run, 1, keep=False)) is None, "only the first counts"
         assert engine.holds(TENSORS)
         assert engine.info().weight_version == "1"
+
+
+def test_what_other_engines_may_lack_is_torn_until_it_is_settled(engine: Engine) -> None:
+    with publisher(engine, undo=True) as it:
+        engine.finish = lambda version: engine.require(Install(it.run, version, world_size=2 * NUM_RANKS))  # type: ignore[method-assign]
+        it.publish()
+        assert "not known whether it is in the other engines" in engine.info().torn
+        engine.call(Settle(it.run, 0, keep=True))
+        assert not engine.info().torn
+        it.publish()
+        assert engine.info().torn
+        it.publish()
+        assert engine.call(Settle(it.run, 2, keep=False)) is None
+        assert not engine.info().torn
+        assert engine.info().weight_version == "1", "the next offer has kept it"
+
+
+def test_an_install_on_all_ranks_that_there_are_may_be_kept_at_once(engine: Engine) -> None:
+    with publisher(engine) as it:
+        engine.finish = lambda version: engine.require(Install(it.run, version, NUM_RANKS, keep=True))  # type: ignore[method-assign]
+        it.publish()
+        assert engine.call(Settle(it.run, 0, keep=False)) is None, "there is nothing to take back"
+        assert engine.holds(TENSORS)
+        assert not engine.info().torn
+        engine.models[1].fail = "commit"
+        assert isinstance(failure(it), InstallError)
+        assert engine.info().torn
 
 
 def test_an_install_without_undo_that_is_taken_back_tears(engine: Engine) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 from real_vllm.baseline.per_tensor import Workers
+from real_vllm.experts_on_cpus import add_collectives
+
+add_collectives()
 
 
 class Extension(Workers):

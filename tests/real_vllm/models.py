@@ -37,6 +37,7 @@ _SHAPE: dict[str, Any] = {
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 _WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "initializer_range": 0.05}
+_LARGE = {"intermediate_size": 1000, "num_hidden_layers": 182, "head_dim": 16, "initializer_range": 0.05}
 _DEEP = {"intermediate_size": 292, "num_hidden_layers": 182, "head_dim": 16, "initializer_range": 0.05}
 
 FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
@@ -47,8 +48,10 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama-tied": lambda: transformers.LlamaConfig(**_SHAPE | {"tie_word_embeddings": True}),
     "qwen3-wide": lambda: transformers.Qwen3Config(**_SHAPE | _WIDE),
     "qwen3-deep": lambda: transformers.Qwen3Config(**_SHAPE | _DEEP),
+    "qwen3-large": lambda: transformers.Qwen3Config(**_SHAPE | _LARGE),
 }
-"""By family. "padded": a vocabulary that vLLM pads. "wide": 115 MB; "deep": 100 MB in 2,005 tensors (both in fp32)."""
+"""By family. "padded": a vocabulary that vLLM pads. "wide": 115 MB; "deep": 100 MB in 2,005 tensors; "large":
+298 MB in as many (all in fp32)."""
 
 
 def make_model(family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:

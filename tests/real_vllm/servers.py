@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
 import functools
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
 import torch
+from real_engines.process import REQUEST_SECONDS, ServerProcess
 
 from real_vllm.oracle import Answer, Ask
 
 TESTS = Path(__file__).parents[1]
-START_SECONDS = 400.0
-REQUEST_SECONDS = 60.0
-STOP_SECONDS = 30.0
-LOG_TAIL_BYTES = 6000
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -82,8 +71,10 @@ ONE = Setup()
 STOCK = Setup(endpoints=False)
 TWO = Setup(tp=2)
 REPLICAS = Setup("qwen3-moe", dp=2)
+STOCK_REPLICAS = Setup(dp=2, endpoints=False)
 PLAIN = Setup(backend=None, endpoints=False)
-"""Setups that many tests share; `PLAIN` knows nothing of weightcast."""
+"""Setups that many tests share; `PLAIN` knows nothing of weightcast. Data-parallel engines of a dense model don't know
+of each other, those of a mixture of experts run in step."""
 
 
 class Span(NamedTuple):
@@ -101,23 +92,17 @@ class Part(NamedTuple):
     spans: list[Span]
 
 
-class Server:
+class Server(ServerProcess):
     """A server of `setup` that started from the checkpoint in `folder`. Start it by entering it.
 
     `extension`: a class mixed into vLLM's workers, for what only a test does to them.
     """
 
     def __init__(self, setup: Setup, folder: Path, *, port: int = 0, extension: str = "real_vllm.extension.Extension"):
+        super().__init__("vllm", port=port)
         self.setup = setup
-        self.port = port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
         self._folder = folder
         self._extension = extension
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log = tempfile.NamedTemporaryFile(prefix="weightcast-vllm-", suffix=".log")  # noqa: SIM115
-        # vLLM closes a connection after an error, maybe while the next request is on its way: each has one of its own.
-        limits = httpx.Limits(max_keepalive_connections=0)
-        self._http = httpx.Client(base_url=self.url, timeout=REQUEST_SECONDS, limits=limits, trust_env=False)
 
     def _command(self) -> list[str]:
         setup = self.setup
@@ -131,93 +116,13 @@ class Server:
             command += ["--weight-transfer-config", json.dumps({"backend": setup.backend})]
         return command
 
-    def __enter__(self) -> Server:
-        # In a session of its own, so that it can be ended with its workers; it also ends if this process is killed.
-        self._process = subprocess.Popen(
-            self._command(),
-            env=child_environment(self.setup),
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_end_with_parent,
-        )
-        try:
-            self._await_health()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _await_health(self) -> None:
-        end = time.monotonic() + START_SECONDS
-        while not self.is_healthy():
-            if self.process.poll() is not None:
-                raise AssertionError(f"{self} ended with {self.process.returncode}:\n{self.log_tail()}")
-            if time.monotonic() > end:
-                raise AssertionError(f"{self} is not up after {START_SECONDS} s:\n{self.log_tail()}")
-            self.process_ended(0.25)
-
-    @property
-    def process(self) -> subprocess.Popen[bytes]:
-        assert self._process is not None, "the server was not started"
-        return self._process
-
-    def process_ended(self, seconds: float) -> bool:
-        """Whether the server ends within that time."""
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+    def _environment(self) -> dict[str, str]:
+        return child_environment(self.setup)
 
     def is_healthy(self) -> bool:
-        try:
-            return self._http.get("/health", timeout=5).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    def close(self) -> None:
-        """End it as an operator would; what is left of its processes after that is killed. Idempotent."""
-        if self._process is not None:
-            self._signal(signal.SIGTERM)
-            self.process_ended(STOP_SECONDS)
-        self.kill()
-        self._http.close()
-        self._log.close()
-
-    def kill(self) -> None:
-        """SIGKILL to all its processes. Idempotent."""
-        if self._process is not None:
-            self._signal(signal.SIGKILL)
-            self._process.wait(STOP_SECONDS)
-
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-
-    def pids(self) -> list[int]:
-        """The processes of the server's session: front end, engine cores, workers, their helpers."""
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _session(pid) == self.process.pid]
-
-    def log_tail(self) -> str:
-        with open(self._log.name, "rb") as log:
-            log.seek(max(0, os.path.getsize(self._log.name) - LOG_TAIL_BYTES))
-            return log.read().decode(errors="replace")
+        return self._answers("/health")
 
     # --- what a user does with it ---
-
-    def post(self, path: str, body: Any = None, *, seconds: float = REQUEST_SECONDS) -> httpx.Response:
-        return self._http.post(path, json=body, timeout=seconds)
-
-    def get(self, path: str) -> Any:
-        reply = self._http.get(path)
-        reply.raise_for_status()
-        return reply.json()
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """A worker method, on every rank of the first engine; its results."""
@@ -230,11 +135,6 @@ class Server:
 
     def is_paused(self) -> bool:
         return bool(self.get("/is_paused")["is_paused"])
-
-    def metric(self, name: str) -> float:
-        """The sum of a Prometheus metric over its labels."""
-        lines = self._http.get("/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
     def asks(self) -> list[Ask]:
         """One `ask` for each data-parallel engine, so that each is sure to answer."""
@@ -289,27 +189,6 @@ def completion(prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
     """The body of a greedy request that answers with token ids and log-probabilities."""
     wishes = {"temperature": 0, "logprobs": 0, "ignore_eos": True, "return_token_ids": True}
     return {"model": "tiny", "prompt": list(prompt), "max_tokens": num_tokens} | wishes
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-def _session(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
-
-
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
-
-
-def _end_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def on(*setups: Setup) -> pytest.MarkDecorator:

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import pytest
 
 from real_vllm.oracle import PROMPT, Answer, assert_serves, is_of, joined
 from real_vllm.servers import ONE, REPLICAS, STOCK, TWO, Server, Span, on
-from real_vllm.trainer import GLOO, IPC, trainer
+from real_vllm.trainer import FILE, GLOO, IPC, trainer
 from weightcast import HttpEngine
 
 LONG_PROMPT = tuple(range(10, 210))
@@ -25,9 +26,9 @@ ALL = (ONE, STOCK, TWO, REPLICAS)
 
 
 @on(*ALL)
-@pytest.mark.parametrize("transport", [IPC, GLOO], ids=["ipc", "gloo"])
-def test_alternating_publishes_serve_what_was_published(server: Server, transport: str) -> None:
-    with trainer(server.setup, server.url, transport=transport) as it:
+@pytest.mark.parametrize("transport", [IPC, GLOO, FILE], ids=["ipc", "gloo", "file"])
+def test_alternating_publishes_serve_what_was_published(server: Server, transport: str, tmp_path: Path) -> None:
+    with trainer(server.setup, server.url, transport=transport.format(tmp_path)) as it:
         for seed in (1, 0, 1):
             report = it.publish(seed)
             assert report.ok

@@ -1,6 +1,7 @@
-"""The same trainer against every kind of engine: families, dtypes, parallelism, transports, HTTP and offline.
+"""The same trainer against every kind of engine: families, dtypes, parallelism, routes, transports, HTTP and offline.
 
-What is not on the diagonal runs with `--full`. Families at TP=1 are in test_model.py besides, all of them always.
+What is not on the diagonal runs with `--full`. Always run besides: families at TP=1 in test_model.py, and what
+test_acceptance.py does with Qwen3 at TP=1 and TP=2 and with experts at DP=2.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from real_vllm.conftest import Checkpoints
 from real_vllm.oracle import assert_serves
-from real_vllm.servers import REPLICAS, TESTS, Server, Setup, child_environment
+from real_vllm.servers import STOCK_REPLICAS, TESTS, Server, Setup, child_environment
 from real_vllm.trainer import GLOO, IPC, trainer
 
 FAMILIES = ("qwen3", "qwen3-moe", "llama-tied", "qwen2")
@@ -24,8 +25,9 @@ PARALLEL = ((1, 1), (2, 1), (1, 2))
 TRANSPORTS = (IPC, GLOO)
 OFFLINE_SECONDS = 300
 
-SERVED_ALWAYS = {REPLICAS, Setup("llama-tied", tp=2)}
+SERVED_ALWAYS = {STOCK_REPLICAS, Setup("llama-tied", tp=2)}
 SERVED = [Setup(family, dtype, tp, dp) for family, dtype, (tp, dp) in itertools.product(FAMILIES, DTYPES, PARALLEL)]
+SERVED += [Setup(family, tp=tp, dp=dp, endpoints=False) for family in FAMILIES[:2] for tp, dp in PARALLEL]
 OFFLINE_ALWAYS = {(Setup("qwen3", torch.bfloat16), IPC), (Setup("qwen2", tp=2), GLOO)}
 OFFLINE = [
     (Setup(family, dtype, tp), transport)

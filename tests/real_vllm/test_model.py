@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,9 @@ from weightcast.errors import (
     UnsupportedError,
     WeightcastError,
 )
+from weightcast.guest.acceptance import ByDryRun
 from weightcast.integrations.vllm import internals
-from weightcast.integrations.vllm.acceptance import ByDryRun
+from weightcast.integrations.vllm.dry_run import dry_run
 from weightcast.integrations.vllm.model import VllmModel
 from weightcast.interfaces import Engine, Readable, Undoable, Validating
 from weightcast.manifest import TensorSpec, WeightVersion
@@ -54,6 +56,10 @@ def specs(tensors: Tensors) -> list[TensorSpec]:
 
 def engine_of(offline: Offline) -> VllmModel:
     return VllmModel(offline.model, offline.config, CPU)
+
+
+def by_dry_run(offline: Offline) -> ByDryRun:
+    return ByDryRun(offline.model, functools.partial(dry_run, offline.model, offline.config), is_alone=True)
 
 
 def offer(engine: VllmModel, tensors: Tensors) -> None:
@@ -239,7 +245,7 @@ def test_what_the_loader_does_not_take_is_refused(offline: Offline, change: Chan
     tensors, before = weights(offline, 1), state(offline.model)
     change(tensors)
     with pytest.raises(IncompatibleWeightsError) as refused:
-        ByDryRun(offline.model, offline.config).accept(plan(specs(tensors), 1 << 20))
+        by_dry_run(offline).accept(plan(specs(tensors), 1 << 20))
     assert_named(refused.value, named)
     assert state(offline.model) == before
 
@@ -258,7 +264,7 @@ def test_trying_an_offer_leaves_no_trace(offline: Offline) -> None:
         before, answer = state(offline.model), offline.ask(PROMPT, NUM_TOKENS)
         offer(engine_of(offline), weights(offline, 1))
         if offline.setup.dtype == offline.setup.saved_dtype:
-            ByDryRun(offline.model, offline.config).accept(plan(specs(weights(offline, 1)), 1 << 20))
+            by_dry_run(offline).accept(plan(specs(weights(offline, 1)), 1 << 20))
         assert state(offline.model) == before
         assert offline.ask(PROMPT, NUM_TOKENS) == answer
 
@@ -266,7 +272,7 @@ def test_trying_an_offer_leaves_no_trace(offline: Offline) -> None:
 @offline_on(DENSE)
 def test_a_manifest_is_tried_once(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, manifest = engine_of(offline), plan(specs(weights(offline, 1)), 1 << 20)
-    engine._acceptance = ByDryRun(offline.model, offline.config)
+    engine._acceptance = by_dry_run(offline)
     runs: list[object] = []
     loader = offline.model.load_weights
     monkeypatch.setattr(offline.model, "load_weights", lambda ws: runs.append(ws) or loader(ws), raising=False)

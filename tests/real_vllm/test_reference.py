@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weightcast.integrations.vllm.reference import INDEX_FILE, reference
+from weightcast.guest.reference import INDEX_FILE
+from weightcast.integrations.vllm.reference import reference
 from weightcast.manifest import TensorSpec
 
 A, B, OLD = {"a": torch.zeros(2, 3)}, {"b": torch.zeros((), dtype=torch.bfloat16)}, {"old": torch.zeros(1)}

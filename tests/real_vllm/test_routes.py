@@ -6,18 +6,23 @@ import concurrent.futures
 import contextlib
 import http.client
 import json
+import os
+import threading
 import time
 import urllib.parse
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from real_vllm.oracle import PROMPT, assert_serves
-from real_vllm.servers import ONE, TWO, Server, Setup, on
-from real_vllm.trainer import trainer
+from real_vllm.oracle import PROMPT, Answer, assert_serves, is_of, joined
+from real_vllm.servers import ONE, REPLICAS, TWO, Part, Server, Setup, completion, on
+from real_vllm.trainer import Trainer, trainer
 from weightcast import HttpEngine
 from weightcast.errors import ControlError, EngineTornError, InstallError, PeerTimeoutError, RefusedError
 
+MAX_CONNECTIONS = 16
 TOKEN = "sesame-open"
 GUARDED = Setup(tp=2, token=TOKEN)
 POSTS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
@@ -25,14 +30,149 @@ POSTS += ("shutdown_weight_transfer_engine", "pause", "resume")
 GETS = ("weight_info", "is_paused", "get_world_size")
 
 
-@on(ONE, TWO)
+class FrontEnds:
+    """A connection to each API server of a vLLM: all listen on one port, and the one with the fewest takes the next."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._connections: dict[int, http.client.HTTPConnection] = {}
+        self._spare: list[http.client.HTTPConnection] = []
+        for _ in range(MAX_CONNECTIONS):
+            if len(self._connections) < server.setup.dp:
+                self._connect()
+        assert len(self._connections) == server.setup.dp, self._connections
+
+    def _connect(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=60)
+        # A request, so that one of them has accepted it.
+        connection.request("GET", "/health")
+        connection.getresponse().read()
+        pid = _served_by(self._server, connection)
+        if pid in self._connections:
+            self._spare.append(connection)
+        else:
+            self._connections[pid] = connection
+
+    def __enter__(self) -> FrontEnds:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for connection in (*self._connections.values(), *self._spare):
+            connection.close()
+
+    def each(self, method: str, path: str, body: Any = None) -> list[tuple[int, str]]:
+        """The answer of each: status and content."""
+        answers = []
+        for connection in self._connections.values():
+            connection.request(method, path, json.dumps(body), {"content-type": "application/json"})
+            reply = connection.getresponse()
+            answers.append((reply.status, reply.read().decode()))
+        return answers
+
+
+def _served_by(server: Server, connection: http.client.HTTPConnection) -> int:
+    """The process at the other end of a connection."""
+    port = connection.sock.getsockname()[1]
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    inode = next(r[9] for r in rows if r[1].endswith(f":{server.port:04X}") and r[2].endswith(f":{port:04X}"))
+    return next(pid for pid in server.pids() if f"socket:[{inode}]" in _open_files(pid))
+
+
+def _open_files(pid: int) -> set[str]:
+    found = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.add(os.readlink(path))
+    return found
+
+
+@on(ONE, TWO, REPLICAS)
+def test_every_api_server_knows_that_the_engine_is_torn(server: Server) -> None:
+    """The install went through one of them: no other may answer, wait or resume, and any of them can heal it."""
+    with trainer(server.setup, server.url) as it, FrontEnds(server) as front_ends:
+        version = it.publish(0).version
+        server.call("test_fail_load", 17, -1)
+        error = it.failure(1)
+        assert isinstance(error, InstallError)
+        assert error.torn
+        for _ in range(2):
+            answers = front_ends.each("POST", "/v1/completions", completion(PROMPT, 4))
+            assert {status for status, _ in answers} == {503}, answers
+            answers = front_ends.each("POST", "/resume")
+            assert {status for status, _ in answers} == {409}, answers
+            infos = [json.loads(text) for _, text in front_ends.each("GET", "/weight_info")]
+            assert all(info["torn"] and info["paused"] for info in infos), infos
+            assert {info["weight_version"] for info in infos} == {str(version)}
+        assert server.is_healthy()
+        it.publish(1)
+        infos = [json.loads(text) for _, text in front_ends.each("GET", "/weight_info")]
+        assert not any(info["torn"] or info["paused"] for info in infos), infos
+        answers = front_ends.each("POST", "/v1/completions", completion(PROMPT, 4))
+        assert {status for status, _ in answers} == {200}, answers
+        for ask in server.asks():
+            assert_serves(ask, it.of(1), other=it.of(0))
+
+
+@on(ONE, REPLICAS)
+def test_whoever_resumes_does_not_break_into_an_install(server: Server) -> None:
+    """A pause that another request ended too soon would show as tokens from the old version's caches."""
+    stop = threading.Event()
+
+    def resume() -> int:
+        number = 0
+        with FrontEnds(server) as front_ends:
+            while not stop.is_set():
+                answers = front_ends.each("POST", "/resume") + front_ends.each("GET", "/weight_info")
+                assert {status for status, _ in answers} == {200}, answers
+                number += 1
+        return number
+
+    with trainer(server.setup, server.url) as it, concurrent.futures.ThreadPoolExecutor(2) as threads:
+        it.publish(0)
+        resuming = threads.submit(resume)
+        try:
+            for seed in (1, 0, 1):
+                stream = threads.submit(lambda: list(server.generate(PROMPT, 400)))
+                it.publish(seed)
+                parts = stream.result(120)
+                assert_each_token_is_of_its_version(it, seed, parts)
+        finally:
+            stop.set()
+        assert resuming.result(120) > 0
+        assert not server.is_paused()
+
+
+def assert_each_token_is_of_its_version(it: Trainer, new_seed: int, parts: list[Part]) -> None:
+    """The versions are the last two, and the newer one is of `new_seed`."""
+    answer, spans = joined(part.answer for part in parts), parts[-1].spans
+    seeds = [1 - new_seed, new_seed][-len(spans) :] if len(spans) > 1 else None
+    for index, (_, start, end) in enumerate(spans):
+        prompt = [*PROMPT, *answer.tokens[:start]]
+        part = Answer(answer.tokens[start:end], answer.logprobs[start:end])
+        candidates = (0, 1) if seeds is None else (seeds[index],)
+        assert any(is_of(it.of(seed), prompt, part) for seed in candidates), spans
+
+
+@on(ONE, TWO, REPLICAS)
+def test_the_report_says_how_long_the_engine_stood_still(server: Server) -> None:
+    """Not how long its request took, which also waits for the step that was under way."""
+    with trainer(server.setup, server.url) as it:
+        it.publish(0)
+        report = it.publish(1)
+        (result,) = report.engines.values()
+        print(f"{server}: {result}, {report.seconds}")
+        assert 0 < result.install_seconds <= result.pause_seconds <= report.seconds.total - report.seconds.offer
+
+
+@on(ONE, TWO, REPLICAS)
 def test_the_server_says_what_it_is(server: Server) -> None:
     engine = HttpEngine(server.url)
     info = engine.info()
-    assert info.world_size == server.setup.tp
+    world_size = server.setup.tp * server.setup.dp
+    assert info.world_size == world_size
     assert set(info.abilities) == {"install", "undo"}
     assert not info.torn
-    assert server.get("/get_world_size") == {"world_size": server.setup.tp}
+    assert server.get("/get_world_size") == {"world_size": world_size}
     assert server.get("/get_world_size?include_dp=false") == {"world_size": server.setup.tp}
     assert server.get("/is_paused") == {"is_paused": False}
     engine.close()

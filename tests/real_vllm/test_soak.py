@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from real_engines.process import free_port
 
 from real_vllm.baseline.per_tensor import PerTensorTrainer
 from real_vllm.conftest import Checkpoints
 from real_vllm.models import model_of
 from real_vllm.oracle import assert_serves
-from real_vllm.servers import ONE, STOCK, TWO, Server, Setup, free_port, on
+from real_vllm.servers import ONE, STOCK, TWO, Server, Setup, on
 from real_vllm.trainer import checkpoint_tensors, trainer
 from weightcast.errors import PeerError
 

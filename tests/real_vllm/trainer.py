@@ -15,6 +15,8 @@ from weightcast.interfaces import EngineClient, Regions
 
 IPC = "ipc://"
 GLOO = "gloo://127.0.0.1:0"
+FILE = "file://{}/store"
+"""Of a test's own directory: format it with that."""
 SMALL_BUCKETS = 1 << 18
 """Of a tiny model this makes a dozen buckets, so that there is a middle of the transfer."""
 

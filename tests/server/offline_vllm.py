@@ -12,8 +12,8 @@ import torch
 from server.stock_vllm import FragileEngine
 
 from weightcast.control.rank_calls import METHOD, Leave, RankCall
-from weightcast.integrations.vllm.rank import Rank
-from weightcast.integrations.vllm.ranks import Ranks
+from weightcast.guest.rank import Rank
+from weightcast.guest.ranks import Ranks
 
 
 class InprocClient:
@@ -88,6 +88,7 @@ class OnlineLLM:
     def __init__(self) -> None:
         self.inner = OfflineLLM()
         self.home = asyncio.get_running_loop()
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size_across_dp=1))
 
     async def collective_rpc(self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:
         assert asyncio.get_running_loop() is self.home

@@ -10,6 +10,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,11 +18,12 @@ import torch
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from safetensors.torch import load_file
 
 from weightcast.control.rank_calls import METHOD, Leave, RankCall
 from weightcast.engines.module import ModuleEngine
-from weightcast.integrations.vllm.rank import Rank
-from weightcast.integrations.vllm.ranks import Ranks
+from weightcast.guest.rank import Rank
+from weightcast.guest.ranks import Ranks
 
 
 class FragileEngine(ModuleEngine):
@@ -53,6 +55,10 @@ class StockVllm:
         self.is_paused = False
         self.log: list[str] = []
         self.headers: list[str] = []
+        self.device = "cuda"
+        self.model = "/nowhere"
+        self.num_ranks = num_engines
+        self.num_failing_reloads = 0
         self.lost_replies: set[str] = set()
         """Rank calls that are done, but whose replies get lost."""
         self.url = ""
@@ -105,10 +111,21 @@ class StockVllm:
         def is_paused() -> Any:
             return {"is_paused": self.is_paused}
 
+        @app.get("/get_world_size")
+        def get_world_size() -> Any:
+            return {"world_size": self.num_ranks}
+
         @app.get("/server_info")
         def server_info() -> Any:
             transfer = None if self.backend is None else {"backend": self.backend}
-            return {"vllm_config": {"weight_transfer_config": transfer, "more": 1}, "vllm_env": {}}
+            config = {
+                "weight_transfer_config": transfer,
+                "model_config": {"model": self.model, "dtype": "torch.float32", "revision": None},
+                "load_config": {"download_dir": None},
+                "device_config": {"device": self.device},
+                "more": 1,
+            }
+            return {"vllm_config": config, "vllm_env": {}}
 
         @app.post("/pause")
         def pause(mode: str = "abort", clear_cache: bool = True) -> Any:
@@ -133,6 +150,8 @@ class StockVllm:
         return app
 
     def _call(self, body: dict[str, Any]) -> Any:
+        if body["method"] == "reload_weights":
+            return self._reload(**body["kwargs"])
         if body["method"] != METHOD or self.backend != "weightcast":
             return _failed(f"'Method {body['method']!r} is not implemented.'")
         assert "timeout" not in body
@@ -144,6 +163,18 @@ class StockVllm:
         if name in self.lost_replies:
             return Response(b"{", headers={"content-length": "100"})
         return {"results": [msgspec.to_builtins(replies[0])]}
+
+    def _reload(self, weights_path: str, is_checkpoint_format: bool) -> Any:
+        assert is_checkpoint_format
+        assert self.is_paused
+        tensors = load_file(Path(weights_path) / "model.safetensors")
+        self.log.append(f"reload of {len(tensors)} tensors")
+        if tensors and self.num_failing_reloads:
+            self.num_failing_reloads -= 1
+            return _failed("the loader broke")
+        for module in self.modules if tensors else ():
+            module.load_state_dict(tensors)
+        return {"results": [None] * self.num_ranks}
 
 
 def _failed(text: str) -> JSONResponse:

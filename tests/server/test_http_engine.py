@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 from server.stock_vllm import StockVllm
 
+import weightcast
 from weightcast.control.client import HttpEngine
 from weightcast.control.messages import InitInfo
 from weightcast.control.rank_calls import marked, unmarked
@@ -24,7 +27,9 @@ from weightcast.errors import (
     InstallError,
     PeerDiedError,
     PeerTimeoutError,
+    PublishError,
     StaleVersionError,
+    UnsupportedError,
     WeightcastError,
     to_record,
 )
@@ -97,20 +102,29 @@ def test_stock_vllm_with_the_backend_is_driven_by_its_own_routes() -> None:
         engine.close()
 
 
-def test_what_a_vllm_lacks_is_named_and_nothing_is_sent_to_its_ranks() -> None:
-    """A rank call to a vLLM without our backend would raise on all its ranks, and put its replies out of step."""
-    for vllm, missing in (
-        (StockVllm(backend=None), r"backend none.*pip install weightcast.*--weight-transfer-config"),
-        (StockVllm(backend="nccl"), r"backend 'nccl', not 'weightcast'"),
-        (StockVllm(is_dev=False), r"vLLM 0\.32\.0 without weight routes.*VLLM_PLUGINS=weightcast"),
-    ):
-        with vllm.serve():
-            engine = HttpEngine(vllm.url)
-            with pytest.raises(ControlError, match=missing) as caught:
-                engine.negotiate()
-            assert caught.value.peer == vllm.url
-            assert vllm.log == []
-            engine.close()
+def test_a_vllm_without_weight_routes_is_told_what_it_lacks() -> None:
+    vllm = StockVllm(is_dev=False)
+    with vllm.serve(), contextlib.closing(HttpEngine(vllm.url)) as engine:
+        with pytest.raises(ControlError, match=r"vLLM 0\.32\.0 without weight routes.*VLLM_PLUGINS=weightcast") as got:
+            engine.negotiate()
+        assert got.value.peer == vllm.url
+        assert vllm.log == []
+
+
+@pytest.mark.parametrize("backend", [None, "nccl"])
+def test_a_vllm_without_our_backend_takes_versions_from_a_store_only(backend: str | None) -> None:
+    """Rank calls, which would raise on all its ranks and put its replies out of step, are never sent."""
+    vllm = StockVllm(backend=backend)
+    source = weightcast.ModuleSource(torch.nn.Linear(2, 2))
+    with vllm.serve(), weightcast.Publisher(source, engines=[vllm.url]) as publisher:
+        with pytest.raises(
+            PublishError, match=r"file:///dir.*pip install weightcast.*--weight-transfer-config"
+        ) as caught:
+            publisher.publish()
+        (cause,) = caught.value.failures.values()
+        assert isinstance(cause, UnsupportedError)
+        assert f"backend {'none' if backend is None else repr(backend)}" in str(cause)
+        assert vllm.log == []
 
 
 @pytest.mark.parametrize(
@@ -197,6 +211,49 @@ def late_again(url: str) -> None:
         engine.negotiate()
     finally:
         engine.close()
+
+
+class ClosesLater(BaseHTTPRequestHandler):
+    """As vLLM after an error: it says nothing of closing the connection, and closes it when the next request comes."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        status = 500 if self.path == "/weight_specs" else 200
+        content = b'{"error": {"message": "out of order"}}' if status == 500 else b'{"weight_version": "7"}'
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+        self.raw_requestline = self.rfile.readline(65537)
+        self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_server_that_closes_a_connection_after_an_error_lives() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), ClosesLater) as server, ThreadPoolExecutor(1) as threads:
+        serving = threads.submit(server.serve_forever)
+        engine = HttpEngine(f"http://127.0.0.1:{server.server_port}", timeout_seconds=10)
+        try:
+            for _ in range(2):
+                with pytest.raises(ControlError, match="out of order"):
+                    engine.specs()
+                assert engine.info().weight_version == "7"
+                assert engine.info().weight_version == "7", "nor is a connection used twice that nothing went wrong on"
+        finally:
+            engine.close()
+            server.shutdown()
+        serving.result(10)
+
+
+def test_an_engine_that_pauses_by_itself_says_for_how_long(raw: Serve) -> None:
+    assert raw(reply("200 OK", {"message": "installed", "pause_seconds": 0.25})).finish(1) == 0.25
+
+
+def test_an_engine_that_does_not_pause_by_itself_says_nothing_of_it(raw: Serve) -> None:
+    assert raw(reply("200 OK", {"message": "installed", "weight_version": "1"})).finish(1) is None
 
 
 def test_an_answer_that_never_ends_is_cut_at_the_deadline() -> None:

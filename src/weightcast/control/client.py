@@ -6,6 +6,8 @@ server answers at a URL is asked whenever a publisher connects, and never config
 
 from __future__ import annotations
 
+import hashlib
+
 import msgspec
 
 from weightcast import registry
@@ -13,7 +15,7 @@ from weightcast.control.http import HttpRoutes
 from weightcast.control.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
 from weightcast.errors import ControlError
 from weightcast.guard import RescueRequest
-from weightcast.interfaces import EngineClient
+from weightcast.interfaces import EngineClient, Fingerprint
 from weightcast.manifest import TensorSpec
 
 _PAUSE_MODES = ("keep", "wait", "abort")
@@ -37,6 +39,7 @@ class HttpEngine:
         self._routes = HttpRoutes(url, token=token, timeout_seconds=timeout_seconds)
         self.name = self._routes.name
         self._pause_mode = pause
+        self._negotiated: EngineClient | None = None
 
     def negotiate(self) -> EngineClient:
         """Ask what answers here now; return the client that speaks to it: this one, or one of a registered dialect.
@@ -49,6 +52,7 @@ class HttpEngine:
         for speak in registry.http_dialects():
             client: EngineClient | None = speak(self._routes, self._pause_mode)
             if client is not None:
+                self._negotiated = client
                 return client
         raise ControlError(
             f"{self.name} is no engine server that weightcast knows: it has no /weight_info of the control protocol, "
@@ -70,12 +74,14 @@ class HttpEngine:
         """POST /update_weights with an offer, a seal or an abort. Raises what the engine refused it with."""
         self._routes.post("/update_weights", _encode({"update_info": info}))
 
-    def finish(self, version: int) -> None:
+    def finish(self, version: int) -> float | None:
         """POST /finish_weight_update: install the sealed update. Raises IncompleteUpdateError, InstallError.
 
-        An engine with the ability "install" pauses for it by itself, in the mode that is named here.
+        An engine with the ability "install" pauses for it by itself, in the mode that is named here, and says for how
+        many seconds.
         """
-        self._routes.post(f"/finish_weight_update?mode={self._pause_mode}", _encode({"weight_version": str(version)}))
+        body = _encode({"weight_version": str(version)})
+        return self._routes.post_for(f"/finish_weight_update?mode={self._pause_mode}", body, _Finished).pause_seconds
 
     def pause(self, run: str) -> None:
         """POST /pause; the pause ends with the run's lease where the engine has that ability."""
@@ -97,12 +103,22 @@ class HttpEngine:
         """GET /weight_digests: a digest for each tensor, all of one version (see `tensor_digest`)."""
         return self._routes.get("/weight_digests", _Digests).digests
 
+    def fingerprint(self) -> Fingerprint | None:
+        """All digests as one value; None if the engine's weights can't be read. It reads every weight once."""
+        if "inspect" not in self.info().abilities:
+            return None
+        digests = sorted(self.digests().items())
+        names = hashlib.sha256(_encode([name for name, _ in digests])).hexdigest()
+        return Fingerprint(f"digests {names}", hashlib.sha256(_encode(digests)).hexdigest())
+
     def rescue(self, run: str) -> list[RescueRequest]:
         """What the guard process must send in our place if this process dies while the engine is paused for `run`."""
         return [RescueRequest(url=f"{self.name}/resume?run={run}", headers=dict(self._routes.headers))]
 
     def close(self) -> None:
-        """Close the connections. Idempotent."""
+        """Close the connections, and the client that `negotiate` gave last. Idempotent."""
+        if self._negotiated is not None:
+            self._negotiated.close()
         self._routes.close()
 
 
@@ -111,6 +127,12 @@ class _AnyInfo(msgspec.Struct):
 
     weight_version: str
     protocol: int | None = None
+
+
+class _Finished(msgspec.Struct):
+    """Of whatever an engine says after an install."""
+
+    pause_seconds: float | None = None
 
 
 class _Specs(msgspec.Struct):

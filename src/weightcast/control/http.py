@@ -2,6 +2,7 @@
 
 Invariants: every request has a deadline and is sent once; no reply is read beyond what a message may be; whatever goes
 wrong is a WeightcastError that names the engine; requests go straight to it, never through a proxy of the environment.
+Each request has a connection of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import msgspec
 
 from weightcast.control.rank_calls import unmarked
 from weightcast.errors import (
+    ClosedError,
     ControlError,
     ErrorRecord,
     PeerDiedError,
@@ -45,8 +47,14 @@ class HttpRoutes:
             self.headers["authorization"] = f"Bearer {token}"
         self._timeout_seconds = timeout_seconds
         try:
+            # A server may close a connection that nobody uses, or that it has answered an error on, while the next
+            # request is on its way: no connection is used twice.
             self._client = httpx.Client(
-                base_url=self.name, headers=self.headers, timeout=timeout_seconds, trust_env=False
+                base_url=self.name,
+                headers=self.headers,
+                timeout=timeout_seconds,
+                limits=httpx.Limits(max_keepalive_connections=0),
+                trust_env=False,
             )
         except httpx.InvalidURL as exc:
             raise ValueError(f"{url!r} is not the URL of an engine: {exc}") from exc
@@ -93,6 +101,8 @@ class HttpRoutes:
         return content
 
     def _send(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        if self._client.is_closed:
+            raise ClosedError(f"the connections to {self.name} were closed")
         httpx, end = self._httpx, time.monotonic() + self._timeout_seconds
         try:
             with self._client.stream(method, path, content=body) as reply:

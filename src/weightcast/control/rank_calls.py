@@ -32,10 +32,16 @@ class Update(msgspec.Struct, frozen=True, tag="update", tag_field="call"):
 
 
 class Install(msgspec.Struct, frozen=True, tag="install", tag_field="call"):
-    """Install the sealed version, on all ranks of the engine or on none. The engine stands still."""
+    """Install the sealed version, on all ranks of the engine or on none. The engine stands still.
+
+    `world_size`: how many ranks of how many engines are told so. Where that is more than agree among themselves, what
+    was installed counts as torn until a `Settle`. `keep`: it is not more, and the version is kept without a `Settle`.
+    """
 
     run: RunId
     version: VersionNumber
+    world_size: Count = 1
+    keep: bool = False
 
 
 class Settle(msgspec.Struct, frozen=True, tag="settle", tag_field="call"):

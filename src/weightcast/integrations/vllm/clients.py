@@ -77,7 +77,8 @@ class AsyncLLMEngine(RankClient):
             finally:
                 future.cancel()
 
-        super().__init__(name, _AsyncControl(name, call), pause=pause, token=token)
+        world_size = async_llm.vllm_config.parallel_config.world_size_across_dp
+        super().__init__(name, _AsyncControl(name, call, world_size), pause=pause, token=token)
 
 
 class RayEngine(RankClient):
@@ -152,10 +153,14 @@ class _OfflineControl(_Methods):
 
 
 class _AsyncControl(_Methods):
-    """An `AsyncLLM`."""
+    """An `AsyncLLM`. `world_size`: None where it can't be read."""
+
+    def __init__(self, name: str, call: Call, world_size: int | None = None) -> None:
+        super().__init__(name, call)
+        self._world_size = world_size
 
     def status(self) -> Status:
-        return Status(self._call("get_weight_version"), self._call("is_paused"))
+        return Status(self._call("get_weight_version"), self._call("is_paused"), self._world_size)
 
     def pause(self, mode: PauseMode) -> None:
         self._call("pause_generation", mode=mode, clear_cache=True)

@@ -22,12 +22,12 @@ BACKEND = "weightcast"
 _CONFIG = '{"backend": "weightcast"}'
 _encode = msgspec.json.encode
 # Not /resume: a server of which only the weights are awake must not schedule before its KV cache is.
-_RESUME = "/wake_up?tags=scheduling"
+RESUME = "/wake_up?tags=scheduling"
 _IS_TORN = r'"torn":\s*"[^"]'
 
 
 def speak(routes: HttpRoutes, pause: PauseMode) -> StockServer | None:
-    """The client for a vLLM server; None for what is none. Raises ControlError if it was not started for updates."""
+    """The client for a vLLM server with our backend; None for what is none. Raises ControlError if it has no routes."""
     if routes.probe("/weight_info", _WeightInfo) is None:
         version = routes.probe("/version", _Version)
         if version is None:
@@ -42,12 +42,7 @@ def speak(routes: HttpRoutes, pause: PauseMode) -> StockServer | None:
         return None
     transfer = info.vllm_config.weight_transfer_config
     if transfer is None or transfer.backend != BACKEND:
-        found = "none" if transfer is None else repr(transfer.backend)
-        raise ControlError(
-            f"{routes.name} is vLLM with the weight-transfer backend {found}, not {BACKEND!r}: `pip install "
-            f"weightcast` in its environment, and start it with --weight-transfer-config '{_CONFIG}'",
-            peer=routes.name,
-        )
+        return None
     return StockServer(routes, pause=pause)
 
 
@@ -64,7 +59,7 @@ class StockServer(RankClient):
         ask = _encode(_rank_call(msgspec.to_builtins(Ask()))).decode()
         return [
             RescueRequest(f"{self.name}/collective_rpc", headers, ask, stop_if=_IS_TORN),
-            RescueRequest(f"{self.name}{_RESUME}", headers),
+            RescueRequest(f"{self.name}{RESUME}", headers),
         ]
 
     def close(self) -> None:
@@ -82,13 +77,14 @@ class StockRoutes:
 
     def status(self) -> Status:
         label = self._routes.get("/weight_info", _WeightInfo).weight_version
-        return Status(label, self._routes.get("/is_paused", _IsPaused).is_paused)
+        world_size = self._routes.get("/get_world_size", _WorldSize).world_size
+        return Status(label, self._routes.get("/is_paused", _IsPaused).is_paused, world_size)
 
     def pause(self, mode: PauseMode) -> None:
         self._routes.post(f"/pause?mode={mode}&clear_cache=true")
 
     def resume(self) -> None:
-        self._routes.post(_RESUME)
+        self._routes.post(RESUME)
 
     def set_label(self, version: str) -> None:
         self._routes.post("/update_weight_version", _encode({"new_version": version}))
@@ -105,6 +101,10 @@ class _WeightInfo(msgspec.Struct):
 
 class _IsPaused(msgspec.Struct):
     is_paused: bool
+
+
+class _WorldSize(msgspec.Struct):
+    world_size: int
 
 
 class _Version(msgspec.Struct):

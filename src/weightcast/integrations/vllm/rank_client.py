@@ -28,10 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 class Status(NamedTuple):
-    """What vLLM says of itself: its version label, and whether its scheduler is paused."""
+    """What vLLM says of itself: its version label, whether its scheduler is paused, and how many ranks it has.
+
+    `world_size`: over all data-parallel engines, of which the ranks of a dense model know nothing; None: not known.
+    """
 
     label: str
     is_paused: bool
+    world_size: int | None = None
 
 
 class Control(Protocol):
@@ -66,19 +70,21 @@ class RankClient:
         self._pause_mode = pause
         self._token = token
         self._run = ""
+        self._world_size = 1
 
     def info(self) -> WeightInfo:
         """What its ranks are together; `weight_version` is vLLM's label until the first update by weightcast."""
-        label, is_paused = self._control.status()
+        label, is_paused, world_size = self._control.status()
         infos = [reply.info for reply in self._required(Ask())]
         first = infos[0]
+        self._world_size = first.world_size if world_size is None else world_size
         return WeightInfo(
             weight_version=label if first.weight_version == "default" else first.weight_version,
             run=first.run,
             holder=first.holder,
             paused=is_paused,
             torn=_torn(infos),
-            world_size=first.world_size,
+            world_size=self._world_size,
             # A pause is vLLM's: no lease of a rank's ends it.
             abilities=tuple(a for a in first.abilities if a != "lease" and all(a in info.abilities for info in infos)),
             protocol=first.protocol,
@@ -95,7 +101,7 @@ class RankClient:
         """Install on every rank. Raises the first error; ranks of other data-parallel engines say theirs on links."""
         if not self._run:
             raise ClosedError(f"no publisher holds {self.name}: call init first")
-        self._required(Install(self._run, version))
+        self._required(Install(self._run, version, self._world_size))
 
     def settle(self, version: int, *, keep: bool) -> None:
         settle = Settle(self._run, version, keep)

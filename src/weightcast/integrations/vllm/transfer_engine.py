@@ -22,10 +22,10 @@ from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 from weightcast.control.messages import InitInfo, UpdateInfo
 from weightcast.control.rank_calls import Init, Leave, Update, marked
 from weightcast.errors import ClosedError, ErrorRecord, ManifestError, UnsupportedError, WeightcastError, to_record
+from weightcast.guest.rank import Rank
+from weightcast.guest.ranks import Ranks
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.model import VllmModel
-from weightcast.integrations.vllm.rank import Rank
-from weightcast.integrations.vllm.ranks import Ranks
 
 TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 _CALLS = {

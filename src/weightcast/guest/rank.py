@@ -1,8 +1,8 @@
-"""One rank of a vLLM engine: a `Worker` around its model, whose every call ends alike on all ranks of the engine.
+"""One rank of an engine: a `Worker` around its model, whose every call ends alike on all ranks of the engine.
 
 Invariants: a call comes to all ranks, in the same order, between two steps of generation; none waits for the publisher;
 an install begins on all ranks or on none, and once it has begun all serve the new version, or all the former one, or
-all are torn. Nothing here keeps vLLM from running a torn model: whoever drives the engine keeps it paused until a
+all are torn. Nothing here keeps the host from running a torn model: whoever drives the engine keeps it paused until a
 complete update has healed it.
 
 In an install every step of the model is a round of the ranks, until one fails; whoever fails before its first step
@@ -35,7 +35,7 @@ from weightcast.errors import (
     to_record,
 )
 from weightcast.gate import Gate
-from weightcast.integrations.vllm.ranks import Outcome, Ranks
+from weightcast.guest.ranks import Outcome, Ranks
 from weightcast.interfaces import Engine
 from weightcast.manifest import WeightVersion
 from weightcast.worker import Worker
@@ -79,6 +79,7 @@ class Rank:
             settles=True,
         )
         self._is_installing = False
+        self._is_one_of_several = False
         self._failure: ErrorRecord | None = None
 
     def answer(self, values: object) -> Any:
@@ -99,9 +100,20 @@ class Rank:
             return to_record(exc)
 
     def info(self) -> WeightInfo:
-        """As the worker's, but for what belongs to a pause: vLLM's is not this rank's to begin or to end."""
+        """As the worker's, but for what belongs to a pause: the host's is not this rank's to begin or to end.
+
+        Torn as well is what was installed here while nobody has said whether the other engines have it.
+        """
         info = self._worker.info()
-        return msgspec.structs.replace(info, abilities=tuple(a for a in info.abilities if a != "lease"))
+        abilities = tuple(a for a in info.abilities if a != "lease")
+        return msgspec.structs.replace(info, abilities=abilities, torn=info.torn or self._why_unsettled())
+
+    def _why_unsettled(self) -> str:
+        version = self._worker.unsettled
+        if version is None or not self._is_one_of_several:
+            return ""
+        what = f"version {version.number} is installed here, and it is not known whether it is in the other engines"
+        return f"{what}; publish a complete update to heal this engine"
 
     def finish(self) -> ErrorRecord | None:
         """Install whatever is sealed, and keep it: for a caller who neither names a version nor settles."""
@@ -117,8 +129,9 @@ class Rank:
                 return self._init(info)
             case Update(info):
                 return self._update(info)
-            case Install(run, version):
-                return self._install(lambda: self._required(WeightVersion(run, version)))
+            case Install(run, version, world_size, keep):
+                self._is_one_of_several = world_size > self._ranks.num_ranks
+                return self._install_named(WeightVersion(run, version), keep=keep)
             case Settle(run, version, keep):
                 return self._settle(WeightVersion(run, version), keep=keep)
             case Leave():
@@ -166,6 +179,13 @@ class Rank:
         if any(outcome.serves for outcome in outcomes):
             return self._tear("its ranks serve two versions")
         return self._install_in_rounds(found[0])
+
+    def _install_named(self, version: WeightVersion, *, keep: bool) -> ErrorRecord | None:
+        error = self._install(lambda: self._required(version))
+        if error is None and keep:
+            # All ranks are here and agree, so that none needs a round to hear it.
+            self._worker.settle(version, keep=True)
+        return error
 
     def _required(self, version: WeightVersion) -> WeightVersion:
         """`version`, if it serves already or can be installed now."""

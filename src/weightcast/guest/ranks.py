@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,9 +27,6 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     torn: str = ""
 
 
-_Outcomes = list[Outcome]
-
-
 class Ranks:
     """The ranks of an engine, seen from one of them. `groups` are process groups on CPUs, innermost first.
 
@@ -41,18 +39,27 @@ class Ranks:
         self._deadline_seconds = deadline_seconds
         self._broken = ""
 
+    @property
+    def num_ranks(self) -> int:
+        """How many exchange with each other: those of one engine."""
+        return math.prod(group.size() for group in self._groups)
+
     def exchange(self, outcome: Outcome) -> list[Outcome]:
-        """Every rank's outcome, by rank. Called on all ranks.
+        """Every rank's outcome, by rank. Raises as `gather`."""
+        return [decode(message, Outcome) for message in self.gather(msgspec.json.encode(outcome))]
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """Every rank's message, by rank. Called on all ranks.
 
         Raises PeerError if a rank has gone or does not call it by the deadline.
         """
         if self._broken:
             raise PeerError(f"the ranks of this engine are out of step, restart it: {self._broken}", peer="engine")
-        known = [outcome]
+        known = [message]
         try:
             for group in self._groups:
-                messages = self._gather(group, msgspec.json.encode(known))
-                known = list(itertools.chain.from_iterable(decode(message, _Outcomes) for message in messages))
+                parts = self._gather(group, msgspec.json.encode(known))
+                known = list(itertools.chain.from_iterable(decode(part, list[bytes]) for part in parts))
         except Exception as exc:
             self._broken = str(exc)
             raise PeerError(f"the ranks of this engine do not answer each other: {exc}", peer="engine") from exc

@@ -1,8 +1,8 @@
 """An undo copy of one rank's model: its values in host memory, and how its layers were put together.
 
-Costs host memory of the size of this rank's parameters and buffers, and the time to copy them, per install. On a CPU,
-what vLLM packed for its kernels is not copied: the old packed weights live on beside the new ones until the copy is
-dropped. Storage addresses are kept, so that captured graphs stay valid.
+Costs host memory of the size of this rank's parameters and buffers, and the time to copy them, per install. What an
+engine keeps beside these, packed for its kernels, is not copied: the old packed weights live on beside the new ones
+until the copy is dropped. Storage addresses are kept, so that captured graphs stay valid.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from weightcast import host_copy
-from weightcast.integrations.vllm import reload
 
 _OWN_CONTAINERS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 
@@ -34,11 +33,7 @@ class _Saved:
 
 
 def snapshot(model: nn.Module) -> Callable[[], None]:
-    """Copy now; the result puts everything back, also in the middle of a reload. It may be called more than once.
-
-    A reload that somebody has left half-way is ended first.
-    """
-    reload.abort(model)
+    """Copy now; the result puts everything back, also in the middle of a load. It may be called more than once."""
     saved = [_Saved(subject, _copied(vars(subject))) for subject in _subjects(model)]
     live = list({id(t): t for layer in model.modules() for t in _tensors(layer)}.values())
     values = [tensor.data for tensor in live]
@@ -52,7 +47,6 @@ def snapshot(model: nn.Module) -> Callable[[], None]:
             tensor.data = value
         with torch.inference_mode():
             host_copy.copy_all(values, copies)
-        reload.forget(model)
 
     return restore
 

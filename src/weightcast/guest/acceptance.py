@@ -1,4 +1,4 @@
-"""Whether an offer fits the model of one rank: by the checkpoint that vLLM was started from, or by a dry run alone.
+"""Whether an offer fits the model of one rank: by the checkpoint that it was started from, or by a dry run alone.
 
 What each can prove:
 
@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 from torch import nn
 
 from weightcast.bucket import DTYPE_NAMES
 from weightcast.errors import IncompatibleWeightsError, UnsupportedError
-from weightcast.integrations.vllm.dry_run import Outcome, dry_run
+from weightcast.guest.dry_run import Outcome
 from weightcast.manifest import Manifest, TensorSpec
 
 _MAX_SHOWN = 8
@@ -47,11 +47,15 @@ class Acceptance(Protocol):
     def accept(self, manifest: Manifest) -> Accepted: ...
 
 
-def acceptance(model: nn.Module, vllm_config: Any, reference: Sequence[TensorSpec] | None) -> Acceptance:
-    """Raises UnsupportedError if the model's loader can't be tried."""
+Trial: TypeAlias = Callable[[Sequence[TensorSpec]], Outcome]
+"""A dry run of the model's loader on tensors like these, in this order."""
+
+
+def acceptance(model: nn.Module, trial: Trial, reference: Sequence[TensorSpec] | None, *, is_alone: bool) -> Acceptance:
+    """`is_alone`: the engine has one rank. Raises UnsupportedError if the model's loader can't be tried."""
     if reference is None:
-        return ByDryRun(model, vllm_config)
-    return ByReference(model, vllm_config, reference)
+        return ByDryRun(model, trial, is_alone=is_alone)
+    return ByReference(model, trial, reference)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +68,10 @@ class _Held:
 class ByReference:
     """Holds offers against the start-up checkpoint. Makes one dry run, when it is made."""
 
-    def __init__(self, model: nn.Module, vllm_config: Any, reference: Sequence[TensorSpec]) -> None:
+    def __init__(self, model: nn.Module, trial: Trial, reference: Sequence[TensorSpec]) -> None:
         self._tied = _tied(model, {spec.name for spec in reference})
         loaded = [spec for spec in reference if spec.name not in self._tied]
-        outcome = dry_run(model, vllm_config, loaded)
+        outcome = trial(loaded)
         if outcome.faults:
             raise UnsupportedError(f"the loader of {type(model).__name__} can't be tried: {_listed(_faults(outcome))}")
         self._held = {spec.name: _held(spec, outcome) for spec in loaded}
@@ -93,17 +97,16 @@ class ByReference:
 class ByDryRun:
     """Lets the loader try each offer."""
 
-    def __init__(self, model: nn.Module, vllm_config: Any) -> None:
+    def __init__(self, model: nn.Module, trial: Trial, *, is_alone: bool) -> None:
         self._model = model
-        self._vllm_config = vllm_config
-        parallel = vllm_config.parallel_config
-        self._is_alone = parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1
+        self._trial = trial
+        self._is_alone = is_alone
 
     def accept(self, manifest: Manifest) -> Accepted:
         offered = {name: TensorSpec(name, r.dtype, r.shape) for r in manifest.tensors for name in r.names}
         tied = _tied(self._model, offered.keys())
         specs = [spec for name, spec in offered.items() if name not in tied]
-        outcome = dry_run(self._model, self._vllm_config, specs)
+        outcome = self._trial(specs)
         problems = _faults(outcome)
         for spec in specs:
             if spec.name in outcome.used:

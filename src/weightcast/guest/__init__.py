@@ -1,0 +1,1 @@
+"""weightcast as a guest in an engine with a control plane and a loader of its own: what all such engines share."""

@@ -1,0 +1,53 @@
+"""What an SGLang is refused for, told from its options and its model, without SGLang."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from weightcast.errors import UnsupportedError
+from weightcast.integrations.sglang import internals
+
+PLAIN = {name: values[0] for name, values in internals._OFF.items()}
+MODEL = torch.nn.Sequential(torch.nn.Linear(2, 2))
+
+
+def arguments(**options: Any) -> types.SimpleNamespace:
+    return types.SimpleNamespace(**PLAIN | options)
+
+
+def test_a_plain_server_is_updated() -> None:
+    assert internals.unsupported(arguments(), MODEL) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("quantization", "fp8"),
+        ("enable_lora", True),
+        ("dp_size", 2),
+        ("speculative_algorithm", "EAGLE"),
+        ("pp_size", 2),
+    ],
+)
+def test_a_feature_that_was_not_tried_is_named(name: str, value: Any) -> None:
+    assert internals.unsupported(arguments(**{name: value}), MODEL) == [f"{name}={value!r}"]
+
+
+def test_packed_and_derived_weights_are_named() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].use_intel_amx_backend = True
+    model[1]._derived_weight_cache_error = "a cache of the indexer"
+    packed, derived = internals.unsupported(arguments(), model)
+    assert "AMX" in packed
+    assert derived == "a cache of the indexer"
+
+
+def test_another_sglang_is_refused_by_the_names_that_it_lacks() -> None:
+    args = arguments()
+    del args.moe_dp_size
+    with pytest.raises(UnsupportedError, match=r"SimpleNamespace\.moe_dp_size"):
+        internals.unsupported(args, MODEL)

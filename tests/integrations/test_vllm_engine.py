@@ -1,0 +1,234 @@
+"""VllmEngine over real ranks, real links and ipc: one or several API servers in front of the same engine cores."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+import weightcast
+from integrations.vllm_api_server import ApiServerClient, Cores
+from weightcast.control.messages import InitInfo, UpdateInfo, WeightInfo
+from weightcast.control.rank_calls import Init, Leave, Update
+from weightcast.errors import ClosedError, EngineTornError, InstallError, PublishError
+from weightcast.guest.turns import Turns
+from weightcast.integrations.vllm.engine import VllmEngine
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+T = TypeVar("T")
+
+
+class ApiServer:
+    """An API server with an event loop of its own; to a publisher it is an engine that pauses by itself."""
+
+    def __init__(self, cores: Cores, turns: Turns) -> None:
+        self.name = "vllm"
+        self._turns = turns
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.engine = VllmEngine(ApiServerClient(cores), turns, deadline_seconds=10.0)
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+    def why_torn(self) -> str:
+        return self.do(self.engine.why_torn())
+
+    def info(self) -> WeightInfo:
+        return self.do(self.engine.info())
+
+    def init(self, info: InitInfo) -> None:
+        self.do(self.engine.call(Init(info)))
+
+    def update(self, info: UpdateInfo) -> None:
+        self.do(self.engine.call(Update(info)))
+
+    def finish(self, version: int) -> float:
+        return self.do(self.engine.install(version, "keep")).pause_seconds
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
+        self._loop.close()
+        self._turns.close()
+
+
+@pytest.fixture(params=[1, 2], ids=["one engine", "two engines"])
+def cores(request: pytest.FixtureRequest) -> Cores:
+    return Cores(request.param)
+
+
+@pytest.fixture
+def servers(cores: Cores, tmp_path: Path) -> Iterator[list[ApiServer]]:
+    """Two API servers of the same cores."""
+    made = [ApiServer(cores, Turns.of_several(2, launcher=os.getpid(), folder=str(tmp_path))) for _ in range(2)]
+    yield made
+    made[0].do(made[0].engine.call(Leave()))
+    for server in made:
+        server.close()
+
+
+@contextlib.contextmanager
+def publisher(server: ApiServer, value: float, **options: Any) -> Iterator[weightcast.Publisher]:
+    module = torch.nn.Linear(8, 8)
+    for parameter in module.parameters():
+        torch.nn.init.constant_(parameter, value)
+    with weightcast.Publisher(weightcast.ModuleSource(module), engines=[server], takeover=True, **options) as made:
+        yield made
+
+
+def test_an_install_asks_once_before_its_pause_and_nothing_after_it(cores: Cores, servers: list[ApiServer]) -> None:
+    with publisher(servers[0], 3.0) as it:
+        finish, counted = servers[0].finish, []
+
+        def count(version: int) -> float:
+            cores.log.clear()
+            before = cores.num_calls
+            seconds = finish(version)
+            counted.append(cores.num_calls - before)
+            return seconds
+
+        servers[0].finish = count  # type: ignore[method-assign]
+        report = it.publish()
+        settle = [] if len(cores.ranks) == 1 else ["settle"]
+        assert cores.log == ["pause keep True", "install", *settle, "label 0", "wake_up scheduling"]
+        assert counted == [len(cores.log) + 2], "before it: one question to the ranks and one to the scheduler"
+        result = report.engines["vllm"]
+        assert 0 < result.install_seconds <= result.pause_seconds < report.seconds.total
+    assert (set(cores.values()), cores.label, cores.is_paused) == ({3.0}, "0", False)
+    assert [server.why_torn() for server in servers] == ["", ""]
+
+
+def test_each_server_knows_what_was_torn_through_another_and_heals_it(cores: Cores, servers: list[ApiServer]) -> None:
+    with publisher(servers[0], 1.0) as it:
+        it.publish()
+        cores.engines[-1].is_broken = True
+        with pytest.raises(PublishError) as caught:
+            it.publish()
+        assert isinstance(caught.value.failures["vllm"], InstallError)
+    for server in servers:
+        assert "publish a complete" in server.why_torn()
+        info = server.info()
+        assert info.torn
+        assert info.weight_version == "0", "what a part of the engines has is no version of the whole"
+        with pytest.raises(EngineTornError, match="stays paused"):
+            server.do(server.engine.resume())
+    assert cores.is_paused
+    assert cores.label == "0"
+    cores.engines[-1].is_broken = False
+    with publisher(servers[1], 2.0) as it:
+        version = it.publish().version
+    assert (set(cores.values()), cores.label, cores.is_paused) == ({2.0}, str(version), False)
+    assert [server.why_torn() for server in servers] == ["", ""]
+    assert not servers[0].info().torn
+
+
+def test_what_was_undone_serves_on_through_every_server(cores: Cores, servers: list[ApiServer]) -> None:
+    with publisher(servers[0], 1.0) as it:
+        it.publish()
+    with publisher(servers[1], 2.0, undo=True) as it:
+        cores.engines[-1].is_broken = True
+        with pytest.raises(PublishError, match="the loader broke"):
+            it.publish()
+    assert (set(cores.values()), cores.label, cores.is_paused) == ({1.0}, "0", False)
+    assert [server.why_torn() for server in servers] == ["", ""]
+
+
+@pytest.mark.parametrize("cores", [2], ids=["two engines"], indirect=True)
+def test_an_outcome_that_nobody_knows_is_torn_for_every_server(servers: list[ApiServer], cores: Cores) -> None:
+    """The answers to the install and to its settling get lost, after the first core alone has heard of either."""
+    with publisher(servers[0], 1.0) as it:
+        it.publish()
+    cores.failing = {"install", "settle"}
+    with publisher(servers[0], 2.0) as it, pytest.raises(PublishError, match="is not known"):
+        it.publish()
+    assert cores.is_paused
+    cores.failing = set()
+    for server in servers:
+        assert server.why_torn()
+        with pytest.raises(EngineTornError):
+            server.do(server.engine.resume())
+    with publisher(servers[1], 3.0) as it:
+        assert it.publish().ok
+    assert (set(cores.values()), cores.is_paused) == ({3.0}, False)
+
+
+@pytest.mark.parametrize("cores", [2], ids=["two engines"], indirect=True)
+def test_what_waits_for_word_of_the_other_engines_is_torn(servers: list[ApiServer], cores: Cores) -> None:
+    with publisher(servers[0], 1.0) as it:
+        cores.failing = {"settle"}
+        with pytest.raises(PublishError):
+            it.publish()
+        cores.failing = set()
+        assert "not known whether it is in the other engines" in cores.ranks[1].info().torn
+        assert all(server.why_torn() for server in servers)
+        assert it.publish().ok
+        assert not any(server.why_torn() for server in servers)
+
+
+def test_a_question_waits_for_the_install_of_another_server(cores: Cores, servers: list[ApiServer]) -> None:
+    """It sees neither a pause that is not a person's nor one of two engines with the new version."""
+    with publisher(servers[0], 1.0) as it:
+        it.publish()
+        begun, go_on = threading.Event(), threading.Event()
+        load = cores.engines[0].load
+
+        def slow(tensors: Any) -> None:
+            begun.set()
+            assert go_on.wait(30)
+            load(tensors)
+
+        cores.engines[0].load = slow  # type: ignore[method-assign]
+        publishing = threading.Thread(target=it.publish)
+        publishing.start()
+        assert begun.wait(30)
+        other = servers[1]
+        asked = [
+            asyncio.run_coroutine_threadsafe(work, other._loop)
+            for work in (
+                other.engine.why_torn(),
+                other.engine.info(),
+                other.engine.pause("keep"),
+                other.engine.resume(),
+            )
+        ]
+        assert not any(future.done() for future in asked)
+        assert "resume" not in cores.log
+        go_on.set()
+        publishing.join(30)
+        why_torn, info, *_ = [future.result(30) for future in asked]
+    assert why_torn == ""
+    assert (info.weight_version, info.paused, info.torn) == ("1", False, "")
+    assert cores.log[-2:] == ["pause keep True", "resume"]
+
+
+def test_a_persons_pause_outlives_an_install(cores: Cores, servers: list[ApiServer]) -> None:
+    servers[1].do(servers[1].engine.pause("keep"))
+    with publisher(servers[0], 1.0) as it:
+        it.publish()
+        assert cores.is_paused
+        assert cores.label == "0"
+    servers[0].do(servers[0].engine.resume())
+    assert not cores.is_paused
+
+
+def test_nothing_is_paused_where_nobody_publishes(cores: Cores, servers: list[ApiServer]) -> None:
+    with pytest.raises(ClosedError, match="no publisher holds"):
+        servers[0].finish(0)
+    assert cores.log == []
+
+
+def test_an_engine_that_is_not_paused_is_not_resumed(servers: list[ApiServer], cores: Cores) -> None:
+    """vLLM's engines of experts wait for each other in a resume, and one in a step would not come."""
+    for server in servers:
+        server.do(server.engine.resume())
+    assert cores.log == []

@@ -1,0 +1,94 @@
+"""vLLM's EngineClient over real ranks: a stand-in for its method names and its order of calls alone.
+
+Several may share one `Cores`, as vLLM's API servers share engine cores. A core does one call after another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from server.stock_vllm import FragileEngine
+
+from weightcast.control.rank_calls import METHOD
+from weightcast.guest.rank import Rank
+from weightcast.guest.ranks import Ranks
+
+
+class Cores:
+    """The data-parallel engine cores, each of one rank. `log` has every call but questions, once for all cores.
+
+    `failing` names rank calls whose answers get lost, after the first core alone has done them.
+    """
+
+    def __init__(self, num_engines: int) -> None:
+        self.modules = [torch.nn.Linear(8, 8) for _ in range(num_engines)]
+        self.engines = [FragileEngine(module) for module in self.modules]
+        self.ranks = [
+            Rank(lambda agree, e=engine: e, Ranks([]), engine_rank=i, world_size=num_engines)
+            for i, engine in enumerate(self.engines)
+        ]
+        self.label = "default"
+        self.is_paused = False
+        self.log: list[str] = []
+        self.num_calls = 0
+        self.failing: set[str] = set()
+
+    def values(self) -> list[float]:
+        return [float(module.weight.detach()[0, 0]) for module in self.modules]
+
+
+class ApiServerClient:
+    """One API server's EngineClient."""
+
+    def __init__(self, cores: Cores) -> None:
+        self._cores = cores
+        self.engine_core = SimpleNamespace(
+            call_utility_all_async=self._call_all, pause_scheduler_async=self._pause_scheduler
+        )
+        self.renderer = SimpleNamespace(clear_mm_cache_async=self._step)
+
+    async def _step(self) -> None:
+        await asyncio.sleep(0)
+
+    async def _called(self, what: str = "") -> None:
+        self._cores.num_calls += 1
+        await self._step()
+        if what:
+            self._cores.log.append(what)
+
+    async def _call_all(self, utility: str, method: str, timeout: None, args: tuple[Any], kwargs: None) -> list[Any]:
+        assert (utility, method, timeout, kwargs) == ("collective_rpc", METHOD, None, None)
+        name = args[0]["call"]
+        await self._called("" if name == "ask" else name)
+        if name in self._cores.failing:
+            self._cores.ranks[0].answer(args[0])
+            raise RuntimeError(f"the test's loss of the answers to {name}")
+        return [[await asyncio.to_thread(rank.answer, args[0])] for rank in self._cores.ranks]
+
+    async def _pause_scheduler(self, *, mode: str, clear_cache: bool) -> None:
+        await self._called(f"pause {mode} {clear_cache}")
+        self._cores.is_paused = True
+
+    async def resume_generation(self) -> None:
+        await self._called("resume")
+        self._cores.is_paused = False
+
+    async def wake_up(self, tags: list[str]) -> bool:
+        await self._called(f"wake_up {' '.join(tags)}")
+        self._cores.is_paused = False
+        return True
+
+    async def is_paused(self) -> bool:
+        await self._called()
+        return self._cores.is_paused
+
+    async def get_weight_version(self) -> str:
+        await self._called()
+        return self._cores.label
+
+    async def update_weight_version(self, version: str) -> None:
+        await self._called(f"label {version}")
+        self._cores.label = version

@@ -1,0 +1,163 @@
+"""A real engine's server on a free loopback port: started with a deadline, and ended with all its processes."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+START_SECONDS = 400.0
+REQUEST_SECONDS = 60.0
+STOP_SECONDS = 30.0
+LOG_TAIL_BYTES = 6000
+
+
+class ServerProcess(abc.ABC):
+    """Start it by entering it. `kind` names its log; `headers` go with every request."""
+
+    def __init__(self, kind: str, *, port: int = 0, headers: Mapping[str, str] | None = None):
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = tempfile.NamedTemporaryFile(prefix=f"weightcast-{kind}-", suffix=".log")  # noqa: SIM115
+        # A server may close a connection after an error while the next request is on its way: each has one of its own.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(
+            base_url=self.url, timeout=REQUEST_SECONDS, limits=limits, headers=dict(headers or {}), trust_env=False
+        )
+
+    @abc.abstractmethod
+    def _command(self) -> list[str]: ...
+
+    @abc.abstractmethod
+    def _environment(self) -> dict[str, str]: ...
+
+    @abc.abstractmethod
+    def is_healthy(self) -> bool:
+        """Whether it serves."""
+
+    def __enter__(self) -> Self:
+        # In a session of its own, so that it can be ended with its workers; it also ends if this process is killed.
+        self._process = subprocess.Popen(
+            self._command(),
+            env=self._environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+        try:
+            self._await_health()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _await_health(self) -> None:
+        end = time.monotonic() + START_SECONDS
+        while not self.is_healthy():
+            if self.process.poll() is not None:
+                raise AssertionError(f"{self} ended with {self.process.returncode}:\n{self.log_tail()}")
+            if time.monotonic() > end:
+                raise AssertionError(f"{self} is not up after {START_SECONDS} s:\n{self.log_tail()}")
+            self.process_ended(0.25)
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "the server was not started"
+        return self._process
+
+    def process_ended(self, seconds: float) -> bool:
+        """Whether the server ends within that time."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _answers(self, path: str) -> bool:
+        try:
+            return self._http.get(path, timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def close(self) -> None:
+        """End it as an operator would; what is left of its processes after that is killed. Idempotent."""
+        if self._process is not None:
+            self._signal(signal.SIGTERM)
+            self.process_ended(STOP_SECONDS)
+        self.kill()
+        self._http.close()
+        self._log.close()
+
+    def kill(self) -> None:
+        """SIGKILL to all its processes. Idempotent."""
+        if self._process is not None:
+            self._signal(signal.SIGKILL)
+            self._process.wait(STOP_SECONDS)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def pids(self) -> list[int]:
+        """The processes of the server's session: front end, engine, workers, their helpers."""
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _session(pid) == self.process.pid]
+
+    def log_tail(self) -> str:
+        with open(self._log.name, "rb") as log:
+            log.seek(max(0, os.path.getsize(self._log.name) - LOG_TAIL_BYTES))
+            return log.read().decode(errors="replace")
+
+    def post(self, path: str, body: Any = None, *, seconds: float = REQUEST_SECONDS) -> httpx.Response:
+        """The reply as it is."""
+        return self._http.post(path, json=body, timeout=seconds)
+
+    def get(self, path: str) -> Any:
+        """The JSON of a reply that must be good."""
+        reply = self._http.get(path)
+        reply.raise_for_status()
+        return reply.json()
+
+    def metric(self, name: str) -> float:
+        """The sum of a Prometheus metric over its labels."""
+        lines = self._http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,51 @@
+"""The examples for vLLM, each as a user runs it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+
+from real_vllm.conftest import Checkpoints
+from real_vllm.oracle import assert_serves
+from real_vllm.programs import run
+from real_vllm.servers import ONE, PLAIN, STOCK, TESTS, Server, child_environment, on
+from real_vllm.trainer import FILE, IPC, trainer
+
+EXAMPLES = TESTS.parent / "examples"
+
+
+@pytest.mark.parametrize("name", ["vllm_offline.py", "vllm_async.py"])
+def test_an_example_without_a_server(name: str) -> None:
+    out = run(EXAMPLES / name, environment=child_environment(ONE))
+    expected = {
+        "vllm_offline.py": r"version 1: \d+ bytes in .* vLLM answers as the trainer's model does",
+        "vllm_async.py": r"(request \d: tokens 0 to (\d+) of version default, tokens \2 to 160 of version 1\n){1,4}",
+    }
+    assert re.search(expected[name], out), out
+
+
+@on(ONE, STOCK, PLAIN)
+def test_the_example_with_a_server(server: Server, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    transport = FILE.format(tmp_path) if server.setup == PLAIN else IPC
+    arguments = [str(checkpoint()), server.url, "--transport", transport]
+    out = run(EXAMPLES / "vllm_http.py", *arguments, environment=child_environment(server.setup))
+    assert len(re.findall(r"the server answers as the model", out)) == 3, out
+
+
+@on(ONE)
+def test_trl_trains_a_policy_that_the_server_serves(server: Server, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    with trainer(server.setup, server.url) as it:
+        before = it.publish(0).version
+    environment = child_environment(server.setup) | {"TRL_EXPERIMENTAL_SILENCE": "1"}
+    out = run(EXAMPLES / "trl_async_grpo.py", str(checkpoint()), server.url, str(tmp_path), environment=environment)
+    published = [int(version) for version in re.findall(r"version (\d+): \d+ bytes", out)]
+    assert published == [before + 1 + step for step in range(7)], out
+    assert server.version() == str(published[-1])
+    divergence = [float(value) for value in re.findall(r"'kl': '([^']+)'", out)]
+    assert len(divergence) == 6, out
+    assert divergence[0] < 1e-6, "the first step trains on answers of the very weights that it has"
+    trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32").eval()
+    assert_serves(server.ask, trained, other=it.of(0))
