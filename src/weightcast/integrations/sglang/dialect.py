@@ -1,0 +1,39 @@
+"""Which kind of SGLang server answers at a URL, asked over its own routes."""
+
+from __future__ import annotations
+
+from weightcast.control.http import HttpRoutes
+from weightcast.control.messages import PauseMode
+from weightcast.errors import UnsupportedError
+from weightcast.integrations.sglang.stock import StockServer
+from weightcast.integrations.sglang.stock_routes import ModelInfo, ServerInfo, SglangPause, StockRoutes
+from weightcast.interfaces import EngineClient
+
+_PAUSES: dict[PauseMode, SglangPause] = {"keep": "retract", "abort": "abort"}
+
+
+def speak(routes: HttpRoutes, pause: PauseMode) -> EngineClient | None:
+    """The client for an SGLang server; None for what is none. Raises UnsupportedError if it can't be updated safely."""
+    model = routes.probe("/model_info", ModelInfo)
+    if model is None:
+        return None
+    server = routes.probe("/server_info", ServerInfo)
+    if server is None:
+        return None
+    _require_supported(routes.name, server, pause)
+    return StockServer(StockRoutes(routes), model, server, pause=_PAUSES[pause])
+
+
+def _require_supported(name: str, server: ServerInfo, pause: PauseMode) -> None:
+    if pause not in _PAUSES:
+        raise UnsupportedError(f"SGLang can't finish its requests before a pause: use 'keep' or 'abort', not {pause!r}")
+    if server.dp_size > 1 or server.pp_size > 1:
+        raise UnsupportedError(
+            f"{name} has dp_size {server.dp_size} and pp_size {server.pp_size}: stock SGLang updates only servers of "
+            "tensor parallelism alone; start a server for each replica"
+        )
+    if server.quantization:
+        raise UnsupportedError(
+            f"{name} serves weights quantised by {server.quantization}, which can't be sent "
+            "to stock SGLang: start it without --quantization"
+        )

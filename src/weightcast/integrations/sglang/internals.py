@@ -1,0 +1,95 @@
+"""Every undocumented name of SGLang that the plugin leans on, looked up when it is needed; and what was not tried.
+
+Invariant: an SGLang that lacks one of these names is refused when a publisher connects, or serves without weightcast's
+routes; it is never found out in the middle of an update.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import Any
+
+from torch import nn
+
+from weightcast.errors import UnsupportedError
+
+TESTED_WITH = "0.5.23"
+
+SCHEDULER = "sglang.srt.managers.scheduler"
+HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+CHILDREN = (SCHEDULER, "sglang.srt.managers.detokenizer_manager", "sglang.srt.managers.data_parallel_controller")
+"""What SGLang's child processes run; the server's process loads plugins before it imports any of it."""
+MADE = f"{SCHEDULER}.Scheduler.__init__"
+"""Every scheduler process has one: by then its model is loaded."""
+CALLED = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_tensor"
+)
+"""What a message to the scheduler processes runs in each of them, between two steps of the model."""
+ASKED = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.update_weights_from_tensor"
+"""What SGLang's own route to it runs, in the process of the HTTP server."""
+SERVED = f"{HTTP_SERVER}._setup_and_run_http_server"
+
+_OFF: dict[str, tuple[Any, ...]] = {
+    "quantization": (None,),
+    "kv_cache_dtype": ("auto", "float16", "bfloat16", "bf16", "float32"),
+    "rl_quant_profile": (None,),
+    "enable_lora": (None, False),
+    "lora_paths": (None, [], {}),
+    "speculative_algorithm": (None,),
+    "dp_size": (1,),
+    "pp_size": (1,),
+    "ep_size": (1,),
+    "dcp_size": (1,),
+    "attn_cp_size": (1,),
+    "moe_dp_size": (1,),
+    "enable_eplb": (False,),
+    "elastic_ep_backend": (None,),
+    "cpu_offload_gb": (0,),
+    "offload_group_size": (-1, 0),
+    "weight_cache_mode": ("off",),
+    "enable_memory_saver": (False,),
+    "disaggregation_mode": ("null",),
+    "tokenizer_worker_num": (1,),
+}
+"""The options that neither trying an offer nor an install was tested with, and their values without the feature."""
+
+
+def io(name: str, **fields: Any) -> Any:
+    """A request to SGLang's processes."""
+    return getattr(importlib.import_module("sglang.srt.managers.io_struct"), name)(**fields)
+
+
+def parallel() -> Any:
+    """This process's ranks and groups."""
+    return importlib.import_module("sglang.srt.runtime_context").get_parallel()
+
+
+def version() -> str:
+    """The version of the SGLang that runs here."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def require(subject: Any, *names: str) -> None:
+    """Raises UnsupportedError, naming every attribute that `subject` lacks."""
+    lacking = [f"{type(subject).__name__}.{name}" for name in names if not hasattr(subject, name)]
+    if lacking:
+        raise UnsupportedError(
+            f"SGLang {version()} lacks {len(lacking)} of the names that weightcast leans on; use SGLang {TESTED_WITH}, "
+            f"or a weightcast for this one: {', '.join(lacking)}",
+            lacking,
+        )
+
+
+def unsupported(server_args: Any, model: nn.Module) -> list[str]:
+    """Every configured feature that weightcast can't update an engine with, by SGLang's name for it."""
+    require(server_args, *_OFF)
+    found = {name: getattr(server_args, name) for name in _OFF}
+    features = [f"{name}={value!r}" for name, value in found.items() if value not in _OFF[name]]
+    if any(getattr(layer, "use_intel_amx_backend", False) for layer in model.modules()):
+        features.append("weights packed for AMX, which SGLang can't unpack")
+    derived = (getattr(layer, "_derived_weight_cache_error", None) for layer in model.modules())
+    return features + [str(reason) for reason in derived if reason is not None]

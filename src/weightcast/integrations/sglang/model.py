@@ -1,0 +1,87 @@
+"""One rank's model of a running SGLang as an engine: tries an offer, installs through its own loader, goes back.
+
+Invariant: an install is what SGLang does in a session of its own, begun and ended around one call of the loader.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightcast.errors import InstallError
+from weightcast.guest import undo
+from weightcast.guest.acceptance import acceptance
+from weightcast.guest.dry_run import dry_run, present
+from weightcast.guest.model import Agree, LoaderEngine, Tensors, alone
+from weightcast.guest.reference import reference
+from weightcast.integrations.sglang import internals
+
+
+class SglangModel(LoaderEngine):
+    """Made in a scheduler process, once its model is loaded. `runner` is its ModelRunner.
+
+    `flush` empties every cache, and says whether it could. Raises UnsupportedError if this SGLang lacks what is leant
+    on, or if the model's loader can't be tried. With `unsupported` features every offer is refused.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        *,
+        unsupported: Sequence[str],
+        flush: Callable[[], bool],
+        is_alone: bool = True,
+        agree: Agree = alone,
+    ) -> None:
+        internals.require(runner, "model", "model_config", "weight_updater", "server_args")
+        internals.require(runner.weight_updater, "begin_weight_update", "end_weight_update")
+        self._model: nn.Module = runner.model
+        self._session: Any = runner.weight_updater
+        self._flush = flush
+        self._device = next(self._model.parameters()).device
+        if not unsupported:
+            trial = functools.partial(dry_run, self._model, _without_memory)
+            config = runner.model_config
+            known = reference(config.model_path, revision=config.revision, cache_dir=runner.server_args.download_dir)
+        super().__init__(
+            None if unsupported else acceptance(self._model, trial, known, is_alone=is_alone), unsupported, agree
+        )
+
+    def _install(self, tensors: Tensors, expected: Mapping[str, int]) -> list[str]:
+        loader: Any = self._model
+        with torch.no_grad():
+            self._session.begin_weight_update()
+            try:
+                loader.load_weights(tensors)
+            finally:
+                self._session.end_weight_update(run_post_load=False)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return []
+
+    def _copy(self) -> Callable[[], None]:
+        return undo.snapshot(self._model)
+
+    def _drop_caches(self) -> None:
+        if not self._flush():
+            raise InstallError("the caches of the former weights could not be dropped", torn=True)
+
+
+def _without_memory(layer: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The layer's tensors as they are, but for their memory: SGLang serves unquantised weights as it loads them."""
+    parameters = {name: _twin(tensor) for name, tensor in present(layer._parameters).items()}
+    # Loaders read maps of experts and the like, which are integers.
+    buffers = {name: _twin(t) if t.is_floating_point() else t for name, t in present(layer._buffers).items()}
+    return parameters, buffers
+
+
+def _twin(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory, of the same class and attributes, its loader among them."""
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    made = torch.Tensor._make_subclass(type(tensor), empty, tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)
+    return made

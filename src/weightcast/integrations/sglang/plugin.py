@@ -1,0 +1,53 @@
+"""The entry point by which SGLang finds weightcast: hooks in its scheduler processes, and in that of its HTTP server.
+
+Nothing is hooked but what a weightcast server needs, and nothing that needs torch is imported before SGLang itself is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from weightcast.errors import UnsupportedError
+from weightcast.integrations.sglang import internals
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Register the hooks that this process has use for: the entry point of `sglang.srt.plugins`."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if internals.SCHEDULER in sys.modules:
+        from weightcast.integrations.sglang import scheduler
+
+        HookRegistry.register(internals.MADE, scheduler.made, HookType.AFTER)
+        HookRegistry.register(internals.CALLED, scheduler.called, HookType.AROUND)
+    # SGLang's own children never serve, and would only import the server's modules for it.
+    if internals.HTTP_SERVER in sys.modules or not any(name in sys.modules for name in internals.CHILDREN):
+        HookRegistry.register(internals.SERVED, _served, HookType.AROUND)
+        HookRegistry.register(internals.ASKED, _asked, HookType.AROUND)
+
+
+def _served(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Before SGLang's HTTP server runs: give it weightcast's routes."""
+    from weightcast.integrations.sglang.routes import attach
+
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    try:
+        attach(sys.modules[internals.HTTP_SERVER].app, given["tokenizer_manager"])
+    except UnsupportedError as exc:
+        logger.warning("this SGLang serves without weightcast's routes: %s", exc)
+    return original(*args, **kwargs)
+
+
+async def _asked(original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang's own route takes no rank calls: what guards weightcast's would not guard it."""
+    from weightcast.integrations.sglang.scheduler import FORMAT
+
+    if request.load_format == FORMAT:
+        return False, f"load_format {FORMAT!r} is for weightcast's own routes"
+    return await original(manager, request, *args, **kwargs)

@@ -1,0 +1,127 @@
+"""The plugin in one of SGLang's scheduler processes: answers weightcast's rank calls between two steps of the model.
+
+Invariants: a call comes to all ranks, in the same order, and is answered alike by all; none raises (that would end the
+server); an install begins only while the scheduler is paused with nothing running, so that no token is made with
+weights of one version and caches of another.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from weightcast.control.messages import WeightInfo
+from weightcast.control.rank_calls import RankReply
+from weightcast.errors import ClosedError, ErrorRecord, from_record, to_record
+from weightcast.guest.rank import Rank
+from weightcast.guest.ranks import Outcome, Ranks
+from weightcast.integrations.sglang import internals
+from weightcast.integrations.sglang.model import SglangModel
+
+FORMAT = "weightcast"
+"""The `load_format` of a message that is a rank call, as JSON in place of tensors."""
+TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
+_RANK = "weightcast_rank"
+logger = logging.getLogger(__name__)
+
+
+def made(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """After a scheduler was made: prepare its rank, while nothing is served yet. Whatever fails is said when asked."""
+    try:
+        setattr(scheduler, _RANK, _prepared(scheduler, Ranks([internals.parallel().tp_group.cpu_group])))
+    except Exception as exc:
+        logger.warning("this SGLang can't be updated by weightcast: %s", exc)
+        setattr(scheduler, _RANK, to_record(exc))
+
+
+def _prepared(scheduler: Any, ranks: Ranks) -> SchedulerRank:
+    """This rank, if all ranks could be prepared. Raises what the first one could not be for."""
+    rank: SchedulerRank | None = None
+    error: ErrorRecord | None = None
+    try:
+        rank = SchedulerRank(scheduler, ranks)
+    except Exception as exc:
+        error = to_record(exc)
+    first = ranks.first_error(ranks.exchange(Outcome(error)))
+    if rank is None or first is not None:
+        assert first is not None
+        raise from_record(first)
+    return rank
+
+
+def called(original: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
+    """In place of SGLang's update from tensors: a rank call is answered here, anything else there."""
+    if request.load_format != FORMAT:
+        return original(manager, request)
+    reply = internals.io("UpdateWeightsFromTensorReqOutput", success=True, message="")
+    rank = getattr(manager.scheduler, _RANK, None)
+    if isinstance(rank, SchedulerRank):
+        reply.message = rank.answer(request.serialized_named_tensors[0])
+    else:
+        reply.message = _refusals(rank)
+    return reply
+
+
+def _refusals(error: ErrorRecord | None) -> str:
+    error = error or to_record(ClosedError("this SGLang has not started yet"))
+    return msgspec.json.encode([RankReply(0, WeightInfo("default"), error)]).decode()
+
+
+class SchedulerRank:
+    """One rank of the engine. Raises UnsupportedError if this SGLang lacks what is leant on."""
+
+    def __init__(self, scheduler: Any, ranks: Ranks) -> None:
+        internals.require(scheduler, "flush_cache", "is_fully_idle", "_engine_paused", "tp_worker", "server_args")
+        internals.require(scheduler.tp_worker, "model_runner")
+        self._scheduler = scheduler
+        runner, parallel = scheduler.tp_worker.model_runner, internals.parallel()
+        unsupported = internals.unsupported(scheduler.server_args, runner.model)
+        self._ranks = ranks
+        self._engine_rank = parallel.tp_rank
+        make = functools.partial(
+            SglangModel,
+            runner,
+            unsupported=unsupported,
+            flush=scheduler.flush_cache,
+            is_alone=parallel.tp_size == 1,
+        )
+        self._rank = Rank(
+            lambda agree: make(agree=agree),
+            ranks,
+            engine_rank=self._engine_rank,
+            world_size=parallel.tp_size,
+            token=os.environ.get(TOKEN_VARIABLE, ""),
+            unsupported=tuple(unsupported),
+            require_ready=self._require_still,
+        )
+
+    def answer(self, message: bytes) -> str:
+        """A `RankCall`; the `RankReply` of every rank, as JSON."""
+        try:
+            reply = self._rank.answer(_decoded(message))
+        except Exception as exc:
+            # The other ranks wait for an answer of this one, whatever has happened here.
+            logger.exception("a weight call failed")
+            reply = msgspec.to_builtins(RankReply(self._engine_rank, WeightInfo("default"), to_record(exc)))
+        try:
+            replies = [msgspec.json.decode(each) for each in self._ranks.gather(msgspec.json.encode(reply))]
+        except Exception as exc:
+            logger.exception("the ranks of this engine do not answer each other")
+            replies = [reply | {"error": msgspec.to_builtins(to_record(exc))}]
+        return msgspec.json.encode(replies).decode()
+
+    def _require_still(self) -> None:
+        if not (self._scheduler._engine_paused and self._scheduler.is_fully_idle(ignore_waiting=True)):
+            raise ClosedError("requests are running: /pause_generation in the mode 'retract' comes before an install")
+
+
+def _decoded(message: bytes) -> Any:
+    try:
+        return msgspec.json.decode(message)
+    except msgspec.DecodeError as exc:
+        return f"no JSON: {exc}"

@@ -1,0 +1,57 @@
+"""A plugin of the tests: has the model's loader fail where and when a test says so, in the scheduler processes.
+
+SGLang finds it as it finds any plugin, by the metadata beside the stand-ins. The environment variable names the file in
+which a test says what is to fail; as long as there is none, nothing does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VARIABLE = "WEIGHTCAST_TEST_FAULT"
+
+
+@dataclasses.dataclass(frozen=True)
+class Break:
+    """The model's loader raises before this tensor, on one rank or on all (-1)."""
+
+    after: int
+    rank: int = -1
+
+    def __str__(self) -> str:
+        return f"at-{self.after}" + ("" if self.rank < 0 else f"-on-rank-{self.rank}")
+
+
+def register() -> None:
+    """The entry point."""
+    path = Path(os.environ.get(VARIABLE, ""))
+    if not path.name or "sglang.srt.managers.scheduler" not in sys.modules:
+        return
+    from weightcast.integrations.sglang.internals import parallel
+    from weightcast.integrations.sglang.model import SglangModel
+
+    install = SglangModel._install
+
+    def faulty(model: SglangModel, tensors: Iterable[tuple[str, torch.Tensor]], expected: Mapping[str, int]) -> Any:
+        if path.exists():
+            fault = Break(**json.loads(path.read_text()))
+            if fault.rank in (-1, parallel().tp_rank):
+                tensors = _until(fault.after, tensors)
+        return install(model, tensors, expected)
+
+    SglangModel._install = faulty  # type: ignore[method-assign]
+
+
+def _until(num: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for index, pair in enumerate(tensors):
+        if index == num:
+            raise RuntimeError("the test's fault")
+        yield pair

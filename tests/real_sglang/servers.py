@@ -1,0 +1,209 @@
+"""A real SGLang server on a free loopback port: started with a deadline, asked over HTTP, ended with its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+import torch
+from real_engines.process import REQUEST_SECONDS, ServerProcess
+from real_vllm.oracle import Answer
+
+from real_sglang.faults import VARIABLE, Break
+
+TESTS = Path(__file__).parents[1]
+STAND_INS = Path(__file__).parent / "stand_ins"
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+"""What an SGLang on a CPU needs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """How a server is started. `plugin`: with weightcast's plugin, which SGLang finds by itself; without, it is stock.
+
+    `api_key`, `admin_key`: what its routes ask for, as SGLang takes them. `options`: further ones of its command line.
+    """
+
+    family: str = "qwen3"
+    dtype: torch.dtype = torch.float32
+    tp: int = 1
+    plugin: bool = True
+    token: str = ""
+    admin_key: str = ""
+    options: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        words = [self.family, str(self.dtype).removeprefix("torch."), f"tp{self.tp}"]
+        words += ["plugin" if self.plugin else "stock"]
+        words += [option.lstrip("-") for option in self.options]
+        return "-".join(words)
+
+
+ONE = Setup()
+TWO = Setup(tp=2)
+STOCK = Setup(plugin=False)
+STOCK_TWO = Setup(plugin=False, tp=2)
+"""Setups that many tests share."""
+
+
+class Span(NamedTuple):
+    """Tokens `start` to `end` of an answer came from this version."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Part(NamedTuple):
+    """A message of a stream: its new tokens, and the spans of the whole answer so far."""
+
+    answer: Answer
+    spans: list[Span]
+
+
+def child_environment(setup: Setup) -> dict[str, str]:
+    """This process's environment with what the server needs; its processes can import the tests."""
+    path = os.pathsep.join(filter(None, (str(STAND_INS), str(TESTS), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path}
+    environment.pop("WEIGHTCAST_TOKEN", None)
+    # SGLang loads those of its plugins that are named here, or all.
+    environment["SGLANG_PLUGINS"] = "weightcast,weightcast-test-faults" if setup.plugin else "none"
+    if setup.tp > 1:
+        # It would want a NUMA node for each rank.
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(setup.tp))
+    if setup.token:
+        environment["WEIGHTCAST_TOKEN"] = setup.token
+    return environment
+
+
+class Server(ServerProcess):
+    """A server of `setup` that started from the checkpoint in `folder`. Start it by entering it."""
+
+    def __init__(self, setup: Setup, folder: Path, *, port: int = 0):
+        headers = {"authorization": f"Bearer {setup.admin_key}"} if setup.admin_key else {}
+        super().__init__("sglang", port=port, headers=headers)
+        self.setup = setup
+        self.folder = folder
+        self._faults = tempfile.TemporaryDirectory(prefix="weightcast-faults-")
+
+    def _command(self) -> list[str]:
+        setup = self.setup
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.folder)]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--device", "cpu"]
+        command += ["--attention-backend", "torch_native", "--dtype", str(setup.dtype).removeprefix("torch.")]
+        command += ["--max-total-tokens", "4096", "--max-running-requests", "8", "--mem-fraction-static", "0.1"]
+        command += ["--disable-overlap-schedule", "--skip-server-warmup", "--tp-size", str(setup.tp)]
+        command += ["--enable-metrics", *setup.options]
+        if setup.admin_key:
+            command += ["--admin-api-key", setup.admin_key]
+        return command
+
+    def _environment(self) -> dict[str, str]:
+        return child_environment(self.setup) | {VARIABLE: str(self._fault)}
+
+    def is_healthy(self) -> bool:
+        """Whether it answers about itself. Its /health would generate a token, which a pause holds up."""
+        return self._answers("/model_info")
+
+    def close(self) -> None:
+        super().close()
+        self._faults.cleanup()
+
+    @property
+    def _fault(self) -> Path:
+        return Path(self._faults.name, "fault")
+
+    @contextlib.contextmanager
+    def failing(self, fault: Break) -> Iterator[None]:
+        """Every install meanwhile fails so; only with the plugin."""
+        self._fault.write_text(json.dumps(dataclasses.asdict(fault)))
+        try:
+            yield
+        finally:
+            self._fault.unlink()
+
+    # --- what a user does with it ---
+
+    def post(self, path: str, body: Any = None, *, seconds: float = REQUEST_SECONDS) -> httpx.Response:
+        """SGLang asks for a body always."""
+        return super().post(path, {} if body is None else body, seconds=seconds)
+
+    def version(self) -> str:
+        return str(self.get("/model_info")["weight_version"])
+
+    def checksums(self) -> Any:
+        """What /weights_checker says of the weights of every rank."""
+        reply = self.post("/weights_checker", {"action": "checksum"})
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def checksum(self) -> str:
+        """One for all weights of all ranks."""
+        return str(self.checksums()["per_engine_checksum"])
+
+    def ask(self, prompt: Sequence[int], num_tokens: int) -> Answer:
+        """A greedy answer."""
+        return self.answer(prompt, num_tokens).answer
+
+    def answer(self, prompt: Sequence[int], num_tokens: int) -> Part:
+        """The same, with the versions it came from."""
+        reply = self.generate(prompt, num_tokens)
+        assert reply.status_code == 200, f"{reply.status_code}: {reply.text}"
+        return _part(reply.json())
+
+    def generate(self, prompt: Sequence[int], num_tokens: int, *, seconds: float = REQUEST_SECONDS) -> httpx.Response:
+        """The reply as it is."""
+        return self._http.post("/generate", json=generation(prompt, num_tokens), timeout=seconds)
+
+    def stream(self, prompt: Sequence[int], num_tokens: int) -> Iterator[Part]:
+        """The answer as it comes. Raises AssertionError for a request that fails."""
+        num_seen = 0
+        body = generation(prompt, num_tokens) | {"stream": True}
+        with self._http.stream("POST", "/generate", json=body) as reply:
+            assert reply.status_code == 200, f"{reply.status_code}: {reply.read().decode()}"
+            for line in reply.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                message = json.loads(line.removeprefix("data: "))
+                assert "error" not in message, message
+                whole = _part(message)
+                # Each message has the whole of what was generated so far.
+                new = Answer(whole.answer.tokens[num_seen:], whole.answer.logprobs[num_seen:])
+                num_seen = len(whole.answer.tokens)
+                yield Part(new, whole.spans)
+
+    def __str__(self) -> str:
+        return f"sglang ({self.setup}) on port {self.port}"
+
+
+def generation(prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
+    """The body of a greedy request that answers with token ids and log-probabilities."""
+    wishes = {"max_new_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+    return {"input_ids": list(prompt), "sampling_params": wishes, "return_logprob": True}
+
+
+def _part(reply: dict[str, Any]) -> Part:
+    meta = reply["meta_info"]
+    logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+    spans = [Span(**span) for span in meta.get("weight_versions") or []]
+    return Part(Answer(list(reply["output_ids"]), logprobs), spans)
+
+
+def on(*setups: Setup) -> pytest.MarkDecorator:
+    """Parametrises a test with the servers that it runs against, one after another; each is started once."""
+    return pytest.mark.parametrize("server", setups, ids=str, indirect=True, scope="session")

@@ -1,0 +1,271 @@
+"""What a client can cause on a stock SGLang: the server lives, a whole version serves, the next publish works."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from real_vllm.models import save
+from real_vllm.oracle import PROMPT, assert_serves
+from real_vllm.trainer import FILE, GLOO, IPC, Tensors, checkpoint_tensors, trainer
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+from real_sglang.servers import STOCK, STOCK_TWO, Server, Setup, child_environment, on
+from weightcast import Publisher
+from weightcast.errors import IncompatibleWeightsError, PublishError, WeightcastError
+from weightcast.integrations.sglang.flattened import BucketSource, FlattenedBucket
+
+Spoil = Callable[[dict[str, torch.Tensor]], None]
+NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
+
+
+def publish(server: Server, tensors: dict[str, torch.Tensor], transport: str = GLOO) -> None:
+    with Publisher(Tensors(tensors), transport=transport, engines=[server.url], trainer_group=None) as publisher:
+        publisher.publish()
+
+
+def bad_name(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.nrom.weight"] = tensors.pop(NORM)
+
+
+def missing(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[UP]
+
+
+def wrong_shape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[NORM] = tensors[NORM][:-1].clone()
+
+
+def too_long(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[UP] = torch.cat([tensors[UP], tensors[UP][:1]])
+
+
+def transposed(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[UP] = tensors[UP].t().contiguous()
+
+
+def wrong_dtype(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[UP] = tensors[UP].to(torch.float16)
+
+
+SPOILS = [bad_name, missing, wrong_shape, too_long, transposed, wrong_dtype]
+
+
+@pytest.mark.parametrize("transport", [GLOO, IPC, FILE])
+@on(STOCK)
+def test_unfit_weights_are_refused_by_name_before_anything_is_sent(
+    server: Server, transport: str, tmp_path: Path
+) -> None:
+    with trainer(server.setup, server.url, transport=GLOO) as it:
+        it.publish(0)
+        before = server.checksum()
+        for spoil in SPOILS:
+            tensors = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(it.of(1)).items()}
+            spoil(tensors)
+            with pytest.raises(PublishError) as caught:
+                publish(server, tensors, transport.format(tmp_path))
+            (error,) = caught.value.failures.values()
+            assert isinstance(error, IncompatibleWeightsError), spoil
+            assert any("norm" in problem or "up_proj" in problem for problem in error.problems)
+            assert server.checksum() == before
+        assert_serves(server.ask, it.of(0), other=it.of(1))
+        it.publish(1)
+        assert_serves(server.ask, it.of(1), other=it.of(0))
+
+
+@on(STOCK)
+def test_the_order_of_tensors_is_nobodys_business(server: Server) -> None:
+    with trainer(server.setup, server.url, transport=GLOO) as it:
+        publish(server, dict(reversed(checkpoint_tensors(it.of(2)).items())))
+        assert_serves(server.ask, it.of(2), other=it.of(0))
+
+
+@on(STOCK)
+def test_a_nan_is_a_value_and_the_next_publish_heals_it(server: Server) -> None:
+    with trainer(server.setup, server.url, transport=GLOO) as it:
+        tensors = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(it.of(1)).items()}
+        tensors[NORM][0] = float("nan")
+        publish(server, tensors)
+        it.publish(0)
+        assert_serves(server.ask, it.of(0), other=it.of(1))
+
+
+@on(STOCK, STOCK_TWO)
+def test_every_route_leaves_the_very_weights_that_a_load_from_disk_leaves(server: Server, tmp_path: Path) -> None:
+    found = {}
+    for transport in (GLOO, IPC, FILE):
+        with trainer(server.setup, server.url, transport=transport.format(tmp_path)) as it:
+            it.publish(0)
+            it.publish(3)
+            found[transport] = server.checksum()
+            folder = save(it.of(3), tmp_path / "reference")
+            it.publish(0)
+            assert server.checksum() != found[transport]
+    server.post("/update_weights_from_disk", {"model_path": str(folder)}).raise_for_status()
+    assert set(found.values()) == {server.checksum()}
+
+
+@on(STOCK)
+def test_no_cache_of_the_old_version_is_used(server: Server) -> None:
+    prompt = [*PROMPT, *range(20, 60)]
+    with trainer(server.setup, server.url, transport=GLOO) as it:
+        it.publish(0)
+        assert_serves(server.ask, it.of(0), prompt=prompt)
+        it.publish(1)
+        assert_serves(server.ask, it.of(1), other=it.of(0), prompt=prompt)
+
+
+@on(STOCK)
+def test_the_session_of_a_dead_trainer_is_closed(server: Server) -> None:
+    server.post("/begin_weight_update").raise_for_status()
+    with trainer(server.setup, server.url, transport=GLOO) as it:
+        it.publish(2)
+        assert_serves(server.ask, it.of(2), other=it.of(0))
+
+
+SCRIPT = """
+import os, signal, sys
+from real_sglang.servers import Setup
+from real_vllm.trainer import GLOO, trainer
+from weightcast.integrations.sglang.stock import StockServer
+from weightcast.integrations.sglang.stock_group import StockGroup
+url, when, tp = sys.argv[1:]
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+num_sent = 0
+send = StockGroup.broadcast
+def broadcast(group, flat):
+    global num_sent
+    num_sent += 1
+    if when == "before its first broadcast" or (when == "before another broadcast" and num_sent == 3):
+        die()
+    send(group, flat)
+StockGroup.broadcast = broadcast
+if when == "before the server resumes":
+    StockServer.resume = die
+with trainer(Setup(plugin=False, tp=int(tp)), url, transport=GLOO, bucket_size_bytes=1 << 15) as it:
+    it.publish(2, version=1000)
+"""
+
+
+@pytest.mark.parametrize(
+    "when", ["before its first broadcast", "before another broadcast", "before the server resumes"]
+)
+@on(STOCK, STOCK_TWO)
+def test_a_trainer_that_is_killed_leaves_a_whole_version_or_nothing(server: Server, when: str) -> None:
+    with trainer(server.setup, server.url, transport=GLOO) as it:
+        old = it.publish(0).version
+        former = server.checksum()
+        environment = child_environment(server.setup)
+        script = [sys.executable, "-c", textwrap.dedent(SCRIPT), server.url, when, str(server.setup.tp)]
+        ended = subprocess.run(script, env=environment, timeout=300, check=False)
+        assert ended.returncode == -signal.SIGKILL
+        label = settled(server)
+        match when:
+            case "before its first broadcast":
+                assert (label, server.checksum()) == (str(old), former)
+                assert_serves(server.ask, it.of(0), other=it.of(2))
+            case "before another broadcast":
+                assert label == f"incomplete, was {old}"
+                reply = waits(server)
+                it.publish(1, version=2000)
+                reply.join(60)
+            case "before the server resumes":
+                assert label == "1000"
+                assert_serves(server.ask, it.of(2), other=it.of(0))
+        it.publish(1, version=3000)
+        assert server.version() == "3000"
+        assert_serves(server.ask, it.of(1), other=it.of(2))
+
+
+def settled(server: Server) -> str:
+    """The label that the guard leaves: it has ended the session, and then decided."""
+    end, clock = time.monotonic() + 60, threading.Event()
+    while time.monotonic() < end:
+        reply = server.post("/end_weight_update")
+        if reply.status_code == 400 and "no weight-update session" in reply.text:
+            clock.wait(3.0)
+            return server.version()
+        clock.wait(0.2)
+    raise AssertionError("the session is still open")
+
+
+def waits(server: Server) -> threading.Thread:
+    """A request to a server that stands still, which must not be answered."""
+    done = threading.Event()
+
+    def ask() -> None:
+        server.ask(PROMPT, 4)
+        done.set()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert not done.wait(2.0)
+    return thread
+
+
+@on(Setup(plugin=False, admin_key="sesame"))
+def test_keys_are_sglangs_own(server: Server) -> None:
+    with trainer(server.setup, server.url, transport=GLOO, token="sesame") as it:
+        it.publish(1)
+        assert_serves(server.ask, it.of(1), other=it.of(0))
+    with trainer(server.setup, server.url, transport=GLOO) as it:
+        error: WeightcastError = it.failure(2)
+        assert "token" in str(error)
+        assert_serves(server.ask, it.of(1), other=it.of(2))
+
+
+FAMILIES = [Setup("qwen2", plugin=False), Setup("llama-tied", plugin=False), Setup(dtype=torch.bfloat16, plugin=False)]
+
+
+@on(*FAMILIES)
+def test_families(server: Server) -> None:
+    with trainer(server.setup, server.url, transport=GLOO) as it:
+        it.publish(1)
+        assert_serves(server.ask, it.of(1))
+
+
+# --- other people's buckets ---
+
+
+def test_buckets_of_sglangs_own_class_are_read_and_ours_by_it() -> None:
+    held = {"w": torch.randn(5, 3), "b": torch.randn(4).to(torch.bfloat16), "m": torch.arange(3, dtype=torch.uint8)}
+    theirs = FlattenedTensorBucket(named_tensors=list(held.items()))
+    read = FlattenedBucket.read(theirs.get_flattened_tensor(), theirs.get_metadata()).tensors()
+    ours = FlattenedBucket.of(held)
+    rebuilt = dict(FlattenedTensorBucket(flattened_tensor=ours.flat, metadata=ours.metadata()).reconstruct_tensors())
+    for name, tensor in held.items():
+        assert torch.equal(read[name], tensor)
+        assert torch.equal(rebuilt[name], tensor)
+
+
+def test_ours_is_laid_out_as_sglang_expects_a_broadcast() -> None:
+    held = {"m": torch.arange(3, dtype=torch.uint8), "w": torch.randn(5, 3), "b": torch.randn(3).to(torch.bfloat16)}
+    ours = FlattenedBucket.of(held)
+    names, dtypes, shapes = zip(*((p.name, p.dtype, list(p.shape)) for p in ours.places), strict=True)
+    expected = FlattenedTensorBucket.empty(names, dtypes, shapes, "cpu")
+    assert expected.get_flattened_tensor().numel() == ours.flat.numel()
+    expected.get_flattened_tensor().copy_(ours.flat)
+    assert all(torch.equal(tensor, held[name]) for name, tensor in expected.reconstruct_tensors())
+    with pytest.raises(ValueError, match="Unaligned"):
+        FlattenedTensorBucket.empty(["m", "w"], ["uint8", "float32"], [[3], [5, 3]], "cpu")
+
+
+@on(STOCK)
+def test_a_framework_may_hand_over_its_own_buckets(server: Server) -> None:
+    with trainer(server.setup, server.url, transport=GLOO) as it:
+        it.publish(0)
+        tensors = list(checkpoint_tensors(it.of(3)).items())
+        made = [FlattenedTensorBucket(named_tensors=tensors[:9]), FlattenedTensorBucket(named_tensors=tensors[9:])]
+        source = BucketSource(FlattenedBucket.read(b.get_flattened_tensor(), b.get_metadata()) for b in made)
+        with Publisher(source, transport=GLOO, engines=[server.url], trainer_group=None) as publisher:
+            publisher.publish()
+        assert_serves(server.ask, it.of(3), other=it.of(0))

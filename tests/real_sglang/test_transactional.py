@@ -1,0 +1,159 @@
+"""What a user relies on with weightcast beside SGLang: what is published is served, whole, labelled, nothing stale."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real_vllm.models import make_model
+from real_vllm.oracle import PROMPT, Answer, assert_serves, is_of, joined
+from real_vllm.test_acceptance import LONG_PROMPT, NUM_BEFORE_PAUSE, NUM_STREAMED, Stream
+from real_vllm.trainer import GLOO, IPC, trainer
+
+from real_sglang.servers import ONE, TWO, Server, Setup, Span, on
+from weightcast import HttpEngine
+
+FAMILIES = [
+    Setup(family, dtype, tp)
+    for family, dtype, tp in (
+        ("qwen2", torch.float32, 1),
+        ("llama-tied", torch.float32, 2),
+        ("qwen3-moe", torch.float32, 1),
+        ("qwen3", torch.bfloat16, 2),
+    )
+]
+
+
+@on(ONE, TWO)
+@pytest.mark.parametrize("transport", [IPC, GLOO, "file"], ids=["ipc", "gloo", "file"])
+def test_alternating_publishes_serve_what_was_published(server: Server, transport: str, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}" if transport == "file" else transport
+    with trainer(server.setup, server.url, transport=url) as it:
+        for seed in (1, 0, 1):
+            report = it.publish(seed)
+            assert report.ok
+            assert server.version() == str(report.version)
+            assert_serves(server.ask, it.of(seed), other=it.of(1 - seed))
+
+
+@on(*(setup if setup.family == "llama-tied" else pytest.param(setup, marks=pytest.mark.full) for setup in FAMILIES))
+def test_families(server: Server) -> None:
+    with trainer(server.setup, server.url) as it:
+        for seed in (1, 0, 1):
+            report = it.publish(seed)
+            assert server.version() == str(report.version)
+            assert_serves(server.ask, it.of(seed), other=it.of(1 - seed))
+
+
+@on(ONE, TWO)
+def test_an_install_leaves_the_very_weights_that_a_load_from_disk_leaves(server: Server, tmp_path: Path) -> None:
+    make_model(server.setup.family, 1, server.setup.dtype).save_pretrained(tmp_path)
+    reply = server.post("/update_weights_from_disk", {"model_path": str(tmp_path)})
+    assert reply.status_code == 200, reply.text
+    from_disk = server.checksum()
+    with trainer(server.setup, server.url) as it:
+        it.publish(0)
+        assert server.checksum() != from_disk
+        it.publish(1)
+        assert server.checksum() == from_disk
+
+
+@on(ONE, TWO)
+def test_an_answer_says_which_version_it_is_of(server: Server) -> None:
+    with trainer(server.setup, server.url) as it:
+        first, second = it.publish(0).version, it.publish(1).version
+        assert second > first
+        assert server.answer(PROMPT, 12).spans == [(str(second), 0, 12)]
+
+
+@on(ONE, TWO)
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_no_cache_of_the_old_version_is_used(server: Server, mode: Any) -> None:
+    engine = HttpEngine(server.url, pause=mode)
+    with contextlib.closing(engine), trainer(server.setup, engine) as it:
+        it.publish(0)
+        for _ in range(2):
+            assert_serves(server.ask, it.of(0), other=it.of(1), prompt=LONG_PROMPT)
+        assert _num_cached(server) > 0, "the prompt is not cached at all"
+        it.publish(1)
+        assert_serves(server.ask, it.of(1), other=it.of(0), prompt=LONG_PROMPT)
+
+
+def _num_cached(server: Server) -> int:
+    return int(server.generate(LONG_PROMPT, 1).json()["meta_info"]["cached_tokens"])
+
+
+@on(ONE, TWO)
+def test_a_running_request_goes_on_under_the_new_version_and_says_where(server: Server) -> None:
+    with trainer(server.setup, server.url) as it:
+        first = it.publish(0).version
+        stream = Stream(server.stream(PROMPT, NUM_STREAMED))
+        second = it.publish(1, on_progress=stream).version
+        parts = stream.awaited()
+        answer = joined(part.answer for part in parts)
+        assert len(answer.tokens) == NUM_STREAMED
+        cut = _cut(parts[-1].spans, first, second)
+        assert NUM_BEFORE_PAUSE <= cut < NUM_STREAMED
+        assert is_of(it.of(0), PROMPT, Answer(answer.tokens[:cut], answer.logprobs[:cut]))
+        rest = Answer(answer.tokens[cut:], answer.logprobs[cut:])
+        assert is_of(it.of(1), [*PROMPT, *answer.tokens[:cut]], rest)
+
+
+def _cut(spans: Sequence[Span], first: int, second: int) -> int:
+    """Where the second version begins; the spans must be of the two, in order and without a gap."""
+    (old, start, cut), (new, next_start, _end) = spans
+    assert (old, start, new, next_start) == (str(first), 0, str(second), cut)
+    return cut
+
+
+@on(ONE)
+@pytest.mark.parametrize(("mode", "is_whole"), [("wait", True), ("abort", False)])
+def test_pause_wait_lets_requests_end_and_abort_ends_them(server: Server, mode: Any, is_whole: bool) -> None:
+    engine = HttpEngine(server.url, pause=mode)
+    with contextlib.closing(engine), trainer(server.setup, engine) as it:
+        it.publish(0)
+        stream = Stream(server.stream(PROMPT, NUM_STREAMED))
+        it.publish(1, on_progress=stream)
+        answer = joined(part.answer for part in stream.awaited())
+        assert (len(answer.tokens) == NUM_STREAMED) is is_whole
+        assert is_of(it.of(0), PROMPT, answer)
+        assert_serves(server.ask, it.of(1), other=it.of(0))
+
+
+_WITHOUT_SGLANG = """
+import sys
+sys.modules["sglang"] = None  # whoever imports it now gets an ImportError
+sys.path.insert(0, sys.argv[2])
+from real_vllm.models import make_model
+from weightcast import ModuleSource, Publisher
+with Publisher(ModuleSource(make_model("qwen2", 1)), engines=[sys.argv[1]]) as publisher:
+    try:
+        publisher.publish()
+    except Exception as error:
+        print(error)
+"""
+
+
+@on(ONE)
+def test_the_trainer_needs_no_sglang(server: Server) -> None:
+    """And another model than the server's is refused by name."""
+    command = [sys.executable, "-c", _WITHOUT_SGLANG, server.url, str(Path(__file__).parents[1])]
+    path = str(Path(__file__).parent / "stand_ins")
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=_environment(PYTHONPATH=path)
+    )
+    assert done.returncode == 0, done.stderr
+    assert "do not fit this engine" in done.stdout
+    assert "self_attn.q_proj.bias" in done.stdout
+
+
+def _environment(**more: str) -> dict[str, str]:
+    import os
+
+    return os.environ | more

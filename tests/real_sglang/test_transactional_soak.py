@@ -1,0 +1,143 @@
+"""A real SGLang over time, under load and at size: many publishes under streams, and how long it stands still."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from typing import Any, NamedTuple
+
+from real_vllm.oracle import Answer, assert_serves, deviation, joined
+from real_vllm.test_soak import footprint, settled
+from real_vllm.trainer import checkpoint_tensors, trainer
+
+from real_sglang.servers import ONE, TWO, Server, Setup, Span, on
+
+NUM_CLIENTS, NUM_STREAMED = 4, 60
+NUM_WARM, NUM_PUBLISHES = 10, 50
+MAX_LOGPROB_DEVIATION = 1e-3
+"""In nats, where other versions are more than 1 away: requests are computed in batches of ever other sizes."""
+
+
+class Streamed(NamedTuple):
+    prompt: list[int]
+    answer: Answer
+    spans: list[Span]
+
+
+class Client(threading.Thread):
+    """Streams one answer after another, each to a prompt of its own, until it is over."""
+
+    def __init__(self, server: Server, index: int, over: threading.Event) -> None:
+        super().__init__()
+        self.streams: list[Streamed] = []
+        self.error: BaseException | None = None
+        self._server, self._index, self._over = server, index, over
+
+    def run(self) -> None:
+        try:
+            while not self._over.is_set():
+                prompt = [10 + self._index, 30 + len(self.streams) % 400, 7, 8, 9]
+                parts = list(self._server.stream(prompt, NUM_STREAMED))
+                self.streams.append(Streamed(prompt, joined(part.answer for part in parts), parts[-1].spans))
+        except BaseException as error:
+            self.error = error
+
+
+@on(ONE, TWO)
+def test_fifty_publishes_under_streams_and_no_token_of_another_version_than_it_says(server: Server) -> None:
+    publish_under_streams(server)
+
+
+def publish_under_streams(server: Server, **options: Any) -> None:
+    """Publish fifty times while clients stream; every token must be of the version that its answer names for it."""
+    over = threading.Event()
+    clients = [Client(server, index, over) for index in range(NUM_CLIENTS)]
+    seeds: dict[str, int] = {}
+    with trainer(server.setup, server.url, **options) as it:
+        seeds[str(it.publish(0).version)] = 0
+        for client in clients:
+            client.start()
+        try:
+            for number in range(NUM_PUBLISHES):
+                seeds[str(it.publish(number % 2).version)] = number % 2
+                threading.Event().wait(0.05)
+        finally:
+            over.set()
+            for client in clients:
+                client.join()
+        assert_serves(server.ask, it.of(1), other=it.of(0))
+        assert [client.error for client in clients] == [None] * NUM_CLIENTS
+        streams = [stream for client in clients for stream in client.streams]
+        num_mixed = sum(len(stream.spans) > 1 for stream in streams)
+        print(f"{len(streams)} streams, {num_mixed} of several versions, {len(seeds)} versions")
+        assert num_mixed > 0
+        for stream in streams:
+            assert_of_its_versions(stream, {version: it.of(seed) for version, seed in seeds.items()})
+
+
+def assert_of_its_versions(stream: Streamed, models: dict[str, Any]) -> None:
+    tokens, logprobs = stream.answer
+    assert len(tokens) == NUM_STREAMED
+    assert [span.start for span in stream.spans] == [0, *(span.end for span in stream.spans[:-1])]
+    assert stream.spans[-1].end == NUM_STREAMED
+    for version, start, end in stream.spans:
+        found = deviation(
+            models[version], [*stream.prompt, *tokens[:start]], Answer(tokens[start:end], logprobs[start:end])
+        )
+        assert found.logprob <= MAX_LOGPROB_DEVIATION, (stream.spans, version, found)
+
+
+MAX_GROWTH_BYTES = 24 << 20
+"""Of all the server's processes together, in 40 publishes of a model of 2.9 MB."""
+
+
+@on(ONE, TWO)
+def test_fifty_publishes_leave_nothing_behind(server: Server) -> None:
+    with trainer(server.setup, server.url) as it:
+        it.publish(0)
+    before_any = footprint(server)
+    with trainer(server.setup, server.url) as it:
+        for number in range(NUM_WARM):
+            it.publish(number % 2)
+        warm = footprint(server)
+        for number in range(NUM_WARM, NUM_PUBLISHES):
+            it.publish(number % 2)
+        after = footprint(server)
+    growth = after.rss_bytes - warm.rss_bytes
+    print(f"grew by {growth / 1e6:.1f} MB from publish {NUM_WARM} to {NUM_PUBLISHES}")
+    assert growth < MAX_GROWTH_BYTES
+    assert (after.num_fds, after.num_threads) == (warm.num_fds, warm.num_threads)
+    left = settled(server, before_any)
+    assert not left.segments - before_any.segments
+    assert left.num_fds <= before_any.num_fds
+    assert left.num_threads <= before_any.num_threads
+
+
+LARGE = Setup("qwen3-large")
+MAX_PAUSE_SECONDS = 0.5
+NUM_ATTEMPTS = 5
+"""Whatever else the machine does makes pauses longer and never shorter: the best of several counts."""
+
+
+@on(LARGE)
+def test_three_hundred_megabytes_stand_still_for_half_a_second_at_most(server: Server) -> None:
+    with trainer(server.setup, server.url, bucket_size_bytes=None) as it:
+        tensors = checkpoint_tensors(it.of(0))
+        assert len(tensors) >= 2000
+        it.publish(1)
+        pauses = []
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            for number in range(NUM_ATTEMPTS):
+                running = pool.submit(server.answer, [5, 6, 7, 8, 9], 60)
+                start = time.perf_counter()
+                report = it.publish(number % 2)
+                (result,) = report.engines.values()
+                pauses.append(result.pause_seconds)
+                print(
+                    f"{len(tensors)} tensors, {report.num_bytes / 1e6:.0f} MB: {time.perf_counter() - start:.2f} s, "
+                    f"paused for {result.pause_seconds:.3f} s, the install itself {result.install_seconds:.3f} s"
+                )
+                running.result(120)
+        assert_serves(server.ask, it.of(0), other=it.of(1))
+        assert min(pauses) <= MAX_PAUSE_SECONDS, pauses

@@ -1,0 +1,189 @@
+"""SGLang's flattened buckets: what is written can be read, what is laid out is aligned, what is malformed is named."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import pickle
+import types
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightcast.bucket import TORCH_DTYPES, Layout, Packer, slot_size_bytes
+from weightcast.errors import ManifestError
+from weightcast.integrations.sglang.flattened import BucketSource, FlattenedBucket, buckets, lay_out
+from weightcast.integrations.sglang.stock_buckets import Filler, FlatBuckets
+from weightcast.integrations.sglang.stock_handle import handle, shared
+from weightcast.manifest import ITEMSIZE_BYTES, TensorSpec, WeightVersion
+from weightcast.plan import plan
+
+DTYPES = ["uint8", "bool", "bfloat16", "float16", "float32", "int64", "float8_e4m3fn"]
+VERSION = WeightVersion("0" * 32, 1)
+SPECS = st.lists(
+    st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 9), max_size=3)), min_size=1, max_size=12
+).map(lambda drawn: [TensorSpec(f"t{i}", dtype, tuple(shape)) for i, (dtype, shape) in enumerate(drawn)])
+
+
+def random_tensor(spec: TensorSpec, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(hash((spec.name, seed)) % (1 << 31))
+    raw = torch.randint(0, 2, (spec.num_bytes,), generator=generator, dtype=torch.uint8)
+    return raw.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+@given(SPECS)
+def test_every_place_is_aligned_and_nothing_lies_between(specs: list[TensorSpec]) -> None:
+    places, end = lay_out(specs), 0
+    for place in places:
+        assert place.start == end
+        assert place.start % ITEMSIZE_BYTES[place.dtype] == 0
+        end = place.end
+    assert end == sum(spec.num_bytes for spec in specs)
+    assert sorted(place.name for place in places) == sorted(spec.name for spec in specs)
+
+
+@given(SPECS)
+def test_what_is_written_is_read(specs: list[TensorSpec]) -> None:
+    held = {spec.name: random_tensor(spec) for spec in specs}
+    written = FlattenedBucket.of(held)
+    read = FlattenedBucket.read(written.flat, written.metadata()).tensors()
+    assert read.keys() == held.keys()
+    for name, tensor in held.items():
+        assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
+        assert bits(read[name]) == bits(tensor)
+
+
+def test_tensors_of_any_layout_in_memory_can_be_written() -> None:
+    base = torch.arange(24.0).view(4, 6)
+    held = {"strided": base[:, ::2].flatten()[::3], "turned": base.t(), "column": base[:, 1]}
+    read = FlattenedBucket.of(held).tensors()
+    assert all(torch.equal(read[name], tensor) for name, tensor in held.items())
+
+
+def test_a_foreign_bucket_that_is_not_aligned_is_read_by_a_copy() -> None:
+    flat = torch.cat([torch.tensor([1, 2, 3], dtype=torch.uint8), torch.tensor([1.5, -2.0]).view(torch.uint8)])
+    metadata: list[Any] = [
+        types.SimpleNamespace(name="m", shape=torch.Size([3]), dtype=torch.uint8, start_idx=0, end_idx=3, numel=3),
+        types.SimpleNamespace(name="w", shape=torch.Size([2]), dtype=torch.float32, start_idx=3, end_idx=11, numel=8),
+    ]
+    read = FlattenedBucket.read(flat, metadata).tensors()
+    assert read["w"].tolist() == [1.5, -2.0]
+
+
+WRONG = {
+    "too short": ({"end_idx": 7, "numel": 7}, "size"),
+    "another count": ({"numel": 12}, "size"),
+    "past the end": ({"start_idx": 8, "end_idx": 16}, "bucket"),
+    "negative": ({"start_idx": -8, "end_idx": 0}, "bucket"),
+    "overlapping": ({"start_idx": 2, "end_idx": 10}, "overlap"),
+    "named twice": ({"name": "m"}, "duplicate"),
+    "of no dtype": ({"dtype": torch.quint8}, "dtype"),
+}
+
+
+@pytest.mark.parametrize("fault", list(WRONG))
+def test_a_malformed_foreign_bucket_is_named(fault: str) -> None:
+    changed, kind = WRONG[fault]
+    first = types.SimpleNamespace(name="m", shape=torch.Size([4]), dtype=torch.uint8, start_idx=0, end_idx=4, numel=4)
+    second: dict[str, Any] = {"name": "w", "shape": torch.Size([2]), "dtype": torch.float32}
+    second |= {"start_idx": 4, "end_idx": 12, "numel": 8} | changed
+    with pytest.raises(ManifestError, match=repr(second["name"])) as caught:
+        FlattenedBucket.read(torch.zeros(12, dtype=torch.uint8), [first, types.SimpleNamespace(**second)])
+    assert caught.value.fault == kind
+
+
+def test_what_is_not_flat_is_refused() -> None:
+    with pytest.raises(TypeError, match="contiguous uint8 vector"):
+        FlattenedBucket.read(torch.zeros(4), [])
+    with pytest.raises(ValueError, match="one device"):
+        FlattenedBucket.of({})
+
+
+def test_a_source_of_buckets_holds_them_all_and_none_twice() -> None:
+    one, two = FlattenedBucket.of({"a": torch.ones(3)}), FlattenedBucket.of({"b": torch.zeros(2, 2)})
+    source = BucketSource([one, two])
+    assert [spec.name for spec in source.specs()] == ["a", "b"]
+    assert source.specs() is source.specs()
+    assert source.regions()["b"][0][1].data_ptr() == two.flat.data_ptr()
+    with pytest.raises(ManifestError, match="two buckets"):
+        BucketSource([one, one])
+
+
+@given(SPECS, st.integers(1, 400))
+def test_buckets_keep_order_and_size(specs: list[TensorSpec], capacity: int) -> None:
+    cut = list(buckets(specs, capacity))
+    assert [spec for held in cut for spec in held] == specs
+    for held in cut:
+        assert len(held) == 1 or sum(spec.num_bytes for spec in held) <= capacity
+
+
+def test_a_load_group_is_not_cut() -> None:
+    specs = [TensorSpec(name, "float32", (10,), group="g" if name in "bc" else "") for name in "abcd"]
+    assert [[spec.name for spec in held] for held in buckets(specs, 80)] == [["a"], ["b", "c"], ["d"]]
+
+
+@given(SPECS, st.integers(1, 4))
+def test_a_publishers_buckets_become_flattened_ones(specs: list[TensorSpec], num_slots: int) -> None:
+    """Whatever is cut or straddles: every flattened bucket holds its tensors, bit by bit, when it is full."""
+    manifest = plan(specs, 256)
+    if not manifest.buckets:
+        return
+    held = {spec.name: random_tensor(spec) for spec in specs}
+    layout = Layout(manifest)
+    packer, flat = Packer(layout, held), FlatBuckets(manifest)
+    filler = Filler(flat, [torch.empty(flat.slot_bytes, dtype=torch.uint8) for _ in range(min(2, len(flat.sizes)))])
+    buffer = torch.empty(slot_size_bytes(manifest), dtype=torch.uint8)
+    seen: dict[str, bytes] = {}
+
+    def take(number: int) -> None:
+        bucket = FlattenedBucket(filler.slot(number), flat.places[number])
+        seen.update({name: bits(tensor) for name, tensor in bucket.tensors().items()})
+
+    current = 0
+    for index in range(len(manifest.buckets)):
+        packer.pack(index, buffer, VERSION)
+        for number, parts in filler.brings(index):
+            while current < number:
+                take(current)
+                current += 1
+            filler.copy(index, buffer, number, parts)
+    for number in range(current, len(flat.sizes)):
+        take(number)
+    assert seen == {name: bits(tensor) for name, tensor in held.items()}
+
+
+def test_a_tied_tensor_is_sent_under_each_name_that_a_server_has() -> None:
+    specs = [TensorSpec("embed", "float32", (4, 4), aliases=("head", "other")), TensorSpec("norm", "float32", (4,))]
+    flat = FlatBuckets(plan(specs, 4096), frozenset({"head"}))
+    assert sorted(place.name for places in flat.places for place in places) == ["embed", "head", "norm"]
+
+
+def test_a_handle_is_a_pickle_of_what_sglang_reads_and_of_nothing_else() -> None:
+    written = FlattenedBucket.of({"w": torch.arange(6.0).view(2, 3), "m": torch.tensor([7], dtype=torch.uint8)})
+    flat = shared(written.flat.numel())
+    flat.copy_(written.flat)
+    data = base64.b64decode(handle(flat, written.places))
+    found: set[tuple[str, str]] = set()
+
+    class Watching(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            found.add((module, name))
+            return super().find_class(module, name)
+
+    bucket = Watching(io.BytesIO(data)).load()
+    read = FlattenedBucket.read(bucket["flattened_tensor"], bucket["metadata"]).tensors()
+    assert torch.equal(read["w"], torch.arange(6.0).view(2, 3))
+    assert read["m"].tolist() == [7]
+    flat[:4].copy_(torch.tensor([9.0]).view(torch.uint8))
+    assert float(read["w"][0, 0]) == 9.0, "it is not the same memory"
+    assert {module.partition(".")[0] for module, _ in found} == {"torch", "types"}
+    assert len(data) < 2000
+    assert math.isclose(len(data), len(base64.b64decode(handle(flat, written.places))), abs_tol=16)
