@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from weightcast.replay import rollback as rollback
     from weightcast.report import EngineResult as EngineResult
     from weightcast.report import PublishReport as PublishReport
+    from weightcast.sources.megatron.source import MegatronSource as MegatronSource
     from weightcast.sources.module import ModuleSource as ModuleSource
     from weightcast.sources.safetensors import SafetensorsSource as SafetensorsSource
     from weightcast.sources.store import StoreSource as StoreSource
@@ -45,6 +46,7 @@ __all__ = [
     "EngineResult",
     "HttpEngine",
     "ModuleSource",
+    "MegatronSource",
     "SafetensorsSource",
     "StoreSource",
     "rollback",
@@ -78,6 +80,7 @@ _HOMES = {
     "EngineResult": "weightcast.report",
     "HttpEngine": "weightcast.control.client",
     "ModuleSource": "weightcast.sources.module",
+    "MegatronSource": "weightcast.sources.megatron.source",
     "SafetensorsSource": "weightcast.sources.safetensors",
     "StoreSource": "weightcast.sources.store",
     "EngineServer": "weightcast.control.server",

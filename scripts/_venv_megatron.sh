@@ -1,0 +1,28 @@
+# Sourced by test-megatron. Leaves $PYTHON, an interpreter with Megatron-core, mbridge and weightcast.
+#
+# Makes .venv-megatron when it is missing or broken (1.3 GB on disk, torch included), and installs again only when
+# pyproject.toml, constraints-megatron.txt or this folder's place has changed. WEIGHTCAST_MEGATRON_PYTHON names an
+# interpreter to use as it is, with nothing installed.
+
+source "$(dirname "${BASH_SOURCE[0]}")/_python.sh"
+
+_install() {
+    local base
+    if ! _pip --version >/dev/null 2>&1; then
+        base=$(_find_python WEIGHTCAST_MEGATRON_PYTHON)
+        _say "making .venv-megatron with $("$base" --version)"
+        "$base" -m venv --clear .venv-megatron
+    fi
+    _say "installing torch into .venv-megatron (the longest step: a download of some 200 MB for the CPU build)"
+    _pip install -c constraints-megatron.txt "$(grep '^torch==' constraints-megatron.txt)"
+    _say "installing Megatron-core, mbridge and weightcast"
+    _pip install -c constraints-megatron.txt megatron-core mbridge einops pytest-timeout -e '.[serve,testing]'
+}
+
+if [[ -n "${WEIGHTCAST_MEGATRON_PYTHON:-}" ]]; then
+    PYTHON=$WEIGHTCAST_MEGATRON_PYTHON
+    export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+else
+    PYTHON=$PWD/.venv-megatron/bin/python
+    _install_once .venv-megatron "$(_stamp constraints-megatron.txt)"
+fi

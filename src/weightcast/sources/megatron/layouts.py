@@ -1,0 +1,184 @@
+"""How a Megatron parameter's shards lie in the tensors of a Hugging Face checkpoint: views and regions, both ways.
+
+A layout takes the local tensor of one rank and gives its parts: each a view of that memory, and its region in one of
+the checkpoint's tensors. Publishing reads the views, loading writes into them. Invariants: no copy and no
+communication; the parts of a local tensor hold each of its elements at most once, and leave out padding only; a local
+tensor of another shape than the layout gives it is an error. Sizes are named, and looked up in a model's table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+import torch
+
+from weightcast.manifest import Region
+
+Sizes: TypeAlias = Mapping[str, int]
+"""Sizes and switches of a model by name (see `sizes`)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Axis:
+    """This rank's place among the `size` ranks over which a parameter is cut."""
+
+    rank: int = 0
+    size: int = 1
+
+
+ALONE = Axis()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """A view of a local tensor, and its region of tensor number `number` of a rule; the view has the region's sizes."""
+
+    number: int
+    region: Region
+    view: torch.Tensor
+
+
+class Layout(Protocol):
+    """One way in which a parameter is cut and joined."""
+
+    def shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
+        """The shapes of the checkpoint's tensors."""
+        ...
+
+    def local_shape(self, sizes: Sizes, axis: Axis) -> tuple[int, ...]:
+        """What a rank holds. Raises ValueError if it can't be cut so."""
+        ...
+
+    def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[Part]:
+        """Raises ValueError for a local tensor of another shape."""
+        ...
+
+
+class Whole:
+    """Every rank has all of it: norms, routers, biases of row-parallel layers."""
+
+    def __init__(self, *dims: str) -> None:
+        self._dims = dims
+
+    def shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
+        return [tuple(sizes[dim] for dim in self._dims)]
+
+    def local_shape(self, sizes: Sizes, axis: Axis) -> tuple[int, ...]:
+        return self.shapes(sizes)[0]
+
+    def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[Part]:
+        require_shape(local, self.local_shape(sizes, axis))
+        yield Part(0, Region((0,) * local.ndim, tuple(local.shape)), local)
+
+
+class Columns:
+    """Cut along dim 1: row-parallel layers."""
+
+    def __init__(self, rows: str, columns: str) -> None:
+        self._rows, self._columns = rows, columns
+
+    def shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
+        return [(sizes[self._rows], sizes[self._columns])]
+
+    def local_shape(self, sizes: Sizes, axis: Axis) -> tuple[int, ...]:
+        return (sizes[self._rows], share(sizes[self._columns], axis))
+
+    def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[Part]:
+        require_shape(local, self.local_shape(sizes, axis))
+        yield Part(0, Region((0, axis.rank * local.shape[1]), tuple(local.shape)), local)
+
+
+class Rows:
+    """Cut along dim 0: column-parallel layers, also of several tensors.
+
+    `rows` has the size of dim 0 of each of the checkpoint's tensors, `dims` their other sizes. Megatron's rows are
+    `blocks` blocks, each with an equal share of every one of these tensors in turn. `whole`: ranks may as well hold all
+    of it, which the local shape tells.
+    """
+
+    def __init__(self, rows: str | Sequence[str], *dims: str, blocks: str = "", whole: bool = False) -> None:
+        self._rows = (rows,) if isinstance(rows, str) else tuple(rows)
+        self._dims, self._blocks, self._whole = dims, blocks, whole
+
+    def shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
+        return [(sizes[rows], *self._rest(sizes)) for rows in self._rows]
+
+    def local_shape(self, sizes: Sizes, axis: Axis) -> tuple[int, ...]:
+        return (share(sum(sizes[rows] for rows in self._rows), axis), *self._rest(sizes))
+
+    def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[Part]:
+        total = sum(sizes[rows] for rows in self._rows)
+        if self._whole and local.ndim and local.shape[0] == total:
+            axis = ALONE
+        require_shape(local, self.local_shape(sizes, axis))
+        yield from self._cut(sizes, axis, local)
+
+    def _rest(self, sizes: Sizes) -> tuple[int, ...]:
+        return tuple(sizes[dim] for dim in self._dims)
+
+    def _num_blocks(self, sizes: Sizes, axis: Axis) -> int:
+        return sizes[self._blocks] if self._blocks else 1
+
+    def _cut(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[Part]:
+        """The runs of rows that this rank's stretch has in common with each block's share of each tensor."""
+        begin, end = axis.rank * local.shape[0], (axis.rank + 1) * local.shape[0]
+        num_blocks, row = self._num_blocks(sizes, axis), 0
+        for block in range(num_blocks):
+            for number, rows in enumerate(self._rows):
+                size = share(sizes[rows], Axis(block, num_blocks))
+                low, high = max(row, begin), min(row + size, end)
+                if low < high:
+                    offset = block * size + low - row
+                    yield _rows_part(number, offset, local.narrow(0, low - begin, high - low))
+                row += size
+
+
+class Gated(Rows):
+    """gate over up: each rank has its rows of both, one after the other, so that there are as many blocks as ranks."""
+
+    def _num_blocks(self, sizes: Sizes, axis: Axis) -> int:
+        return axis.size
+
+
+class Vocabulary(Rows):
+    """Rows, of which the last ones over all ranks may be padding, which is left out."""
+
+    def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[Part]:
+        rows, rest = sizes[self._rows[0]], self._rest(sizes)
+        if not local.ndim or tuple(local.shape[1:]) != rest or local.shape[0] * axis.size < rows:
+            raise ValueError(
+                f"its local shape is {list(local.shape)}; {axis.size} such shards must make {[rows, *rest]} or more"
+            )
+        yield from self._cut(sizes, axis, local)
+
+
+def _rows_part(number: int, offset: int, view: torch.Tensor) -> Part:
+    return Part(number, Region((offset, *(0 for _ in view.shape[1:])), tuple(view.shape)), view)
+
+
+def share(size: int, axis: Axis) -> int:
+    """An equal share of a size. Raises ValueError if there is none."""
+    if size % axis.size:
+        raise ValueError(f"a size of {size} can't be cut into {axis.size} equal shards")
+    return size // axis.size
+
+
+def require_shape(local: torch.Tensor, shape: Sequence[int]) -> None:
+    if tuple(local.shape) != tuple(shape):
+        raise ValueError(f"its local shape is {list(local.shape)}, by the configuration it must be {list(shape)}")
+
+
+def unstacked(local: torch.Tensor, num_experts: int, shape: Sequence[int], *, transposed: bool) -> list[torch.Tensor]:
+    """A local tensor that holds several experts, each as a view of `shape`: out, in.
+
+    `transposed`: each expert's matrix lies as in, out (Megatron's GroupedMLP, whose parameter has two dims, and is
+    nevertheless expert by expert in memory).
+    """
+    rows, columns = shape
+    stack = (num_experts, columns, rows) if transposed else (num_experts, rows, columns)
+    if local.numel() != num_experts * rows * columns or (local.ndim == 3 and tuple(local.shape) != stack):
+        raise ValueError(f"its local shape is {list(local.shape)}, by the configuration it must hold {list(stack)}")
+    experts = local.view(stack)
+    return list((experts.transpose(1, 2) if transposed else experts).unbind())

@@ -1,0 +1,217 @@
+"""A model's mapping: the checkpoint's records, and for each Megatron parameter of a rank its parts of them.
+
+Invariants: the records come from the configuration alone, so that they are the same on every rank; a parameter that no
+rule takes, and one that has another shape than the configuration says, is an error that names it. Nothing here needs
+Megatron.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from weightcast.interfaces import Held
+from weightcast.manifest import TensorSpec
+from weightcast.sources.megatron.layouts import ALONE, Axis, Part, share, unstacked
+from weightcast.sources.megatron.rules import EXPERT, Config, Family, Match, Rule, Table
+from weightcast.sources.megatron.sizes import sizes_of
+
+_MAX_LISTED = 8
+_INNER = r"(?:transformer_layer|mtp_model_layer)\."
+_LAYER = re.compile(rf"(?P<block>decoder|mtp)\.layers\.(?P<index>\d+)\.(?P<inner>{_INNER})?(?P<rest>.+)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parallel:
+    """A rank's place: tensor-parallel, and of the experts expert-parallel and expert-tensor-parallel.
+
+    Pipeline stages are told by the layers that a rank holds; data- and context-parallel ranks hold replicas.
+    """
+
+    tensor: Axis = ALONE
+    expert: Axis = ALONE
+    expert_tensor: Axis = ALONE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one rank holds of one (virtual) pipeline stage.
+
+    `tensors`: parameters and persistent buffers by name. `layers`: for each layer of the decoder its number in the
+    whole model, from 0. `is_first`: whether it is the stage that owns the embedding; elsewhere that is a copy.
+    """
+
+    tensors: Sequence[tuple[str, torch.Tensor]]
+    layers: Sequence[int]
+    is_first: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placed:
+    """A part of the tensor `name` of the checkpoint, and the parameter of a chunk that has it.
+
+    `is_copy`: another stage owns it (an embedding for tied weights, or of a prediction layer); it is loaded, not sent.
+    """
+
+    name: str
+    parameter: str
+    held: Held
+    is_copy: bool
+
+
+class _NoRuleError(Exception):
+    """No rule takes a parameter of this name."""
+
+
+class Mapping:
+    """Of one model on one rank."""
+
+    def __init__(
+        self, family: Family, config: Config, parallel: Parallel, *, dtype: str, num_mtp_layers: int = 0
+    ) -> None:
+        """`dtype` of the records. Raises ValueError for a configuration that lacks sizes."""
+        self._family, self._config, self._parallel = family, config, parallel
+        self.sizes = sizes_of(family, config)
+        self._num_mtp_layers = num_mtp_layers
+        self._dtype = dtype
+        self._model = Table(family.model, self.sizes)
+        kinds = {is_moe: {**self.sizes, "moe": int(is_moe), "dense": int(not is_moe)} for is_moe in (False, True)}
+        self._layers = {is_moe: Table(family.layer, sizes) for is_moe, sizes in kinds.items()}
+        self._mtp = Table(family.mtp, self.sizes)
+
+    # --- the checkpoint's side ---
+
+    @functools.cached_property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The records of the whole model."""
+        return tuple(self._records())
+
+    def _records(self) -> Iterator[TensorSpec]:
+        sizes, tied = self.sizes, ("lm_head.weight",) if self.sizes["tied"] else ()
+        for rule in self._model.rules:
+            is_embedding = rule.names == ("embedding.word_embeddings.weight",)
+            yield from self._specs_of(rule, "", aliases=tied if is_embedding else ())
+        for layer in range(sizes["layers"] + self._num_mtp_layers):
+            rules = self._layers[self._is_moe(layer)].rules
+            for rule in rules if layer < sizes["layers"] else (*self._mtp.rules, *rules):
+                if not rule.is_of_experts:
+                    yield from self._specs_of(rule, self._prefix(layer))
+            # Expert by expert, as checkpoints have them: what is loaded together lies together.
+            for expert in range(sizes["experts"]):
+                for rule in rules:
+                    if rule.is_of_experts:
+                        yield from self._specs_of(rule, self._prefix(layer), expert)
+
+    def _specs_of(
+        self, rule: Rule, prefix: str, expert: int = 0, aliases: tuple[str, ...] = ()
+    ) -> Iterator[TensorSpec]:
+        names = _hf_names(rule, prefix, expert)
+        group = prefix + rule.group if rule.group else names[0] if len(names) > 1 else ""
+        for name, shape in zip(names, rule.layout.shapes(self.sizes), strict=True):
+            yield TensorSpec(name, rule.dtype or self._dtype, shape, aliases=aliases, group=group)
+
+    def _prefix(self, layer: int) -> str:
+        return self._family.layer_prefix.format(layer=layer)
+
+    def _is_moe(self, layer: int) -> bool:
+        return bool(self.sizes["experts"]) and self._family.is_moe(self._config, layer)
+
+    # --- Megatron's side ---
+
+    def placed(self, chunk: Chunk) -> list[Placed]:
+        """Every part that a chunk holds. Raises ValueError, naming every parameter that has no place."""
+        placed: list[Placed] = []
+        unknown, unfit = [], []
+        for name, tensor in chunk.tensors:
+            try:
+                placed += self._placed(canonical(name), tensor, chunk)
+            except _NoRuleError:
+                unknown.append(f"{name!r} {list(tensor.shape)}")
+            except ValueError as exc:
+                unfit.append(f"{name!r}: {exc}")
+        if unknown:
+            raise ValueError(
+                f"{len(unknown)} Megatron parameters have no rule in the table of this family: {_listed(unknown)}; "
+                "add rules to it (docs/megatron.md), or give another `family`"
+            )
+        if unfit:
+            raise ValueError(f"{len(unfit)} Megatron parameters do not fit the configuration: {_listed(unfit)}")
+        return placed
+
+    def _placed(self, name: str, tensor: torch.Tensor, chunk: Chunk) -> Iterator[Placed]:
+        if name == "output_layer.weight" and self.sizes["tied"]:
+            name, is_copy = "embedding.word_embeddings.weight", True
+        else:
+            is_copy = name == "embedding.word_embeddings.weight" and not chunk.is_first
+        match, prefix = self._located(name, chunk.layers)
+        for expert, part in self._parts(match, tensor):
+            hf_name = _hf_names(match.rule, prefix, expert)[part.number]
+            yield Placed(hf_name, name, (part.region, part.view), is_copy)
+
+    def _located(self, name: str, layers: Sequence[int]) -> tuple[Match, str]:
+        """The rule for a parameter, and the prefix of its layer on the checkpoint's side. Raises _NoRuleError."""
+        found = _LAYER.fullmatch(name)
+        if found is None:
+            match, prefix = self._model.find(name), ""
+        else:
+            layer = self._layer_number(found["block"], int(found["index"]), layers)
+            is_inside = found["block"] == "decoder" or found["inner"] is not None
+            table = self._layers[self._is_moe(layer)] if is_inside else self._mtp
+            match, prefix = table.find(found["rest"]), self._prefix(layer)
+        if match is None:
+            raise _NoRuleError(name)
+        return match, prefix
+
+    def _layer_number(self, block: str, index: int, layers: Sequence[int]) -> int:
+        """In the checkpoint, where prediction layers come after the model's own."""
+        num_layers = self.sizes["layers"]
+        limit = len(layers) if block == "decoder" else self._num_mtp_layers
+        if index >= limit:
+            raise ValueError(f"there are {limit} such layers")
+        layer = layers[index] if block == "decoder" else num_layers + index
+        if block == "decoder" and not 0 <= layer < num_layers:
+            raise ValueError(f"it is of layer {layer}; the configuration has {num_layers}")
+        return layer
+
+    def _parts(self, match: Match, tensor: torch.Tensor) -> Iterator[tuple[int, Part]]:
+        """The parts of a parameter, each with the number of its expert in the whole model."""
+        sizes, layout, axis = self.sizes, match.rule.layout, self._axis(match.rule)
+        if not match.rule.is_of_experts:
+            yield from ((0, part) for part in layout.parts(sizes, axis, tensor))
+            return
+        num_local = share(sizes["experts"], self._parallel.expert)
+        if match.expert is None:
+            shape = layout.local_shape(sizes, axis)
+            matrices = list(enumerate(unstacked(tensor, num_local, shape, transposed=match.is_transposed)))
+        elif match.expert < num_local:
+            matrices = [(match.expert, tensor)]
+        else:
+            raise ValueError(f"each of {self._parallel.expert.size} expert-parallel ranks has {num_local} experts")
+        for number, matrix in matrices:
+            expert = num_local * self._parallel.expert.rank + number
+            for part in layout.parts(sizes, axis, matrix):
+                yield expert, part
+
+    def _axis(self, rule: Rule) -> Axis:
+        return self._parallel.expert_tensor if rule.axis == "expert" else self._parallel.tensor
+
+
+def canonical(name: str) -> str:
+    """A parameter's name without the prefixes of wrappers (DDP, Float16Module) and of multimodal models."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name.removeprefix("language_model.")
+
+
+def _hf_names(rule: Rule, prefix: str, expert: int) -> list[str]:
+    return [prefix + name.replace(EXPERT, str(expert)) for name in rule.hf]
+
+
+def _listed(items: Iterable[str]) -> str:
+    listed = list(items)
+    more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
+    return "; ".join(listed[:_MAX_LISTED]) + more

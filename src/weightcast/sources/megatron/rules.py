@@ -1,0 +1,100 @@
+"""What a family's table is made of: rules from names of Megatron parameters to names of a checkpoint.
+
+A rule names no rank and no layer: names are relative to their layer, `{expert}` stands for an expert's number, which
+counts all experts of the model on the checkpoint's side and this rank's on Megatron's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+from weightcast.sources.megatron.layouts import Layout, Sizes
+
+Config: TypeAlias = Mapping[str, Any]
+"""The fields of a Hugging Face config.json."""
+
+EXPERT = "{expert}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """One Megatron parameter, under any of its `names`, is the tensors `hf` of the checkpoint.
+
+    `names` are those of the different layer specs (local, Transformer Engine); at most one occurs in a layer.
+    `stacked`: further names, under which all experts of a rank are one parameter. `transposed`: the same, each matrix
+    transposed. `when`: names of sizes that must not be zero, `dense` and `moe` being those of the layer. `group`: what
+    must be loaded in one call with it; several `hf` of a rule always are. `dtype` of the checkpoint, where it is
+    another than the rest's. `axis`: over which ranks it is cut.
+    """
+
+    names: tuple[str, ...]
+    hf: tuple[str, ...]
+    layout: Layout
+    when: tuple[str, ...] = ()
+    axis: Literal["tensor", "expert"] = "tensor"
+    stacked: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
+    group: str = ""
+    dtype: str = ""
+
+    def applies(self, sizes: Sizes) -> bool:
+        return all(sizes.get(name, 0) for name in self.when)
+
+    @property
+    def is_of_experts(self) -> bool:
+        return any(EXPERT in name for name in self.hf)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Family:
+    """A family of models: its tables, and what of its configuration is called otherwise than elsewhere.
+
+    `sizes`: a size's name -> the config's field (its value if that is absent comes after a `|`), or a number. `is_moe`:
+    whether a layer has experts. `mtp`: of a multi-token prediction layer, beside the rules of a layer.
+    """
+
+    model: tuple[Rule, ...]
+    layer: tuple[Rule, ...]
+    mtp: tuple[Rule, ...] = ()
+    sizes: Mapping[str, str | int] = dataclasses.field(default_factory=dict)
+    is_moe: Callable[[Config, int], bool] = lambda config, layer: False
+    layer_prefix: str = "model.layers.{layer}."
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Match:
+    """The rule for a parameter. `expert`: its local number, None where a parameter is not of one expert."""
+
+    rule: Rule
+    expert: int | None = None
+    is_transposed: bool = False
+
+
+class Table:
+    """The rules that hold for one kind of layer, found by a parameter's name."""
+
+    def __init__(self, rules: tuple[Rule, ...], sizes: Sizes) -> None:
+        self.rules = tuple(rule for rule in rules if rule.applies(sizes))
+        self._exact: dict[str, Match] = {}
+        self._patterns: list[tuple[re.Pattern[str], Rule]] = []
+        for rule in self.rules:
+            self._exact |= {name: Match(rule) for name in (*rule.names, *rule.stacked) if EXPERT not in name}
+            self._exact |= {name: Match(rule, is_transposed=True) for name in rule.transposed}
+            self._patterns += [(_pattern(name), rule) for name in rule.names if EXPERT in name]
+
+    def find(self, name: str) -> Match | None:
+        match = self._exact.get(name)
+        if match is not None:
+            return match
+        for pattern, rule in self._patterns:
+            found = pattern.fullmatch(name)
+            if found is not None:
+                return Match(rule, int(found[1]))
+        return None
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.escape(name).replace(re.escape(EXPERT), r"(\d+)"))

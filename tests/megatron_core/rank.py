@@ -1,0 +1,241 @@
+"""One process of a case: trains, publishes twice, and leaves in a file what it holds and what an engine got.
+
+Forked from a server that has imported Megatron once. Nothing of the library's tables is used here but by publishing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import torch.distributed as dist
+from core.direct import DirectEngine, RecordingEngine
+
+from megatron_core.cases import CASES, TOKENS, Case
+from weightcast.process_group import ProcessGroup
+from weightcast.publisher import Publisher
+from weightcast.sources.megatron.source import MegatronSource
+
+DEADLINE_SECONDS = 240.0
+BUCKET_BYTES = 1 << 16
+NUM_PROMPT, NUM_NEW = 5, 8
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["megatron_core.rank", "megatron_core.warm"])
+
+
+def run(case: str, directory: Path, job: str = "report") -> list[dict[str, Any]]:
+    """Have all ranks of a case do a job, and give what each has reported."""
+    size = CASES[case].size
+    processes = [_context.Process(target=main, args=(case, rank, str(directory), job)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(DEADLINE_SECONDS)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            process.join()
+        process.close()
+    assert codes == [0] * size, f"exit codes {codes}: see the ranks' tracebacks in stderr"
+    return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(size)]
+
+
+def main(name: str, rank: int, directory: str, job: str) -> None:
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    case = CASES[name]
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/store",
+        rank=rank,
+        world_size=case.size,
+        timeout=datetime.timedelta(seconds=DEADLINE_SECONDS),
+    )
+    torch.save(JOBS[job](case), Path(directory) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def report(case: Case) -> dict[str, Any]:
+    from megatron_core.trainer import Trainer
+
+    trainer = Trainer(case)
+    source = MegatronSource(trainer.chunks, case.hf_config)
+    trainer.step()
+    published = _publish_twice(source, trainer.step)
+    # With prediction layers Megatron has no logits without labels.
+    logits = trainer.logits() if not case.mtp else None
+    return {
+        **_places(case, trainer.models),
+        **published,
+        "logits": logits,
+        "exported": _exported(case, trainer.models) if case.te else {},
+        "loaded": _loaded(case, trainer.chunks, published["held"]),
+    }
+
+
+def serve(case: Case) -> dict[str, Any]:
+    """Publish over gloo to a reference server, a process of its own; what it and Megatron go on with, greedily."""
+    from megatron_core.trainer import Trainer
+
+    trainer = Trainer(case)
+    source = MegatronSource(trainer.chunks, case.hf_config)
+    continued = []
+    with _reference_server(case) if dist.get_rank() == 0 else contextlib.nullcontext() as url:
+        engines = [url] if url else []
+        with Publisher(source, transport="gloo://127.0.0.1:0", engines=engines, deadline_seconds=60.0) as publisher:
+            for _ in range(2):
+                trainer.step()
+                publisher.publish()
+                continued.append((trainer.greedy(NUM_PROMPT, NUM_NEW), _completed(url) if url else []))
+    return {"continued": continued}
+
+
+@contextlib.contextmanager
+def _reference_server(case: Case) -> Iterator[str]:
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        case.hf_config.save_pretrained(directory)
+        serve = [sys.executable, "-m", "weightcast.cli", "serve", directory, "--dtype", "float32", "--port", "0"]
+        command = [*serve, "--random-weights", "--exit-with-parent"]
+        server = stack.enter_context(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
+        assert server.stdin is not None
+        assert server.stdout is not None
+        stack.callback(server.stdin.close)
+        yield server.stdout.readline().split()[-1]
+
+
+def _completed(url: str) -> list[int]:
+    body = {"prompt": TOKENS[0, :NUM_PROMPT].tolist(), "temperature": 0, "max_tokens": NUM_NEW, "ignore_eos": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0)
+    answer.raise_for_status()
+    return list(answer.json()["choices"][0]["token_ids"])
+
+
+JOBS = {"report": report, "serve": serve}
+
+
+def _publish_twice(source: MegatronSource, step: Any) -> dict[str, Any]:
+    """What an engine on rank 0 holds after the second publish, and what that took."""
+    counts: dict[str, int] = {}
+    _count(counts)
+    engines = [DirectEngine("engine", RecordingEngine())] if dist.get_rank() == 0 else []
+    options: dict[str, Any] = {"bucket_size_bytes": BUCKET_BYTES, "deadline_seconds": 30.0}
+    try:
+        with Publisher(source, transport="memory://", engines=engines, **options) as publisher:
+            publisher.publish()
+            step()
+            regions = source.regions()
+            for engine in engines:
+                engine.engine.calls.clear()
+            counts.clear()
+            outcome = json.loads(publisher.publish().to_json())
+            counted = {**counts, "kept": int(source.regions() is regions)}
+    finally:
+        for engine in engines:
+            engine.close()
+    held = dict(engines[0].engine.held) if engines else {}
+    return {"held": held, "counts": counted, "num_buckets": outcome["num_buckets"]}
+
+
+def _count(counts: dict[str, int]) -> None:
+    """Count what goes through every group of weightcast's, and through torch's default group."""
+
+    def counted(owner: Any, name: str, key: str) -> None:
+        original = getattr(owner, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            counts[key] = counts.get(key, 0) + 1
+            return original(*args, **kwargs)
+
+        setattr(owner, name, counting)
+
+    for name in ("send", "receive", "all_gather", "broadcast"):
+        counted(ProcessGroup, name, name)
+    for name in ("all_gather", "all_reduce", "broadcast", "all_gather_into_tensor", "gather", "all_gather_object"):
+        counted(dist, name, f"torch {name}")
+
+
+def _places(case: Case, models: list[Any]) -> dict[str, Any]:
+    """Where this rank is, and its raw tensors, chunk by chunk, with the number of each chunk's first layer."""
+    from megatron.core import parallel_state as state
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    chunks = []
+    for stage, model in enumerate(models):
+        offset = get_transformer_layer_offset(model.config, stage if case.vpp > 1 else None)
+        tensors = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+        tensors |= {name: b.clone() for name, b in model.named_buffers() if name.endswith("expert_bias")}
+        number = stage * case.pp + state.get_pipeline_model_parallel_rank()
+        chunks.append((number, list(range(offset, offset + len(model.decoder.layers))), tensors))
+    return {
+        "chunks": chunks,
+        "tp": state.get_tensor_model_parallel_rank(),
+        "ep": state.get_expert_model_parallel_rank(),
+        "etp": state.get_expert_tensor_parallel_rank(),
+    }
+
+
+def _exported(case: Case, models: list[Any]) -> dict[str, torch.Tensor]:
+    """What mbridge makes of the same model, on rank 0."""
+    from mbridge import AutoBridge
+    from mbridge.models.deepseek_v3 import DeepseekV3Bridge
+
+    # It would make a configuration with fields that this Megatron has no more.
+    DeepseekV3Bridge._build_config = lambda bridge: models[0].config
+    config = case.hf_config
+    config.rope_theta = 1000000.0
+    bridge = AutoBridge.from_config(
+        config, dtype=getattr(torch, case.dtype), make_vocab_size_divisible_by=case.padding * case.tp
+    )
+    bridge.vocab_size, bridge.padded_vocab_size = config.vocab_size, case.padded
+    exported = {name: tensor.detach().clone() for name, tensor in bridge.export_weights(models)}
+    return exported if dist.get_rank() == 0 else {}
+
+
+def _loaded(case: Case, chunks: list[Any], held: dict[str, torch.Tensor]) -> list[str]:
+    """The other way: zero everything, load what was published, and name what is not as it was."""
+    everything = [held]
+    dist.broadcast_object_list(everything, src=0)
+    named = [
+        (name, tensor)
+        for chunk in chunks
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
+        if not name.endswith(("inv_freq", "tokens_per_expert"))
+    ]
+    before = [tensor.detach().clone() for _, tensor in named]
+    with torch.no_grad():
+        for _, tensor in named:
+            tensor.zero_()
+    MegatronSource(chunks, case.hf_config).load(everything[0].items())
+    wrong = []
+    for (name, tensor), old in zip(named, before, strict=True):
+        if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+            rows = max(0, min(old.shape[0], case.hf_config.vocab_size - _first_row(case, old.shape[0])))
+            tensor, old = tensor[:rows], old[:rows]
+        if not torch.equal(tensor, old):
+            wrong.append(name)
+    return wrong
+
+
+def _first_row(case: Case, num_rows: int) -> int:
+    from megatron.core import parallel_state as state
+
+    return int(state.get_tensor_model_parallel_rank()) * num_rows

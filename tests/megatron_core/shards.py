@@ -1,0 +1,196 @@
+"""A checkpoint as the ranks of a Megatron-core job hold it, written down from Megatron's side, without our tables.
+
+Megatron's own rules: attention rows lie group by group, queries before key before value; a rank's fc1 is its gate rows
+over its up rows; GroupedMLP keeps in, out matrices of all experts of a rank one after the other in one parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+Experts = Literal["each", "sequential", "grouped", "stacked"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """`stages`: the layers of each. `te`: names of Transformer Engine. `padded`: rows of the embedding.
+
+    `cut_down`: latent attention's down projections are cut, though Transformer Engine's are whole.
+    """
+
+    tp: int = 1
+    stages: tuple[tuple[int, ...], ...] = ((0,),)
+    ep: int = 1
+    etp: int = 1
+    te: bool = True
+    experts: Experts = "each"
+    padded: int = 0
+    cut_down: bool = False
+
+    @property
+    def stage_size(self) -> int:
+        return math.lcm(self.tp, self.ep * self.etp)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    stage: int
+    tp: int
+    ep: int
+    etp: int
+
+
+def ranks(job: Job) -> Iterator[Rank]:
+    for stage in range(len(job.stages)):
+        for place in range(job.stage_size):
+            yield Rank(stage, place % job.tp, place // job.etp % job.ep, place % job.etp)
+
+
+class Sharder:
+    """Of one checkpoint, for any rank."""
+
+    def __init__(self, hf: Tensors, config: Any, job: Job) -> None:
+        self.hf, self.config, self.job = hf, config, job
+        self.is_latent = config.model_type == "deepseek_v3"
+        fields = config.to_dict()
+        self._num_experts = (
+            fields.get("n_routed_experts") or fields.get("num_local_experts") or fields.get("num_experts")
+        )
+
+    def tensors(self, rank: Rank) -> Tensors:
+        held: Tensors = {}
+        layers = self.job.stages[rank.stage]
+        is_first, is_last = rank.stage == 0, rank.stage == len(self.job.stages) - 1
+        if is_first:
+            held["embedding.word_embeddings.weight"] = self._vocabulary("model.embed_tokens.weight", rank)
+        for index, layer in enumerate(layers):
+            prefix = f"decoder.layers.{index}."
+            held |= {prefix + name: tensor for name, tensor in self._layer(f"model.layers.{layer}.", rank).items()}
+        if is_last:
+            held["decoder.final_layernorm.weight"] = self.hf["model.norm.weight"]
+            if not self.config.tie_word_embeddings:
+                held["output_layer.weight"] = self._vocabulary("lm_head.weight", rank)
+            elif not is_first:
+                held["output_layer.weight"] = self._vocabulary("model.embed_tokens.weight", rank)
+        return held
+
+    def _vocabulary(self, name: str, rank: Rank) -> torch.Tensor:
+        full = self.hf[name]
+        padding = full.new_zeros((max(self.job.padded, full.shape[0]) - full.shape[0], full.shape[1]))
+        return torch.cat([full, padding]).chunk(self.job.tp)[rank.tp]
+
+    def _layer(self, prefix: str, rank: Rank) -> Tensors:
+        is_moe = any(name in self.hf for name in (prefix + "mlp.gate.weight", prefix + "block_sparse_moe.gate.weight"))
+        te, get = self.job.te, lambda name: self.hf[prefix + name]
+        held = self._latent(prefix, rank) if self.is_latent else self._attention(prefix, rank)
+        before = (
+            "self_attention.linear_qkv.layer_norm_weight" if te and not self.is_latent else "input_layernorm.weight"
+        )
+        held[before] = get("input_layernorm.weight")
+        after = "mlp.linear_fc1.layer_norm_weight" if te and not is_moe else "pre_mlp_layernorm.weight"
+        held[after] = get("post_attention_layernorm.weight")
+        held |= self._moe(prefix, rank) if is_moe else self._dense(prefix + "mlp.", "mlp.", rank)
+        return held
+
+    def _attention(self, prefix: str, rank: Rank) -> Tensors:
+        held: Tensors = {}
+        groups, tp = self.config.num_key_value_heads, self.job.tp
+        for kind in ("weight", "bias"):
+            names = [f"{prefix}self_attn.{part}_proj.{kind}" for part in "qkv"]
+            if names[0] in self.hf:
+                q, k, v = (self.hf[name].chunk(groups) for name in names)
+                full = torch.cat([block for group in zip(q, k, v, strict=True) for block in group])
+                held[f"self_attention.linear_qkv.{kind}"] = full.chunk(tp)[rank.tp]
+        held["self_attention.linear_proj.weight"] = self.hf[prefix + "self_attn.o_proj.weight"].chunk(tp, 1)[rank.tp]
+        if prefix + "self_attn.o_proj.bias" in self.hf:
+            held["self_attention.linear_proj.bias"] = self.hf[prefix + "self_attn.o_proj.bias"]
+        for part in "qk":
+            if f"{prefix}self_attn.{part}_norm.weight" in self.hf:
+                held[f"self_attention.{part}_layernorm.weight"] = self.hf[f"{prefix}self_attn.{part}_norm.weight"]
+        return held
+
+    def _latent(self, prefix: str, rank: Rank) -> Tensors:
+        tp, te = self.job.tp, self.job.te
+
+        def get(name: str) -> torch.Tensor:
+            return self.hf[f"{prefix}self_attn.{name}.weight"]
+
+        def down(full: torch.Tensor) -> torch.Tensor:
+            return full if te and not self.job.cut_down else full.chunk(tp)[rank.tp]
+
+        def norm(part: str) -> str:
+            return f"linear_{part}_up_proj.layer_norm_weight" if te else f"{part}_layernorm.weight"
+
+        held = {
+            "linear_kv_down_proj.weight": down(get("kv_a_proj_with_mqa")),
+            norm("kv"): get("kv_a_layernorm"),
+            "linear_kv_up_proj.weight": get("kv_b_proj").chunk(tp)[rank.tp],
+            "linear_proj.weight": get("o_proj").chunk(tp, 1)[rank.tp],
+        }
+        if self.config.q_lora_rank is None:
+            held["linear_q_proj.weight"] = get("q_proj").chunk(tp)[rank.tp]
+        else:
+            held["linear_q_down_proj.weight"] = down(get("q_a_proj"))
+            held[norm("q")] = get("q_a_layernorm")
+            held["linear_q_up_proj.weight"] = get("q_b_proj").chunk(tp)[rank.tp]
+        return {f"self_attention.{name}": tensor for name, tensor in held.items()}
+
+    def _dense(self, source: str, target: str, rank: Rank) -> Tensors:
+        held: Tensors = {}
+        for kind in ("weight", "bias"):
+            if f"{source}gate_proj.{kind}" in self.hf:
+                gate, up = self.hf[f"{source}gate_proj.{kind}"], self.hf[f"{source}up_proj.{kind}"]
+                held[f"{target}linear_fc1.{kind}"] = _gated(gate, up, rank.tp, self.job.tp)
+        held[f"{target}linear_fc2.weight"] = self.hf[f"{source}down_proj.weight"].chunk(self.job.tp, 1)[rank.tp]
+        if f"{source}down_proj.bias" in self.hf:
+            held[f"{target}linear_fc2.bias"] = self.hf[f"{source}down_proj.bias"]
+        return held
+
+    def _moe(self, prefix: str, rank: Rank) -> Tensors:
+        get = self.hf.get
+        gate = get(prefix + "mlp.gate.weight")
+        held = {"mlp.router.weight": self.hf[prefix + "block_sparse_moe.gate.weight"] if gate is None else gate}
+        if (bias := get(prefix + "mlp.gate.e_score_correction_bias")) is not None:
+            held["mlp.router.expert_bias"] = bias
+        for shared in ("shared_expert", "shared_experts"):
+            if f"{prefix}mlp.{shared}.gate_proj.weight" in self.hf:
+                held |= self._dense(f"{prefix}mlp.{shared}.", "mlp.shared_experts.", rank)
+        if (gate := get(prefix + "mlp.shared_expert_gate.weight")) is not None:
+            held["mlp.shared_experts.gate_weight"] = gate
+        return held | self._experts(prefix, rank)
+
+    def _experts(self, prefix: str, rank: Rank) -> Tensors:
+        folder = prefix + "block_sparse_moe." if self.config.model_type == "mixtral" else prefix + "mlp."
+        names = ("w1", "w3", "w2") if self.config.model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+        count = self._num_experts // self.job.ep
+        fc1, fc2 = [], []
+        for expert in range(rank.ep * count, (rank.ep + 1) * count):
+            gate, up, down = (self.hf[f"{folder}experts.{expert}.{name}.weight"] for name in names)
+            fc1.append(_gated(gate, up, rank.etp, self.job.etp))
+            fc2.append(down.chunk(self.job.etp, 1)[rank.etp])
+        return _named(fc1, fc2, self.job.experts)
+
+
+def _named(fc1: Sequence[torch.Tensor], fc2: Sequence[torch.Tensor], experts: Experts) -> Tensors:
+    pairs = (("linear_fc1", fc1), ("linear_fc2", fc2))
+    if experts == "each":
+        return {f"mlp.experts.{name}.weight{e}": tensor for name, held in pairs for e, tensor in enumerate(held)}
+    if experts == "sequential":
+        return {
+            f"mlp.experts.local_experts.{e}.{n}.weight": tensor for n, held in pairs for e, tensor in enumerate(held)
+        }
+    if experts == "stacked":
+        return {f"mlp.experts.{name}.weight": torch.stack(list(held)) for name, held in pairs}
+    weight1 = torch.stack([tensor.t() for tensor in fc1]).reshape(fc1[0].shape[1], -1)
+    weight2 = torch.stack([tensor.t() for tensor in fc2]).reshape(-1, fc2[0].shape[0])
+    return {"mlp.experts.weight1": weight1, "mlp.experts.weight2": weight2}
+
+
+def _gated(gate: torch.Tensor, up: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    return torch.cat([gate.chunk(size)[rank], up.chunk(size)[rank]])

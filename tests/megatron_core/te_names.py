@@ -1,0 +1,105 @@
+"""Layers with the parameter names of Transformer Engine's, computed by torch on CPUs.
+
+linear_qkv.layer_norm_weight, linear_fc1.layer_norm_weight, experts.linear_fc1.weight0: the rest is Megatron's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import nn
+
+
+class Norm(nn.Module):
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class LayerNormColumnParallelLinear(ColumnParallelLinear):
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        normed = F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon)
+        return super().forward(normed, *args, **kwargs)
+
+
+class GroupedLinear(nn.Module):
+    """weight0, weight1, ...: one for each expert of the rank."""
+
+    def __init__(self, num_experts: int, shape: tuple[int, int], config: Any, dim: int) -> None:
+        super().__init__()
+        for expert in range(num_experts):
+            weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+            config.init_method(weight.data)
+            set_tensor_model_parallel_attributes(weight, True, dim, 1)
+            weight.allreduce = config.expert_model_parallel_size == 1
+            setattr(self, f"weight{expert}", weight)
+
+    def forward(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        return torch.cat([F.linear(c, getattr(self, f"weight{i}")) for i, c in enumerate(torch.split(x, counts))])
+
+
+class GroupedExperts(nn.Module):
+    def __init__(self, num_local_experts: int, config: Any, *args: Any, **_: Any) -> None:
+        super().__init__()
+        self.config = config
+        width = config.moe_ffn_hidden_size // (config.expert_tensor_parallel_size or 1)
+        self.linear_fc1 = GroupedLinear(num_local_experts, (2 * width, config.hidden_size), config, 0)
+        self.linear_fc2 = GroupedLinear(num_local_experts, (config.hidden_size, width), config, 1)
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> Any:
+        gate, up = self.linear_fc1(x, counts.tolist()).chunk(2, -1)
+        return self.linear_fc2((F.silu(gate) * up * probs.unsqueeze(-1)).to(x.dtype), counts.tolist()), None
+
+
+class LatentCoreAttention(nn.Module):
+    """Causal attention with values of another width than keys, which Megatron has for GPUs only."""
+
+    def __init__(self, *args: Any, softmax_scale: float, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def rename(block: TransformerBlockSubmodules) -> None:
+    """Put these layers in the place of a local block spec's, where Transformer Engine's are called otherwise."""
+    block.layer_norm = Norm
+    for layer in block.layer_specs:
+        parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+        if hasattr(attention, "linear_qkv"):
+            parts.input_layernorm, attention.linear_qkv = IdentityOp, LayerNormColumnParallelLinear
+            if attention.q_layernorm is not IdentityOp:
+                attention.q_layernorm = attention.k_layernorm = Norm
+        else:
+            parts.input_layernorm = Norm
+            attention.linear_q_up_proj = attention.linear_kv_up_proj = LayerNormColumnParallelLinear
+            attention.q_layernorm = attention.kv_layernorm = IdentityOp
+        if parts.mlp.module is MLP:
+            parts.pre_mlp_layernorm, parts.mlp.submodules.linear_fc1 = IdentityOp, LayerNormColumnParallelLinear
+        else:
+            parts.pre_mlp_layernorm, parts.mlp.submodules.experts = Norm, ModuleSpec(module=GroupedExperts)
+
+
+def use_plain_attention(block: TransformerBlockSubmodules) -> None:
+    for layer in block.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = LatentCoreAttention
