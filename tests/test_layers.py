@@ -37,6 +37,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("control.metrics", "control.client", "control.server_openai", "control.server_replies"),
     ("control.server_weights", "control.completions", "publisher"),
     ("control.server", "replay", "relay"),
+    ("guest", "guest.*"),
     ("integrations", "integrations.*"),
     ("testing", "testing.*", "bench", "bench.*", "demo", "demo.*"),
     ("cli", "cli.*"),
@@ -46,7 +47,7 @@ LEAVES = ("sources.*", "transports.*", "engines.*")
 LEAF_BLIND = ("update", "hold", "worker", "fleet", "publication", "publisher", "integrations.*")
 """To these, leaves are handed over, or found by the registry."""
 
-FREE_INSIDE = ("testing", "bench", "demo", "cli")
+FREE_INSIDE = ("guest", "testing", "bench", "demo", "cli")
 """Packages whose modules may import each other."""
 
 # a package that is not of the standard library -> the modules that may import it
@@ -85,6 +86,9 @@ FOREIGN: dict[str, tuple[str, ...]] = {
             "transports.*",
             "engines.*",
             "integrations.vllm.*",
+            "guest.*",
+            "integrations.torchrl.*",
+            "integrations.sglang.*",
             "testing.*",
             "bench.*",
             "demo.*",
@@ -94,13 +98,16 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "numpy": ("tensor_digest", "bench.*", "demo.*", "testing.*"),
     "xxhash": ("bucket",),
     "httpx": ("control.http", "demo.*"),
-    "safetensors": ("sources.safetensors", "export", "integrations.vllm.reference"),
-    "huggingface_hub": ("integrations.vllm.reference",),
-    "ray": ("integrations.vllm.clients",),
+    "safetensors": (*("sources.safetensors", "export", "guest.reference", "integrations.sglang.stock_disk"),),
+    "huggingface_hub": ("guest.reference", "integrations.sglang.stock_acceptance"),
+    "ray": ("integrations.vllm.clients", "integrations.vllm.objects"),
     "transformers": ("engines.transformers.*", "demo.*", "bench.shapes", "cli.serve"),
     "tokenizers": ("demo.*",),
-    "fastapi": ("control.server", "integrations.vllm.routes"),
-    "starlette": ("control.server", "control.server_*", "control.completions", "integrations.vllm.routes"),
+    "fastapi": ("control.server", "integrations.vllm.routes", "integrations.sglang.routes"),
+    "starlette": (
+        *("control.server", "control.server_*", "control.completions"),
+        *("integrations.vllm.routes", "guest.routes"),
+    ),
     "uvicorn": ("control.server",),
     "prometheus_client": ("control.metrics",),
     "rich": ("cli.*", "demo.*", "bench.*"),
@@ -108,9 +115,10 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "pytest": ("testing.*",),
     "hypothesis": ("testing.*",),
     "vllm": ("integrations.vllm.*",),
-    "sglang": ("integrations.sglang",),
-    "torchrl": ("integrations.torchrl",),
-    "megatron": ("sources.megatron",),
+    "sglang": ("integrations.sglang.*",),
+    "torchrl": ("integrations.torchrl.*",),
+    "tensordict": ("integrations.torchrl.*",),
+    "megatron": ("sources.megatron.parallel",),
 }
 
 UNSAFE = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}

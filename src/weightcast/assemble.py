@@ -1,8 +1,8 @@
 """From buckets to calls of an engine's `load`: whole tensors, whole load groups, each under the names the engine knows.
 
 Invariants: a tensor is handed out once and only when every byte of it is there; members of a load group go in one
-call. Tensors that lie whole in one bucket are views of it; only what was cut, or belongs to a group that spans buckets,
-is put together in memory of its own, unless the engine takes regions (`RegionLoader`).
+call. Tensors that lie whole in one piece of memory are views of it; only what was cut, or belongs to a group that spans
+buckets, is put together in memory of its own, unless the engine takes regions (`RegionLoader`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from weightcast.bucket import TORCH_DTYPES, Entry, Layout, narrow
+from weightcast.bucket import TORCH_DTYPES, Entry, Layout, narrow, row_major
 from weightcast.errors import IncompleteUpdateError
 from weightcast.interfaces import Bucket, Engine, RegionLoader
-from weightcast.manifest import TensorRecord, TensorSpec
+from weightcast.manifest import Region, TensorRecord, TensorSpec
 
 Named = tuple[str, torch.Tensor]
 
@@ -62,20 +62,22 @@ class LoadPlan:
             self._load_regions(bucket)
 
     def _everything(self, buckets: Sequence[Bucket]) -> Iterator[Named]:
-        # All groups are in this one call, so only what was cut needs memory of its own.
-        parts = Assembly((r for r in self._partial if len(r.pieces) > 1), by_group=False)
+        # All groups are in this one call, so only what was cut is to be joined.
+        begun: dict[int, list[tuple[Entry, torch.Tensor]]] = {}
         for bucket in buckets:
             yield from self._direct(bucket)
             views = self.layout.views(bucket.index, bucket.buffer)
             for position, entry in self._loads[bucket.index].partial:
-                whole = [[(entry.record, views[position])]] if entry.is_whole else parts.add(entry, views[position])
-                yield from (named for group in whole for named in self._named(group))
+                parts = begun.setdefault(entry.tensor, [])
+                parts.append((entry, views[position]))
+                if len(parts) == len(entry.record.pieces):
+                    yield from self._named([(entry.record, _joined(entry.record, begun.pop(entry.tensor)))])
         yield from self._empties()
-        parts.check_done()
+        _check_none(parts[0][0].record.name for parts in begun.values())
 
     def assembly(self) -> Assembly:
         """What `load_bucket` carries from bucket to bucket of one update."""
-        return Assembly(self._partial, by_group=True)
+        return Assembly(self._partial)
 
     def load_bucket(self, bucket: Bucket, parts: Assembly) -> None:
         """Streaming: load what this bucket completes; `parts` carries what is cut over to the next."""
@@ -137,8 +139,7 @@ class _Targets:
 class Assembly:
     """Tensors and groups in the making. Memory: the tensors that are begun and not yet handed out."""
 
-    def __init__(self, records: Iterable[TensorRecord], *, by_group: bool) -> None:
-        self._by_group = by_group
+    def __init__(self, records: Iterable[TensorRecord]) -> None:
         self._missing: dict[str, int] = {}
         for record in records:
             key = self._key(record)
@@ -160,12 +161,45 @@ class Assembly:
 
     def check_done(self) -> None:
         """Raises IncompleteUpdateError, naming what is not whole."""
-        if self._begun:
-            names = sorted(name for members in self._begun.values() for name in members)
-            raise IncompleteUpdateError(f"{len(names)} tensors are not whole: {', '.join(names[:20])}")
+        _check_none(name for members in self._begun.values() for name in members)
 
     def _key(self, record: TensorSpec) -> str:
-        return (self._by_group and record.group) or f"\0{record.name}"
+        return record.group or f"\0{record.name}"
+
+
+def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -> torch.Tensor:
+    """All pieces of a tensor as one: a view where they lie in memory as they lie in the tensor, else a copy."""
+    first = parts[0][1]
+    start, strides = first.data_ptr(), row_major(record.shape)
+    if all(
+        piece.is_contiguous()
+        and piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and piece.data_ptr() == start + _flat_offset(entry.piece.region, strides) * first.itemsize
+        and _is_run(entry.piece.region, record.shape)
+        for entry, piece in parts
+    ):
+        return first.as_strided(record.shape, strides, first.storage_offset())
+    tensor = torch.empty(record.shape, dtype=first.dtype, device=first.device)
+    for entry, piece in parts:
+        narrow(tensor, entry.piece.region).copy_(piece)
+    return tensor
+
+
+def _flat_offset(region: Region, strides: Sequence[int]) -> int:
+    return sum(offset * stride for offset, stride in zip(region.offsets, strides, strict=True))
+
+
+def _is_run(region: Region, shape: Sequence[int]) -> bool:
+    """Whether its elements follow one another in the tensor: single indices, then a range, then whole dims."""
+    dim = next((d for d, size in enumerate(region.sizes) if size != 1), len(shape))
+    return tuple(region.sizes[dim + 1 :]) == tuple(shape[dim + 1 :])
+
+
+def _check_none(unfinished: Iterable[str]) -> None:
+    """Raises IncompleteUpdateError, naming them, if there are any."""
+    names = sorted(unfinished)
+    if names:
+        raise IncompleteUpdateError(f"{len(names)} tensors are not whole: {', '.join(names[:20])}")
 
 
 def _spanning_groups(records: Iterable[TensorRecord]) -> set[str]:

@@ -93,11 +93,12 @@ def _make_views(entries: Sequence[Entry], buffer: torch.Tensor, num_bytes: int) 
     for entry in entries:
         dtype, sizes = entry.record.dtype, entry.piece.region.sizes
         offset = bases[dtype] + entry.piece.offset_bytes // ITEMSIZE_BYTES[dtype]
-        views.append(typed[dtype].as_strided(sizes, _row_major(sizes), offset))
+        views.append(typed[dtype].as_strided(sizes, row_major(sizes), offset))
     return views
 
 
-def _row_major(sizes: Sequence[int]) -> list[int]:
+def row_major(sizes: Sequence[int]) -> list[int]:
+    """Strides of a contiguous tensor, in elements."""
     return [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
 
 

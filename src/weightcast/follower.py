@@ -21,7 +21,7 @@ from weightcast.assemble import LoadPlan
 from weightcast.control.messages import Seal
 from weightcast.errors import PeerTimeoutError, UpdateAbortedError, WeightcastError, from_record, to_record
 from weightcast.gate import Gate
-from weightcast.interfaces import Engine, Kept, Receiver, Replaying
+from weightcast.interfaces import Engine, Kept, Receiver, Renewable, Replaying
 from weightcast.manifest import WeightVersion
 from weightcast.update import Update
 
@@ -86,6 +86,7 @@ class Follower:
         self._install_deadline_seconds = install_deadline_seconds
         self._seen: WeightVersion | None = None
         self._load_plan: tuple[str, LoadPlan] | None = None
+        self._num_bytes = 0
 
     def poll(self) -> Followed | None:
         """Take the newest version, if it is not the last one that was taken. Waits for no publisher.
@@ -111,8 +112,8 @@ class Follower:
         self._seen = kept.version
         lag_seconds = max(0.0, time.time() - kept.committed_at)
         seconds = time.perf_counter() - start
-        number, run, num_bytes = kept.version.number, kept.version.run, kept.manifest.num_bytes
-        return Followed(number, run, num_bytes, seconds, install_seconds, lag_seconds)
+        number, run = kept.version.number, kept.version.run
+        return Followed(number, run, self._num_bytes, seconds, install_seconds, lag_seconds)
 
     def wait(self, timeout_seconds: float, *, stop: threading.Event | None = None) -> Followed | None:
         """Poll until there is news; None after the timeout (0: one poll), or soon after `stop` was set."""
@@ -126,6 +127,13 @@ class Follower:
             stop.wait(min(pause, remaining))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         return None
+
+    def renew(self) -> None:
+        """Read into other memory from now on: the engine keeps tensors of the last version, past its `load`."""
+        if isinstance(self._receiver, Renewable):
+            self._receiver.renew()
+        if self._load_plan is not None:
+            self._load_plan[1].layout.forget_views()
 
     def close(self) -> None:
         """Let go of the store; a poll that is under way fails. Idempotent, from any thread."""
@@ -167,6 +175,7 @@ class Follower:
         specs, known = self._engine.specs(), self._load_plan
         if known is None or known[0] != kept.manifest_digest or known[1].specs is not specs:
             known = self._load_plan = kept.manifest_digest, admit(kept.manifest, self._engine, specs)
+            self._num_bytes = kept.manifest.num_bytes
         if self._undo:
             check_undo(kept.manifest, self._engine)
         return known[1]

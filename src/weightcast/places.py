@@ -32,12 +32,17 @@ def buffer_size_bytes(manifest: Manifest, index: int) -> int:
     return align(manifest.buckets[index] + TRAILER_BYTES)
 
 
-def place(manifest: Manifest, *, num_slots: int, staged: bool) -> Places:
-    """Staged: every bucket has a slot of its own. Streaming: bucket k goes into slot k % num_slots. Page-aligned."""
+def place(manifest: Manifest, *, num_slots: int, staged: bool, adjoining: bool = False) -> Places:
+    """Staged: every bucket has a slot of its own. Streaming: bucket k goes into slot k % num_slots. Page-aligned.
+
+    `adjoining`, for what is staged: payloads lie end to end, so that a tensor that is cut over several is one piece of
+    memory. A trailer is where the next payload will be: it must have been checked before that is read.
+    """
     indices = range(len(manifest.buckets))
     sizes = tuple(buffer_size_bytes(manifest, index) for index in indices)
     if staged:
-        starts = itertools.accumulate((pages(size) for size in sizes), initial=0)
+        steps = map(align, manifest.buckets) if adjoining else map(pages, sizes)
+        starts = itertools.accumulate(steps, initial=0)
         return Places(tuple(indices), tuple(start for start, _ in zip(starts, sizes, strict=False)), sizes)
     slots = tuple(index % num_slots for index in indices)
     stride = pages(slot_size_bytes(manifest))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from weightcast.control.messages import InstallMode
-from weightcast.interfaces import Regions
+from weightcast.interfaces import EngineClient, Regions
 from weightcast.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.plan import whole
 from weightcast.publisher import Publisher
@@ -40,7 +40,7 @@ class Relay:
 
     def __init__(
         self,
-        engines: Sequence[str],
+        engines: Sequence[str | EngineClient],
         *,
         transport: str = "ipc://",
         token: str | None = None,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
 import os
 import signal
 import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
+import forking
 import torch
 from network.namespaces import enter
 from torch import nn
@@ -25,17 +25,14 @@ WIDTH = 96
 LARGE_WIDTH = 1024
 """Buckets of a model of this width fit into no socket's buffer: whoever takes none holds the sender up."""
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "torch",
-        "weightcast.publisher",
-        "weightcast.control.server",
-        "weightcast.transports.ipc",
-        "weightcast.transports.collective",
-        "faults.engine_actor",
-        "faults.publisher_actor",
-    ]
+_context = forking.preloaded(
+    "torch",
+    "weightcast.publisher",
+    "weightcast.control.server",
+    "weightcast.transports.ipc",
+    "weightcast.transports.collective",
+    "faults.engine_actor",
+    "faults.publisher_actor",
 )
 
 

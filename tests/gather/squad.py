@@ -6,13 +6,13 @@ The weights of content c are a function of c, so that any rank can say what an e
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import forking
 import torch
 
 from weightcast.interfaces import Held
@@ -20,8 +20,7 @@ from weightcast.manifest import Region, TensorSpec
 
 DEADLINE_SECONDS = 30.0
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "weightcast.publisher", "weightcast.transports.memory"])
+_context = forking.preloaded("torch", "torch.distributed", "weightcast.publisher", "weightcast.transports.memory")
 
 Tensors = dict[str, torch.Tensor]
 Cut = Callable[[torch.Tensor, int, int], list[Held]]

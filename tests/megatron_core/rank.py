@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forking
 import httpx
 import torch
 import torch.distributed as dist
@@ -32,14 +32,12 @@ DEADLINE_SECONDS = 240.0
 BUCKET_BYTES = 1 << 16
 NUM_PROMPT, NUM_NEW = 5, 8
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["megatron_core.rank", "megatron_core.warm"])
-
 
 def run(case: str, directory: Path, job: str = "report") -> list[dict[str, Any]]:
     """Have all ranks of a case do a job, and give what each has reported."""
     size = CASES[case].size
-    processes = [_context.Process(target=main, args=(case, rank, str(directory), job)) for rank in range(size)]
+    context = forking.preloaded("megatron_core.rank", "megatron_core.warm")
+    processes = [context.Process(target=main, args=(case, rank, str(directory), job)) for rank in range(size)]
     for process in processes:
         process.start()
     for process in processes:

@@ -119,6 +119,7 @@ JOBS = {
 }
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("model", models.PUBLISHED)
 def test_every_name_of_a_published_model_is_made_once(model: str) -> None:
     model_type, fields = models.PUBLISHED[model]

@@ -21,6 +21,8 @@ from weightcast import HttpEngine
 LONG_PROMPT = tuple(range(10, 210))
 """Longer than a block of the prefix cache."""
 NUM_STREAMED, NUM_BEFORE_PAUSE = 450, 20
+NUM_TRIES = 5
+"""Of pausing a request while it runs: on a machine with other work it may end before."""
 T = TypeVar("T")
 ALL = (ONE, STOCK, TWO, REPLICAS)
 
@@ -93,10 +95,13 @@ class Stream(Generic[T]):
 @on(ONE, STOCK, TWO)
 def test_a_kept_request_goes_on_under_the_new_version_and_says_where(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
-        first = it.publish(0).version
-        stream = Stream(server.generate(PROMPT, NUM_STREAMED))
-        second = it.publish(1, on_progress=stream).version
-        parts = stream.awaited()
+        for _ in range(NUM_TRIES):
+            first = it.publish(0).version
+            stream = Stream(server.generate(PROMPT, NUM_STREAMED))
+            second = it.publish(1, on_progress=stream).version
+            parts = stream.awaited()
+            if len(parts[-1].spans) > 1:
+                break
         answer = joined(part.answer for part in parts)
         assert len(answer.tokens) == NUM_STREAMED
         cut = _cut(parts[-1].spans, first, second)
@@ -118,10 +123,13 @@ def _cut(spans: Sequence[Span], first: int, second: int) -> int:
 def test_pause_wait_lets_requests_end_and_abort_ends_them(server: Server, mode: Any, is_whole: bool) -> None:
     engine = HttpEngine(server.url, pause=mode)
     with contextlib.closing(engine), trainer(server.setup, engine) as it:
-        it.publish(0)
-        stream = Stream(server.stream(PROMPT, NUM_STREAMED))
-        it.publish(1, on_progress=stream)
-        answer = joined(stream.awaited())
+        for _ in range(NUM_TRIES):
+            it.publish(0)
+            stream = Stream(server.stream(PROMPT, NUM_STREAMED))
+            it.publish(1, on_progress=stream)
+            answer = joined(stream.awaited())
+            if is_whole or len(answer.tokens) < NUM_STREAMED:
+                break
         assert (len(answer.tokens) == NUM_STREAMED) is is_whole
         assert is_of(it.of(0), PROMPT, answer)
         assert_serves(server.ask, it.of(1), other=it.of(0))

@@ -40,7 +40,10 @@ from weightcast.interfaces import Regions
 from weightcast.manifest import TensorSpec
 from weightcast.plan import plan
 
-pytestmark = pytest.mark.usefixtures("leaves_nothing")
+pytestmark = [
+    pytest.mark.usefixtures("leaves_nothing"),
+    pytest.mark.sglang,  # needs none, but each test starts servers: run with those that have one
+]
 GLOO = "gloo://127.0.0.1:0"
 DEADLINE_SECONDS = 20.0
 UPDATE = ["pause_generation", "update_weight_version", "begin_weight_update"]

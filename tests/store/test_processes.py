@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import random
 import resource
 import shutil
 import signal
@@ -39,10 +40,13 @@ from weightcast.sources.store import StoreSource
 from weightcast.store.reading import StoreReader
 from weightcast.transports.store import StoreSender
 
-SECONDS = float(os.environ.get("WEIGHTCAST_STORE_SECONDS", "4"))
+SECONDS = float(os.environ.get("WEIGHTCAST_STORE_SECONDS", "20"))
 """How long writers and readers run freely; the long run is done by hand."""
 
-NUM_KILLS = int(os.environ.get("WEIGHTCAST_STORE_KILLS", "30"))
+LONGEST_LIFE_SECONDS = 0.006
+"""How long a writer writes on after its last word, before it is killed; a version takes it less."""
+
+NUM_FULL_DISKS = 50
 
 
 @pytest.fixture(autouse=True)
@@ -95,23 +99,24 @@ def test_every_read_of_a_free_running_writer_is_one_whole_version(
     assert all(num_read)
 
 
+@pytest.mark.parametrize("num_kills", [10, pytest.param(200, marks=pytest.mark.cluster)])
 def test_the_last_committed_version_outlives_a_writer_killed_at_any_moment(
-    directory: Path, children: contextlib.ExitStack
+    directory: Path, num_kills: int, children: contextlib.ExitStack
 ) -> None:
-    first, last_read = 0, -1
+    first, last_read, moments = 0, -1, random.Random(num_kills)
     engine, delay = Holder(), threading.Event()
     writers = start(children, "writers", directory, "")
     assert writers.stdin is not None
     lines = lines_of(writers)
     with Follower(url(directory), engine) as follower:
-        for attempt in range(NUM_KILLS):
+        for attempt in range(num_kills):
             print(f"{attempt:032x} {first}", file=writers.stdin, flush=True)
             pid = int(next(lines).removeprefix("pid "))
             assert next(lines) == "ready"
             committed = first - 1
             for line in itertools.islice(lines, 1 + attempt % 3):
                 committed = int(line)
-            delay.wait(attempt / NUM_KILLS * 0.006)
+            delay.wait(moments.uniform(0, LONGEST_LIFE_SECONDS))
             os.kill(pid, signal.SIGKILL)
             # What it said before it died counts too.
             committed = max([committed, *(int(line) for line in itertools.takewhile(str.isdigit, lines))])
@@ -221,7 +226,7 @@ def test_a_full_disk_is_an_error_and_the_version_before_stays(tmp_path: Path, nu
         options = f"?num_threads={num_threads}"
         write(store, 1, options=options)
         filler, outcomes = place / "filler", set()
-        for keep in range(0, 2 * size, size // 8):
+        for keep in range(0, 2 * size, 2 * size // (NUM_FULL_DISKS - 1)):
             filler.unlink(missing_ok=True)
             free = os.statvfs(place).f_bavail * os.statvfs(place).f_bsize
             filler.write_bytes(b"x" * max(0, free - keep))

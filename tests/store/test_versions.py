@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -374,3 +374,42 @@ def test_specs_keep_their_groups(tmp_path: Path) -> None:
         assert isinstance(spec, TensorSpec)
         groups.setdefault(spec.group, []).append(spec.name)
     assert groups["g"] == ["t0", "t3"]
+
+
+# --- tensors that are larger than a bucket ---
+
+
+@pytest.mark.parametrize(
+    ("options", "num_columns", "is_view"), [("", 16, True), ("", 5, False), ("?num_threads=3", 16, False)]
+)
+def test_a_cut_tensor_is_whole_and_where_it_was_read_if_it_can_be(
+    tmp_path: Path, options: str, num_columns: int, is_view: bool
+) -> None:
+    """Rows of 64 bytes leave no gap between two buckets, rows of 20 do; threads read ahead, into places apart."""
+    tensors = {
+        "small": torch.arange(1000, dtype=torch.int32),
+        "cut": torch.arange(100_000 * num_columns, dtype=torch.int32).view(-1, num_columns),
+        "last": torch.arange(10, dtype=torch.int32),
+    }
+    manifest = manifest_of(tensors)
+    assert len(manifest.tensors[1].pieces) > 10
+    sender = StoreSender(url(tmp_path, options), run=RUN)
+    found: dict[str, int] = {}
+
+    class Looking(Holder):
+        def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            pairs = list(tensors)
+            found.update((name, tensor.untyped_storage().data_ptr()) for name, tensor in pairs)
+            super().load(pairs)
+
+    engine = Looking(expected=len(tensors))
+    try:
+        with Follower(url(tmp_path, options), engine) as follower:
+            for number in (1, 2):
+                tensors["cut"] += number
+                send(sender, manifest, WeightVersion(RUN, number), tensors)
+                assert follower.poll() is not None
+                assert torch.equal(engine.held["cut"], tensors["cut"])
+                assert (found["cut"] == found["small"] == found["last"]) == is_view
+    finally:
+        sender.close()

@@ -21,7 +21,7 @@ from weightcast.store.reading import PinnedVersion, pinned
 class StoreSource:
     """A `Source` of one version of a store, which may go on meanwhile: nothing is held there after it was read.
 
-    Host memory: the version, and once more those of its tensors that are cut over several buckets.
+    Host memory: the version.
     """
 
     def __init__(self, url: str, *, previous: bool = False) -> None:
@@ -48,7 +48,7 @@ class StoreSource:
 
 def _read(version: PinnedVersion) -> dict[str, torch.Tensor]:
     manifest = version.manifest
-    places = place(manifest, num_slots=1, staged=True)
+    places = place(manifest, num_slots=1, staged=True, adjoining=True)
     needed, available = places.size_bytes, host_memory.available_bytes()
     if needed > available:
         raise InsufficientMemoryError(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 SCHEME = "file"
 MAX_SLOTS = 64
-MAX_THREADS = 64
+MAX_THREADS = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

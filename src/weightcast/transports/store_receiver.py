@@ -52,7 +52,7 @@ class _Wanted:
 
 
 class StoreReceiver:
-    """Implements `interfaces.Receiver` and `Replaying`.
+    """Implements `interfaces.Receiver`, `Replaying` and `Renewable`.
 
     Memory, kept between updates: staged, the whole version, in every process that reads; streaming, one bucket, with
     several threads one more for each.
@@ -102,7 +102,8 @@ class StoreReceiver:
             self._require_open()
             self._end_wanted()
             self._wake.clear()
-            places = place(manifest, num_slots=self._num_ahead + 1, staged=staged)
+            # Reads ahead of what was checked would overwrite its trailer.
+            places = place(manifest, num_slots=self._num_ahead + 1, staged=staged, adjoining=self._num_ahead == 0)
             self._arena.prepare(places)
             record = self._reader.writer().record
             wanted = _Wanted(manifest, version, places, 0 if record is None else record.attempt)
@@ -132,6 +133,11 @@ class StoreReceiver:
         with self._lock:
             self._end_wanted()
             self._let_go()
+
+    def renew(self) -> None:
+        """Leave the memory of earlier updates to whoever has tensors in it; the next `open` takes other memory."""
+        with self._lock:
+            self._arena = _Arena()
 
     def close(self) -> None:
         """Free everything; wakes an iteration, which raises ClosedError. Idempotent, from any thread."""

@@ -1,0 +1,158 @@
+"""vLLM as TorchRL's users hold it, as an `Engine`: a model of this process, or workers behind `collective_rpc`.
+
+Invariants: the prefix cache is reset after every load and before the version counts as served; workers behind one
+`collective_rpc` install one version, all or none; nothing that a model keeps of what it was given ever changes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from weightcast import host_copy, registry
+from weightcast.manifest import WeightVersion
+from weightcast.relay import Relay
+
+logger = logging.getLogger(__name__)
+
+LocalEngine: TypeAlias = "DirectModel | RemoteEngine"
+
+
+def engine_for(vllm_engine: Any, *, transport: str = "ipc://") -> LocalEngine:
+    """Whichever fits. `transport` takes the weights from this process to workers that are elsewhere.
+
+    Raises TypeError if it is no vLLM engine.
+    """
+    # TorchRL's wrapper of an LLM hands on generation only.
+    vllm_engine = getattr(vllm_engine, "llm_instance", vllm_engine)
+    if hasattr(vllm_engine, "collective_rpc"):
+        return RemoteEngine(vllm_engine, transport=transport)
+    return DirectModule(vllm_engine) if isinstance(_model_of(vllm_engine), nn.Module) else DirectModel(vllm_engine)
+
+
+class DirectModel:
+    """An `Engine` over the `load_weights` of a model that is reached through attributes.
+
+    `has_kept`: it keeps tensors of the last load; whoever owns their memory must not write there again.
+    """
+
+    def __init__(self, vllm_engine: Any) -> None:
+        self._vllm_engine = vllm_engine
+        self.has_kept = False
+
+    def specs(self) -> None:
+        """What its loader accepts is no list."""
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises what the model's `load_weights` raises."""
+        pairs = list(tensors)
+        model, uses = _model_of(self._vllm_engine), _Uses(pairs)
+        before = uses.count()
+        model.load_weights(pairs)
+        self.has_kept = uses.count() != before
+
+    def commit(self, version: WeightVersion) -> None:
+        reset_prefix_cache(self._vllm_engine)
+
+    def discard(self) -> None:
+        """Nothing was noted."""
+
+    def close(self) -> None:
+        """The engine is the caller's."""
+
+
+class DirectModule(DirectModel):
+    """One whose model is an `nn.Module`, and can go back. An undo copy takes the memory of the model on the host."""
+
+    def snapshot(self) -> Callable[[], None]:
+        model = _model_of(self._vllm_engine)
+        live = list({id(t): t for part in model.modules() for t in _tensors(part)}.values())
+        values = [tensor.data for tensor in live]
+        copies = [torch.empty(value.shape, dtype=value.dtype) for value in values]
+        with torch.inference_mode():
+            host_copy.copy_all(copies, values)
+
+        def put_back() -> None:
+            for tensor, value in zip(live, values, strict=True):
+                tensor.data = value
+            with torch.inference_mode():
+                host_copy.copy_all(values, copies)
+            reset_prefix_cache(self._vllm_engine)
+
+        return put_back
+
+
+class RemoteEngine(Relay):
+    """vLLM's workers, wherever they are: each takes the version that this process has read, or none does."""
+
+    has_kept = False
+
+    def __init__(self, vllm_engine: Any, *, transport: str) -> None:
+        self._vllm_engine = vllm_engine
+        super().__init__(registry.engine_clients(vllm_engine), transport=transport)
+
+    @property
+    def next_number(self) -> int:
+        """A version's number that no publish of this object has used."""
+        return 0 if self.report is None else self.report.version + 1
+
+    def commit(self, version: WeightVersion) -> None:
+        super().commit(version)
+        if not inspect.iscoroutinefunction(getattr(self._vllm_engine, "reset_prefix_cache", None)):
+            reset_prefix_cache(self._vllm_engine)
+
+
+def reset_prefix_cache(vllm_engine: Any) -> None:
+    """As TorchRL does: once more if the engine says that it could not, then a warning.
+
+    Cached prefixes are keyed by the prompt, not by the weights that made them.
+    """
+    reset = getattr(vllm_engine, "reset_prefix_cache", None)
+    if callable(reset) and reset() is False and reset() is False:
+        logger.warning(
+            "the prefix cache could not be reset after new weights were loaded: requests that still run hold parts of "
+            "it, which later prompts may meet until they end"
+        )
+
+
+def _model_of(vllm_engine: Any) -> Any:
+    inner = getattr(vllm_engine, "llm_engine", vllm_engine)
+    try:
+        model = inner.model_executor.driver_worker.model_runner.model
+    except AttributeError as exc:
+        raise TypeError(
+            f"{type(vllm_engine).__name__} is no vLLM engine: it has neither collective_rpc nor "
+            "[.llm_engine].model_executor.driver_worker.model_runner.model"
+        ) from exc
+    return model
+
+
+def _tensors(module: nn.Module) -> Iterable[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+class _Uses:
+    """Who holds a list of named tensors: the list, its pairs, its tensors, other views of their memory.
+
+    Counting costs a fraction of a microsecond per tensor. Counts that differ between two calls tell that somebody keeps
+    some of it.
+    """
+
+    def __init__(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+        self._pairs = pairs
+        self._tensors = [tensor for _, tensor in pairs]
+        self._storages = list({id(s): s for s in map(torch.Tensor.untyped_storage, self._tensors)}.values())
+
+    def count(self) -> list[int]:
+        counts = [sys.getrefcount(self._pairs)]
+        counts += map(sys.getrefcount, self._pairs)
+        counts += map(sys.getrefcount, self._tensors)
+        counts += (torch._C._storage_Use_Count(storage._cdata) for storage in self._storages)
+        return counts

@@ -1,0 +1,95 @@
+"""The engine's side: takes each new version of the store into vLLM, once and whole."""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torchrl.weight_update.weight_sync_schemes import WeightStrategy
+
+from weightcast.follower import Followed, Follower
+from weightcast.integrations.torchrl.engines import RemoteEngine, engine_for
+from weightcast.integrations.torchrl.transport import THREADED_BUCKET_BYTES, store_url
+from weightcast.integrations.torchrl.weights import WeightsSource, named_tensors
+from weightcast.interfaces import Undoable
+from weightcast.manifest import WeightVersion
+from weightcast.plan import plan
+
+if TYPE_CHECKING:
+    from weightcast.integrations.torchrl.scheme import VLLMDoubleBufferSyncScheme
+
+
+class VLLMDoubleBufferWeightReceiver:
+    """Made by a scheme. Calls come from one thread at a time.
+
+    Host memory, kept between versions: one version; during an install of a model of this process another, to go back
+    to. `last` is the record of the last version that was taken.
+    """
+
+    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any, *, transport: str = "ipc://") -> None:
+        """`transport`: how weights get from here to workers behind `collective_rpc`; `gloo://HOST:PORT` to other hosts.
+
+        Raises TypeError if it is no vLLM engine, ValueError for an unknown strategy.
+        """
+        self._scheme = scheme
+        self._strategy = WeightStrategy(extract_as=scheme.strategy_name)
+        self._vllm_engine = vllm_engine
+        self.last: Followed | None = None
+        self._engine = engine_for(vllm_engine, transport=transport)
+        self._follower = Follower(
+            store_url(scheme.local_addr, scheme.num_threads),
+            self._engine,
+            undo=isinstance(self._engine, Undoable),
+            label=f"torchrl receiver of {type(vllm_engine).__name__}",
+        )
+        weakref.finalize(self, _close, self._follower, self._engine)
+
+    def poll_and_apply(self, timeout: float = 180.0) -> bool:
+        """Take the newest version into the engine, if it is not the last one taken; wait for one until the timeout.
+
+        False: nothing new came (with `timeout=0` after one look). Raises IntegrityError if it is damaged, with nothing
+        touched; InstallError if the engine did not take it: a model that is an nn.Module is as before then, and the
+        next call tries again.
+        """
+        followed = self._follower.wait(timeout)
+        if followed is None:
+            return False
+        self.last = followed
+        if self._engine.has_kept:
+            self._follower.renew()
+        return True
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Load these weights (a TensorDict or a dict of tensors) into the engine, past the store.
+
+        Raises ValueError for `inplace=False`; what the engine's loader raises, with a module's weights as before.
+        """
+        if not inplace:
+            raise ValueError("Cannot apply weights out of place for vLLM double-buffer")
+        tensors = named_tensors(weights)
+        if hasattr(self._vllm_engine, "collective_rpc") and isinstance(self._engine, RemoteEngine):
+            source = WeightsSource()
+            source.use(tensors)
+            self._engine.validate(plan(source.specs(), THREADED_BUCKET_BYTES))
+            self._engine.load(tensors.items())
+            self._engine.commit(WeightVersion(secrets.token_hex(16), self._engine.next_number))
+            return
+        engine = engine_for(self._vllm_engine)
+        restore = engine.snapshot() if isinstance(engine, Undoable) else None
+        try:
+            engine.load(tensors.items())
+        except BaseException:
+            if restore is not None:
+                restore()
+            raise
+        engine.commit(WeightVersion(secrets.token_hex(16), 0))
+
+    def close(self) -> None:
+        """Let store and engine go; the engine keeps what it has. Idempotent."""
+        _close(self._follower, self._engine)
+
+
+def _close(follower: Follower, engine: Any) -> None:
+    follower.close()
+    engine.close()

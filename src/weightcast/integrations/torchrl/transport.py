@@ -1,0 +1,138 @@
+"""TorchRL's transport by name and methods: a store's writer, made at the first send, and its reader."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torchrl.weight_update.weight_sync_schemes import WeightStrategy
+
+from weightcast.follower import Follower
+from weightcast.integrations.torchrl.weights import WeightsSource, extract
+from weightcast.manifest import WeightVersion
+from weightcast.publisher import Publisher
+
+THREADED_BUCKET_BYTES = 64 << 20
+"""Larger than most tensors: with several threads, what is cut is put together for a loader that takes whole tensors."""
+
+
+def store_url(directory: str | os.PathLike[str], num_threads: int) -> str:
+    """The store in a directory, which may be relative, read and written by so many threads."""
+    return f"{Path(directory).absolute().as_uri()}?num_threads={num_threads}"
+
+
+class VLLMDoubleBufferTransport:
+    """Writes versions into `remote_addr`, reads them from `local_addr` (default: the same directory).
+
+    From the first `send_weights` until `close`, or its end, nobody else can write into that directory. Host memory:
+    see the two methods.
+    """
+
+    def __init__(
+        self, remote_addr: str, local_addr: str | None = None, num_threads: int = 1, deadline_seconds: float = 60.0
+    ) -> None:
+        self.remote_addr = remote_addr
+        self.local_addr = remote_addr if local_addr is None else local_addr
+        self.num_threads = num_threads
+        self.deadline_seconds = deadline_seconds
+        self._make_state()
+
+    def _make_state(self) -> None:
+        self._source = WeightsSource()
+        self._publisher: Publisher | None = None
+        self._follower: Follower | None = None
+        self._taken = _Taken()
+        self._lock = threading.Lock()
+        self._exits = contextlib.ExitStack()
+        weakref.finalize(self, self._exits.close)
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        """Write a version; when it returns, that is what readers get. `weights`: a TensorDict or a dict of tensors.
+
+        Takes the memory of one bucket. Raises EngineBusyError, naming it, if another one writes there;
+        InsufficientMemoryError for a full disk; PeerTimeoutError, naming them, if readers hold every slot until the
+        deadline; ValueError or TypeError for what can't travel. The version before stays then.
+        """
+        del model_id  # a directory holds one model
+        tensors = extract(_PASS_ON, weights)
+        with self._lock:
+            self._source.use(tensors)
+            if self._publisher is None:
+                url = store_url(self.remote_addr, self.num_threads)
+                publisher = Publisher(
+                    self._source,
+                    transport=url,
+                    bucket_size_bytes=None if self.num_threads == 1 else THREADED_BUCKET_BYTES,
+                    deadline_seconds=self.deadline_seconds,
+                    trainer_group=None,
+                )
+                self._publisher = self._exits.enter_context(publisher)
+            self._publisher.publish()
+
+    def receive_weights(
+        self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
+    ) -> TensorDict | None:
+        """The newest version, whole, under dotted names; None if none has come since the last call, by the timeout.
+
+        In memory of its own, which nothing changes later; while it reads, the version's memory once more.
+        `timeout`: in seconds; None: one look. Other arguments are TorchRL's, and not used. Raises IntegrityError.
+        """
+        with self._lock:
+            if self._follower is None:
+                url = store_url(self.local_addr, self.num_threads)
+                self._follower = self._exits.enter_context(Follower(url, self._taken, label="torchrl transport"))
+            followed = self._follower.wait(timeout or 0.0)
+            return None if followed is None else TensorDict(self._taken.take(), batch_size=[])
+
+    def check_connection(self) -> bool:
+        """Whether the directory to be written is there, or could be made."""
+        path = Path(self.remote_addr).absolute()
+        there = next(parent for parent in (path, *path.parents) if parent.exists())
+        return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+    def close(self) -> None:
+        """Let the directory go. Idempotent; the next call takes it again."""
+        with self._lock:
+            self._exits.close()
+            self._publisher = self._follower = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._make_state()
+
+
+class _Taken:
+    """An `Engine` that takes copies."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def take(self) -> dict[str, torch.Tensor]:
+        tensors, self._tensors = self._tensors, {}
+        return tensors
+
+    def specs(self) -> None:
+        return None
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._tensors.update((name, tensor.clone()) for name, tensor in tensors)
+
+    def commit(self, version: WeightVersion) -> None:
+        """Nothing is served here."""
+
+    def discard(self) -> None:
+        self._tensors = {}
+
+
+_PASS_ON = WeightStrategy()
+"""What reaches a transport was extracted; a module, which TorchRL's would not take, is in the default way."""

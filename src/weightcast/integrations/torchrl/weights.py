@@ -1,0 +1,161 @@
+"""What TorchRL's users hand over as weights, as named tensors, and those as a `Source`.
+
+Invariant: names are dotted, as those of a state dict. A model's weights are what its state dict has: no buffers that it
+does not save, no extra state, which is no tensor that an engine could load.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torchrl.weight_update.weight_sync_schemes import WeightStrategy
+
+from weightcast.bucket import DTYPE_NAMES
+from weightcast.checkpoint import memory_key
+from weightcast.interfaces import Regions
+from weightcast.manifest import TensorSpec
+from weightcast.plan import whole
+
+_LOOKS = (torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous)
+_GEOMETRY = (operator.attrgetter("shape"), operator.attrgetter("dtype"), torch.Tensor.stride)
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+
+
+def extract(strategy: WeightStrategy, weights: Any) -> dict[str, torch.Tensor]:
+    """Named tensors of a model, by TorchRL's strategy, or of what has been extracted already. No copy is made.
+
+    Raises TypeError for a leaf that is no tensor, ValueError for two of one name.
+    """
+    if isinstance(weights, nn.Module):
+        return _of_module(strategy, weights)
+    if not isinstance(weights, TensorDictBase) and hasattr(weights, "state_dict"):
+        weights = strategy.extract_weights(weights)
+    return named_tensors(weights)
+
+
+def named_tensors(weights: TensorDictBase | Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The leaves of a (nested) TensorDict or dict under dotted names. Raises as `extract`."""
+    if isinstance(weights, Mapping):
+        if all(issubclass(kind, torch.Tensor) for kind in set(map(type, weights.values()))):
+            return dict(weights.items())  # a TensorDict looks keys up one by one, slowly
+        weights = TensorDict(dict(weights), batch_size=[])
+    if not isinstance(weights, TensorDictBase):
+        raise TypeError(f"weights are a {type(weights).__name__}: give a module, a TensorDict or a dict of tensors")
+    found: dict[str, torch.Tensor] = {}
+    for key, value in weights.items(include_nested=True, leaves_only=True):
+        name = key if isinstance(key, str) else ".".join(key)
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name!r} is a {type(value).__name__}, no tensor: leave it out of the weights")
+        if name in found:
+            raise ValueError(f"two tensors are called {name!r} when keys are joined by dots: rename one")
+        found[name] = value
+    return found
+
+
+def _of_module(strategy: WeightStrategy, module: nn.Module) -> dict[str, torch.Tensor]:
+    if hasattr(module, "merge_and_unload"):
+        strategy = _by_state_dict()  # only this one merges adapters, which no engine could load by themselves
+    extracted = strategy.extract_weights(module)
+    if isinstance(extracted, TensorDictBase):
+        extracted = extracted.exclude("__extra_state__")
+    else:
+        extracted = {name: value for name, value in extracted.items() if not name.endswith("_extra_state")}
+    unsaved = set(_unsaved(module))
+    tensors = named_tensors(extracted)
+    return {name: tensor for name, tensor in tensors.items() if name not in unsaved} if unsaved else tensors
+
+
+def _by_state_dict() -> WeightStrategy:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is experimental: nobody has asked for it here
+        return WeightStrategy(extract_as="state_dict")
+
+
+def _unsaved(module: nn.Module) -> list[str]:
+    """Names of the buffers that a state dict leaves out."""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        for name in part._non_persistent_buffers_set
+    ]
+
+
+class WeightsSource:
+    """A `Source` of the tensors that it was given last, which it reads where they are.
+
+    A tensor under several names travels once, and comes out under all of them. Holds the tensors until it is given
+    others.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._given: list[torch.Tensor] = []
+        self._looks: list[list[Any]] = []
+        self._geometry: list[list[Any]] = []
+        self._specs: tuple[TensorSpec, ...] = ()
+        self._regions: Regions = {}
+
+    def use(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Publish these from now on; what was derived before is kept if they are the same memory.
+
+        Raises ValueError for one that can't travel. A DTensor is gathered: a collective call of all its ranks.
+        """
+        names, given = list(tensors), list(tensors.values())
+        if names == self._names and self._are_same(given):
+            self._given = given
+            return
+        plain = {name: _plain(name, tensor) for name, tensor in tensors.items()}
+        groups: dict[Any, list[str]] = {}
+        for name, tensor in plain.items():
+            groups.setdefault(memory_key(tensor), []).append(name)
+        specs = tuple(_spec(plain[name], name, aliases) for name, *aliases in groups.values())
+        if specs != self._specs:
+            self._specs = specs
+        self._regions = {spec.name: ((whole(spec.shape), plain[spec.name]),) for spec in specs}
+        self._names, self._given = names, given
+        self._looks, self._geometry = _looked(given, _LOOKS), []
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return self._specs
+
+    def regions(self) -> Regions:
+        return self._regions
+
+    def _are_same(self, given: list[torch.Tensor]) -> bool:
+        """Whether these have the memory of those before, which are alive, and are read in the same way."""
+        if _looked(given, _LOOKS) != self._looks:
+            return False
+        if all(map(operator.is_, given, self._given)):
+            return True
+        if not self._geometry:
+            self._geometry = _looked(self._given, _GEOMETRY)
+        return _looked(given, _GEOMETRY) == self._geometry
+
+
+def _looked(tensors: Sequence[torch.Tensor], looks: Sequence[Any]) -> list[list[Any]]:
+    if any(hasattr(tensor, "full_tensor") for tensor in tensors[:1]):
+        return []  # gathered anew each time
+    return [list(map(look, tensors)) for look in looks]
+
+
+def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as ordinary strided memory, detached."""
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
+        raise ValueError(
+            f"{name!r} is {tensor.dtype} of layout {tensor.layout} on {tensor.device}, which can't travel: leave it "
+            f"out, or give it as plain memory of {', '.join(DTYPE_NAMES.values())}"
+        )
+    tensor = tensor.detach()
+    return tensor if type(tensor) in _PLAIN_TYPES else tensor.as_subclass(torch.Tensor)
+
+
+def _spec(tensor: torch.Tensor, name: str, aliases: Sequence[str]) -> TensorSpec:
+    return TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), aliases=tuple(aliases))

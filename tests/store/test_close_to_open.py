@@ -1,0 +1,139 @@
+"""A store over a filesystem that shows another host's changes as late as an NFS client may. Needs FUSE and root.
+
+What this leaves unproven: a real server's restarts and lease losses, and kernels' own NFS clients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store.store_kit import (
+    OTHER_RUN,
+    RUN,
+    Holder,
+    child,
+    end,
+    lines_of,
+    manifest_of,
+    model,
+    number_in,
+    send,
+    url,
+    write,
+)
+
+from weightcast.errors import EngineBusyError, PeerTimeoutError
+from weightcast.follower import Follower
+from weightcast.manifest import WeightVersion
+from weightcast.store.reading import pinned
+from weightcast.transports.store import StoreSender
+
+LATE_SECONDS = 0.3
+Hosts = tuple[Path, Path]
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="needs /dev/fuse"),
+]
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    """One directory as two hosts see it."""
+    pytest.importorskip("mfusepy")
+    (tmp_path / "server").mkdir()
+    mounts = tmp_path / "trainer", tmp_path / "engine"
+    with contextlib.ExitStack() as stack:
+        for mount in mounts:
+            stack.enter_context(mounted(tmp_path / "server", mount))
+        yield mounts
+
+
+@contextlib.contextmanager
+def mounted(backing: Path, mount: Path) -> Iterator[None]:
+    mount.mkdir()
+    script = Path(__file__).with_name("close_to_open.py")
+    process = subprocess.Popen([sys.executable, str(script), str(backing), str(mount), str(LATE_SECONDS)])
+    try:
+        for _ in range(600):
+            if mount.is_mount() or process.poll() is not None:
+                break
+            threading.Event().wait(0.02)
+        if not mount.is_mount():
+            pytest.skip("FUSE can't be mounted here")
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=False)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("options", ["", "?num_threads=3"])
+def test_versions_come_over_whole_and_in_order(hosts: Hosts, options: str) -> None:
+    trainer, engine_host = hosts
+    engine = Holder()
+    writer = child("write", trainer / "w", options, RUN, 0, 4)
+    try:
+        with Follower(url(engine_host / "w", options), engine) as follower:
+            found = []
+            while writer.poll() is None or follower.poll() is not None or not found:
+                followed = follower.wait(0.2)
+                if followed is not None:
+                    assert number_in(engine.held) == followed.version
+                    found.append(followed.version)
+            num_written = sum(1 for _ in lines_of(writer))
+            follower.wait(2 * LATE_SECONDS)
+        assert number_in(engine.held) == num_written - 1
+        assert found == sorted(set(found))
+        assert len(found) > 1
+    finally:
+        end(writer)
+
+
+def test_a_reader_on_another_host_is_never_overwritten(hosts: Hosts) -> None:
+    trainer, engine_host = hosts
+    sender = StoreSender(url(trainer / "w", "?max_slots=2"), run=RUN, deadline_seconds=0.2)
+    try:
+        manifest = manifest_of(model(0))
+        send(sender, manifest, WeightVersion(RUN, 1), model(1))
+        with pinned(engine_host / "w", label="far engine"):
+            send(sender, manifest, WeightVersion(RUN, 2), model(2))
+            with pytest.raises(PeerTimeoutError, match="slot 0"):
+                send(sender, manifest, WeightVersion(RUN, 3), model(3))
+        send(sender, manifest, WeightVersion(RUN, 4), model(4))
+    finally:
+        sender.close()
+
+
+def test_a_second_writer_on_another_host_is_refused(hosts: Hosts) -> None:
+    trainer, engine_host = hosts
+    sender = StoreSender(url(trainer / "w"), run=RUN, deadline_seconds=1.0)
+    try:
+        send(sender, manifest_of(model(0)), WeightVersion(RUN, 1), model(1))
+        with pytest.raises(EngineBusyError, match=RUN):
+            StoreSender(url(engine_host / "w"), run=OTHER_RUN)
+    finally:
+        sender.close()
+    write(engine_host / "w", 1, run=OTHER_RUN)
+
+
+def test_a_version_before_that_is_seen_late_is_taken_whole_or_not(hosts: Hosts) -> None:
+    """The engine's host believes names and attributes of slots that have been written twice since."""
+    trainer, engine_host = hosts
+    engine = Holder()
+    with Follower(url(engine_host / "w"), engine) as follower:
+        for number in range(1, 12):
+            write(trainer / "w", number, run=f"{number:032x}")
+            if follower.poll() is not None:
+                assert number_in(engine.held) <= number
+        follower.wait(4 * LATE_SECONDS)
+        assert number_in(engine.held) == 11
