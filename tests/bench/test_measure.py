@@ -23,7 +23,7 @@ from weightcast.bench.result import BenchResult
 from weightcast.bench.settings import Settings
 from weightcast.cli import exits
 
-pytestmark = pytest.mark.usefixtures("leaves_nothing")
+pytestmark = [pytest.mark.usefixtures("leaves_nothing"), pytest.mark.cluster]
 
 KEYS = {
     "transport",

@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from weightcast import cli
 from weightcast.cli import exits
 
+pytestmark = pytest.mark.cluster
+
 END_SECONDS = 30
 TOKEN = "s3cret-token"
 

@@ -6,6 +6,8 @@ import pytest
 
 from faults.conftest import GLOO, IPC, Footprints, Stage, assert_serves, eventually, is_free, on, over_both
 
+pytestmark = pytest.mark.cluster
+
 
 @over_both
 def test_engines_join_and_leave(stage: Stage) -> None:
