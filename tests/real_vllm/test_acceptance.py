@@ -21,7 +21,7 @@ from weightcast import HttpEngine
 LONG_PROMPT = tuple(range(10, 210))
 """Longer than a block of the prefix cache."""
 NUM_STREAMED, NUM_BEFORE_PAUSE = 450, 20
-NUM_TRIES = 5
+NUM_TRIES = 10
 """Of pausing a request while it runs: on a machine with other work it may end before."""
 T = TypeVar("T")
 ALL = (ONE, STOCK, TWO, REPLICAS)
