@@ -31,29 +31,8 @@ _LOOK_SECONDS = 60.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", type=values.store, metavar="STORE", help="a store, file:///dir; it may come later")
     output.add_engines(parser)
-    parser.add_argument(
-        "--transport",
-        type=values.transport_between_processes,
-        default="ipc://",
-        metavar="URL",
-        help="how bytes travel to the engines (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--install",
-        choices=("staged", "streaming"),
-        default="staged",
-        help="staged: the old version serves until everything is there; streaming: less memory (default: %(default)s)",
-    )
-    parser.add_argument("--undo", action="store_true", help="engines go back to the old version if the install fails")
-    parser.add_argument("--takeover", action="store_true", help="take engines that another publisher holds")
+    output.add_update(parser, transport_help="how bytes travel to the engines")
     parser.add_argument("--once", action="store_true", help="end after the first version that all engines took")
-    parser.add_argument(
-        "--deadline",
-        type=values.seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="of each wait for an engine (%(default)s)",
-    )
     output.add_json(parser)
 
 

@@ -21,6 +21,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from weightcast.cli import values
+
 Step = Callable[[int], None]
 Say = Callable[[str], None]
 Update = Callable[[int, int], None]
@@ -45,6 +47,28 @@ def add_engines(parser: argparse.ArgumentParser, *, required: bool = True) -> No
 
 def add_token(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="a file with the engines' bearer token")
+
+
+def add_update(parser: argparse.ArgumentParser, *, transport_help: str) -> None:
+    """How a version reaches the engines: the choices of `Publisher` that every command which publishes has."""
+    parser.add_argument(
+        "--transport",
+        type=values.transport_between_processes,
+        default="ipc://",
+        metavar="URL",
+        help=f"{transport_help} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--install",
+        choices=("staged", "streaming"),
+        default="staged",
+        help="staged: the old version serves until everything is there; streaming: less memory (default: %(default)s)",
+    )
+    parser.add_argument("--undo", action="store_true", help="engines go back to the old version if the install fails")
+    parser.add_argument("--takeover", action="store_true", help="take engines that another publisher holds")
+    parser.add_argument(
+        "--deadline", type=values.seconds, default=60.0, metavar="SECONDS", help="of each wait (%(default)s)"
+    )
 
 
 def read_token(path: Path | None) -> str | None:

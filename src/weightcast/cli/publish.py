@@ -38,25 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: one above the highest of the engines and the store",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="cast to it on the way (default: as the checkpoint has it)")
-    parser.add_argument(
-        "--transport",
-        type=values.transport_between_processes,
-        default="ipc://",
-        metavar="URL",
-        help="how bytes travel, or the store that they go into (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--install",
-        choices=("staged", "streaming"),
-        default="staged",
-        help="staged: the old version serves until everything is there; streaming: less memory (default: %(default)s)",
-    )
-    parser.add_argument("--undo", action="store_true", help="engines go back to the old version if the install fails")
-    parser.add_argument("--takeover", action="store_true", help="take engines that another publisher holds")
+    output.add_update(parser, transport_help="how bytes travel, or the store that they go into")
     parser.add_argument("--bucket-size-mib", type=values.integer(1), metavar="M", help="default: the transport's")
-    parser.add_argument(
-        "--deadline", type=values.seconds, default=60.0, metavar="SECONDS", help="of each wait (%(default)s)"
-    )
     output.add_json(parser)
 
 
