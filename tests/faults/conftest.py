@@ -28,7 +28,7 @@ class Wire(NamedTuple):
 IPC = Wire("ipc://")
 GLOO = Wire("gloo://127.0.0.1:0")
 LARGE_GLOO = Wire("gloo://127.0.0.1:0", LARGE_WIDTH)
-_SETTLE_SECONDS = 15.0
+_SETTLE_SECONDS = 45.0
 
 
 def on(wire: Wire, *case: Any, full: bool = False) -> Any:

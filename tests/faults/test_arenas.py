@@ -16,7 +16,7 @@ from faults.publisher_actor import PublisherProcess, publish_together
 
 pytestmark = pytest.mark.cluster
 
-DEADLINE_SECONDS = 2.0
+DEADLINE_SECONDS = 4.0
 STREAMING = {"install": "streaming"}
 
 
