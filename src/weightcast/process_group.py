@@ -136,9 +136,16 @@ class ProcessGroup:
 
 
 def wait(work: Work) -> None:
-    """Wait for an operation. Raises PeerDiedError or PeerTimeoutError; the group is then of no more use."""
-    with translated("a transfer"):
-        work.wait()
+    """Wait for an operation. Raises PeerDiedError or PeerTimeoutError; the group is then of no more use.
+
+    An operation holds its group's sockets, and an error's traceback holds the variables of every frame that it passed:
+    a caller that has the group closed at an error keeps the operation in none.
+    """
+    try:
+        with translated("a transfer"):
+            work.wait()
+    finally:
+        del work
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import traceback
 from collections.abc import Callable
 from concurrent import futures
 
@@ -109,10 +108,6 @@ class RankArena:
             with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
                 call()
         except BaseException as exc:
-            # Frames of a failed wait hold its operation, which holds the group's sockets.
-            for error in (exc, exc.__cause__):
-                if error is not None:
-                    traceback.clear_frames(error.__traceback__)
             self._error = exc
 
     def _open(self, manifest: Manifest, version: WeightVersion, peers: tuple[str, ...], *, staged: bool) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -206,13 +205,12 @@ class TrainerRanks:
 
     def arrived(self, works: list[Work]) -> None:
         """Wait for what `receive` has begun, and empty the list; on a GPU the current stream waits."""
-        with self._unbroken():
-            try:
+        try:
+            with self._unbroken():
                 while works:
-                    # In no variable of this frame: a traceback would keep it, and with it the group's sockets.
                     wait(works.pop())
-            finally:
-                works.clear()
+        finally:
+            works.clear()
 
     def connect_arenas(self, group_ranks: Sequence[int], number: int, device: torch.device) -> None:
         """A group of these ranks alone, in the place of a former one, for `spread` and `catch` of bytes on `device`.
@@ -277,10 +275,6 @@ class TrainerRanks:
             raise self._verdict from exc
 
     def _broken(self, exc: BaseException) -> BaseException:
-        # Frames of the failed wait hold its operation, which holds the group's sockets.
-        for error in (exc, exc.__cause__):
-            if error is not None:
-                traceback.clear_frames(error.__traceback__)
         self.close()
         self._meetings.leave()
         if not isinstance(exc, PeerError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import signal
 import threading
@@ -73,8 +74,15 @@ def digests(model: nn.Module) -> dict[str, str]:
     return {name: tensor_digest(tensor) for name, tensor in model.state_dict().items()}
 
 
-def enter_if_any(options: dict[str, Any]) -> None:
-    """Move to the network that the option `namespace` names, and to the device that `device_label` names."""
+def settle_in(options: dict[str, Any]) -> None:
+    """Move to the network that the option `namespace` names, and to the device that `device_label` names.
+
+    Without the option `collects`, for tests of memory, the garbage collector is off: what has ended frees its sockets
+    and threads by itself, and not some time later.
+    """
+    if not options.pop("collects", False):
+        gc.disable()
+    torch.set_num_threads(1)
     if namespace := options.pop("namespace", None):
         enter(namespace)
     if label := options.pop("device_label", None):
@@ -128,6 +136,9 @@ class Actor:
     def ask(self, *words: Any, answer: str = "done") -> Any:
         self.tell(*words)
         return self.hear(answer)
+
+    def footprint(self) -> dict[str, int]:
+        return self.ask("footprint", answer="footprint")  # type: ignore[no-any-return]
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)

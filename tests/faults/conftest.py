@@ -137,7 +137,7 @@ class Footprints:
     """What actors hold now; `assert_settled` once they hold no more than then."""
 
     def __init__(self, *actors: EngineProcess | PublisherProcess) -> None:
-        self._before = {actor: actor.ask("footprint", answer="footprint") for actor in actors}
+        self._before = {actor: actor.footprint() for actor in actors}
 
     def assert_settled(self) -> None:
         """Old groups, links and threads may still be on their way out; they are gone before long."""
@@ -145,7 +145,7 @@ class Footprints:
 
         def is_settled() -> bool:
             for actor, before in self._before.items():
-                now = actor.ask("footprint", answer="footprint")
+                now = actor.footprint()
                 seen.update(pid=actor.pid, of=type(actor).__name__, before=before, now=now)
                 if now["fds"] > before["fds"] or now["threads"] > before["threads"]:
                     return False

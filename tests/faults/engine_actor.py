@@ -11,18 +11,16 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
-import torch
 
-from faults.actors import WIDTH, Actor, Stops, build_model, digests, enter_if_any, fill, footprint
+from faults.actors import WIDTH, Actor, Stops, build_model, digests, fill, footprint, settle_in
 
 
 def engine_main(pipe: Connection, port: int, width: int, options: dict[str, Any]) -> None:
     from weightcast.control.server import EngineServer
     from weightcast.engines.module import ModuleEngine
 
-    enter_if_any(options)
+    settle_in(options)
     load_seconds = options.pop("load_seconds", 0.0)
-    torch.set_num_threads(1)
     stops = Stops(pipe)
     model = build_model(width)
     fill(model, 0)

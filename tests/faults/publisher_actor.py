@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import weightcast
-from faults.actors import WIDTH, Actor, Stops, bucket_size_bytes, build_model, enter_if_any, fill, footprint
+from faults.actors import WIDTH, Actor, Stops, bucket_size_bytes, build_model, fill, footprint, settle_in
 from weightcast import host_memory, registry
 from weightcast.control.messages import Offer, Seal
 from weightcast.interfaces import Regions
@@ -208,8 +208,7 @@ def _join(rank: Rank) -> None:
 
 
 def publisher_main(pipe: Connection, urls: list[str], url: str, width: int, options: dict[str, Any]) -> None:
-    enter_if_any(options)
-    torch.set_num_threads(1)
+    settle_in(options)
     trainer = Trainer(pipe, urls, url, width, options)
     pipe.send(("run", trainer.publisher.run))
     while (words := pipe.recv())[0] != "end":

@@ -105,14 +105,14 @@ def test_one_arena_serves_all(stage: Stage, labels: str, options: dict[str, obje
 
 
 def test_many_publishes_leave_nothing(stage: Stage) -> None:
-    ranks, engines = two_devices(stage)
+    ranks, engines = two_devices(stage, collects=True)
     for content in range(2, 42):
         publish_together(ranks, content)
     seen = Footprints(*ranks, *engines)
-    before = [rank.ask("footprint", answer="footprint")["rss_bytes"] for rank in ranks]
+    before = [rank.footprint()["rss_bytes"] for rank in ranks]
     for content in range(42, 82):
         assert publish_together(ranks, content)["failures"] == {}
-    after = [rank.ask("footprint", answer="footprint")["rss_bytes"] for rank in ranks]
+    after = [rank.footprint()["rss_bytes"] for rank in ranks]
     assert all(now - former < 2 << 20 for former, now in zip(before, after, strict=True))
     seen.assert_settled()
     assert_all_serve(ranks, engines, 82)

@@ -104,8 +104,8 @@ def test_200_publishes_under_load() -> None:
                 set_weights(trainer, version)
                 publisher.publish(version)
                 if version == NUM_PUBLISHES // 4:
-                    before = [engine.ask("footprint", answer="footprint") for engine in engines]
-            after = [engine.ask("footprint", answer="footprint") for engine in engines]
+                    before = [engine.footprint() for engine in engines]
+            after = [engine.footprint() for engine in engines]
             stop.set()
             for client in clients:
                 client.join(60)

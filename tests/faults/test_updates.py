@@ -164,14 +164,14 @@ def test_a_newcomer_catches_up(stage: Stage) -> None:
     ],
 )
 def test_many_publishes_do_not_leak(stage: Stage, install: str, num_publishes: int) -> None:
-    engine = stage.engine()
-    publisher = stage.publisher(engine, install=install)
+    engine = stage.engine(collects=True)
+    publisher = stage.publisher(engine, install=install, collects=True)
     for content in range(20):
         assert publisher.publish(content)["failures"] == {}
-    before = publisher.ask("footprint", answer="footprint"), engine.ask("footprint", answer="footprint")
+    before = [actor.footprint() for actor in (publisher, engine)]
     for content in range(num_publishes):
         assert publisher.publish(content)["failures"] == {}
-    after = publisher.ask("footprint", answer="footprint"), engine.ask("footprint", answer="footprint")
+    after = [actor.footprint() for actor in (publisher, engine)]
     for old, new in zip(before, after, strict=True):
         assert new["fds"] <= old["fds"] + 1, (old, new)
         assert new["threads"] <= old["threads"] + 1, (old, new)
