@@ -122,6 +122,8 @@ class ServerProcess(abc.ABC):
         return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _session(pid) == self.process.pid]
 
     def log_tail(self) -> str:
+        if self._log.closed:
+            return "gone with the server"
         with open(self._log.name, "rb") as log:
             log.seek(max(0, os.path.getsize(self._log.name) - LOG_TAIL_BYTES))
             return log.read().decode(errors="replace")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-import pytest
 import torch
 from real_engines.process import REQUEST_SECONDS, ServerProcess
 from real_vllm.oracle import Answer
@@ -202,8 +201,3 @@ def _part(reply: dict[str, Any]) -> Part:
     logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
     spans = [Span(**span) for span in meta.get("weight_versions") or []]
     return Part(Answer(list(reply["output_ids"]), logprobs), spans)
-
-
-def on(*setups: Setup) -> pytest.MarkDecorator:
-    """Parametrises a test with the servers that it runs against, one after another; each is started once."""
-    return pytest.mark.parametrize("server", setups, ids=str, indirect=True, scope="session")

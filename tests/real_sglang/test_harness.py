@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from real_engines.setups import on
 from real_vllm.models import model_of
 from real_vllm.oracle import PROMPT, assert_serves, joined
 
-from real_sglang.servers import STOCK, STOCK_TWO, Server, on
+from real_sglang.servers import STOCK, STOCK_TWO, Server
 
 
-@on(STOCK, pytest.param(STOCK_TWO, marks=pytest.mark.full))
+@on(STOCK, full=[STOCK_TWO])
 def test_a_server_answers_as_transformers(server: Server) -> None:
     assert_serves(server.ask, model_of("qwen3", 0), other=model_of("qwen3", 1))
     whole = server.answer(PROMPT, 12)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from real_engines.setups import on
 from real_vllm.oracle import assert_serves
 from real_vllm.trainer import FILE, GLOO, IPC, trainer
 
-from real_sglang.servers import STOCK, STOCK_TWO, Server, on
+from real_sglang.servers import STOCK, STOCK_TWO, Server
 
 
 @pytest.mark.parametrize("transport", [GLOO, IPC, FILE])
-@on(STOCK, STOCK_TWO)
+@on(STOCK, full=[STOCK_TWO])
 def test_serves_each_version_after_its_publish(server: Server, transport: str, tmp_path: Path) -> None:
     with trainer(server.setup, server.url, transport=transport.format(tmp_path)) as run:
         for seed in (1, 2):

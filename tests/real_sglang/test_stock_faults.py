@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from real_engines.setups import on
 from real_vllm.models import save
 from real_vllm.oracle import PROMPT, assert_serves
 from real_vllm.trainer import FILE, GLOO, IPC, Tensors, checkpoint_tensors, trainer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-from real_sglang.servers import STOCK, STOCK_TWO, Server, Setup, child_environment, on
+from real_sglang.servers import STOCK, STOCK_TWO, Server, Setup, child_environment
 from weightcast import Publisher
 from weightcast.errors import IncompatibleWeightsError, PublishError, WeightcastError
 from weightcast.integrations.sglang.flattened import BucketSource, FlattenedBucket
@@ -98,7 +99,7 @@ def test_a_nan_is_a_value_and_the_next_publish_heals_it(server: Server) -> None:
         assert_serves(server.ask, it.of(0), other=it.of(1))
 
 
-@on(STOCK, STOCK_TWO)
+@on(STOCK, full=[STOCK_TWO])
 def test_every_route_leaves_the_very_weights_that_a_load_from_disk_leaves(server: Server, tmp_path: Path) -> None:
     found = {}
     for transport in (GLOO, IPC, FILE):
@@ -159,7 +160,7 @@ with trainer(Setup(plugin=False, tp=int(tp)), url, transport=GLOO, bucket_size_b
 @pytest.mark.parametrize(
     "when", ["before its first broadcast", "before another broadcast", "before the server resumes"]
 )
-@on(STOCK, STOCK_TWO)
+@on(STOCK, full=[STOCK_TWO])
 def test_a_trainer_that_is_killed_leaves_a_whole_version_or_nothing(server: Server, when: str) -> None:
     with trainer(server.setup, server.url, transport=GLOO) as it:
         old = it.publish(0).version
@@ -212,7 +213,7 @@ def waits(server: Server) -> threading.Thread:
     return thread
 
 
-@on(Setup(plugin=False, admin_key="sesame"))
+@on(full=[Setup(plugin=False, admin_key="sesame")])
 def test_keys_are_sglangs_own(server: Server) -> None:
     with trainer(server.setup, server.url, transport=GLOO, token="sesame") as it:
         it.publish(1)
@@ -226,7 +227,7 @@ def test_keys_are_sglangs_own(server: Server) -> None:
 FAMILIES = [Setup("qwen2", plugin=False), Setup("llama-tied", plugin=False), Setup(dtype=torch.bfloat16, plugin=False)]
 
 
-@on(*FAMILIES)
+@on(full=FAMILIES)
 def test_families(server: Server) -> None:
     with trainer(server.setup, server.url, transport=GLOO) as it:
         it.publish(1)

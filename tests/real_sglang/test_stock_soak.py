@@ -7,15 +7,16 @@ import time
 
 import httpx
 import torch
+from real_engines.setups import on
 from real_vllm.oracle import assert_serves
 from real_vllm.trainer import GLOO, checkpoint_tensors, trainer
 
-from real_sglang.servers import STOCK, STOCK_TWO, Server, Setup, on
+from real_sglang.servers import STOCK, STOCK_TWO, Server, Setup
 from real_sglang.test_transactional_soak import publish_under_streams
 from weightcast.integrations.sglang.stock_group import StockGroup
 
 
-@on(STOCK, STOCK_TWO)
+@on(STOCK, full=[STOCK_TWO])
 def test_fifty_publishes_under_streams_and_no_token_of_another_version_than_it_says(server: Server) -> None:
     publish_under_streams(server, transport=GLOO)
 
@@ -25,7 +26,7 @@ NUM_ATTEMPTS = 4
 MIN_SPEEDUP = 40
 
 
-@on(LARGE)
+@on(full=[LARGE])
 def test_two_thousand_tensors_come_forty_times_as_fast_as_one_by_one(server: Server) -> None:
     with trainer(server.setup, server.url, transport=GLOO, bucket_size_bytes=None) as it:
         tensors = checkpoint_tensors(it.of(1))

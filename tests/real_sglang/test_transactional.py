@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from real_engines.setups import on
 from real_vllm.models import make_model
 from real_vllm.oracle import PROMPT, Answer, assert_serves, is_of, joined
 from real_vllm.test_acceptance import LONG_PROMPT, NUM_BEFORE_PAUSE, NUM_STREAMED, Stream
 from real_vllm.trainer import GLOO, IPC, trainer
 
-from real_sglang.servers import ONE, TWO, Server, Setup, Span, on
+from real_sglang.servers import ONE, TWO, Server, Setup, Span
 from weightcast import HttpEngine
 
 FAMILIES = [
@@ -42,7 +43,7 @@ def test_alternating_publishes_serve_what_was_published(server: Server, transpor
             assert_serves(server.ask, it.of(seed), other=it.of(1 - seed))
 
 
-@on(*(setup if setup.family == "llama-tied" else pytest.param(setup, marks=pytest.mark.full) for setup in FAMILIES))
+@on(FAMILIES[0], full=FAMILIES[1:])
 def test_families(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         for seed in (1, 0, 1):

@@ -12,13 +12,14 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from real_engines.setups import on
 from real_vllm.models import make_model
 from real_vllm.oracle import PROMPT, assert_serves
 from real_vllm.test_faults import SPOILED, Spoil, publish_spoiled
 from real_vllm.trainer import GLOO, IPC, Tensors, Trainer, checkpoint_tensors, trainer
 
 from real_sglang.faults import Break
-from real_sglang.servers import ONE, STAND_INS, TESTS, TWO, Server, Setup, on
+from real_sglang.servers import ONE, STAND_INS, TESTS, TWO, Server, Setup
 from weightcast import Publisher, PublishError
 from weightcast.errors import IncompatibleWeightsError, InstallError
 
@@ -248,7 +249,7 @@ def test_a_second_publisher_is_refused_while_the_first_lives(server: Server) -> 
 KEYED = Setup(admin_key="a-key", token="a-key")
 
 
-@on(pytest.param(KEYED, marks=pytest.mark.full))
+@on(full=[KEYED])
 def test_keys_are_sglangs_own(server: Server) -> None:
     with (
         Publisher(Tensors(checkpoint_tensors(make_model("qwen3", 1))), engines=[server.url]) as publisher,

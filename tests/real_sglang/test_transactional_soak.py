@@ -7,11 +7,12 @@ import threading
 import time
 from typing import Any, NamedTuple
 
+from real_engines.setups import on
 from real_vllm.oracle import Answer, assert_serves, deviation, joined
 from real_vllm.test_soak import footprint, settled
 from real_vllm.trainer import checkpoint_tensors, trainer
 
-from real_sglang.servers import ONE, TWO, Server, Setup, Span, on
+from real_sglang.servers import ONE, TWO, Server, Setup, Span
 
 NUM_CLIENTS, NUM_STREAMED = 4, 60
 NUM_WARM, NUM_PUBLISHES = 10, 50
@@ -44,7 +45,7 @@ class Client(threading.Thread):
             self.error = error
 
 
-@on(ONE, TWO)
+@on(ONE, full=[TWO])
 def test_fifty_publishes_under_streams_and_no_token_of_another_version_than_it_says(server: Server) -> None:
     publish_under_streams(server)
 
@@ -92,7 +93,7 @@ MAX_GROWTH_BYTES = 24 << 20
 """Of all the server's processes together, in 40 publishes of a model of 2.9 MB."""
 
 
-@on(ONE, TWO)
+@on(ONE, full=[TWO])
 def test_fifty_publishes_leave_nothing_behind(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         it.publish(0)
@@ -120,7 +121,7 @@ NUM_ATTEMPTS = 5
 """Whatever else the machine does makes pauses longer and never shorter: the best of several counts."""
 
 
-@on(LARGE)
+@on(full=[LARGE])
 def test_three_hundred_megabytes_stand_still_for_half_a_second_at_most(server: Server) -> None:
     with trainer(server.setup, server.url, bucket_size_bytes=None) as it:
         tensors = checkpoint_tensors(it.of(0))

@@ -22,7 +22,10 @@ _HAS_VLLM = importlib.util.find_spec("vllm") is not None
 _TEST_SECONDS = 600
 """Of one test, with the start of a server on a machine that does other things too."""
 
-if not _HAS_VLLM:
+if _HAS_VLLM:
+    # The trainer's: at the barriers of two each waits for a core that the server has.
+    torch.set_num_threads(1)
+else:
     collect_ignore_glob = ["test_*.py"]
 
 Checkpoints = Callable[..., Path]

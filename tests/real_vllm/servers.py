@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-import pytest
 import torch
 from real_engines.process import REQUEST_SECONDS, ServerProcess
 
@@ -25,6 +24,8 @@ ENVIRONMENT = {
     # One thread for each rank, anywhere: `auto` wants a NUMA node for each.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    # A connection may wait while another one's request does.
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
     "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -189,8 +190,3 @@ def completion(prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
     """The body of a greedy request that answers with token ids and log-probabilities."""
     wishes = {"temperature": 0, "logprobs": 0, "ignore_eos": True, "return_token_ids": True}
     return {"model": "tiny", "prompt": list(prompt), "max_tokens": num_tokens} | wishes
-
-
-def on(*setups: Setup) -> pytest.MarkDecorator:
-    """Parametrises a test with the servers that it runs against, one after another; each is started once."""
-    return pytest.mark.parametrize("server", setups, ids=str, indirect=True, scope="session")

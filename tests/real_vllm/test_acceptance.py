@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import pytest
+from real_engines.setups import on
 
 from real_vllm.oracle import PROMPT, Answer, assert_serves, is_of, joined
-from real_vllm.servers import ONE, REPLICAS, STOCK, TWO, Server, Span, on
+from real_vllm.servers import ONE, REPLICAS, STOCK, TWO, Server, Span
 from real_vllm.trainer import FILE, GLOO, IPC, trainer
 from weightcast import HttpEngine
 
@@ -24,10 +25,9 @@ NUM_STREAMED, NUM_BEFORE_PAUSE = 450, 20
 NUM_TRIES = 10
 """Of pausing a request while it runs: on a machine with other work it may end before."""
 T = TypeVar("T")
-ALL = (ONE, STOCK, TWO, REPLICAS)
 
 
-@on(*ALL)
+@on(ONE, TWO, REPLICAS, full=[STOCK])
 @pytest.mark.parametrize("transport", [IPC, GLOO, FILE], ids=["ipc", "gloo", "file"])
 def test_alternating_publishes_serve_what_was_published(server: Server, transport: str, tmp_path: Path) -> None:
     with trainer(server.setup, server.url, transport=transport.format(tmp_path)) as it:
@@ -39,7 +39,7 @@ def test_alternating_publishes_serve_what_was_published(server: Server, transpor
                 assert_serves(ask, it.of(seed), other=it.of(1 - seed))
 
 
-@on(*ALL)
+@on(ONE, TWO, REPLICAS, full=[STOCK])
 def test_an_answer_says_which_version_it_is_of(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         first, second = it.publish(0).version, it.publish(1).version
@@ -47,7 +47,7 @@ def test_an_answer_says_which_version_it_is_of(server: Server) -> None:
         assert list(server.generate(PROMPT, 12))[-1].spans == [(str(second), 0, 12)]
 
 
-@on(ONE, STOCK, TWO)
+@on(ONE, TWO, full=[STOCK])
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_no_cache_of_the_old_version_is_used(server: Server, mode: Any) -> None:
     engine = HttpEngine(server.url, pause=mode)
@@ -92,7 +92,7 @@ class Stream(Generic[T]):
         return self.parts
 
 
-@on(ONE, STOCK, TWO)
+@on(ONE, TWO, full=[STOCK])
 def test_a_kept_request_goes_on_under_the_new_version_and_says_where(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         for _ in range(NUM_TRIES):
@@ -118,7 +118,7 @@ def _cut(spans: Sequence[Span], first: int, second: int) -> int:
     return cut
 
 
-@on(ONE, STOCK)
+@on(ONE, full=[STOCK])
 @pytest.mark.parametrize(("mode", "is_whole"), [("wait", True), ("abort", False)])
 def test_pause_wait_lets_requests_end_and_abort_ends_them(server: Server, mode: Any, is_whole: bool) -> None:
     engine = HttpEngine(server.url, pause=mode)
@@ -147,7 +147,7 @@ with Publisher(ModuleSource(make_model("qwen3", 1)), engines=[sys.argv[1]]) as p
 """
 
 
-@on(ONE, STOCK)
+@on(ONE, full=[STOCK])
 def test_the_trainer_needs_no_vllm(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         it.publish(0)

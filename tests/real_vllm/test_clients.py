@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 
+from real_engines.setups import on
+
 from real_vllm.conftest import Checkpoints
 from real_vllm.programs import run
-from real_vllm.servers import ONE, STOCK, TESTS, TWO, Server, child_environment, on
+from real_vllm.servers import ONE, STOCK, TESTS, TWO, Server, child_environment
 from weightcast import HttpEngine
 from weightcast.integrations.vllm.http import StockServer
 
 
-@on(ONE, STOCK, TWO)
+@on(ONE, TWO, full=[STOCK])
 def test_what_a_server_is_is_asked_and_what_it_can_do(server: Server) -> None:
     with contextlib.closing(HttpEngine(server.url)) as engine:
         client = engine.negotiate()

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import transformers
+from real_engines.setups import on
 
 from real_vllm.conftest import Checkpoints
 from real_vllm.oracle import assert_serves
 from real_vllm.programs import run
-from real_vllm.servers import ONE, PLAIN, STOCK, TESTS, Server, child_environment, on
+from real_vllm.servers import ONE, PLAIN, STOCK, TESTS, Server, child_environment
 from real_vllm.trainer import FILE, IPC, trainer
 
 EXAMPLES = TESTS.parent / "examples"
@@ -27,7 +28,7 @@ def test_an_example_without_a_server(name: str) -> None:
     assert re.search(expected[name], out), out
 
 
-@on(ONE, STOCK, PLAIN)
+@on(ONE, PLAIN, full=[STOCK])
 def test_the_example_with_a_server(server: Server, checkpoint: Checkpoints, tmp_path: Path) -> None:
     transport = FILE.format(tmp_path) if server.setup == PLAIN else IPC
     arguments = [str(checkpoint()), server.url, "--transport", transport]

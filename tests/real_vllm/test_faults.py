@@ -13,10 +13,11 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from real_engines.setups import on
 
 from real_vllm.models import make_model
 from real_vllm.oracle import PROMPT, assert_serves
-from real_vllm.servers import ONE, REPLICAS, STOCK, STOCK_REPLICAS, TWO, Server, on
+from real_vllm.servers import ONE, REPLICAS, STOCK, STOCK_REPLICAS, TWO, Server
 from real_vllm.trainer import Tensors, Trainer, checkpoint_tensors, trainer
 from weightcast import Publisher, PublishError
 from weightcast.errors import IncompatibleWeightsError, InstallError, WeightcastError
@@ -75,7 +76,7 @@ def publish_spoiled(server: Server, spoil: Spoil, **options: Any) -> tuple[Weigh
     return error, names
 
 
-@on(ONE, STOCK, TWO)
+@on(ONE, TWO, full=[STOCK])
 @pytest.mark.parametrize("undo", [pytest.param(True, marks=pytest.mark.full), False], ids=["undo", "no-undo"])
 @pytest.mark.parametrize("spoil", SPOILED, ids=lambda spoil: spoil.__name__)
 def test_unfit_weights_are_refused_by_name_before_the_model_is_touched(
@@ -156,13 +157,13 @@ def assert_does_not_generate(server: Server) -> None:
         server.complete(PROMPT, 4, seconds=1.0)
 
 
-@on(ONE, STOCK)
+@on(ONE, full=[STOCK])
 @pytest.mark.parametrize("fault", BREAKS_OF_ONE)
 def test_a_failed_install_goes_back(server: Server, fault: Break) -> None:
     break_and_undo(server, fault)
 
 
-@on(ONE, STOCK)
+@on(ONE, full=[STOCK])
 @pytest.mark.parametrize("fault", BREAKS_OF_ONE)
 def test_a_failed_install_without_undo_stops_generation_until_healed(server: Server, fault: Break) -> None:
     break_and_heal(server, fault)
@@ -180,13 +181,13 @@ def test_a_rank_that_fails_without_undo_stops_all_until_healed(server: Server, f
     break_and_heal(server, fault)
 
 
-@on(REPLICAS, STOCK_REPLICAS)
+@on(REPLICAS, full=[STOCK_REPLICAS])
 @pytest.mark.parametrize("fault", BREAKS_OF_TWO)
 def test_a_data_parallel_engine_that_fails_takes_all_back(server: Server, fault: Break) -> None:
     break_and_undo(server, fault)
 
 
-@on(REPLICAS, STOCK_REPLICAS)
+@on(REPLICAS, full=[STOCK_REPLICAS])
 @pytest.mark.parametrize("fault", BREAKS_OF_TWO)
 def test_a_data_parallel_engine_that_fails_without_undo_stops_all_until_healed(server: Server, fault: Break) -> None:
     break_and_heal(server, fault)
@@ -206,7 +207,7 @@ Publisher(ModuleSource(make_model("qwen3", 1)), engines=[url], transport=transpo
 """
 
 
-@on(ONE, STOCK, TWO)
+@on(ONE, TWO, full=[STOCK])
 @pytest.mark.parametrize("transport", ["ipc://", "gloo://127.0.0.1:0"], ids=["ipc", "gloo"])
 def test_a_trainer_that_dies_halfway_leaves_the_old_version(server: Server, transport: str) -> None:
     with trainer(server.setup, server.url) as it:
@@ -219,7 +220,7 @@ def test_a_trainer_that_dies_halfway_leaves_the_old_version(server: Server, tran
         assert_as_before(server, it, 1, it.publish(1).version)
 
 
-@on(ONE, STOCK, TWO)
+@on(ONE, TWO, full=[STOCK])
 def test_requests_are_answered_while_an_update_is_open(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         it.publish(0)
@@ -229,7 +230,7 @@ def test_requests_are_answered_while_an_update_is_open(server: Server) -> None:
         assert_serves(server.ask, it.of(1), other=it.of(0))
 
 
-@on(ONE, STOCK)
+@on(ONE, full=[STOCK])
 def test_a_request_between_start_and_finish_does_not_kill_the_engine(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         it.publish(0)
@@ -257,7 +258,7 @@ MISUSES: dict[str, list[tuple[str, Any]]] = {
 }
 
 
-@on(ONE, STOCK, TWO)
+@on(ONE, TWO, full=[STOCK])
 @pytest.mark.parametrize("steps", MISUSES.values(), ids=[name.replace(" ", "-") for name in MISUSES])
 def test_misuse_is_an_error_and_later_calls_are_in_step(server: Server, steps: list[tuple[str, Any]]) -> None:
     with trainer(server.setup, server.url) as it:
@@ -270,14 +271,14 @@ def test_misuse_is_an_error_and_later_calls_are_in_step(server: Server, steps: l
         assert_as_before(server, it, 1, it.publish(1).version)
 
 
-@on(ONE, STOCK, TWO)
+@on(ONE, TWO, full=[STOCK])
 def test_another_run_transport_and_bucket_size_in_the_same_server(server: Server) -> None:
     for seed, transport in enumerate(("ipc://", "gloo://127.0.0.1:0", "ipc://")):
         with trainer(server.setup, server.url, transport=transport, bucket_size_bytes=1 << (18 + seed)) as it:
             assert_as_before(server, it, seed % 2, it.publish(seed % 2).version)
 
 
-@on(ONE, STOCK)
+@on(ONE, full=[STOCK])
 def test_a_second_publisher_is_refused_while_the_first_lives(server: Server) -> None:
     with trainer(server.setup, server.url) as first, trainer(server.setup, server.url) as second:
         version = first.publish(0).version

@@ -9,8 +9,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from real_engines.setups import on
+
 from real_vllm.oracle import assert_serves
-from real_vllm.servers import ONE, Server, on
+from real_vllm.servers import ONE, Server
 from real_vllm.trainer import FILE, trainer
 
 FOLLOW_SECONDS = 120

@@ -16,7 +16,7 @@ import torch
 
 from real_vllm.conftest import Checkpoints
 from real_vllm.oracle import assert_serves
-from real_vllm.servers import STOCK_REPLICAS, TESTS, Server, Setup, child_environment
+from real_vllm.servers import TESTS, Server, Setup, child_environment
 from real_vllm.trainer import GLOO, IPC, trainer
 
 FAMILIES = ("qwen3", "qwen3-moe", "llama-tied", "qwen2")
@@ -25,10 +25,10 @@ PARALLEL = ((1, 1), (2, 1), (1, 2))
 TRANSPORTS = (IPC, GLOO)
 OFFLINE_SECONDS = 300
 
-SERVED_ALWAYS = {STOCK_REPLICAS, Setup("llama-tied", tp=2)}
+SERVED_ALWAYS = {Setup("llama-tied", tp=2)}
 SERVED = [Setup(family, dtype, tp, dp) for family, dtype, (tp, dp) in itertools.product(FAMILIES, DTYPES, PARALLEL)]
 SERVED += [Setup(family, tp=tp, dp=dp, endpoints=False) for family in FAMILIES[:2] for tp, dp in PARALLEL]
-OFFLINE_ALWAYS = {(Setup("qwen3", torch.bfloat16), IPC), (Setup("qwen2", tp=2), GLOO)}
+OFFLINE_ALWAYS = {(Setup("qwen2", torch.bfloat16), IPC)}
 OFFLINE = [
     (Setup(family, dtype, tp), transport)
     for family, dtype, tp, transport in itertools.product(FAMILIES, DTYPES, (1, 2), TRANSPORTS)

@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from real_engines.setups import on
 
 from real_vllm.oracle import assert_serves
-from real_vllm.servers import STOCK, Server, Setup, child_environment, on
+from real_vllm.servers import STOCK, Server, Setup, child_environment
 from real_vllm.trainer import GLOO, IPC, trainer
 from weightcast.control.messages import InitInfo, Offer, Seal, UpdateInfo, WeightInfo
 from weightcast.control.rank_calls import Ask, RankReply, unmarked
@@ -64,7 +65,7 @@ class FourCalls:
             raise from_record(record)
 
 
-@on(STOCK, STOCK_TWO)
+@on(STOCK, full=[STOCK_TWO])
 @pytest.mark.parametrize("transport", [IPC, GLOO], ids=["ipc", "gloo"])
 def test_the_four_stock_calls_update(server: Server, transport: str) -> None:
     with trainer(server.setup, FourCalls(server), transport=transport) as it:
@@ -75,7 +76,7 @@ def test_the_four_stock_calls_update(server: Server, transport: str) -> None:
             assert not server.is_paused()
 
 
-@on(STOCK, STOCK_TWO)
+@on(STOCK, full=[STOCK_TWO])
 def test_finish_finds_nothing_to_do_where_nothing_is_sealed(server: Server) -> None:
     with trainer(server.setup, FourCalls(server)) as it:
         version = it.publish(0).version
@@ -95,7 +96,7 @@ RUN = "a" * 32
 ABORT = {"update_info": {"kind": "abort", "run": RUN, "version": 7, "reason": "the test's"}}
 
 
-@on(STOCK, STOCK_TWO)
+@on(STOCK, full=[STOCK_TWO])
 def test_each_misuse_is_answered_with_its_own_error(server: Server) -> None:
     """Were replies out of step, an answer would be of the call before."""
     calls = FourCalls(server)
@@ -125,7 +126,7 @@ def test_each_misuse_is_answered_with_its_own_error(server: Server) -> None:
             assert_serves(server.ask, it.of(seed), other=it.of(1 - seed))
 
 
-@on(STOCK, STOCK_TWO)
+@on(STOCK, full=[STOCK_TWO])
 def test_nothing_of_a_transfer_stays_in_the_workers(server: Server) -> None:
     calls = FourCalls(server)
 

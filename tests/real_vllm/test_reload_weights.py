@@ -13,10 +13,11 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from real_engines.setups import on
 
 from real_vllm.conftest import Checkpoints
 from real_vllm.oracle import PROMPT, assert_serves
-from real_vllm.servers import PLAIN, TESTS, Server, Setup, on
+from real_vllm.servers import PLAIN, TESTS, Server, Setup
 from real_vllm.trainer import Tensors, Trainer, checkpoint_tensors, trainer
 from weightcast import HttpEngine, Publisher, PublishError, SafetensorsSource
 from weightcast.errors import IncompatibleWeightsError, InstallError, UnsupportedError, WeightcastError
@@ -54,7 +55,7 @@ def heal(server: Server, it: Trainer, seed: int = 0) -> None:
     assert_serves(server.ask, it.of(seed), other=it.of(1 - seed))
 
 
-@on(PLAIN, PLAIN_TWO)
+@on(PLAIN, full=[PLAIN_TWO])
 def test_alternating_publishes_serve_what_was_published(server: Server, store: str) -> None:
     with contextlib.closing(HttpEngine(server.url)) as engine:
         assert isinstance(engine.negotiate(), ReloadServer)
@@ -130,7 +131,7 @@ def test_a_reload_that_fails_leaves_the_server_paused_until_a_publish_heals_it(
         heal(server, it, 1)
 
 
-@on(PLAIN, PLAIN_TWO)
+@on(PLAIN, full=[PLAIN_TWO])
 def test_what_a_reload_can_not_do_is_refused(server: Server, store: str) -> None:
     with trainer(server.setup, server.url) as it:
         error: WeightcastError = it.failure(1)
@@ -184,7 +185,7 @@ def test_a_publisher_that_dies_in_its_pause_leaves_no_server_paused(server: Serv
     assert not (tmp_path / "store" / FOLDER).exists(), "what the dead publisher left is swept by the next"
 
 
-@on(PLAIN_TIED)
+@on(full=[PLAIN_TIED])
 def test_what_a_reload_leaves_stale_on_a_cpu_is_refused(server: Server, store: str) -> None:
     """vLLM's fault: after its own reload it answers as neither model."""
     with trainer(server.setup, server.url, transport=store) as it:

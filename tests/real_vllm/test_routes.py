@@ -15,9 +15,10 @@ from typing import Any
 
 import httpx
 import pytest
+from real_engines.setups import on
 
 from real_vllm.oracle import PROMPT, Answer, assert_serves, is_of, joined
-from real_vllm.servers import ONE, REPLICAS, TWO, Part, Server, Setup, completion, on
+from real_vllm.servers import ONE, REPLICAS, TWO, Part, Server, Setup, completion
 from real_vllm.trainer import Trainer, trainer
 from weightcast import HttpEngine
 from weightcast.errors import ControlError, EngineTornError, InstallError, PeerTimeoutError, RefusedError
@@ -261,7 +262,7 @@ def test_a_pause_that_waits_lets_requests_end(server: Server) -> None:
         assert_serves(server.ask, it.of(0), other=it.of(1))
 
 
-@on(GUARDED)
+@on(full=[GUARDED])
 def test_without_the_token_no_weight_route_answers(server: Server) -> None:
     http = httpx.Client(base_url=server.url, trust_env=False, timeout=30)
     for headers in ({}, {"authorization": "Bearer other"}, {"authorization": TOKEN}):
@@ -278,7 +279,7 @@ def test_without_the_token_no_weight_route_answers(server: Server) -> None:
         assert_serves(server.ask, it.of(1), other=it.of(0))
 
 
-@on(GUARDED)
+@on(full=[GUARDED])
 def test_an_init_past_the_routes_needs_the_token_too(server: Server) -> None:
     info = {"run": "a" * 32, "engine": "e", "transport": "ipc://x", "link": "unix:@x", "secret": "0" * 64}
     for token in ("", "other"):

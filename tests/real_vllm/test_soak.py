@@ -16,12 +16,13 @@ from pathlib import Path
 
 import pytest
 from real_engines.process import free_port
+from real_engines.setups import on
 
 from real_vllm.baseline.per_tensor import PerTensorTrainer
 from real_vllm.conftest import Checkpoints
 from real_vllm.models import model_of
 from real_vllm.oracle import assert_serves
-from real_vllm.servers import ONE, STOCK, TWO, Server, Setup, on
+from real_vllm.servers import ONE, STOCK, TWO, Server, Setup
 from real_vllm.trainer import checkpoint_tensors, trainer
 from weightcast.errors import PeerError
 
@@ -54,7 +55,7 @@ def footprint(server: Server) -> Footprint:
     )
 
 
-@on(ONE, TWO, STOCK)
+@on(ONE, TWO, full=[STOCK])
 def test_fifty_publishes_leave_nothing_behind(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         it.publish(0)
@@ -146,7 +147,7 @@ def standstills(gaps: Sequence[Window], installs: Sequence[Window]) -> set[Windo
     return found
 
 
-@on(WIDE)
+@on(full=[WIDE])
 def test_streams_go_on_during_transfers_at_full_speed(server: Server) -> None:
     ratios = []
     with trainer(server.setup, server.url, bucket_size_bytes=None) as it:
@@ -209,7 +210,7 @@ NUM_ROUNDS = 3
 MIN_SPEEDUP = 5.0
 
 
-@on(DEEP)
+@on(full=[DEEP])
 def test_two_thousand_tensors_come_five_times_as_fast_as_one_by_one(server: Server) -> None:
     """Without the install: that is vLLM's own reload on both sides, and for small tensors most of the whole."""
     tensors = checkpoint_tensors(model_of(DEEP.family, 0))
