@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import forking
-import httpx
 import torch
 import torch.distributed as dist
+import transformers
 from core.direct import DirectEngine, RecordingEngine
 
 from megatron_core.cases import CASES, TOKENS, Case
@@ -87,47 +86,48 @@ def report(case: Case) -> dict[str, Any]:
     }
 
 
-def serve(case: Case) -> dict[str, Any]:
-    """Publish over gloo to a reference server, a process of its own; what it and Megatron go on with, greedily."""
+def serve(case: Case, engine: str) -> dict[str, Any]:
+    """Publish over gloo to an engine's server; what it and Megatron go on with, greedily."""
     from megatron_core.trainer import Trainer
 
     trainer = Trainer(case)
     source = MegatronSource(trainer.chunks, case.hf_config)
     continued = []
-    with _reference_server(case) if dist.get_rank() == 0 else contextlib.nullcontext() as url:
-        engines = [url] if url else []
+    with _server(case, engine) if dist.get_rank() == 0 else contextlib.nullcontext() as server:
+        engines = [server.url] if server else []
         with Publisher(source, transport="gloo://127.0.0.1:0", engines=engines, deadline_seconds=60.0) as publisher:
             for _ in range(2):
                 trainer.step()
                 publisher.publish()
-                continued.append((trainer.greedy(NUM_PROMPT, NUM_NEW), _completed(url) if url else []))
+                answer = server.ask(TOKENS[0, :NUM_PROMPT].tolist(), NUM_NEW).tokens if server else []
+                continued.append((trainer.greedy(NUM_PROMPT, NUM_NEW), answer))
     return {"continued": continued}
 
 
 @contextlib.contextmanager
-def _reference_server(case: Case) -> Iterator[str]:
-    with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory())
-        case.hf_config.save_pretrained(directory)
-        serve = [sys.executable, "-m", "weightcast.cli", "serve", directory, "--dtype", "float32", "--port", "0"]
-        command = [*serve, "--random-weights", "--exit-with-parent"]
-        server = stack.enter_context(
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        )
-        assert server.stdin is not None
-        assert server.stdout is not None
-        stack.callback(server.stdin.close)
-        yield server.stdout.readline().split()[-1]
+def _server(case: Case, engine: str) -> Iterator[Any]:
+    """It starts from weights of its own, in the dtype of the case."""
+    import real_sglang.servers
+    import real_vllm.servers
+    from real_engines.reference import ReferenceServer
+    from real_vllm.models import MAX_LENGTH, save
+
+    dtype = getattr(torch, case.dtype)
+    with tempfile.TemporaryDirectory() as directory:
+        config = case.hf_config
+        config.max_position_embeddings = MAX_LENGTH
+        folder = save(transformers.AutoModelForCausalLM.from_config(config).to(dtype), Path(directory))
+        servers = {
+            "reference": lambda: ReferenceServer(folder),
+            "vllm": lambda: real_vllm.servers.Server(real_vllm.servers.Setup(dtype=dtype), folder),
+            "sglang": lambda: real_sglang.servers.Server(real_sglang.servers.Setup(dtype=dtype), folder),
+        }
+        with servers[engine]() as server:
+            yield server
 
 
-def _completed(url: str) -> list[int]:
-    body = {"prompt": TOKENS[0, :NUM_PROMPT].tolist(), "temperature": 0, "max_tokens": NUM_NEW, "ignore_eos": True}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60.0)
-    answer.raise_for_status()
-    return list(answer.json()["choices"][0]["token_ids"])
-
-
-JOBS = {"report": report, "serve": serve}
+JOBS: dict[str, Callable[[Case], dict[str, Any]]] = {"report": report}
+JOBS |= {f"serve {engine}": functools.partial(serve, engine=engine) for engine in ("reference", "vllm", "sglang")}
 
 
 def _publish_twice(source: MegatronSource, step: Any) -> dict[str, Any]:

@@ -5,22 +5,40 @@ from __future__ import annotations
 import abc
 import contextlib
 import ctypes
+import importlib.util
 import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
+import pytest
 
 START_SECONDS = 400.0
 REQUEST_SECONDS = 60.0
 STOP_SECONDS = 30.0
 LOG_TAIL_BYTES = 6000
+_ROOT = Path(__file__).parents[2]
+
+
+def python_of(engine: str) -> str:
+    """The interpreter of the environment that has an engine ("vllm", "sglang"): this one, or its script's.
+
+    Skips the test if there is none.
+    """
+    if importlib.util.find_spec(engine) is not None:
+        return sys.executable
+    python = _ROOT / f".venv-{engine}" / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"scripts/test-{engine} has not made .venv-{engine}")
+    return str(python)
 
 
 class ServerProcess(abc.ABC):

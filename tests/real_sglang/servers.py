@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import torch
-from real_engines.process import REQUEST_SECONDS, ServerProcess
+from real_engines.process import REQUEST_SECONDS, ServerProcess, python_of
 from real_vllm.oracle import Answer
 
 from real_sglang.faults import VARIABLE, Break
@@ -102,7 +101,7 @@ class Server(ServerProcess):
 
     def _command(self) -> list[str]:
         setup = self.setup
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.folder)]
+        command = [python_of("sglang"), "-m", "sglang.launch_server", "--model-path", str(self.folder)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--device", "cpu"]
         command += ["--attention-backend", "torch_native", "--dtype", str(setup.dtype).removeprefix("torch.")]
         command += ["--max-total-tokens", "4096", "--max-running-requests", "8", "--mem-fraction-static", "0.1"]

@@ -138,7 +138,7 @@ from real_sglang.servers import Setup
 from real_vllm.trainer import GLOO, trainer
 from weightcast.integrations.sglang.stock import StockServer
 from weightcast.integrations.sglang.stock_group import StockGroup
-url, when, tp = sys.argv[1:]
+url, when, tp, version = sys.argv[1:]
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 num_sent = 0
@@ -153,7 +153,7 @@ StockGroup.broadcast = broadcast
 if when == "before the server resumes":
     StockServer.resume = die
 with trainer(Setup(plugin=False, tp=int(tp)), url, transport=GLOO, bucket_size_bytes=1 << 15) as it:
-    it.publish(2, version=1000)
+    it.publish(2, version=int(version))
 """
 
 
@@ -166,7 +166,15 @@ def test_a_trainer_that_is_killed_leaves_a_whole_version_or_nothing(server: Serv
         old = it.publish(0).version
         former = server.checksum()
         environment = child_environment(server.setup)
-        script = [sys.executable, "-c", textwrap.dedent(SCRIPT), server.url, when, str(server.setup.tp)]
+        script = [
+            sys.executable,
+            "-c",
+            textwrap.dedent(SCRIPT),
+            server.url,
+            when,
+            str(server.setup.tp),
+            str(old + 1000),
+        ]
         ended = subprocess.run(script, env=environment, timeout=300, check=False)
         assert ended.returncode == -signal.SIGKILL
         label = settled(server)
@@ -177,13 +185,13 @@ def test_a_trainer_that_is_killed_leaves_a_whole_version_or_nothing(server: Serv
             case "before another broadcast":
                 assert label == f"incomplete, was {old}"
                 reply = waits(server)
-                it.publish(1, version=2000)
+                it.publish(1, version=old + 2000)
                 reply.join(60)
             case "before the server resumes":
-                assert label == "1000"
+                assert label == str(old + 1000)
                 assert_serves(server.ask, it.of(2), other=it.of(0))
-        it.publish(1, version=3000)
-        assert server.version() == "3000"
+        newest = it.publish(1, version=old + 3000).version
+        assert server.version() == str(newest)
         assert_serves(server.ask, it.of(1), other=it.of(2))
 
 

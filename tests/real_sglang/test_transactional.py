@@ -13,7 +13,7 @@ import pytest
 import torch
 from real_engines.setups import on
 from real_vllm.models import make_model
-from real_vllm.oracle import PROMPT, Answer, assert_serves, is_of, joined
+from real_vllm.oracle import PROMPT, Answer, assert_is_of, assert_serves, joined
 from real_vllm.test_acceptance import LONG_PROMPT, NUM_BEFORE_PAUSE, NUM_STREAMED, Stream
 from real_vllm.trainer import GLOO, IPC, trainer
 
@@ -101,9 +101,9 @@ def test_a_running_request_goes_on_under_the_new_version_and_says_where(server: 
         assert len(answer.tokens) == NUM_STREAMED
         cut = _cut(parts[-1].spans, first, second)
         assert NUM_BEFORE_PAUSE <= cut < NUM_STREAMED
-        assert is_of(it.of(0), PROMPT, Answer(answer.tokens[:cut], answer.logprobs[:cut]))
+        assert_is_of(it.of(0), PROMPT, Answer(answer.tokens[:cut], answer.logprobs[:cut]))
         rest = Answer(answer.tokens[cut:], answer.logprobs[cut:])
-        assert is_of(it.of(1), [*PROMPT, *answer.tokens[:cut]], rest)
+        assert_is_of(it.of(1), [*PROMPT, *answer.tokens[:cut]], rest)
 
 
 def _cut(spans: Sequence[Span], first: int, second: int) -> int:
@@ -123,7 +123,7 @@ def test_pause_wait_lets_requests_end_and_abort_ends_them(server: Server, mode: 
         it.publish(1, on_progress=stream)
         answer = joined(part.answer for part in stream.awaited())
         assert (len(answer.tokens) == NUM_STREAMED) is is_whole
-        assert is_of(it.of(0), PROMPT, answer)
+        assert_is_of(it.of(0), PROMPT, answer)
         assert_serves(server.ask, it.of(1), other=it.of(0))
 
 

@@ -6,14 +6,13 @@ import dataclasses
 import functools
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import torch
-from real_engines.process import REQUEST_SECONDS, ServerProcess
+from real_engines.process import REQUEST_SECONDS, ServerProcess, python_of
 
 from real_vllm.oracle import Answer, Ask
 
@@ -107,7 +106,7 @@ class Server(ServerProcess):
 
     def _command(self) -> list[str]:
         setup = self.setup
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(self._folder)]
+        command = [python_of("vllm"), "-m", "vllm.entrypoints.cli.main", "serve", str(self._folder)]
         command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", str(setup.dtype).removeprefix("torch."), "--enforce-eager"]
         command += ["--enable-scale-out"]  # the one HTTP route that says which tokens came from which version

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import pytest
 from real_engines.setups import on
 
-from real_vllm.oracle import PROMPT, Answer, assert_serves, is_of, joined
+from real_vllm.oracle import PROMPT, Answer, assert_is_of, assert_serves, joined
 from real_vllm.servers import ONE, REPLICAS, STOCK, TWO, Server, Span
 from real_vllm.trainer import FILE, GLOO, IPC, trainer
 from weightcast import HttpEngine
@@ -106,9 +106,9 @@ def test_a_kept_request_goes_on_under_the_new_version_and_says_where(server: Ser
         assert len(answer.tokens) == NUM_STREAMED
         cut = _cut(parts[-1].spans, first, second)
         assert NUM_BEFORE_PAUSE <= cut < NUM_STREAMED
-        assert is_of(it.of(0), PROMPT, Answer(answer.tokens[:cut], answer.logprobs[:cut]))
+        assert_is_of(it.of(0), PROMPT, Answer(answer.tokens[:cut], answer.logprobs[:cut]))
         rest = Answer(answer.tokens[cut:], answer.logprobs[cut:])
-        assert is_of(it.of(1), [*PROMPT, *answer.tokens[:cut]], rest)
+        assert_is_of(it.of(1), [*PROMPT, *answer.tokens[:cut]], rest)
 
 
 def _cut(spans: Sequence[Span], first: int, second: int) -> int:
@@ -131,7 +131,7 @@ def test_pause_wait_lets_requests_end_and_abort_ends_them(server: Server, mode: 
             if is_whole or len(answer.tokens) < NUM_STREAMED:
                 break
         assert (len(answer.tokens) == NUM_STREAMED) is is_whole
-        assert is_of(it.of(0), PROMPT, answer)
+        assert_is_of(it.of(0), PROMPT, answer)
         assert_serves(server.ask, it.of(1), other=it.of(0))
 
 
