@@ -26,6 +26,7 @@ from megatron_core import models, shards
 from weightcast.bench import engines as bench_engines
 from weightcast.bench import per_tensor
 from weightcast.bench.channel import SharedBytes
+from weightcast.bench.meters import ProcessMeter
 from weightcast.bench.model import build_model
 from weightcast.bench.settings import Settings
 from weightcast.bucket import TRAILER_BYTES
@@ -42,6 +43,7 @@ from weightcast.sources.megatron.sizes import read_config
 NUM_RANKS = 4
 DEADLINE_SECONDS = 500.0
 SCALE = 16
+BUCKET_BYTES = 8 << 20
 JOB = shards.Job(tp=2, stages=(tuple(range(14)), tuple(range(14, 27))), ep=2)
 _WIDTHS = (
     "hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "kv_lora_rank", "qk_nope_head_dim",
@@ -177,11 +179,28 @@ def main(rank: int, directory: str) -> None:
         name: torch.full(t.shape, places[rank].stage + 0.5, dtype=_dtype(name)) for name, t in shapes[rank].items()
     }
     source = Shard(hf_config, places[rank], tensors)
-    result = measured(source, PerParameter(shapes, tensors))
+    extra_bytes = extra_memory(source)
+    result = {"extra_bytes": extra_bytes, **measured(source, PerParameter(shapes, tensors))}
     if rank == 0:
         Path(directory, "result.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def extra_memory(source: Shard) -> list[int]:
+    """What a first publish to an engine beside takes at its peak, of every rank: bytes beyond what was resident."""
+    meter, extra = ProcessMeter(os.getpid()), [0] * NUM_RANKS
+    with (
+        bench_engines.started(source.specs(), Settings())
+        if dist.get_rank() == 0
+        else contextlib.nullcontext() as beside
+    ):
+        engines = [engine.url for engine in beside or ()]
+        with Publisher(source, engines=engines, bucket_size_bytes=BUCKET_BYTES, deadline_seconds=120.0) as publisher:
+            meter.begin()
+            publisher.publish()
+            dist.all_gather_object(extra, meter.extra_bytes())
+    return extra
 
 
 def measured(source: Shard, old: PerParameter) -> dict[str, Any]:
