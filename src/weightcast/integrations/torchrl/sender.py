@@ -13,8 +13,6 @@ from weightcast.integrations.torchrl.weights import extract
 if TYPE_CHECKING:
     from weightcast.integrations.torchrl.scheme import VLLMDoubleBufferSyncScheme
 
-_MODEL_ID = "vllm_model"
-
 
 class VLLMDoubleBufferWeightSender:
     """Made by a scheme. The model is held weakly."""
@@ -41,7 +39,7 @@ class VLLMDoubleBufferWeightSender:
             raise RuntimeError("Transport not initialized. Call register_model first.")
         if weights is None:
             weights = self._model()
-        self._transport.send_weights(_MODEL_ID, extract(self._strategy, weights))
+        self._transport.write(extract(self._strategy, weights))
 
     def close(self) -> None:
         """Let the directory go, for another sender to write. Idempotent; the next update takes it again."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,10 @@ class VLLMDoubleBufferTransport:
         deadline; ValueError or TypeError for what can't travel. The version before stays then.
         """
         del model_id  # a directory holds one model
-        tensors = extract(_PASS_ON, weights)
+        self.write(extract(_PASS_ON, weights))
+
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """`send_weights` of what has been extracted already: tensors under dotted names."""
         with self._lock:
             self._source.use(tensors)
             if self._publisher is None:
