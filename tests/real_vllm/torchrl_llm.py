@@ -1,7 +1,7 @@
 """An offline `LLM` that takes a model's weights by TorchRL's scheme, as a program: vLLM wants a main module of its own.
 
-Run as `torchrl_llm.py FOLDER DIRECTORY STRATEGY TP`: FOLDER has a checkpoint of seed 0, DIRECTORY is the scheme's. Fails
-unless each of three versions is what the LLM then answers with, and a look without news is none.
+Run as `torchrl_llm.py FOLDER DIRECTORY STRATEGY TP`. FOLDER has a checkpoint of seed 0, DIRECTORY is the scheme's.
+Fails unless each of three versions is what the LLM then answers with, and a look without news is none.
 """
 
 from __future__ import annotations
