@@ -196,7 +196,9 @@ def extra_memory(source: Shard) -> list[int]:
         else contextlib.nullcontext() as beside
     ):
         engines = [engine.url for engine in beside or ()]
-        with Publisher(source, engines=engines, bucket_size_bytes=BUCKET_BYTES, deadline_seconds=120.0) as publisher:
+        # Staged has an arena of the model's size besides, for the engines of the host.
+        options = {"install": "streaming", "bucket_size_bytes": BUCKET_BYTES, "deadline_seconds": 120.0}
+        with Publisher(source, engines=engines, **options) as publisher:
             meter.begin()
             publisher.publish()
             dist.all_gather_object(extra, meter.extra_bytes())

@@ -11,7 +11,7 @@ from megatron_core import speed_ranks
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
-PYTHON_BYTES = 64 << 20
+PYTHON_BYTES = 24 << 20
 """What the records of 5,000 tensors, code that is imported and threads may take besides buffers."""
 
 
