@@ -36,7 +36,10 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """`size`: processes. `te`: names of Transformer Engine. `optimizer`: torch's, or one of Megatron's with its DDP."""
+    """`size`: processes. `te`: names of Transformer Engine. `optimizer`: torch's, or one of Megatron's with its DDP.
+
+    `cp`: ranks are laid out so, but each computes whole sequences: attention over parts needs Transformer Engine.
+    """
 
     size: int
     model: str = "qwen3"
@@ -45,6 +48,7 @@ class Case:
     vpp: int = 1
     ep: int = 1
     etp: int = 1
+    cp: int = 1
     te: bool = False
     tied: bool = False
     grouped: bool = False
@@ -83,6 +87,8 @@ CASES: dict[str, Case] = {
     "tp2-pp2-te": Case(4, tp=2, pp=2, te=True),
     "tp2-pp2-tied": Case(4, tp=2, pp=2, tied=True),
     "tp2-dp2": Case(4, tp=2),
+    "tp2-cp2": Case(4, tp=2, cp=2),
+    "ep2-cp2": Case(4, "qwen3_moe", ep=2, cp=2),
     "ep2-sequential": Case(2, "qwen3_moe", ep=2),
     "ep2-grouped-bf16": Case(2, "qwen3_moe", ep=2, grouped=True, dtype="bfloat16"),
     "ep2-te": Case(2, "qwen3_moe", ep=2, te=True),

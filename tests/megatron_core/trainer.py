@@ -111,6 +111,7 @@ class Trainer:
             virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
             expert_model_parallel_size=case.ep,
             expert_tensor_parallel_size=case.etp,
+            context_parallel_size=case.cp,
         )
         torch.manual_seed(1234 + 100 * state.get_pipeline_model_parallel_rank())
         self.models = [self._chunk(stage) for stage in range(case.vpp)]

@@ -114,7 +114,7 @@ def test_every_api_server_knows_that_the_engine_is_torn(server: Server) -> None:
             assert_serves(ask, it.of(1), other=it.of(0))
 
 
-@on(ONE, REPLICAS)
+@on(ONE, full=[REPLICAS])
 def test_whoever_resumes_does_not_break_into_an_install(server: Server) -> None:
     """A pause that another request ended too soon would show as tokens from the old version's caches."""
     stop = threading.Event()
