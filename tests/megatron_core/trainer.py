@@ -117,6 +117,8 @@ class Trainer:
         self.models = [self._chunk(stage) for stage in range(case.vpp)]
         for model in self.models:
             _spread_out(model)
+            if case.cp > 1:
+                model.rotary_pos_emb.cp_group = None  # whole sequences on every rank
         self.chunks: list[torch.nn.Module] = list(self.models)
         if case.dtype == "bfloat16":
             self.chunks = [Float16Module(self.config, model) for model in self.models]
