@@ -166,11 +166,12 @@ def test_the_checkpoints_dtype_and_the_live_one_are_taken(offline: Offline) -> N
 @offline_on(EXPERTS, TIED)
 def test_the_work_rounds_are_still_needed(offline: Offline) -> None:
     """vLLM's own three calls leave weights packed for the CPU as they were. Where they don't, `reload` can be less."""
-    vllm = internals.require()
-    with vllm.current_config(offline.config):
-        vllm.begin_reload(offline.model)
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    with internals.require().current_config(offline.config):
+        initialize_layerwise_reload(offline.model)
         offline.model.load_weights(iter(weights(offline, 1).items()))
-        vllm.end_reload(offline.model, offline.config.model_config)
+        finalize_layerwise_reload(offline.model, offline.config.model_config)
     answer = offline.ask(PROMPT, NUM_TOKENS)
     assert deviation(served(offline, 1), PROMPT, answer).logprob > FAR
 
@@ -372,6 +373,39 @@ def test_a_tensor_that_the_loader_drops_is_noticed(offline: Offline, monkeypatch
     assert_seed(offline, 0)
 
 
+@offline_on(*ALL)
+def test_a_tensor_that_comes_twice_is_noticed(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer is packed when as much has come as in the trial: what comes afterwards must not be lost."""
+    engine, tensors = engine_of(offline), weights(offline, 1)
+    offer(engine, tensors)
+    restore = engine.snapshot()
+    loader = offline.model.load_weights
+    double = lambda ws: loader((n, w) for n, w in ws for _ in range(1 + (n == Q_PROJ)))  # noqa: E731
+    monkeypatch.setattr(offline.model, "load_weights", double, raising=False)
+    with pytest.raises(Exception):  # noqa: B017, PT011  (vLLM's, where it comes to the packed layer first)
+        engine.load(tensors.items())
+    monkeypatch.undo()
+    restore()
+    assert_seed(offline, 0)
+
+
+@offline_on(DENSE)
+def test_a_loader_that_writes_past_its_layers_is_refused(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it writes into a packed layer would not be packed."""
+    loader, o_proj = offline.model.load_weights, f"{LAYER}.self_attn.o_proj"
+
+    def past(ws: Any) -> Any:
+        for name, tensor in ws:
+            if name == f"{o_proj}.weight":
+                offline.model.get_submodule(o_proj).weight.data.copy_(tensor)
+            else:
+                loader([(name, tensor)])
+
+    monkeypatch.setattr(offline.model, "load_weights", past, raising=False)
+    with pytest.raises(UnsupportedError, match=f"without a call of their loaders it sets {o_proj}.weight"):
+        engine_of(offline)
+
+
 # --- failures in an install ---
 
 
@@ -484,10 +518,11 @@ def values(model: torch.nn.Module) -> dict[str, Any]:
 @offline_on(DENSE, EXPERTS)
 def test_what_another_reload_left_half_way_is_healed(offline: Offline) -> None:
     """vLLM's own calls, which a client may send as well, stop where they fail."""
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
     engine, tensors = engine_of(offline), weights(offline, 1)
-    vllm = internals.require()
-    with vllm.current_config(offline.config):
-        vllm.begin_reload(offline.model)
+    with internals.require().current_config(offline.config):
+        initialize_layerwise_reload(offline.model)
         offline.model.load_weights(iter([(Q_PROJ, tensors[Q_PROJ])]))
     offer(engine, tensors)
     engine.snapshot()

@@ -212,7 +212,6 @@ MIN_SPEEDUP = 5.0
 
 @on(full=[DEEP])
 def test_two_thousand_tensors_come_five_times_as_fast_as_one_by_one(server: Server) -> None:
-    """Without the install: that is vLLM's own reload on both sides, and for small tensors most of the whole."""
     tensors = checkpoint_tensors(model_of(DEEP.family, 0))
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     assert len(tensors) >= 2000
@@ -233,8 +232,6 @@ def test_two_thousand_tensors_come_five_times_as_fast_as_one_by_one(server: Serv
                 installs.append(max(result.install_seconds for result in report.engines.values()))
                 print(
                     f"{len(tensors)} tensors, {num_bytes / 1e6:.0f} MB: {theirs[-1]:.2f} s one by one, {ours[-1]:.2f} s"
-                    f" here; of each the install is {installs[-1]:.2f} s"
+                    f" here, of which {installs[-1]:.2f} s are the install"
                 )
-    without_install = min(total - install for total, install in zip(ours, installs, strict=True))
-    assert min(theirs) - max(installs) >= MIN_SPEEDUP * without_install, (theirs, ours, installs)
-    assert min(theirs) > min(ours)
+    assert min(theirs) >= MIN_SPEEDUP * min(ours), (theirs, ours)

@@ -33,12 +33,12 @@ _MAX_SHOWN = 8
 class Accepted:
     """An offer that fits. `names`: what the loader is to be given. `tied`: name to name of equal values.
 
-    `layers`: how many elements a whole install sets in each of the model's modules.
+    `calls`: how often a whole install calls the loaders of each module that is not loaded in place.
     """
 
     names: frozenset[str]
     tied: Mapping[str, str]
-    layers: Mapping[str, int]
+    calls: Mapping[str, int]
 
 
 class Acceptance(Protocol):
@@ -77,7 +77,7 @@ class ByReference:
         self._held = {spec.name: _held(spec, outcome) for spec in loaded}
         for name, owner in self._tied.items():
             self._held[name] = dataclasses.replace(self._held[owner], is_required=False)
-        self._layers = outcome.layers()
+        self._calls = outcome.calls
 
     def accept(self, manifest: Manifest) -> Accepted:
         problems = []
@@ -91,7 +91,7 @@ class ByReference:
             offered.update(known)
         missing = (h.spec for name, h in self._held.items() if h.is_required and name not in offered)
         _refuse_if([*problems, *(f"missing tensor {_shown(spec)}" for spec in missing)])
-        return Accepted(frozenset(offered - self._tied.keys()), self._tied, self._layers)
+        return Accepted(frozenset(offered - self._tied.keys()), self._tied, self._calls)
 
 
 class ByDryRun:
@@ -121,7 +121,7 @@ class ByDryRun:
                 whole = math.prod(target.shape)
                 problems.append(f"missing tensors: {target.num_unset} of {whole} elements of {target.name} are not set")
         _refuse_if(problems)
-        return Accepted(frozenset(offered.keys() - tied.keys()), tied, outcome.layers())
+        return Accepted(frozenset(offered.keys() - tied.keys()), tied, outcome.calls)
 
     def _misused(self, spec: TensorSpec, outcome: Outcome) -> Iterator[str]:
         num_used, dtypes = outcome.used[spec.name]

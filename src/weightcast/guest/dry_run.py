@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -45,34 +44,23 @@ class Target:
     padded: set[Block] = dataclasses.field(default_factory=set)
 
     @property
-    def num_loaded(self) -> int:
-        """Elements that were set from a checkpoint's tensor."""
-        return sum(_numel(block) for block in self.loaded)
-
-    @property
     def num_unset(self) -> int:
         """Elements that would keep whatever a new parameter holds."""
-        padding = sum(_numel(block) for block in self.padded - self.loaded.keys())
-        return max(0, torch.Size(self.shape).numel() - self.num_loaded - padding)
+        return max(0, torch.Size(self.shape).numel() - sum(map(_numel, self.padded | self.loaded.keys())))
 
 
 @dataclasses.dataclass
 class Outcome:
     """What the loader did: `faults` by name (the empty one: at the end), the `targets` by the model's names for them.
 
-    `used`: how many elements of each name were copied into targets, and of which dtypes these are.
+    `used`: how many elements of each name were copied into targets, and of which dtypes these are. `calls`: how often
+    the loaders of a module were called, by the module's name, where an engine counts that.
     """
 
     faults: dict[str, str]
     targets: dict[str, Target]
     used: dict[str, tuple[int, set[torch.dtype]]]
-
-    def layers(self) -> dict[str, int]:
-        """How many elements were set in each module's own tensors, where there were any."""
-        found: Counter[str] = Counter()
-        for name, target in self.targets.items():
-            found[name.rpartition(".")[0]] += target.num_loaded
-        return dict(+found)
+    calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> Outcome:

@@ -47,8 +47,11 @@ class LoaderEngine(abc.ABC):
         self._missing: list[str] | None = None
 
     @abc.abstractmethod
-    def _install(self, tensors: Tensors, expected: Mapping[str, int]) -> list[str]:
-        """Load all tensors; returns when the device is done. Which layers got too few elements, in words."""
+    def _install(self, tensors: Tensors, calls: Mapping[str, int]) -> list[str]:
+        """Load all tensors; returns when the device is done. Which layers were not filled, in words.
+
+        `calls`: as in `Accepted`.
+        """
 
     @abc.abstractmethod
     def _copy(self) -> Callable[[], None]:
@@ -83,7 +86,7 @@ class LoaderEngine(abc.ABC):
             accepted = self._offer[1]
             due = set(accepted.names)
             self._missing = ["the whole of it"]
-            short = self._install(_handed(tensors, accepted, due), accepted.layers)
+            short = self._install(_handed(tensors, accepted, due), accepted.calls)
             self._missing = [*sorted(due), *short]
 
     def commit(self, version: WeightVersion) -> None:

@@ -51,7 +51,7 @@ class SglangModel(LoaderEngine):
             None if unsupported else acceptance(self._model, trial, known, is_alone=is_alone), unsupported, agree
         )
 
-    def _install(self, tensors: Tensors, expected: Mapping[str, int]) -> list[str]:
+    def _install(self, tensors: Tensors, calls: Mapping[str, int]) -> list[str]:
         loader: Any = self._model
         with torch.no_grad():
             self._session.begin_weight_update()

@@ -22,7 +22,10 @@ from weightcast.errors import UnsupportedError
 TESTED_WITH = "0.32"
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _LAYERS = "vllm.model_executor.layers"
-_INFO_FIELDS = ("restore_metadata", "load_numel", "load_numel_total", "kernel_tensors", "can_load", "reset")
+_INFO = (
+    *("restore_metadata", "restore_device", "kernel_tensors", "kernel_non_persistent_buffers"),
+    *("can_load", "reset"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +33,8 @@ class Internals:
     """vLLM's layerwise reload, part by part, each with its place. `layer_info` gives what vLLM notes of a layer."""
 
     current_config: Annotated[Callable[[Any], AbstractContextManager[None]], "vllm.config:set_current_vllm_config"]
-    begin_reload: Annotated[Callable[[nn.Module], None], f"{_RELOAD}:initialize_layerwise_reload"]
-    end_reload: Annotated[Callable[[nn.Module, Any], None], f"{_RELOAD}:finalize_layerwise_reload"]
     layer_info: Annotated[Callable[[nn.Module], Any], f"{_RELOAD}.layerwise:get_layerwise_info"]
+    pack: Annotated[Callable[[nn.Module, Any], None], f"{_RELOAD}.layerwise:_layerwise_process"]
     put_live_back: Annotated[Callable[[nn.Module, Any], None], f"{_RELOAD}.layerwise:_place_kernel_tensors"]
     original_loader: Annotated[Callable[[Tensor], Callable[..., Any]], f"{_RELOAD}.layerwise:_get_original_loader"]
     loading_layers: Annotated[MutableSet[nn.Module], f"{_RELOAD}.layerwise:LOADING_LAYERS"]
@@ -42,6 +44,7 @@ class Internals:
     with_layer: Annotated[Callable[[Tensor, nn.Module], Tensor], f"{_RELOAD}.sanitize:restore_layer_refs"]
     layer_info_type: Annotated[type, f"{_RELOAD}.types:LayerReloadingInfo"]
     experts_method: Annotated[type, f"{_LAYERS}.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"]
+    is_attention: Annotated[Callable[[nn.Module], bool], f"{_LAYERS}.attention:is_deferred_attention_layer"]
     quant_method: Annotated[type, f"{_LAYERS}.quantization.base_config:QuantizeMethodBase"]
 
 
@@ -60,7 +63,7 @@ def require() -> Internals:
     info = found.get("layer_info_type")
     if info is not None:
         known = {field.name for field in dataclasses.fields(info)} | vars(info).keys()
-        problems += [f"{_RELOAD}.types:LayerReloadingInfo.{name}" for name in _INFO_FIELDS if name not in known]
+        problems += [f"{_RELOAD}.types:LayerReloadingInfo.{name}" for name in _INFO if name not in known]
     if problems:
         raise UnsupportedError(
             f"vLLM {version()} lacks {len(problems)} of the names that weightcast leans on; "

@@ -15,9 +15,10 @@ from torch import nn
 from weightcast.guest import undo
 from weightcast.guest.acceptance import Acceptance, acceptance
 from weightcast.guest.model import Agree, LoaderEngine, Tensors, alone
-from weightcast.integrations.vllm import internals, reload
+from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.dry_run import dry_run
 from weightcast.integrations.vllm.reference import reference
+from weightcast.integrations.vllm.reload import Reload
 
 
 class VllmModel(LoaderEngine):
@@ -30,11 +31,12 @@ class VllmModel(LoaderEngine):
         self._model = model
         self._vllm_config = vllm_config
         self._device = device
+        self._reload = Reload(model, vllm_config)
         unsupported = internals.unsupported(vllm_config)
         super().__init__(None if unsupported else self._made_acceptance(), unsupported, agree)
 
     def _made_acceptance(self) -> Acceptance:
-        reload.require_work_rounds(self._model)
+        self._reload.require_work_rounds()
         parallel = self._vllm_config.parallel_config
         return acceptance(
             self._model,
@@ -43,19 +45,19 @@ class VllmModel(LoaderEngine):
             is_alone=parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1,
         )
 
-    def _install(self, tensors: Tensors, expected: Mapping[str, int]) -> list[str]:
-        short = reload.reload(self._model, self._vllm_config, tensors, expected)
+    def _install(self, tensors: Tensors, calls: Mapping[str, int]) -> list[str]:
+        missing = self._reload.load(tensors, calls)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return short
+        return missing
 
     def _copy(self) -> Callable[[], None]:
         # A reload that somebody has left half-way is ended first.
-        reload.abort(self._model)
+        self._reload.abort()
         restore = undo.snapshot(self._model)
 
         def put_back() -> None:
             restore()
-            reload.forget(self._model)
+            self._reload.abort()
 
         return put_back
