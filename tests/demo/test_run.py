@@ -6,7 +6,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from demo.watched import Demo
@@ -71,32 +71,46 @@ def test_an_interrupt_at_the_first_child_leaves_nothing(start: Start) -> None:
     demo.assert_nothing_left()
 
 
-def test_killing_the_demo_ends_its_children(start: Start) -> None:
+@pytest.mark.parametrize(
+    ("options", "moment", "num_processes"),
+    [(TWO_RANKS, WARMING, 4), pytest.param((), A_STEP, 3, marks=pytest.mark.full)],
+    ids=["warming", "stepping"],
+)
+def test_killing_the_demo_ends_its_children(
+    start: Start, options: Sequence[str], moment: str, num_processes: int
+) -> None:
     """While two trainer ranks learn and the engine starts, and while everything works."""
-    warming, stepping = start(*MANY_STEPS, *TWO_RANKS), start(*MANY_STEPS)
-    for demo, moment, num_processes in ((warming, WARMING, 4), (stepping, A_STEP, 3)):
-        demo.wait_for_line(moment)
-        assert len(demo.pids()) >= num_processes
-        demo.send(signal.SIGKILL)
-        demo.end()
-        demo.assert_nothing_left()
+    demo = start(*MANY_STEPS, *options)
+    demo.wait_for_line(moment)
+    assert len(demo.pids()) >= num_processes
+    demo.send(signal.SIGKILL)
+    demo.end()
+    demo.assert_nothing_left()
 
 
-def test_a_child_that_is_killed_ends_the_demo(start: Start) -> None:
-    victims = [
-        (start(*MANY_STEPS), WARMING, (TRAINER,), "trainer was ended by SIGKILL"),
-        (start(*MANY_STEPS, *TWO_RANKS), WARMING, (TRAINER, " 1 "), "trainer rank 1 was ended by SIGKILL"),
-        (start(*MANY_STEPS, *TWO_RANKS), A_STEP, (TRAINER, " 1 "), "trainer rank 1 was ended by SIGKILL"),
-        (start(*MANY_STEPS), A_STEP, (ENGINE,), "engine 0 was ended by SIGKILL|PublishError"),
-    ]
-    for demo, moment, words, reason in victims:
-        demo.wait_for_line(moment)
-        demo.look()
-        [pid] = demo.pids(*words)
-        os.kill(pid, signal.SIGKILL)
-        assert demo.end() == 1
-        assert re.search(f"FAILED: ({reason})", demo.text), demo.text
-        demo.assert_nothing_left()
+@pytest.mark.parametrize(
+    ("options", "moment", "victim", "reason"),
+    [
+        (TWO_RANKS, WARMING, (TRAINER, " 1 "), "trainer rank 1 was ended by SIGKILL"),
+        ((), A_STEP, (ENGINE,), "engine 0 was ended by SIGKILL|PublishError"),
+        pytest.param((), WARMING, (TRAINER,), "trainer was ended by SIGKILL", marks=pytest.mark.full),
+        pytest.param(
+            TWO_RANKS, A_STEP, (TRAINER, " 1 "), "trainer rank 1 was ended by SIGKILL", marks=pytest.mark.full
+        ),
+    ],
+    ids=["rank-warming", "engine-stepping", "trainer-warming", "rank-stepping"],
+)
+def test_a_child_that_is_killed_ends_the_demo(
+    start: Start, options: Sequence[str], moment: str, victim: Sequence[str], reason: str
+) -> None:
+    demo = start(*MANY_STEPS, *options)
+    demo.wait_for_line(moment)
+    demo.look()
+    [pid] = demo.pids(*victim)
+    os.kill(pid, signal.SIGKILL)
+    assert demo.end() == 1
+    assert re.search(f"FAILED: ({reason})", demo.text), demo.text
+    demo.assert_nothing_left()
 
 
 @pytest.mark.parametrize("options", [("--steps", "0"), ("--engines", "0"), ("--seed", "-1"), ("--trainer-ranks", "9")])

@@ -83,7 +83,9 @@ class Demo:
 
     def _left(self) -> list[str]:
         processes = [f"process {pid}: {_command(pid)}" for pid in self.pids()]
-        files = [str(path) for path in self.temporary.rglob("*")]
+        # What goes away meanwhile is no error to os.walk.
+        found = os.walk(self.temporary)
+        files = [os.path.join(place, name) for place, folders, names in found for name in folders + names]
         shared = [str(path) for path in self._shared_memory if path.exists()]
         lines = Path("/proc/net/unix").read_text().splitlines()[1:]
         sockets = [line for line in lines if line.split()[6] in self._sockets]

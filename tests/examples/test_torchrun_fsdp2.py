@@ -55,6 +55,7 @@ def load_example() -> ModuleType:
     return module
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("leaves_nothing")
 def test_an_engine_that_runs_already_is_filled_and_let_go(tmp_path: Path) -> None:
     with load_example().engine_of_our_own() as url:

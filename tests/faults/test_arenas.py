@@ -6,6 +6,7 @@ Devices are labels here. Which arena a process reads or writes is seen from outs
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,11 @@ pytestmark = pytest.mark.cluster
 
 DEADLINE_SECONDS = 4.0
 STREAMING = {"install": "streaming"}
+
+
+def in_full(*values: object) -> Any:
+    """A test's parameters that only `--full` runs."""
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 def arena_of(rank: PublisherProcess) -> str:
@@ -60,7 +66,7 @@ def assert_torn_or_old(engine: EngineProcess) -> None:
 # --- who reads where ---
 
 
-@pytest.mark.parametrize("labels", ["ab", "abab", "aabb"])
+@pytest.mark.parametrize("labels", [in_full("ab"), "abab", "aabb"])
 def test_every_engine_reads_the_arena_of_its_own_device(stage: Stage, labels: str) -> None:
     """One on a device that no rank has, and one on none, read the publishing rank's."""
     engines = {label: stage.engine(device_label=label) for label in "abc"} | {"": stage.engine()}
@@ -76,7 +82,7 @@ def test_every_engine_reads_the_arena_of_its_own_device(stage: Stage, labels: st
     assert [len(arenas(rank.pid)) for rank in ranks] == [int(rank in (ranks[0], first_of_b)) for rank in ranks]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, in_full(4)])
 def test_engines_hold_the_full_tensors_of_an_fsdp2_model(stage: Stage, num_ranks: int) -> None:
     engines = [stage.engine(device_label=label) for label in "ab"]
     ranks = stage.trainer_ranks(num_ranks, *engines, labels="abab"[:num_ranks], fsdp=True, **STREAMING)
@@ -121,8 +127,10 @@ def test_many_publishes_leave_nothing(stage: Stage) -> None:
 # --- engines that fail ---
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [(0, signal.SIGKILL), (1, signal.SIGSTOP), in_full(1, signal.SIGKILL), in_full(0, signal.SIGSTOP)],
+)
 def test_a_lost_engine_costs_the_other_nothing(stage: Stage, victim: int, number: int) -> None:
     ranks, engines = two_devices(stage)
     lost, other = engines[victim], engines[1 - victim]
@@ -144,7 +152,7 @@ def test_a_lost_engine_costs_the_other_nothing(stage: Stage, victim: int, number
         assert_all_serve(ranks, engines, 3)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [in_full(0), 1])
 def test_an_engine_that_cannot_load_costs_the_other_nothing(stage: Stage, victim: int) -> None:
     ranks, engines = two_devices(stage)
     engines[victim].ask("fail load", True)
@@ -166,7 +174,7 @@ def test_an_engine_that_comes_back_reads_its_own_arena_again(stage: Stage) -> No
 # --- trainer ranks that fail ---
 
 
-@pytest.mark.parametrize("stops", [0, 1])
+@pytest.mark.parametrize("stops", [0, in_full(1)])
 def test_a_killed_arena_rank_is_an_error_and_a_restarted_trainer_heals(stage: Stage, stops: int) -> None:
     """Killed while the publishing rank has a bucket in hand, or while its own thread is handing one out."""
     ranks, engines = two_devices(stage)
@@ -194,7 +202,7 @@ def test_a_killed_arena_rank_is_an_error_and_a_restarted_trainer_heals(stage: St
     footprints.assert_settled()
 
 
-@pytest.mark.parametrize("stops", [0, 1])
+@pytest.mark.parametrize("stops", [in_full(0), 1])
 def test_a_stopped_arena_rank_is_an_error_and_when_woken_goes_on(stage: Stage, stops: int) -> None:
     ranks, engines = two_devices(stage)
     publishing, other = ranks

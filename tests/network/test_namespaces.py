@@ -17,8 +17,6 @@ from network.namespaces import Network, NotPermittedError, namespaces, network
 
 pytestmark = pytest.mark.cluster
 
-pytestmark = pytest.mark.cluster
-
 WIDTH = 2048
 """Six layers of 16 MiB, a bucket each."""
 LINK_MBIT_PER_SECOND = 1000

@@ -65,7 +65,8 @@ class ServerProcess(abc.ABC):
     def is_healthy(self) -> bool:
         """Whether it serves."""
 
-    def __enter__(self) -> Self:
+    def launch(self) -> None:
+        """Start it without waiting for it. Enter or close it afterwards."""
         # In a session of its own, so that it can be ended with its workers; it also ends if this process is killed.
         self._process = subprocess.Popen(
             self._command(),
@@ -76,6 +77,10 @@ class ServerProcess(abc.ABC):
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
+
+    def __enter__(self) -> Self:
+        if self._process is None:
+            self.launch()
         try:
             self._await_health()
         except BaseException:
@@ -130,6 +135,11 @@ class ServerProcess(abc.ABC):
         if self._process is not None:
             self._signal(signal.SIGKILL)
             self._process.wait(STOP_SECONDS)
+
+    def restart(self) -> None:
+        """Start it again on its port, once it was killed."""
+        self.launch()
+        self._await_health()
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

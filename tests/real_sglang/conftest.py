@@ -6,6 +6,7 @@ pytest runs those one after another, and every test leaves the server serving.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 from collections.abc import Callable, Generator, Iterator
@@ -14,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from real_vllm.models import model_of, save
+from warm_python import WarmPython
 
-from real_sglang.servers import Server, Setup
+from real_sglang.servers import ONE, Server, Setup, child_environment
 
 _HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 _TEST_SECONDS = 600
@@ -67,3 +69,11 @@ def server(request: pytest.FixtureRequest, checkpoint: Checkpoints) -> Iterator[
     setup: Setup = request.param
     with Server(setup, checkpoint(setup.family, 0, setup.dtype)) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def python() -> Iterator[WarmPython]:
+    """One that has imported what trainers need."""
+    modules = "real_vllm.trainer", "transformers.models.qwen3.modeling_qwen3", "weightcast.integrations.sglang.stock"
+    with contextlib.closing(WarmPython(*modules, environment=child_environment(ONE))) as python:
+        yield python

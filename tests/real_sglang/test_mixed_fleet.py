@@ -16,20 +16,26 @@ from real_vllm.oracle import assert_serves
 from real_vllm.trainer import FILE, GLOO, IPC, Trainer, trainer
 
 from real_sglang.conftest import Checkpoints
-from real_sglang.servers import ONE, Server, child_environment
+from real_sglang.servers import Server, Setup, child_environment
 from weightcast.errors import PeerError
+
+SETUP = Setup("qwen2")
+"""A family that the other tests leave to `--full`."""
 
 
 @pytest.fixture(scope="module")
 def fleet(checkpoint: Checkpoints) -> Iterator[list[Any]]:
     python_of("vllm")
-    folder = checkpoint()
+    folder = checkpoint(SETUP.family)
     servers: list[ServerProcess] = [
-        real_vllm.servers.Server(real_vllm.servers.ONE, folder),
-        Server(ONE, folder),
-        ReferenceServer(folder, environment=child_environment(ONE)),
+        real_vllm.servers.Server(real_vllm.servers.Setup(SETUP.family), folder),
+        Server(SETUP, folder),
+        ReferenceServer(folder, environment=child_environment(SETUP)),
     ]
     with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.close)
+            server.launch()
         for server in servers:
             stack.enter_context(server)
         yield servers
@@ -43,7 +49,7 @@ def assert_all_serve(servers: list[Any], it: Trainer, seed: int, version: int) -
 
 @pytest.mark.parametrize("transport", [IPC, GLOO, FILE], ids=["ipc", "gloo", "file"])
 def test_one_publish_updates_all(fleet: list[Any], transport: str, tmp_path: Path) -> None:
-    with trainer(ONE, *(server.url for server in fleet), transport=transport.format(tmp_path)) as it:
+    with trainer(SETUP, *(server.url for server in fleet), transport=transport.format(tmp_path)) as it:
         for seed in (1, 0, 1):
             report = it.publish(seed)
             assert report.ok
@@ -53,7 +59,7 @@ def test_one_publish_updates_all(fleet: list[Any], transport: str, tmp_path: Pat
 def test_one_that_is_killed_in_mid_update_is_named_and_the_others_are_right(fleet: list[Any]) -> None:
     """Last of this file: what was killed stays dead."""
     alive = list(fleet)
-    with trainer(ONE, *(server.url for server in fleet), transport=GLOO, deadline_seconds=30.0) as it:
+    with trainer(SETUP, *(server.url for server in fleet), transport=GLOO, deadline_seconds=30.0) as it:
         it.publish(1)
         for seed, victim in enumerate(fleet[:2]):
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -18,8 +15,9 @@ from real_vllm.models import save
 from real_vllm.oracle import PROMPT, assert_serves
 from real_vllm.trainer import FILE, GLOO, IPC, Tensors, checkpoint_tensors, trainer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+from warm_python import WarmPython
 
-from real_sglang.servers import STOCK, STOCK_TWO, Server, Setup, child_environment
+from real_sglang.servers import STOCK, STOCK_TWO, Server, Setup
 from weightcast import Publisher
 from weightcast.errors import IncompatibleWeightsError, PublishError, WeightcastError
 from weightcast.integrations.sglang.flattened import BucketSource, FlattenedBucket
@@ -161,22 +159,13 @@ with trainer(Setup(plugin=False, tp=int(tp)), url, transport=GLOO, bucket_size_b
     "when", ["before its first broadcast", "before another broadcast", "before the server resumes"]
 )
 @on(STOCK, full=[STOCK_TWO])
-def test_a_trainer_that_is_killed_leaves_a_whole_version_or_nothing(server: Server, when: str) -> None:
+def test_a_trainer_that_is_killed_leaves_a_whole_version_or_nothing(
+    server: Server, when: str, python: WarmPython
+) -> None:
     with trainer(server.setup, server.url, transport=GLOO) as it:
         old = it.publish(0).version
         former = server.checksum()
-        environment = child_environment(server.setup)
-        script = [
-            sys.executable,
-            "-c",
-            textwrap.dedent(SCRIPT),
-            server.url,
-            when,
-            str(server.setup.tp),
-            str(old + 1000),
-        ]
-        ended = subprocess.run(script, env=environment, timeout=300, check=False)
-        assert ended.returncode == -signal.SIGKILL
+        assert python.run(SCRIPT, server.url, when, str(server.setup.tp), str(old + 1000)) == -signal.SIGKILL
         label = settled(server)
         match when:
             case "before its first broadcast":

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import signal
-import subprocess
-import sys
 from typing import Any
 
 import httpx
@@ -17,9 +14,10 @@ from real_vllm.models import make_model
 from real_vllm.oracle import PROMPT, assert_serves
 from real_vllm.test_faults import SPOILED, Spoil, publish_spoiled
 from real_vllm.trainer import GLOO, IPC, Tensors, Trainer, checkpoint_tensors, trainer
+from warm_python import WarmPython
 
 from real_sglang.faults import Break
-from real_sglang.servers import ONE, STAND_INS, TESTS, TWO, Server, Setup
+from real_sglang.servers import ONE, TWO, Server, Setup
 from weightcast import Publisher, PublishError
 from weightcast.errors import IncompatibleWeightsError, InstallError
 
@@ -143,7 +141,6 @@ def test_a_request_that_an_install_has_torn_from_its_version_waits_and_ends_unde
 
 _DIES = """
 import os, signal, sys
-sys.path.insert(0, "tests")
 from real_vllm.models import make_model
 from weightcast import ModuleSource, Publisher
 url, transport, share = sys.argv[1:]
@@ -158,14 +155,12 @@ Publisher(ModuleSource(make_model("qwen3", 1)), engines=[url], transport=transpo
 @on(ONE, TWO)
 @pytest.mark.parametrize("share", ["0", "0.5", "1"], ids=["at-the-first-bucket", "half-way", "at-the-last-bucket"])
 @pytest.mark.parametrize("transport", [IPC, GLOO], ids=["ipc", "gloo"])
-def test_a_trainer_that_dies_leaves_the_old_version(server: Server, transport: str, share: str) -> None:
+def test_a_trainer_that_dies_leaves_the_old_version(
+    server: Server, transport: str, share: str, python: WarmPython
+) -> None:
     with trainer(server.setup, server.url) as it:
         version = it.publish(0).version
-    path = os.pathsep.join([str(STAND_INS), str(TESTS)])
-    command = [sys.executable, "-c", _DIES, server.url, transport, share]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, timeout=120, check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert python.run(_DIES, server.url, transport, share) == -signal.SIGKILL
     assert_as_before(server, it, 0, version)
     with trainer(server.setup, server.url, transport=transport, takeover=True) as it:
         assert_as_before(server, it, 1, it.publish(1).version)

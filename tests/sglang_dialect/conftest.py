@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forking
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -31,9 +32,14 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _shared_memory_is_up() -> None:
-    """torch's first shared memory with a name starts a process that stays until this one ends: no leak of any test."""
+def _helpers_are_up() -> None:
+    """torch's first shared memory with a name, and the first process that is forked, start others that stay until this
+    one ends: no leak of any test."""
     shared(1)
+    child = forking.preloaded().Process(target=int)
+    child.start()
+    child.join()
+    child.close()
 
 
 @pytest.fixture(scope="session")

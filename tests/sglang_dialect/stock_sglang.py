@@ -7,7 +7,6 @@ not survive. `Fault`s happen once, at the given bucket (counted from the fault's
 
 from __future__ import annotations
 
-import argparse
 import base64
 import contextlib
 import hashlib
@@ -16,8 +15,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,13 +22,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import forking
 import httpx
 import torch
 from safetensors.torch import load_file
 from torch.distributed import PrefixStore
 
-TESTS = Path(__file__).parents[1]
 START_SECONDS = 120.0
+_context = forking.preloaded("torch", "fastapi", "uvicorn", "safetensors.torch", "weightcast.process_group")
 
 
 class StockSglang:
@@ -42,12 +40,10 @@ class StockSglang:
             sock.bind(("127.0.0.1", 0))
             self.port = sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "sglang_dialect.stock_sglang", str(self.port), str(folder), str(num_ranks)]
-        command += ["--key", key, "--overrides", json.dumps(overrides or {})]
-        path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
-        self._process = subprocess.Popen(
-            command, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL
-        )
+        arguments = (self.port, folder, num_ranks, key, overrides or {})
+        self._process = _context.Process(target=main, args=arguments, daemon=True)
+        self._process.start()
+        self._pid = self._process.pid or 0
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self.http = httpx.Client(base_url=self.url, timeout=30, headers=headers, trust_env=False)
 
@@ -57,11 +53,11 @@ class StockSglang:
             with contextlib.suppress(httpx.HTTPError):
                 if self.http.get("/model_info").status_code in (200, 401):
                     return self
-            if self._process.poll() is not None or time.monotonic() > end:
+            if self._process.exitcode is not None or time.monotonic() > end:
+                code = self._process.exitcode
                 self.close()
-                raise AssertionError(f"the stand-in ended with {self._process.returncode}, or did not start")
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(0.05)
+                raise AssertionError(f"the stand-in ended with {code}, or did not start")
+            self._process.join(0.05)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -71,20 +67,21 @@ class StockSglang:
     def close(self) -> None:
         self.http.close()
         self.signal(signal.SIGCONT)
-        self._process.kill()
-        self._process.wait()
+        self.kill()
+        self._process.close()
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, number)
+            os.kill(self._pid, number)
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.join()
 
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
+    def has_ended(self, seconds: float = 5.0) -> bool:
+        """Whether it ends within that time."""
+        self._process.join(seconds)
+        return not self._process.is_alive()
 
     def fault(self, kind: str, bucket: int = 0) -> None:
         self.http.post("/_fault", json={"kind": kind, "bucket": bucket}).raise_for_status()
@@ -341,20 +338,8 @@ def app(scheduler: Scheduler, key: str) -> Any:
     return made
 
 
-def main() -> None:
+def main(port: int, folder: Path, num_ranks: int, key: str, overrides: dict[str, Any]) -> None:
     import uvicorn
 
-    parser = argparse.ArgumentParser()
-    parser.add_argument("port", type=int)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("num_ranks", type=int)
-    parser.add_argument("--key", default="")
-    parser.add_argument("--overrides", type=json.loads, default={})
-    given = parser.parse_args()
     torch.set_num_threads(1)
-    scheduler = Scheduler(given.folder, given.num_ranks, given.overrides)
-    uvicorn.run(app(scheduler, given.key), host="127.0.0.1", port=given.port, log_level="error")
-
-
-if __name__ == "__main__":
-    main()
+    uvicorn.run(app(Scheduler(folder, num_ranks, overrides), key), host="127.0.0.1", port=port, log_level="error")

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import torch
 from real_vllm.trainer import Tensors
+from warm_python import WarmPython
 
 from sglang_dialect.conftest import BUCKET_BYTES, Start, tensors
-from sglang_dialect.stock_sglang import TESTS, StockSglang
+from sglang_dialect.stock_sglang import StockSglang
 from weightcast import Publisher, PublishError
 from weightcast.control.server import EngineServer
 from weightcast.errors import (
@@ -44,8 +45,11 @@ pytestmark = [
     pytest.mark.usefixtures("leaves_nothing"),
     pytest.mark.sglang,  # needs none, but each test starts servers: run with those that have one
 ]
+TESTS = Path(__file__).parents[1]
 GLOO = "gloo://127.0.0.1:0"
 DEADLINE_SECONDS = 20.0
+JOIN_SECONDS = 10.0
+"""A deadline where a group is waited for in vain, for half of it."""
 UPDATE = ["pause_generation", "update_weight_version", "begin_weight_update"]
 DONE = ["end_weight_update", "update_weight_version", "continue_generation"]
 
@@ -135,13 +139,13 @@ FAULTS = {
 def test_a_fault_of_one_server_is_its_own(start: Start, fault: str, bucket: int) -> None:
     victim, other, source = start(num_ranks=2), start(), Trained()
     victim.fault(fault, bucket)
-    with publisher(source.step(5), victim, other) as made:
+    with publisher(source.step(5), victim, other, deadline_seconds=JOIN_SECONDS) as made:
         found = failures(made, version=5)
         assert list(found) == [victim.url]
         assert isinstance(found[victim.url], FAULTS[fault])
         assert_serves(other, 5, 5)
         if "die" in fault:
-            assert not victim.is_alive
+            assert victim.has_ended()
             made.remove_engine(victim.url)
         else:
             assert_whole_or_paused(victim, 5)
@@ -155,7 +159,7 @@ def test_a_fault_of_one_server_is_its_own(start: Start, fault: str, bucket: int)
 def test_a_group_that_could_not_be_made_is_made_again(start: Start) -> None:
     server, source = start(num_ranks=2), Trained()
     server.fault("refuse to join")
-    with publisher(source.step(1), server) as made:
+    with publisher(source.step(1), server, deadline_seconds=JOIN_SECONDS) as made:
         assert made.publish(version=1).ok
     assert_serves(server, 1, 1)
 
@@ -307,8 +311,16 @@ def test_a_publish_that_breaks_leaves_no_server_that_serves_a_mix(start: Start, 
         assert_serves(server, 2, 2)
 
 
+@pytest.fixture(scope="module")
+def python() -> Iterator[WarmPython]:
+    """One that has imported this module."""
+    environment = os.environ | {"PYTHONPATH": str(TESTS)}
+    with contextlib.closing(WarmPython("sglang_dialect.test_stock_fleet", environment=environment)) as python:
+        yield python
+
+
 @pytest.mark.parametrize("when", ["before", "during", "after"])
-def test_a_killed_trainer_leaves_a_server_whole_or_standing_still(start: Start, when: str, tmp_path: Path) -> None:
+def test_a_killed_trainer_leaves_a_server_whole_or_standing_still(start: Start, when: str, python: WarmPython) -> None:
     server = start()
     script = """
     import os, signal, sys, threading
@@ -327,11 +339,7 @@ def test_a_killed_trainer_leaves_a_server_whole_or_standing_still(start: Start, 
             StockServer.resume = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         made.publish(version=1, on_progress=die)
     """
-    environment = os.environ | {"PYTHONPATH": str(TESTS)}
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), server.url, when], env=environment, timeout=120, check=False
-    )
-    assert ended.returncode == -signal.SIGKILL
+    assert python.run(textwrap.dedent(script), server.url, when) == -signal.SIGKILL
     settled = threading.Event()
     end = time.monotonic() + 30
     while server.state()["has_session"] or (when != "during" and server.state()["is_paused"]):

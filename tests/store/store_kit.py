@@ -96,18 +96,27 @@ def number_in(held: Mapping[str, torch.Tensor]) -> int:
 
 
 def child(role: str, *args: object) -> subprocess.Popen[str]:
-    """A process of `store_children`, whose first line says that it is under way. The caller ends it."""
+    """A process of `store_children` that is under way. The caller ends it."""
+    process = launched(role, *args)
+    await_ready(process)
+    return process
+
+
+def launched(role: str, *args: object) -> subprocess.Popen[str]:
+    """The same, which may still be importing: call `await_ready` before anything else."""
     script = Path(__file__).with_name("store_children.py")
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, str(script), role, *map(str, args)],
         stdout=subprocess.PIPE,
         stdin=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line.strip() == "ready", line
-    return process
+
+
+def await_ready(process: subprocess.Popen[str]) -> None:
+    """A child's first line says that it is under way."""
+    line = next(lines_of(process), "")
+    assert line == "ready", line
 
 
 def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:

@@ -81,7 +81,7 @@ def mounted(backing: Path, mount: Path) -> Iterator[None]:
 def test_versions_come_over_whole_and_in_order(hosts: Hosts, options: str) -> None:
     trainer, engine_host = hosts
     engine = Holder()
-    writer = child("write", trainer / "w", options, RUN, 0, 4)
+    writer = child("write", trainer / "w", options, RUN, 0, 2)
     try:
         with Follower(url(engine_host / "w", options), engine) as follower:
             found = []

@@ -22,8 +22,9 @@ from store.store_kit import (
     OTHER_RUN,
     RUN,
     Holder,
-    child,
+    await_ready,
     end,
+    launched,
     lines_of,
     manifest_of,
     model,
@@ -40,7 +41,7 @@ from weightcast.sources.store import StoreSource
 from weightcast.store.reading import StoreReader
 from weightcast.transports.store import StoreSender
 
-SECONDS = float(os.environ.get("WEIGHTCAST_STORE_SECONDS", "20"))
+SECONDS = float(os.environ.get("WEIGHTCAST_STORE_SECONDS", "5"))
 """How long writers and readers run freely; the long run is done by hand."""
 
 LONGEST_LIFE_SECONDS = 0.006
@@ -60,9 +61,15 @@ def children() -> Iterator[contextlib.ExitStack]:
         yield stack
 
 
-def start(children: contextlib.ExitStack, role: str, *args: object) -> subprocess.Popen[str]:
-    process = child(role, *args)
+def launch(children: contextlib.ExitStack, role: str, *args: object) -> subprocess.Popen[str]:
+    process = launched(role, *args)
     children.callback(end, process)
+    return process
+
+
+def start(children: contextlib.ExitStack, role: str, *args: object) -> subprocess.Popen[str]:
+    process = launch(children, role, *args)
+    await_ready(process)
     return process
 
 
@@ -80,12 +87,23 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("num_threads", [1, 4])
+@pytest.mark.parametrize(
+    ("directory", "num_threads"),
+    [
+        ("tmpfs", 1),
+        ("disk", 4),
+        pytest.param("tmpfs", 4, marks=pytest.mark.full),
+        pytest.param("disk", 1, marks=pytest.mark.full),
+    ],
+    indirect=["directory"],
+)
 def test_every_read_of_a_free_running_writer_is_one_whole_version(
     directory: Path, num_threads: int, children: contextlib.ExitStack
 ) -> None:
     options = f"?num_threads={num_threads}"
-    followers = [start(children, "follow", directory, options) for _ in range(4)]
+    followers = [launch(children, "follow", directory, options) for _ in range(4)]
+    for follower in followers:
+        await_ready(follower)
     writer = start(children, "write", directory, options, RUN, 0, SECONDS)
     num_written = sum(1 for _ in lines_of(writer))
     assert writer.wait(LONG_SECONDS) == 0
@@ -99,7 +117,16 @@ def test_every_read_of_a_free_running_writer_is_one_whole_version(
     assert all(num_read)
 
 
-@pytest.mark.parametrize("num_kills", [10, pytest.param(200, marks=pytest.mark.cluster)])
+@pytest.mark.parametrize(
+    ("directory", "num_kills"),
+    [
+        ("tmpfs", 10),
+        ("disk", 10),
+        pytest.param("disk", 200, marks=pytest.mark.cluster),
+        pytest.param("tmpfs", 200, marks=[pytest.mark.cluster, pytest.mark.full]),
+    ],
+    indirect=["directory"],
+)
 def test_the_last_committed_version_outlives_a_writer_killed_at_any_moment(
     directory: Path, num_kills: int, children: contextlib.ExitStack
 ) -> None:

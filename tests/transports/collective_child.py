@@ -1,7 +1,7 @@
 """Run by test_collective_exit.py: one end of a transfer over gloo, which ends in mid-broadcast and closes nothing.
 
-Arguments: "sender" and its deadline, or "receiver" and the sender's address. Where it says a word it goes on
-when a line comes on stdin.
+Arguments: "sender" and its deadline, or "receiver", which reads the sender's address from stdin. Where it says a word
+it goes on when a line comes on stdin.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def receive(address: str) -> None:
 
 
 if __name__ == "__main__":
-    role, argument = sys.argv[1:]
+    role, *arguments = sys.argv[1:]
     if role == "sender":
-        send(float(argument))
+        send(float(arguments[0]))
     else:
-        receive(argument)
+        receive(sys.stdin.readline().strip())
     sys.exit(EXIT_STATUS)

@@ -26,7 +26,8 @@ class Ends:
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack
         self.sender = self._start("sender", str(DEADLINE_SECONDS))
-        self.receiver = self._start("receiver", self.line(self.sender))
+        self.receiver = self._start("receiver")
+        self.go_on(self.receiver, self.line(self.sender))
         assert self.line(self.receiver) == "open"
         self.go_on(self.sender)
         assert (self.line(self.sender), self.line(self.receiver)) == ("sent", "received")
@@ -44,10 +45,9 @@ class Ends:
         return child.stdout.readline().strip()
 
     @staticmethod
-    def go_on(child: subprocess.Popen[str]) -> None:
+    def go_on(child: subprocess.Popen[str], word: str = "") -> None:
         assert child.stdin is not None
-        child.stdin.write("\n")
-        child.stdin.flush()
+        print(word, file=child.stdin, flush=True)
 
     @staticmethod
     def end(child: subprocess.Popen[str]) -> None:
