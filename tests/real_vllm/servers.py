@@ -69,7 +69,7 @@ def child_environment(setup: Setup) -> dict[str, str]:
 
 ONE = Setup()
 STOCK = Setup(endpoints=False)
-TWO = Setup(tp=2)
+TWO = Setup("llama-tied", tp=2)
 REPLICAS = Setup("qwen3-moe", dp=2)
 STOCK_REPLICAS = Setup(dp=2, endpoints=False)
 PLAIN = Setup(backend=None, endpoints=False)

@@ -1,7 +1,8 @@
 """The same trainer against every kind of engine: families, dtypes, parallelism, routes, transports, HTTP and offline.
 
-What is not on the diagonal runs with `--full`. Always run besides: families at TP=1 in test_model.py, and what
-test_acceptance.py does with Qwen3 at TP=1 and TP=2 and with experts at DP=2.
+It runs with `--full`. The diagonal, which always runs, is in other files: families and dtypes at TP=1 in
+test_model.py, an offline `LLM` and an `AsyncLLM` in test_examples.py and test_clients.py, and in test_acceptance.py
+every transport with Qwen3 at TP=1, a tied Llama at TP=2 and experts at DP=2.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from real_engines.setups import on
 
 from real_vllm.conftest import Checkpoints
 from real_vllm.oracle import assert_serves
@@ -25,26 +27,15 @@ PARALLEL = ((1, 1), (2, 1), (1, 2))
 TRANSPORTS = (IPC, GLOO)
 OFFLINE_SECONDS = 300
 
-SERVED_ALWAYS = {Setup("llama-tied", tp=2)}
 SERVED = [Setup(family, dtype, tp, dp) for family, dtype, (tp, dp) in itertools.product(FAMILIES, DTYPES, PARALLEL)]
 SERVED += [Setup(family, tp=tp, dp=dp, endpoints=False) for family in FAMILIES[:2] for tp, dp in PARALLEL]
-OFFLINE_ALWAYS = {(Setup("qwen2", torch.bfloat16), IPC)}
 OFFLINE = [
     (Setup(family, dtype, tp), transport)
     for family, dtype, tp, transport in itertools.product(FAMILIES, DTYPES, (1, 2), TRANSPORTS)
 ]
 
 
-def unless_full(is_always: bool) -> list[pytest.MarkDecorator]:
-    return [] if is_always else [pytest.mark.full]
-
-
-@pytest.mark.parametrize(
-    "server",
-    [pytest.param(setup, marks=unless_full(setup in SERVED_ALWAYS), id=str(setup)) for setup in SERVED],
-    indirect=True,
-    scope="session",
-)
+@on(full=SERVED)
 @pytest.mark.parametrize("transport", TRANSPORTS, ids=["ipc", "gloo"])
 def test_a_server_serves_what_was_published(server: Server, transport: str) -> None:
     with trainer(server.setup, server.url, transport=transport) as it:
@@ -57,10 +48,7 @@ def test_a_server_serves_what_was_published(server: Server, transport: str) -> N
 
 @pytest.mark.parametrize(
     ("setup", "transport"),
-    [
-        pytest.param(*case, marks=unless_full(case in OFFLINE_ALWAYS), id=f"{case[0]}-{case[1].partition(':')[0]}")
-        for case in OFFLINE
-    ],
+    [pytest.param(*case, marks=pytest.mark.full, id=f"{case[0]}-{case[1].partition(':')[0]}") for case in OFFLINE],
 )
 def test_an_offline_llm_serves_what_was_published(setup: Setup, transport: str, checkpoint: Checkpoints) -> None:
     folder = checkpoint(setup.family, 0, setup.dtype)

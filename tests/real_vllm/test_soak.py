@@ -14,12 +14,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 from real_engines.process import free_port
 from real_engines.setups import on
 
 from real_vllm.baseline.per_tensor import PerTensorTrainer
-from real_vllm.conftest import Checkpoints
 from real_vllm.models import model_of
 from real_vllm.oracle import assert_serves
 from real_vllm.servers import ONE, STOCK, TWO, Server, Setup
@@ -185,22 +183,18 @@ def test_streams_go_on_during_transfers_at_full_speed(server: Server) -> None:
 # --- a server killed in mid-transfer ---
 
 
-@pytest.mark.parametrize("setup", [ONE, pytest.param(STOCK, marks=pytest.mark.full)], ids=str)
-def test_a_server_killed_in_mid_transfer_is_served_again_on_the_same_port(
-    setup: Setup, checkpoint: Checkpoints
-) -> None:
-    folder = checkpoint(setup.family, 0, setup.dtype)
-    port = free_port()
-    with Server(setup, folder, port=port) as server, trainer(setup, server.url) as it:
+@on(ONE, full=[STOCK])
+def test_a_server_killed_in_mid_transfer_is_served_again_on_the_same_port(server: Server) -> None:
+    with trainer(server.setup, server.url) as it:
         it.publish(1)
         error = it.failure(0, on_progress=lambda done, total: server.kill())
         assert isinstance(error, PeerError), error
         assert server.url in str(error)
-        with Server(setup, folder, port=port) as again:
-            assert_serves(again.ask, it.of(0), other=it.of(1))
-            report = it.publish(1)
-            assert again.version() == str(report.version)
-            assert_serves(again.ask, it.of(1), other=it.of(0))
+        server.restart()
+        assert_serves(server.ask, it.of(0), other=it.of(1))
+        report = it.publish(1)
+        assert server.version() == str(report.version)
+        assert_serves(server.ask, it.of(1), other=it.of(0))
 
 
 # --- against vLLM's way of today ---

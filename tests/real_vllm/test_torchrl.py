@@ -11,7 +11,8 @@ from real_vllm.programs import run
 from real_vllm.servers import TESTS, Setup, child_environment
 
 
-@pytest.mark.parametrize(("strategy", "tp"), [("tensordict", 1), pytest.param("state_dict", 2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("strategy", "tp"), [("tensordict", 1), ("state_dict", 2)])
 def test_an_llm_takes_each_version_by_the_scheme(
     strategy: str, tp: int, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
