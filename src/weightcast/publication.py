@@ -19,8 +19,8 @@ import torch
 
 from weightcast.bucket import Layout, Packer, root_digest
 from weightcast.control.messages import Abort, InitInfo, InstallMode, Offer, Seal
-from weightcast.errors import IncompatibleWeightsError
-from weightcast.fleet import Fleet, Member
+from weightcast.errors import IncompatibleWeightsError, WeightcastError
+from weightcast.fleet import Fleet, Member, fail
 from weightcast.guard import Guard
 from weightcast.interfaces import Attended, Fingerprint, Regions, Replayable, Sender, Staging, Supply
 from weightcast.listener import LinkListener
@@ -225,7 +225,12 @@ class Publication:
         member.pause(self._terms.run, self._guard)
 
     def _resume(self, member: Member) -> None:
-        member.resume(self._terms.run, self._guard)
+        try:
+            member.resume(self._terms.run, self._guard)
+        except WeightcastError:
+            # What went wrong first says more; the next publish resumes it.
+            if member.result.error is None:
+                raise
 
     def _send(self, packer: Packs, on_progress: OnProgress) -> str:
         """Pack and send every bucket, then wait until everyone has them; return the root digest."""
@@ -318,6 +323,8 @@ class Publication:
         try:
             self._pause(member)
             member.install(self.number, self._terms.run, self._terms.deadline_seconds)
+        except WeightcastError as exc:
+            fail(member, exc)
         finally:
             self._resume(member)
 

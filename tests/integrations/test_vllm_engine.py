@@ -15,9 +15,9 @@ import torch
 
 import weightcast
 from integrations.vllm_api_server import ApiServerClient, Cores
-from weightcast.control.messages import InitInfo, UpdateInfo, WeightInfo
+from weightcast.control.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
 from weightcast.control.rank_calls import Init, Leave, Update
-from weightcast.errors import ClosedError, EngineTornError, InstallError, PublishError
+from weightcast.errors import ClosedError, EngineTornError, InstallError, PeerTimeoutError, PublishError
 from weightcast.guest.turns import Turns
 from weightcast.integrations.vllm.engine import VllmEngine
 
@@ -29,13 +29,15 @@ T = TypeVar("T")
 class ApiServer:
     """An API server with an event loop of its own; to a publisher it is an engine that pauses by itself."""
 
-    def __init__(self, cores: Cores, turns: Turns) -> None:
+    def __init__(self, cores: Cores, turns: Turns, *, deadline_seconds: float = 10.0) -> None:
         self.name = "vllm"
+        self.pause: PauseMode = "keep"
+        self.client = ApiServerClient(cores)
         self._turns = turns
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.engine = VllmEngine(ApiServerClient(cores), turns, deadline_seconds=10.0)
+        self.engine = VllmEngine(self.client, turns, deadline_seconds=deadline_seconds)
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
@@ -53,7 +55,12 @@ class ApiServer:
         self.do(self.engine.call(Update(info)))
 
     def finish(self, version: int) -> float:
-        return self.do(self.engine.install(version, "keep")).pause_seconds
+        return self.do(self.engine.install(version, self.pause)).pause_seconds
+
+    async def wake_up(self, *tags: str) -> None:
+        """As vLLM's own route does it."""
+        async with self.engine.waking(tags):
+            await self.client.wake_up(list(tags))
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -122,6 +129,9 @@ def test_each_server_knows_what_was_torn_through_another_and_heals_it(cores: Cor
         assert info.weight_version == "0", "what a part of the engines has is no version of the whole"
         with pytest.raises(EngineTornError, match="stays paused"):
             server.do(server.engine.resume())
+        for tags in ((), ("scheduling",), ("weights",)):
+            with pytest.raises(EngineTornError, match="stays paused"):
+                server.do(server.wake_up(*tags))
     assert cores.is_paused
     assert cores.label == "0"
     cores.engines[-1].is_broken = False
@@ -199,16 +209,17 @@ def test_a_question_waits_for_the_install_of_another_server(cores: Cores, server
                 other.engine.info(),
                 other.engine.pause("keep"),
                 other.engine.resume(),
+                other.wake_up("scheduling"),
             )
         ]
         assert not any(future.done() for future in asked)
-        assert "resume" not in cores.log
+        assert cores.log[-1] == "install"
         go_on.set()
         publishing.join(30)
         why_torn, info, *_ = [future.result(30) for future in asked]
     assert why_torn == ""
     assert (info.weight_version, info.paused, info.torn) == ("1", False, "")
-    assert cores.log[-2:] == ["pause keep True", "resume"]
+    assert cores.log[-3:] == ["pause keep True", "resume", "wake_up scheduling"]
 
 
 def test_a_persons_pause_outlives_an_install(cores: Cores, servers: list[ApiServer]) -> None:
@@ -219,6 +230,67 @@ def test_a_persons_pause_outlives_an_install(cores: Cores, servers: list[ApiServ
         assert cores.label == "0"
     servers[0].do(servers[0].engine.resume())
     assert not cores.is_paused
+
+
+@pytest.mark.parametrize("was_paused", [False, True], ids=["", "a person's"])
+def test_a_pause_that_takes_too_long_is_given_up(cores: Cores, tmp_path: Path, was_paused: bool) -> None:
+    with contextlib.closing(ApiServer(cores, Turns.of_one(), deadline_seconds=2.0)) as server:
+        with publisher(server, 1.0) as it:
+            it.publish()
+        if was_paused:
+            server.do(server.engine.pause("keep"))
+        cores.is_busy, server.pause = True, "wait"
+        with publisher(server, 2.0) as it:
+            with pytest.raises(PublishError) as caught:
+                it.publish()
+            error = caught.value.failures["vllm"]
+            assert isinstance(error, PeerTimeoutError)
+            assert "pause in the mode 'keep'" in str(error)
+            assert (set(cores.values()), cores.label, cores.is_paused) == ({1.0}, "0", was_paused)
+            assert server.why_torn() == ""
+            server.pause = "keep"
+            assert it.publish().ok
+        assert (set(cores.values()), cores.is_paused) == ({2.0}, was_paused)
+        server.do(server.engine.call(Leave()))
+
+
+@pytest.mark.parametrize("is_asleep", [True, False])
+def test_a_torn_engine_gets_its_weights_back_while_its_cache_sleeps(
+    cores: Cores, servers: list[ApiServer], is_asleep: bool
+) -> None:
+    with publisher(servers[0], 1.0) as it:
+        cores.engines[0].is_broken = True
+        with pytest.raises(PublishError):
+            it.publish()
+        cores.engines[0].is_broken = False
+        for rank in cores.ranks:
+            rank._weights_asleep = lambda: is_asleep
+        for tags in ((), ("kv_cache",), ("weights", "kv_cache"), ("scheduling",)):
+            with pytest.raises(EngineTornError):
+                servers[1].do(servers[1].wake_up(*tags))
+        with contextlib.nullcontext() if is_asleep else pytest.raises(EngineTornError):
+            servers[1].do(servers[1].wake_up("weights"))
+        it.publish()
+        servers[1].do(servers[1].wake_up("kv_cache"))
+
+
+def test_a_worker_that_answers_an_earlier_call_is_found_out(cores: Cores, servers: list[ApiServer]) -> None:
+    answer = cores.ranks[-1].answer
+    late = [answer({"call": "ask", "serial": "an earlier one's"})]
+
+    def lagging(values: object) -> Any:
+        late.append(answer(values))
+        return late.pop(0)
+
+    with publisher(servers[0], 1.0) as it:
+        it.publish()
+        cores.log.clear()
+        cores.ranks[-1].answer = lagging  # type: ignore[method-assign]
+        for _ in range(2):
+            with pytest.raises(PublishError, match="start the server again"):
+                it.publish()
+        cores.ranks[-1].answer = answer  # type: ignore[method-assign]
+    assert "install" not in cores.log
 
 
 def test_nothing_is_paused_where_nobody_publishes(cores: Cores, servers: list[ApiServer]) -> None:

@@ -20,7 +20,8 @@ from weightcast.guest.ranks import Ranks
 class Cores:
     """The data-parallel engine cores, each of one rank. `log` has every call but questions, once for all cores.
 
-    `failing` names rank calls whose answers get lost, after the first core alone has done them.
+    `failing` names rank calls whose answers get lost, after the first core alone has done them. While one is
+    `is_busy`, a pause ends only once it is to freeze what runs; until then, as of experts, all refuse to go on.
     """
 
     def __init__(self, num_engines: int) -> None:
@@ -35,6 +36,8 @@ class Cores:
         self.log: list[str] = []
         self.num_calls = 0
         self.failing: set[str] = set()
+        self.is_busy = False
+        self.pausing: asyncio.Event | None = None
 
     def values(self) -> list[float]:
         return [float(module.weight.detach()[0, 0]) for module in self.modules]
@@ -71,14 +74,24 @@ class ApiServerClient:
     async def _pause_scheduler(self, *, mode: str, clear_cache: bool) -> None:
         await self._called(f"pause {mode} {clear_cache}")
         self._cores.is_paused = True
+        if self._cores.is_busy and mode != "keep":
+            self._cores.pausing = asyncio.Event()
+            await self._cores.pausing.wait()
+        elif self._cores.pausing is not None:
+            self._cores.pausing.set()
+
+    def _go_on(self) -> None:
+        if self._cores.pausing is not None and not self._cores.pausing.is_set():
+            raise RuntimeError("resume_scheduler called while pause is still in flight")
+        self._cores.is_paused = False
 
     async def resume_generation(self) -> None:
         await self._called("resume")
-        self._cores.is_paused = False
+        self._go_on()
 
     async def wake_up(self, tags: list[str]) -> bool:
         await self._called(f"wake_up {' '.join(tags)}")
-        self._cores.is_paused = False
+        self._go_on()
         return True
 
     async def is_paused(self) -> bool:

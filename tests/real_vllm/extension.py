@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -27,6 +28,13 @@ class Extension(Workers):
 
     def test_clear_faults(self) -> None:
         _faults(self.model_runner.get_model()).clear()  # type: ignore[attr-defined]
+
+    def test_slow_down(self, seconds: float) -> None:
+        """Let every step of the model take so much longer."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        if not hasattr(model, "test_step_seconds"):
+            model.register_forward_pre_hook(lambda module, inputs: time.sleep(module.test_step_seconds))
+        model.test_step_seconds = seconds
 
     def test_pid(self) -> int:
         return os.getpid()

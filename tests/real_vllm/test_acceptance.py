@@ -15,7 +15,7 @@ import pytest
 from real_engines.setups import on
 
 from real_vllm.oracle import PROMPT, Answer, assert_is_of, assert_serves, joined
-from real_vllm.servers import ONE, REPLICAS, STOCK, TWO, Server, Span
+from real_vllm.servers import ONE, REPLICAS, STOCK, STOCK_REPLICAS, TWO, Server, Span
 from real_vllm.trainer import FILE, GLOO, IPC, trainer
 from weightcast import HttpEngine
 
@@ -27,7 +27,7 @@ NUM_TRIES = 10
 T = TypeVar("T")
 
 
-@on(ONE, TWO, REPLICAS, full=[STOCK])
+@on(ONE, TWO, REPLICAS, full=[STOCK, STOCK_REPLICAS])
 @pytest.mark.parametrize("transport", [IPC, GLOO, FILE], ids=["ipc", "gloo", "file"])
 def test_alternating_publishes_serve_what_was_published(server: Server, transport: str, tmp_path: Path) -> None:
     with trainer(server.setup, server.url, transport=transport.format(tmp_path)) as it:

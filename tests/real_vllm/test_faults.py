@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -15,12 +18,21 @@ import pytest
 import torch
 from real_engines.setups import on
 
+from real_vllm.conftest import Checkpoints
 from real_vllm.models import make_model
-from real_vllm.oracle import PROMPT, assert_serves
-from real_vllm.servers import ONE, REPLICAS, STOCK, STOCK_REPLICAS, TWO, Server
+from real_vllm.oracle import PROMPT, assert_is_of, assert_serves, joined
+from real_vllm.servers import ONE, REPLICAS, STOCK, STOCK_REPLICAS, TWO, Server, Setup
+from real_vllm.test_acceptance import NUM_STREAMED, Stream
 from real_vllm.trainer import Tensors, Trainer, checkpoint_tensors, trainer
-from weightcast import Publisher, PublishError
-from weightcast.errors import IncompatibleWeightsError, InstallError, WeightcastError
+from weightcast import HttpEngine, Publisher, PublishError
+from weightcast.errors import (
+    ControlError,
+    IncompatibleWeightsError,
+    InstallError,
+    PeerTimeoutError,
+    WeightcastError,
+)
+from weightcast.integrations.vllm.engine import DEADLINE_SECONDS
 
 Spoil = Callable[[dict[str, torch.Tensor]], list[str]]
 """Changes a checkpoint; returns what the refusal must name."""
@@ -197,6 +209,46 @@ def test_a_data_parallel_engine_that_fails_without_undo_stops_all_until_healed(s
     break_and_heal(server, fault)
 
 
+@on(full=[ONE, REPLICAS])
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["slow", "stopped"])
+def test_a_pause_that_takes_too_long_leaves_the_old_version(server: Server, is_stopped: bool) -> None:
+    """It waits for a request that is running, past the deadline; `stopped`: and a worker does nothing."""
+    (worker,) = server.call("test_pid")
+
+    def stop() -> None:
+        while not server.is_paused():
+            pass
+        os.kill(int(worker), signal.SIGSTOP)
+        time.sleep(DEADLINE_SECONDS + 5)
+        os.kill(int(worker), signal.SIGCONT)
+
+    engine = HttpEngine(server.url, pause="wait", timeout_seconds=4 * DEADLINE_SECONDS)
+    with contextlib.closing(engine), trainer(server.setup, engine) as it, ThreadPoolExecutor(1) as pool:
+        version = it.publish(0).version
+        server.call("test_slow_down", 0.2)
+        stream = Stream(server.stream(PROMPT, NUM_STREAMED))
+        stopped: list[Future[None]] = []
+
+        def on_progress(done_bytes: int, total_bytes: int) -> None:
+            stream(done_bytes, total_bytes)
+            if done_bytes == total_bytes and is_stopped:
+                stopped.append(pool.submit(stop))
+
+        error = it.failure(1, on_progress=on_progress)
+        for future in stopped:
+            future.result(60)
+        server.call("test_slow_down", 0.0)
+        assert isinstance(error, PeerTimeoutError), repr(error)
+        assert error.peer == server.url
+        assert "pause in the mode 'keep'" in str(error)
+        assert_as_before(server, it, 0, version)
+        answer = joined(stream.awaited())
+        assert len(answer.tokens) == NUM_STREAMED
+        assert_is_of(it.of(0), PROMPT, answer)
+        for seed in (1, 0):
+            assert_as_before(server, it, seed, it.publish(seed).version)
+
+
 _DIES_HALFWAY = """
 import os, signal, sys
 sys.path.insert(0, "tests")
@@ -205,8 +257,8 @@ from weightcast import ModuleSource, Publisher
 def on_progress(done, total):
     if 2 * done >= total:
         os.kill(os.getpid(), signal.SIGKILL)
-url, transport = sys.argv[1:]
-Publisher(ModuleSource(make_model("qwen3", 1)), engines=[url], transport=transport, bucket_size_bytes=1 << 18).publish(
+url, transport, family = sys.argv[1:]
+Publisher(ModuleSource(make_model(family, 1)), engines=[url], transport=transport, bucket_size_bytes=1 << 18).publish(
     on_progress=on_progress)
 """
 
@@ -216,7 +268,7 @@ Publisher(ModuleSource(make_model("qwen3", 1)), engines=[url], transport=transpo
 def test_a_trainer_that_dies_halfway_leaves_the_old_version(server: Server, transport: str) -> None:
     with trainer(server.setup, server.url) as it:
         version = it.publish(0).version
-    command = [sys.executable, "-c", _DIES_HALFWAY, server.url, transport]
+    command = [sys.executable, "-c", _DIES_HALFWAY, server.url, transport, server.setup.family]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL
     assert_as_before(server, it, 0, version)
@@ -255,6 +307,16 @@ MISUSES: dict[str, list[tuple[str, Any]]] = {
     "init with garbage": [("/init_weight_transfer_engine", {"init_info": {"run": "x"}})],
     "update with garbage": [("/start_weight_update", None), ("/update_weights", GARBAGE)],
     "shutdown twice": [("/shutdown_weight_transfer_engine", None), ("/shutdown_weight_transfer_engine", None)],
+    "finish between other calls": [
+        ("/reset_prefix_cache", None),
+        ("/finish_weight_update", {"weight_version": "7"}),
+        ("/reset_prefix_cache", None),
+    ],
+    "finish in a sleep": [
+        ("/sleep?level=0", None),
+        ("/finish_weight_update", {"weight_version": "7"}),
+        ("/wake_up?tags=scheduling", None),
+    ],
     "finish after shutdown": [
         ("/shutdown_weight_transfer_engine", None),
         ("/finish_weight_update", {"weight_version": "7"}),
@@ -273,6 +335,19 @@ def test_misuse_is_an_error_and_later_calls_are_in_step(server: Server, steps: l
     assert_as_before(server, it, 0, version)
     with trainer(server.setup, server.url) as it:
         assert_as_before(server, it, 1, it.publish(1).version)
+
+
+@pytest.mark.full
+def test_workers_that_somebody_else_has_brought_out_of_step_are_found_out(checkpoint: Checkpoints) -> None:
+    """What such a server says of an install may be the answer to another call."""
+    setup = Setup(tp=2)
+    with Server(setup, checkpoint(setup.family, 0, setup.dtype)) as server, trainer(setup, server.url) as it:
+        it.publish(0)
+        assert server.post("/collective_rpc", {"method": "nonsense"}).status_code == 500
+        errors = [it.failure(1) for _ in range(3)]
+        assert all(isinstance(error, ControlError) for error in errors), errors
+        assert all("start the server again" in str(error) for error in errors[1:]), errors
+        assert_serves(server.ask, it.of(0), other=it.of(1))
 
 
 @on(ONE, TWO, full=[STOCK])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from weightcast.integrations.vllm.reload_client import ReloadServer
 from weightcast.integrations.vllm.reload_folder import FOLDER
 
 PLAIN_TWO = Setup(backend=None, endpoints=False, tp=2)
+PLAIN_REPLICAS = Setup(backend=None, endpoints=False, dp=2)
 PLAIN_TIED = Setup("llama-tied", backend=None, endpoints=False)
 LONG_PROMPT = tuple(range(10, 210))
 """Longer than a block of the prefix cache."""
@@ -55,7 +57,7 @@ def heal(server: Server, it: Trainer, seed: int = 0) -> None:
     assert_serves(server.ask, it.of(seed), other=it.of(1 - seed))
 
 
-@on(PLAIN, full=[PLAIN_TWO])
+@on(PLAIN, full=[PLAIN_TWO, PLAIN_REPLICAS])
 def test_alternating_publishes_serve_what_was_published(server: Server, store: str) -> None:
     with contextlib.closing(HttpEngine(server.url)) as engine:
         assert isinstance(engine.negotiate(), ReloadServer)
@@ -66,8 +68,8 @@ def test_alternating_publishes_serve_what_was_published(server: Server, store: s
             assert report.engines[server.url].pause_seconds > 0
             assert (server.version(), server.is_paused()) == (str(report.version), False)
             # Twice: of what the first leaves in the prefix cache nothing may be used for the next version.
-            for prompt in (PROMPT, LONG_PROMPT, LONG_PROMPT):
-                assert_serves(server.ask, it.of(seed), other=it.of(1 - seed), prompt=prompt)
+            for ask, prompt in itertools.product(server.asks(), (PROMPT, LONG_PROMPT, LONG_PROMPT)):
+                assert_serves(ask, it.of(seed), other=it.of(1 - seed), prompt=prompt)
             assert list(server.generate(PROMPT, 12))[-1].spans == [(str(report.version), 0, 12)]
 
 

@@ -19,6 +19,7 @@ from real_engines.setups import on
 
 from real_vllm.oracle import PROMPT, Answer, assert_serves, is_of, joined
 from real_vllm.servers import ONE, REPLICAS, TWO, Part, Server, Setup, completion
+from real_vllm.test_acceptance import NUM_STREAMED, Stream
 from real_vllm.trainer import Trainer, trainer
 from weightcast import HttpEngine
 from weightcast.errors import ControlError, EngineTornError, InstallError, PeerTimeoutError, RefusedError
@@ -114,8 +115,48 @@ def test_every_api_server_knows_that_the_engine_is_torn(server: Server) -> None:
             assert_serves(ask, it.of(1), other=it.of(0))
 
 
+@on(ONE, REPLICAS, full=[TWO])
+def test_no_wake_up_sets_a_torn_engine_going(server: Server) -> None:
+    """By vLLM's own route of its development mode, a request that the pause froze would go on over torn weights."""
+    with trainer(server.setup, server.url) as it, FrontEnds(server) as front_ends:
+        it.publish(0)
+        server.call("test_fail_load", 17, -1)
+        frozen = Stream(server.stream(PROMPT, NUM_STREAMED))
+        error = it.failure(1, on_progress=frozen)
+        assert isinstance(error, InstallError)
+        assert error.torn
+        num_before = len(frozen.parts)
+        for query in ("", "?tags=scheduling", "?tags=weights", "?tags=kv_cache", "?tags=weights&tags=kv_cache"):
+            for status, text in front_ends.each("POST", f"/wake_up{query}"):
+                assert status == 409, (query, text)
+                assert "publish a complete" in json.loads(text)["error"]["message"]
+        assert server.is_paused()
+        assert len(frozen.parts) == num_before
+        it.publish(1)
+        assert len(joined(frozen.awaited()).tokens) == NUM_STREAMED
+        answers = front_ends.each("POST", "/wake_up")
+        assert {status for status, _ in answers} == {200}, answers
+        for ask in server.asks():
+            assert_serves(ask, it.of(1), other=it.of(0))
+
+
+@on(ONE, REPLICAS)
+def test_a_server_that_sleeps_is_updated_between_two_wakes(server: Server) -> None:
+    with trainer(server.setup, server.url) as it:
+        for seed in (1, 0):
+            assert server.post("/sleep?level=1").status_code == 200
+            assert server.post("/wake_up?tags=weights").json()["status"] == "sleeping"
+            version = it.publish(seed).version
+            assert server.get("/is_sleeping")["is_sleeping"], "the publish has woken an engine without a KV cache"
+            assert server.post("/wake_up?tags=kv_cache").json()["status"] == "awake"
+            assert server.version() == str(version)
+            for ask in server.asks():
+                assert_serves(ask, it.of(seed), other=it.of(1 - seed))
+
+
 @on(ONE, full=[REPLICAS])
-def test_whoever_resumes_does_not_break_into_an_install(server: Server) -> None:
+@pytest.mark.parametrize("route", ["/resume", "/wake_up?tags=scheduling"])
+def test_whoever_resumes_does_not_break_into_an_install(server: Server, route: str) -> None:
     """A pause that another request ended too soon would show as tokens from the old version's caches."""
     stop = threading.Event()
 
@@ -123,7 +164,7 @@ def test_whoever_resumes_does_not_break_into_an_install(server: Server) -> None:
         number = 0
         with FrontEnds(server) as front_ends:
             while not stop.is_set():
-                answers = front_ends.each("POST", "/resume") + front_ends.each("GET", "/weight_info")
+                answers = [*front_ends.each("POST", route), *front_ends.each("GET", "/weight_info")]
                 assert {status for status, _ in answers} == {200}, answers
                 number += 1
         return number

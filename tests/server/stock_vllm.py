@@ -59,6 +59,9 @@ class StockVllm:
         self.model = "/nowhere"
         self.num_ranks = num_engines
         self.num_failing_reloads = 0
+        self.may_pause = threading.Event()
+        self.may_pause.set()
+        """Until then a pause takes, and experts in several data-parallel engines are not to be resumed."""
         self.lost_replies: set[str] = set()
         """Rank calls that are done, but whose replies get lost."""
         self.url = ""
@@ -130,10 +133,13 @@ class StockVllm:
         @app.post("/pause")
         def pause(mode: str = "abort", clear_cache: bool = True) -> Any:
             self.is_paused = True
+            assert self.may_pause.wait(30)
             return {"status": "paused"}
 
         @app.post("/wake_up")
         def wake_up() -> Any:
+            if not self.may_pause.is_set():
+                return _failed("resume_scheduler called while pause is still in flight")
             self.is_paused = False
             self.resumed.set()
             return {"status": "awake", "tags": ["scheduling"]}

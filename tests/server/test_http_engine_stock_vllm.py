@@ -16,7 +16,7 @@ from server.stock_vllm import StockVllm
 import weightcast
 from weightcast.control.server import EngineServer
 from weightcast.engines.module import ModuleEngine
-from weightcast.errors import IncompatibleWeightsError, InstallError, PublishError, RefusedError
+from weightcast.errors import IncompatibleWeightsError, InstallError, PeerTimeoutError, PublishError, RefusedError
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -157,6 +157,19 @@ def test_a_torn_server_stays_paused_until_a_publish_heals_it(vllm: StockVllm) ->
     with weightcast.Publisher(weightcast.ModuleSource(trainer), engines=[vllm.url], takeover=True) as publisher:
         assert publisher.publish().ok
     assert (vllm.label, vllm.is_paused, set(vllm.values())) == ("1", False, {3.0})
+
+
+def test_a_pause_that_takes_too_long_is_the_error_and_the_next_publish_ends_it(vllm: StockVllm) -> None:
+    source = weightcast.ModuleSource(filled(1.0))
+    with weightcast.Publisher(source, engines=[vllm.url], deadline_seconds=3.0) as publisher:
+        publisher.publish()
+        vllm.may_pause.clear()
+        with pytest.raises(PublishError) as caught:
+            publisher.publish()
+        vllm.may_pause.set()
+        assert isinstance(caught.value.failures[vllm.url], PeerTimeoutError)
+        assert publisher.publish().ok
+        assert not vllm.is_paused
 
 
 def test_a_lost_reply_to_the_install_is_made_good_by_asking(vllm: StockVllm) -> None:

@@ -8,12 +8,14 @@ failed update, since vLLM stops reading replies at the first that did (and answe
 from __future__ import annotations
 
 import json
-from typing import TypeAlias
+import secrets
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import msgspec
 
 from weightcast.control.messages import Count, InitInfo, UpdateInfo, WeightInfo
-from weightcast.errors import ErrorRecord
+from weightcast.errors import ControlError, ErrorRecord
 from weightcast.manifest import RunId, VersionNumber
 
 METHOD = "weightcast"
@@ -64,12 +66,43 @@ RankCall: TypeAlias = Init | Update | Install | Settle | Ask | Leave
 
 
 class RankReply(msgspec.Struct, frozen=True):
-    """One rank's answer to any call. `info` is as after the call; `error` is None where the call did what it should."""
+    """One rank's answer to any call. `info` is as after the call; `error` is None where the call did what it should.
+
+    `weights_asleep`: the host has taken the weights' memory away for now. `serial`: the call's, where it had one.
+    """
 
     engine_rank: Count
     info: WeightInfo
     error: ErrorRecord | None = None
     seconds: float = 0.0
+    weights_asleep: bool = False
+    serial: str = ""
+
+
+def numbered(call: RankCall) -> dict[str, Any]:
+    """The call as plain JSON values, with a serial that its replies must have."""
+    return {**msgspec.to_builtins(call), "serial": secrets.token_hex(8)}
+
+
+def replies_to(values: Mapping[str, Any], answers: Any, peer: str) -> list[RankReply]:
+    """The ranks' replies to a `numbered` call, from plain JSON values.
+
+    Raises ControlError for what is none, and where an engine gives the answers to an earlier call.
+    """
+    try:
+        replies = msgspec.convert(answers, list[RankReply])
+    except msgspec.ValidationError as exc:
+        raise ControlError(f"{peer} did not answer as weightcast's ranks do: {exc}", peer=peer) from exc
+    if not replies:
+        raise ControlError(f"no rank of {peer} answered", peer=peer)
+    # A rank of another version of weightcast may say none.
+    if any(reply.serial not in ("", values["serial"]) for reply in replies):
+        raise ControlError(
+            f"the workers of {peer} are out of step: a call of somebody else's (/collective_rpc?) failed on several of "
+            "them, and what it left unread is taken for the answers to later calls; start the server again",
+            peer=peer,
+        )
+    return replies
 
 
 _MARK = "weightcast-error: "

@@ -40,7 +40,7 @@ class GuestEngine(abc.ABC):
     """The engine behind `host`, the server's name in errors. For one event loop. Errors are WeightcastErrors.
 
     `turns` is shared by all API servers in front of the engine. Every wait for the host ends after `deadline_seconds`,
-    but for that of a begun install, which ends with the host's.
+    but for those of an install whose pause has begun, which end with the host's.
     """
 
     def __init__(self, host: str, turns: Turns, deadline_seconds: float) -> None:
@@ -61,6 +61,10 @@ class GuestEngine(abc.ABC):
     @abc.abstractmethod
     async def _schedule(self) -> None:
         """Schedule again, as somebody asked. Idempotent."""
+
+    async def _end_stop(self) -> None:
+        """Have a `_stop` that was not waited for come to its end, where only then the host can schedule again."""
+        return
 
     async def _go_on(self) -> None:
         """Schedule again after an install."""
@@ -127,14 +131,17 @@ class GuestEngine(abc.ABC):
     async def resume(self) -> None:
         """Generate again. Raises EngineTornError if the weights are of no whole version."""
         async with self._alone():
-            replies = await self._in_time(self._replies(Ask()))
-            if replies.torn:
-                self._turns.in_doubt = True
-                raise EngineTornError(f"the engine can't generate, and stays paused: {replies.torn}")
-            if self._turns.in_doubt:
-                await self._publish(replies)
+            await self._require_whole(await self._in_time(self._replies(Ask())))
             await self._in_time(self._schedule())
-            self._turns.in_doubt = False
+
+    async def _require_whole(self, replies: Replies) -> None:
+        """Before it generates again, with the label of what its ranks hold. Raises EngineTornError."""
+        if replies.torn:
+            self._turns.in_doubt = True
+            raise EngineTornError(f"the engine can't generate, and stays paused: {replies.torn}")
+        if self._turns.in_doubt:
+            await self._in_time(self._publish(replies))
+        self._turns.in_doubt = False
 
     async def install(self, number: int, mode: PauseMode) -> Installed:
         """Pause, install the sealed version on all ranks or on none, label and resume; what the engine is then.
@@ -151,6 +158,8 @@ class GuestEngine(abc.ABC):
             try:
                 await self._pause(mode)
             except WeightcastError:
+                with self._translated():
+                    await self._end_stop()
                 await self._end(pause, before)
                 raise
             pause.began_at = time.perf_counter()
@@ -191,14 +200,15 @@ class GuestEngine(abc.ABC):
         """Label the engine with what its ranks hold, and let it generate, unless they are torn."""
         if replies.torn:
             return
-        await self._publish(replies)
-        if pause.is_lifted:
-            await self._in_time(self._go_on())
+        with self._translated():
+            await self._publish(replies)
+            if pause.is_lifted:
+                await self._go_on()
         self._turns.in_doubt = False
 
     async def _publish(self, replies: Replies) -> None:
         if replies.info.weight_version != "default":
-            await self._in_time(self._set_label(replies.info.weight_version))
+            await self._set_label(replies.info.weight_version)
 
     # --- waiting ---
 

@@ -50,7 +50,7 @@ class Rank:
 
     `make_engine` gets the function by which the engine agrees on its steps with the other ranks' engines. `token`: what
     every `Init` must carry, or empty. `unsupported`: the kinds of serving that keep this engine from being updated.
-    `require_ready` raises if an install can't begin now.
+    `require_ready` raises if an install can't begin now; `weights_asleep`: see `RankReply`.
     """
 
     def __init__(
@@ -63,12 +63,14 @@ class Rank:
         token: str = "",
         unsupported: tuple[str, ...] = (),
         require_ready: Callable[[], None] = lambda: None,
+        weights_asleep: Callable[[], bool] = lambda: False,
     ) -> None:
         self._engine_rank = engine_rank
         self._ranks = ranks
         self._token = token
         self._unsupported = unsupported
         self._require_ready = require_ready
+        self._weights_asleep = weights_asleep
         self._gate = Gate()
         self._worker = Worker(
             make_engine(self._agree),
@@ -83,13 +85,18 @@ class Rank:
         self._failure: ErrorRecord | None = None
 
     def answer(self, values: object) -> Any:
-        """A `RankCall` as plain JSON values; its `RankReply` likewise. Never raises for a failed update."""
+        """A `RankCall` as plain JSON values, and a `serial` or none; its `RankReply` likewise.
+
+        Never raises for a failed update.
+        """
         start = time.perf_counter()
         try:
             error = self.do(msgspec.convert(values, RankCall))
         except msgspec.ValidationError as exc:
             error = to_record(ManifestError(f"this is no call of weightcast's ranks: {exc}", fault="type"))
-        return msgspec.to_builtins(RankReply(self._engine_rank, self.info(), error, time.perf_counter() - start))
+        serial = str(values.get("serial", "")) if isinstance(values, dict) else ""
+        seconds, asleep = time.perf_counter() - start, self._weights_asleep()
+        return msgspec.to_builtins(RankReply(self._engine_rank, self.info(), error, seconds, asleep, serial))
 
     def do(self, call: RankCall) -> ErrorRecord | None:
         """Do what is asked, with all ranks; what went wrong on any of them."""

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import msgspec
-
 from weightcast.control.messages import PauseMode
-from weightcast.control.rank_calls import METHOD, RankCall, RankReply
+from weightcast.control.rank_calls import METHOD, Ask, RankCall, numbered, replies_to
 from weightcast.guest.engine import GuestEngine
 from weightcast.guest.replies import Replies
 from weightcast.guest.turns import Turns
+
+DEADLINE_SECONDS = 50.0
+"""Less than a publisher waits for an answer by default, so that it hears why there is none."""
 
 
 class VllmEngine(GuestEngine):
     """The engine behind `client`, vLLM's EngineClient. By default one API server is in front of it."""
 
-    def __init__(self, client: Any, turns: Turns | None = None, *, deadline_seconds: float = 60.0) -> None:
+    def __init__(self, client: Any, turns: Turns | None = None, *, deadline_seconds: float = DEADLINE_SECONDS) -> None:
         super().__init__("vLLM", Turns.of_one() if turns is None else turns, deadline_seconds)
         self._client = client
 
@@ -32,14 +35,26 @@ class VllmEngine(GuestEngine):
         async with self._alone():
             await self._in_time(self._client.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
 
+    @contextlib.asynccontextmanager
+    async def waking(self, tags: Sequence[str]) -> AsyncIterator[None]:
+        """Inside of it vLLM may be woken, which sets it going once all its memory is there. Raises EngineTornError.
+
+        A torn one may have its weights back, to be healed: where they sleep, so does its KV cache.
+        """
+        async with self._alone():
+            replies = await self._in_time(self._replies(Ask()))
+            if not (replies.weights_asleep and list(tags) == ["weights"]):
+                await self._require_whole(replies)
+            yield
+
     # --- vLLM's side ---
 
     async def _ask(self, call: RankCall) -> Replies:
-        values = msgspec.to_builtins(call)
+        values = numbered(call)
         # Never with a timeout of vLLM's, which would leave a reply behind for the next step to read.
         core = self._client.engine_core
         answers = await core.call_utility_all_async("collective_rpc", METHOD, None, (values,), None)
-        replies = msgspec.convert([reply for answer in answers for reply in answer], list[RankReply])
+        replies = replies_to(values, [reply for answer in answers for reply in answer], "vLLM")
         return Replies(replies, len(answers))
 
     async def _stop(self, mode: PauseMode) -> None:
@@ -51,6 +66,11 @@ class VllmEngine(GuestEngine):
         # Data-parallel engines of experts meet in a resume: one that is in a step would miss the others.
         if await self._is_stopped():
             await self._client.resume_generation()
+
+    async def _end_stop(self) -> None:
+        # Data-parallel engines of experts refuse to resume before all have paused, which waits for what is running. A
+        # pause in this mode ends that one too.
+        await self._client.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
     async def _go_on(self) -> None:
         # Unlike a resume, this leaves an engine alone whose KV cache is still asleep.

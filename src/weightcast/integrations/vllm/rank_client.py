@@ -21,8 +21,10 @@ from weightcast.control.rank_calls import (
     RankReply,
     Settle,
     Update,
+    numbered,
+    replies_to,
 )
-from weightcast.errors import ClosedError, ControlError, PeerError, from_record
+from weightcast.errors import ClosedError, PeerError, from_record
 
 logger = logging.getLogger(__name__)
 
@@ -144,14 +146,8 @@ class RankClient:
         raise raised
 
     def _replies(self, call: RankCall) -> list[RankReply]:
-        answer = self._control.call_ranks(msgspec.to_builtins(call))
-        try:
-            replies = msgspec.convert(answer, list[RankReply])
-        except msgspec.ValidationError as exc:
-            raise ControlError(f"{self.name} did not answer as weightcast's ranks do: {exc}", peer=self.name) from exc
-        if not replies:
-            raise ControlError(f"no rank of {self.name} answered", peer=self.name)
-        return replies
+        values = numbered(call)
+        return replies_to(values, self._control.call_ranks(values), self.name)
 
 
 def _torn(infos: list[WeightInfo]) -> str:

@@ -2,7 +2,7 @@
 
 Invariants: with a token set, no weight route answers without it, and without one, none answers a browser's page; while
 the engine is torn, generation is answered with 503, by every API server of several. vLLM's VLLM_SERVER_DEV_MODE is not
-needed, and would open routes that no token guards.
+needed, and would open routes that no token guards; that of them which sets an engine going leaves a torn one alone.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
 
-from weightcast.control.server_replies import reply
+from weightcast.control.server_replies import error_reply, reply
 from weightcast.control.server_weights import Handler, guarded, pause_mode
-from weightcast.errors import ClosedError
+from weightcast.errors import ClosedError, EngineTornError, WeightcastError
 from weightcast.guest.routes import EngineRoutes, TornGuard, log
 from weightcast.guest.turns import Turns
 from weightcast.integrations.vllm.engine import VllmEngine
@@ -55,6 +56,9 @@ class WeightcastRoutes:
         for method, path, handler in self._routes.handlers():
             recorded = _recorded(_OPERATIONS[path], handler) if path in _OPERATIONS else handler
             app.add_api_route(path, guarded(recorded, token=token, on_error=log), methods=[method])
+        for route in list(app.routes):
+            if isinstance(route, APIRoute) and route.path == "/wake_up":
+                app.add_api_route(route.path, self._routes.waking(route.endpoint), methods=["POST"])
         app.add_middleware(TornGuard, why_torn=self._why_torn, generation=_GENERATION)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
@@ -86,6 +90,19 @@ class _VllmRoutes(EngineRoutes):
         clear_cache = request.query_params.get("clear_cache", "true").lower() not in ("false", "0", "no", "off")
         await self._find_vllm().pause(pause_mode(request, self._default_pause), clear_cache=clear_cache)
         return reply({"status": "paused"})
+
+    def waking(self, wake_up: Handler) -> Handler:
+        """vLLM's own route, but for an engine that is torn, and never in the middle of an install."""
+
+        async def waking(raw_request: Request) -> Response:
+            try:
+                async with self._find_vllm().waking(raw_request.query_params.getlist("tags")):
+                    return await wake_up(raw_request)
+            except WeightcastError as exc:
+                log(exc)
+                return error_reply(exc, 409 if isinstance(exc, EngineTornError) else None)
+
+        return waking
 
 
 def _recorded(operation: Any, handler: Handler) -> Handler:

@@ -64,6 +64,7 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
             token=os.environ.get(TOKEN_VARIABLE, ""),
             unsupported=tuple(internals.unsupported(vllm_config)),
             require_ready=self._require_awake,
+            weights_asleep=self._weights_asleep,
         )
         _pass_by_order_check(VllmWorker)
 
@@ -121,8 +122,11 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
     def _refuse_draft(self) -> None:
         raise UnsupportedError("weightcast does not update draft models")
 
+    def _weights_asleep(self) -> bool:
+        return internals.weights_sleep(self.vllm_config, self.device)
+
     def _require_awake(self) -> None:
-        if internals.weights_sleep(self.vllm_config, self.device):
+        if self._weights_asleep():
             raise ClosedError("the weights' memory is asleep: wake it (/wake_up?tags=weights) before the install")
 
 
