@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,24 @@ def test_an_engine_process_that_hangs_is_late(leaves_nothing: None) -> None:
             LLMEngine(llm, name="first", timeout_seconds=0.2).info()
         llm.has_hung.set()
         assert threading.get_ident() not in llm.threads
+
+
+@pytest.mark.parametrize("num_behind", [0, 1])
+def test_answers_to_earlier_calls_are_found_out(
+    llm: OfflineLLM, monkeypatch: pytest.MonkeyPatch, num_behind: int
+) -> None:
+    """As vLLM gives them once a call has failed on several workers of an engine."""
+    inner, serials = llm.collective_rpc, ["an earlier call's"] * num_behind
+
+    def collective_rpc(method: str, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:
+        serials.append(args[0]["serial"])
+        return [reply | {"serial": serials.pop(0)} for reply in inner(method, timeout, args, kwargs)]
+
+    monkeypatch.setattr(llm, "collective_rpc", collective_rpc)
+    out_of_step = pytest.raises(PublishError, match=r"out of step: .* start the server again")
+    with publisher_of(3.0, LLMEngine(llm)) as publisher, out_of_step if num_behind else contextlib.nullcontext():
+        publisher.publish()
+    assert ("install" in llm.log) is not bool(num_behind)
 
 
 class EngineDeadError(Exception):
