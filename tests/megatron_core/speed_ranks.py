@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import multiprocessing
 import os
 import statistics
 import time
@@ -17,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import forking
 import torch
 import torch.distributed as dist
 from core.direct import DirectEngine
@@ -50,7 +50,7 @@ _WIDTHS = (
     "qk_rope_head_dim", "v_head_dim",
 )  # fmt: skip
 
-_context = forking.preloaded("transformers", "weightcast.bench.engines", "weightcast.publisher")
+_context = multiprocessing.get_context("spawn")
 
 
 def moonlight(scale: int) -> Any:
@@ -161,7 +161,7 @@ def _converted(name: str, stage: int, parts: list[torch.Tensor]) -> Iterator[tup
         yield folder + "up_proj.weight", up
 
 
-def main(rank: int, directory: str, hf_config: Any, specs: Sequence[TensorSpec]) -> None:
+def main(rank: int, directory: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -171,41 +171,48 @@ def main(rank: int, directory: str, hf_config: Any, specs: Sequence[TensorSpec])
         world_size=NUM_RANKS,
         timeout=datetime.timedelta(seconds=DEADLINE_SECONDS),
     )
-    meta = {s.name: torch.empty(s.shape, device="meta") for s in specs}
+    hf_config = moonlight(SCALE)
+    meta = {s.name: torch.empty(s.shape, device="meta") for s in models.checkpoint_specs(hf_config)}
     sharder, places = shards.Sharder(meta, hf_config, JOB), list(shards.ranks(JOB))
     shapes = [sharder.tensors(place) for place in places]
     tensors = {
         name: torch.full(t.shape, places[rank].stage + 0.5, dtype=_dtype(name)) for name, t in shapes[rank].items()
     }
     source = Shard(hf_config, places[rank], tensors)
-    with bench_engines.started(source.specs(), Settings()) if rank == 0 else contextlib.nullcontext([]) as beside:
-        extra_bytes = extra_memory(source, beside)
-        result = {"extra_bytes": extra_bytes, **measured(source, PerParameter(shapes, tensors), beside)}
+    extra_bytes = extra_memory(source)
+    result = {"extra_bytes": extra_bytes, **measured(source, PerParameter(shapes, tensors))}
     if rank == 0:
         Path(directory, "result.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def extra_memory(source: Shard, beside: Sequence[bench_engines.BenchEngine]) -> list[int]:
+def extra_memory(source: Shard) -> list[int]:
     """What a first publish to an engine beside takes at its peak, of every rank: bytes beyond what was resident."""
     meter, extra = ProcessMeter(os.getpid()), [0] * NUM_RANKS
-    # Staged has an arena of the model's size besides, for the engines of the host.
-    options: dict[str, Any] = {"install": "streaming", "bucket_size_bytes": BUCKET_BYTES, "deadline_seconds": 120.0}
-    with Publisher(source, engines=[engine.url for engine in beside], **options) as publisher:
-        meter.begin()
-        publisher.publish()
-        dist.all_gather_object(extra, meter.extra_bytes())
+    with (
+        bench_engines.started(source.specs(), Settings())
+        if dist.get_rank() == 0
+        else contextlib.nullcontext() as beside
+    ):
+        engines = [engine.url for engine in beside or ()]
+        # Staged has an arena of the model's size besides, for the engines of the host.
+        options = {"install": "streaming", "bucket_size_bytes": BUCKET_BYTES, "deadline_seconds": 120.0}
+        with Publisher(source, engines=engines, **options) as publisher:
+            meter.begin()
+            publisher.publish()
+            dist.all_gather_object(extra, meter.extra_bytes())
     return extra
 
 
-def measured(source: Shard, old: PerParameter, beside: Sequence[bench_engines.BenchEngine]) -> dict[str, Any]:
+def measured(source: Shard, old: PerParameter) -> dict[str, Any]:
     """Medians of seconds, each way in turn: until an engine has loaded everything, in this process or in one beside."""
     is_first, specs = dist.get_rank() == 0, source.specs()
     with contextlib.ExitStack() as stack:
         inside = [DirectEngine("inside", ModuleEngine(build_model(specs)))] if is_first else []
         for engine in inside:
             stack.callback(engine.close)
+        beside = stack.enter_context(bench_engines.started(specs, Settings())) if is_first else []
         options: dict[str, Any] = {"deadline_seconds": 120.0}
         near = stack.enter_context(Publisher(source, transport="memory://", engines=inside, **options))
         far = stack.enter_context(Publisher(source, engines=[engine.url for engine in beside], **options))
@@ -217,7 +224,7 @@ def measured(source: Shard, old: PerParameter, beside: Sequence[bench_engines.Be
             "old_beside": lambda: _load_beside(old, beside, slot),
         }
         seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(3):
+        for _ in range(4):
             for name, way in ways.items():
                 dist.barrier()
                 start = time.perf_counter()
@@ -241,7 +248,7 @@ def _load(old: PerParameter, engine: Any) -> None:
             engine.load([each])
 
 
-def _load_beside(old: PerParameter, engines: Sequence[bench_engines.BenchEngine], slot: SharedBytes) -> None:
+def _load_beside(old: PerParameter, engines: list[bench_engines.BenchEngine], slot: SharedBytes) -> None:
     if engines:
         bench_engines.lend_slot(engines, slot)
     for named in old.gather():
@@ -252,9 +259,7 @@ def _load_beside(old: PerParameter, engines: Sequence[bench_engines.BenchEngine]
 
 def run(directory: Path) -> dict[str, Any]:
     """All ranks' run; what rank 0 measured."""
-    hf_config = moonlight(SCALE)
-    job = str(directory), hf_config, models.checkpoint_specs(hf_config)
-    ranks = [_context.Process(target=main, args=(rank, *job)) for rank in range(NUM_RANKS)]
+    ranks = [_context.Process(target=main, args=(rank, str(directory))) for rank in range(NUM_RANKS)]
     for process in ranks:
         process.start()
     for process in ranks:
