@@ -43,9 +43,8 @@ def test_alternating_publishes_serve_what_was_published(server: Server, transpor
             assert_serves(server.ask, it.of(seed), other=it.of(1 - seed))
 
 
-@on(full=FAMILIES)
+@on(FAMILIES[0], full=FAMILIES[1:])
 def test_families(server: Server) -> None:
-    """By default one is in test_mixed_fleet.py."""
     with trainer(server.setup, server.url) as it:
         for seed in (1, 0, 1):
             report = it.publish(seed)
