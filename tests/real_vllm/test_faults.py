@@ -216,8 +216,9 @@ def test_a_pause_that_takes_too_long_leaves_the_old_version(server: Server, is_s
     (worker,) = server.call("test_pid")
 
     def stop() -> None:
+        end = time.monotonic() + DEADLINE_SECONDS
         while not server.is_paused():
-            pass
+            assert time.monotonic() < end
         os.kill(int(worker), signal.SIGSTOP)
         time.sleep(DEADLINE_SECONDS + 5)
         os.kill(int(worker), signal.SIGCONT)
@@ -338,9 +339,12 @@ def test_misuse_is_an_error_and_later_calls_are_in_step(server: Server, steps: l
 
 
 @pytest.mark.full
-def test_workers_that_somebody_else_has_brought_out_of_step_are_found_out(checkpoint: Checkpoints) -> None:
+@pytest.mark.parametrize("endpoints", [True, False], ids=["endpoints", "stock-routes"])
+def test_workers_that_somebody_else_has_brought_out_of_step_are_found_out(
+    checkpoint: Checkpoints, endpoints: bool
+) -> None:
     """What such a server says of an install may be the answer to another call."""
-    setup = Setup(tp=2)
+    setup = Setup(tp=2, endpoints=endpoints)
     with Server(setup, checkpoint(setup.family, 0, setup.dtype)) as server, trainer(setup, server.url) as it:
         it.publish(0)
         assert server.post("/collective_rpc", {"method": "nonsense"}).status_code == 500

@@ -374,16 +374,20 @@ def test_a_tensor_that_the_loader_drops_is_noticed(offline: Offline, monkeypatch
 
 
 @offline_on(*ALL)
-def test_a_tensor_that_comes_twice_is_noticed(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer is packed when as much has come as in the trial: what comes afterwards must not be lost."""
-    engine, tensors = engine_of(offline), weights(offline, 1)
-    offer(engine, tensors)
-    restore = engine.snapshot()
-    loader = offline.model.load_weights
-    double = lambda ws: loader((n, w) for n, w in ws for _ in range(1 + (n == Q_PROJ)))  # noqa: E731
-    monkeypatch.setattr(offline.model, "load_weights", double, raising=False)
-    with pytest.raises(Exception):  # noqa: B017, PT011  (vLLM's, where it comes to the packed layer first)
-        engine.load(tensors.items())
+def test_what_comes_for_a_layer_that_is_packed_is_an_error(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader may hold a parameter from before: what it loads into that now would be lost."""
+    engine, o_proj = engine_of(offline), f"{LAYER}.self_attn.o_proj"
+    offer(engine, weights(offline, 1))
+    restore, loader = engine.snapshot(), offline.model.load_weights
+
+    def late(ws: Any) -> None:
+        held = offline.model.get_submodule(o_proj).weight
+        loader(ws)
+        held.weight_loader(held, weights(offline, 1)[f"{o_proj}.weight"])
+
+    monkeypatch.setattr(offline.model, "load_weights", late, raising=False)
+    with pytest.raises(InstallError, match=f"more came for {o_proj}"):
+        engine.load(weights(offline, 1).items())
     monkeypatch.undo()
     restore()
     assert_seed(offline, 0)
