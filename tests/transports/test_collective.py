@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -47,6 +47,7 @@ class Hall:
         self.stack.callback(self.sender.close)
         self.manifest = plan([TensorSpec(f"t{i}", "uint8", (4096,)) for i in range(num_buckets)], 4096)
         self.num_packed = 0
+        self.before_bucket: Callable[[int], object] = _nothing
 
     def receiver(self, peer: str) -> Receiver:
         made: Receiver = registry.transport(self.sender.address).receiver(
@@ -72,6 +73,7 @@ class Hall:
         self.sender.open(self.manifest, version(number), peers=peers, staged=staged)
         index = 0
         while index < len(self.manifest.buckets):
+            self.before_bucket(index)
             fill(self.sender.buffer(index), self.manifest, number, index)
             self.num_packed += 1
             index = self.sender.send(index)
@@ -84,7 +86,7 @@ def fill(buffer: torch.Tensor, manifest: Manifest, number: int, index: int) -> N
 
 
 def _nothing(bucket: object) -> None:
-    """A peer that only receives."""
+    """A peer that only receives, a sender that waits for nobody."""
 
 
 def version(number: int) -> WeightVersion:
@@ -130,13 +132,17 @@ def test_the_group_is_kept_while_its_members_stay_and_made_anew_when_they_change
 def lose_one_on_the_way(hall: Hall, receivers: dict[str, Receiver]) -> None:
     """Send version 1; "goes" leaves at its sixth bucket, and all others get everything."""
     num_seen = 0
+    has_left = threading.Event()
 
     def leave(bucket: object) -> None:
         nonlocal num_seen
         num_seen += 1
         if num_seen == 6:
             receivers["goes"].close()
+            has_left.set()
 
+    # Small buckets fit into the sockets' buffers: without this the sender may be done before anybody has read one.
+    hall.before_bucket = lambda index: index < 8 or has_left.wait(DEADLINE_SECONDS)
     readers = hall.update(1, receivers, goes=leave)
     with pytest.raises(Exception, match="closed"):
         readers.pop("goes").result()
