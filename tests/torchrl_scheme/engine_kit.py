@@ -1,4 +1,4 @@
-"""The shapes in which vLLM's engines reach TorchRL's scheme, each over two real ranks; what they generate is what is held.
+"""The shapes in which vLLM's engines reach TorchRL's scheme, each over two real ranks; they generate what these hold.
 
 An engine that stands still has its callers wait: `generate` says so by Waiting here, where vLLM's would not return.
 """

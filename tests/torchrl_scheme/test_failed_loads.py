@@ -1,4 +1,4 @@
-"""A load that fails on some rank: undone everywhere, or an engine that refuses to generate. W13 behind `collective_rpc`."""
+"""A load that fails on some rank: undone everywhere, or the engine refuses to generate. W13 behind `collective_rpc`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torchrl_scheme.scheme_kit import TENSORS, LoadingModule, sender_of, vllm_sh
 
 from weightcast.errors import EngineTornError, InstallError, PublishError
 from weightcast.integrations.torchrl import VLLMDoubleBufferSyncScheme as Scheme
+from weightcast.manifest import WeightVersion
 from weightcast.testing.leftovers import nothing_left
 
 OLD = {name: tensor + 1 for name, tensor in TENSORS.items()}
@@ -34,8 +35,9 @@ def shape(request: pytest.FixtureRequest) -> Iterator[Shape]:
 def both_sides(tmp_path: Path, shape: Shape, **options: Any) -> Iterator[tuple[Any, Any]]:
     """Its sender and the receiver for this engine."""
     scheme = Scheme(str(tmp_path))
-    with contextlib.closing(sender_of(scheme)) as sender, contextlib.closing(shape.create(scheme, **options)) as receiver:
-        yield sender, receiver
+    with contextlib.ExitStack() as stack:
+        sender = stack.enter_context(contextlib.closing(sender_of(scheme)))
+        yield sender, stack.enter_context(contextlib.closing(shape.create(scheme, **options)))
 
 
 on_all_shapes = pytest.mark.parametrize("shape", SHAPES, indirect=True)
@@ -162,6 +164,23 @@ def test_one_torn_replica_of_several_is_not_generated_with(tmp_path: Path, shape
         generates(shape, OLD)
 
 
+@pytest.mark.parametrize("shape", ["LLM", "AsyncVLLM"], indirect=True)
+def test_ranks_of_two_versions_are_not_generated_with(tmp_path: Path, shape: Shape) -> None:
+    with both_sides(tmp_path, shape) as (sender, receiver):
+        sender.update_weights(OLD)
+        assert receiver.poll_and_apply(timeout=0)
+        shape.ranks.engine.ranks[1]._gate.set_version(WeightVersion("another run", 7))
+        sender.update_weights(NEW)
+        shape.models[0].fail = "half-way"
+        with pytest.raises(InstallError, match="half-way") as caught:
+            receiver.poll_and_apply(timeout=0)
+        assert caught.value.torn
+        with pytest.raises(EngineTornError, match="different versions"):
+            shape.generate()
+        assert receiver.poll_and_apply(timeout=0)
+        generates(shape, NEW)
+
+
 class Late(concurrent.futures.Future[Any]):
     """An answer that comes after whoever waits for it has given up."""
 
@@ -264,6 +283,40 @@ def test_a_module_of_this_process(tmp_path: Path, leaves_nothing: None, undo: bo
     assert vars(engine) == before
     receiver.close()
     sender.close()
+
+
+def test_an_undo_of_a_torn_module_leaves_it_torn(tmp_path: Path, leaves_nothing: None) -> None:
+    scheme, module = Scheme(str(tmp_path)), LoadingModule()
+    engine = vllm_shape(module.load_weights, module)
+    engine.generate = lambda: "text"
+    module.fail_at = 1
+    with contextlib.closing(sender_of(scheme, module)) as sender:
+        sender.update_weights(_of(1.0))
+        for undo in (False, True):
+            with contextlib.closing(scheme.create_receiver(engine, undo=undo)) as receiver:
+                with pytest.raises(InstallError):
+                    receiver.poll_and_apply(timeout=0)
+                with pytest.raises(EngineTornError):
+                    engine.generate()
+        module.fail_at = -1
+        with contextlib.closing(scheme.create_receiver(engine)) as receiver:
+            assert receiver.poll_and_apply(timeout=0)
+        assert engine.generate() == "text"
+
+
+def test_a_method_that_was_taken_before_refuses_as_well(tmp_path: Path) -> None:
+    """What an LLM generates goes through its engine."""
+    with contextlib.closing(SHAPES["LLM"]()) as shape:
+        generate = shape.given.generate
+        with both_sides(tmp_path, shape, undo=False) as (sender, receiver):
+            sender.update_weights(NEW)
+            shape.models[0].fail = "half-way"
+            with pytest.raises(InstallError):
+                receiver.poll_and_apply(timeout=0)
+            with pytest.raises(EngineTornError):
+                generate()
+            assert receiver.poll_and_apply(timeout=0)
+            assert generate()
 
 
 def _of(value: float) -> dict[str, torch.Tensor]:

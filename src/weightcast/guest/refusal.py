@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 _GENERATES = (
     *("generate", "chat", "beam_search", "encode", "embed", "classify", "score", "reward"),
-    *("enqueue", "enqueue_chat", "wait_for_completion", "add_request", "step"),
+    *("enqueue", "enqueue_chat", "wait_for_completion", "add_request", "step", "_generate_impl"),
 )
 """Methods of vLLM's LLM, LLMEngine and AsyncLLM, and of TorchRL's AsyncVLLM."""
 

@@ -92,6 +92,7 @@ class DirectModule(DirectModel):
         live = list({id(t): t for part in model.modules() for t in _tensors(part)}.values())
         values = [tensor.data for tensor in live]
         copies = [torch.empty(value.shape, dtype=value.dtype) for value in values]
+        was_whole = not self._refusal.why
         with torch.inference_mode():
             host_copy.copy_all(copies, values)
 
@@ -101,7 +102,8 @@ class DirectModule(DirectModel):
             with torch.inference_mode():
                 host_copy.copy_all(values, copies)
             reset_prefix_cache(self._vllm_engine)
-            self._refusal.end()
+            if was_whole:
+                self._refusal.end()
 
         return put_back
 
