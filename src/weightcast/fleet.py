@@ -148,6 +148,9 @@ class Member:
             assert isinstance(self.client, Pausable)
             self.client.resume(run)
             self.is_paused = self._stands_still = False
+        elif isinstance(self.client, Distrusted):
+            error = self.result.error
+            self.client.distrust("not all of its workers went back" if error is None else error.message)
         self.result.pause_seconds = time.perf_counter() - self._paused_at
         guard.release(self.name)
 

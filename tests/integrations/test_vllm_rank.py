@@ -80,7 +80,10 @@ class Model:
             do()
         except Exception as exc:
             error = exc
-        self.agree(error)
+        try:
+            self.agree(error)
+        finally:
+            error = None  # whose frames hold what came
 
     def _raise_in(self, step: str) -> None:
         if self.fail == step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -35,6 +36,13 @@ class Extension(Workers):
         if not hasattr(model, "test_step_seconds"):
             model.register_forward_pre_hook(lambda module, inputs: time.sleep(module.test_step_seconds))
         model.test_step_seconds = seconds
+
+    def test_weights_digest(self) -> str:
+        """Of this rank's parameters and buffers, bit by bit."""
+        digest, model = hashlib.sha256(), self.model_runner.get_model()  # type: ignore[attr-defined]
+        for tensor in (*model.parameters(), *model.buffers()):
+            digest.update(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     def test_pid(self) -> int:
         return os.getpid()

@@ -27,6 +27,7 @@ def start(folder: str, setup: Setup) -> Any:
         tensor_parallel_size=setup.tp,
         max_model_len=512,
         enforce_eager=True,
+        worker_extension_cls="real_vllm.extension.Extension",
         weight_transfer_config=WeightTransferConfig(backend="weightcast"),
     )
 

@@ -127,9 +127,13 @@ class LoaderEngine(abc.ABC):
             yield
         except BaseException as exc:
             error = exc
-        self._agree(error)
-        if error is not None:
-            raise error
+        try:
+            self._agree(error)
+            if error is not None:
+                raise error
+        finally:
+            # The error's frames, this one among them, have tensors of the transport's memory.
+            error = None
 
 
 def _handed(tensors: Tensors, accepted: Accepted, due: set[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,6 +9,8 @@ from pathlib import Path
 SCHEME = "file"
 MAX_SLOTS = 64
 MAX_THREADS = 256
+MAX_BUFFERS = 8
+"""Buckets that a writer, or a reader that streams, has in memory at once, however many threads it may have."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -16,8 +18,8 @@ class StoreAddress:
     """Where a store is, and how it is to be written and read.
 
     `num_slots`: how many versions are kept before the oldest is overwritten; `max_slots`: how many there may be where
-    readers hold the others (default: two more). `num_threads`: files per version, written and read at once. `fsync`:
-    wait for the disk before a version is committed.
+    readers hold the others (default: two more). `num_threads`: files per version, written and read at once, as far as
+    there are buckets for them, and `MAX_BUFFERS` allows. `fsync`: wait for the disk before a version is committed.
     """
 
     directory: Path

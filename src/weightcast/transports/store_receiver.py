@@ -30,7 +30,7 @@ from weightcast.errors import (
 from weightcast.interfaces import Bucket, Kept
 from weightcast.manifest import Manifest, WeightVersion
 from weightcast.places import Buffers, Places, place
-from weightcast.store.address import StoreAddress
+from weightcast.store.address import MAX_BUFFERS, StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader, WriterState
 
 _PUBLISHER = "trainer"
@@ -40,12 +40,16 @@ _LONGEST_PAUSE_SECONDS = 0.05
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Wanted:
-    """An update that the worker waits for. `attempt`: the writer's last one when it was opened."""
+    """An update that the worker waits for. `attempt`: the writer's last one when it was opened.
+
+    `num_ahead`: how many buckets are read while one is taken.
+    """
 
     manifest: Manifest
     version: WeightVersion
     places: Places
     attempt: int
+    num_ahead: int
     num_taken: int = 0
     pinned: PinnedVersion | None = None
     reads: collections.deque[Future[None]] = dataclasses.field(default_factory=collections.deque)
@@ -55,7 +59,7 @@ class StoreReceiver:
     """Implements `interfaces.Receiver`, `Replaying` and `Renewable`.
 
     Memory, kept between updates: staged, the whole version, in every process that reads; streaming, one bucket, with
-    several threads one more for each.
+    several threads one more for each, but no more than there are, and at most `MAX_BUFFERS`.
     """
 
     def __init__(self, url: str, *, peer: str, run: str | None = None, deadline_seconds: float = 60.0) -> None:
@@ -103,10 +107,12 @@ class StoreReceiver:
             self._end_wanted()
             self._wake.clear()
             # Reads ahead of what was checked would overwrite its trailer.
-            places = place(manifest, num_slots=self._num_ahead + 1, staged=staged, adjoining=self._num_ahead == 0)
+            num_ahead = self._num_ahead if staged else min(self._num_ahead, MAX_BUFFERS - 1)
+            num_ahead = num_ahead if len(manifest.buckets) > 1 else 0
+            places = place(manifest, num_slots=num_ahead + 1, staged=staged, adjoining=num_ahead == 0)
             self._arena.prepare(places)
             record = self._reader.writer().record
-            wanted = _Wanted(manifest, version, places, 0 if record is None else record.attempt)
+            wanted = _Wanted(manifest, version, places, 0 if record is None else record.attempt, num_ahead)
             newest = self._newest
             if newest is not None and newest.stored.version == version:
                 self._newest, wanted.pinned = None, newest
@@ -217,11 +223,11 @@ class StoreReceiver:
             self._check_live(wanted)
             assert wanted.pinned is not None
             index, num_buckets = wanted.num_taken, len(wanted.manifest.buckets)
-            if self._pool is None:
+            if self._pool is None or wanted.num_ahead == 0:
                 wanted.pinned.read(index, self._arena.buffer(wanted.places, index))
             else:
                 # A streaming bucket's memory is free when the next one is asked for: look no further than that.
-                for ahead in range(index + len(wanted.reads), min(index + self._num_ahead, num_buckets)):
+                for ahead in range(index + len(wanted.reads), min(index + wanted.num_ahead, num_buckets)):
                     buffer = self._arena.buffer(wanted.places, ahead)
                     wanted.reads.append(self._pool.submit(wanted.pinned.read, ahead, buffer))
                 wanted.reads.popleft().result()

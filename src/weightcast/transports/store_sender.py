@@ -15,14 +15,15 @@ from weightcast.bucket import DIGEST_BYTES, TRAILER_BYTES, slot_size_bytes
 from weightcast.errors import ClosedError, UpdateAbortedError, WeightcastError
 from weightcast.manifest import Manifest, WeightVersion
 from weightcast.places import Buffers, buffer_size_bytes
-from weightcast.store.address import StoreAddress
+from weightcast.store.address import MAX_BUFFERS, StoreAddress
 from weightcast.store.writing import StoreWriter
 
 
 class StoreSender:
     """Implements `interfaces.Sender` and `Replayable`.
 
-    Memory: one bucket, with several threads one more for each; the store's files besides (see `StoreWriter`).
+    Memory: one bucket; with several threads one more for each, but no more than there are, and at most `MAX_BUFFERS`.
+    The store's files besides (see `StoreWriter`).
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class StoreSender:
         self.address = url
         self._run = run
         self._is_pinned = torch.device(device or "cpu").type == "cuda"
-        self._num_buffers = 1 if address.num_threads == 1 else address.num_threads + 1
-        self._pool = ThreadPoolExecutor(address.num_threads, "weightcast-store") if address.num_threads > 1 else None
+        self._max_buffers = 1 if address.num_threads == 1 else min(address.num_threads + 1, MAX_BUFFERS)
+        self._num_buffers = 1
+        # It starts a thread only for a bucket that no other one is free for.
+        self._pool = ThreadPoolExecutor(self._max_buffers, "weightcast-store") if address.num_threads > 1 else None
         self._ring: torch.Tensor | None = None
         self._buffers = Buffers(torch.empty(0, dtype=torch.uint8))
         self._stride = 0
@@ -79,7 +82,7 @@ class StoreSender:
         place, size = index % self._num_buffers, manifest.buckets[index] + TRAILER_BYTES
         data = self._buffers.get(index, place * self._stride, buffer_size_bytes(manifest, index)).numpy().data[:size]
         self._digests.append(bytes(data[size - DIGEST_BYTES :]))
-        if self._pool is None:
+        if self._pool is None or self._num_buffers == 1:
             self._writer.write(index, data)
         else:
             self._writes[place] = self._pool.submit(self._writer.write, index, data)
@@ -104,8 +107,7 @@ class StoreSender:
         self._writer.close()
         if self._pool is not None:
             self._pool.shutdown()
-        self._ring = None
-        self._buffers = Buffers(torch.empty(0, dtype=torch.uint8))
+        self._let_go_of_ring()
 
     def _commit(self) -> None:
         for place in list(self._writes):
@@ -119,13 +121,19 @@ class StoreSender:
             write.result()
 
     def _prepare_ring(self, manifest: Manifest) -> None:
-        needed = slot_size_bytes(manifest)
-        if self._ring is None or needed > self._stride:
-            self._stride = needed
+        self._num_buffers = max(1, min(self._max_buffers, len(manifest.buckets)))
+        self._stride = max(slot_size_bytes(manifest), self._stride)
+        needed = self._stride * self._num_buffers
+        if self._ring is None or needed > len(self._ring):
+            self._let_go_of_ring()
             # Zeros: what lies between the end of a bucket and of its buffer must not be another's memory.
-            self._ring = torch.zeros(needed * self._num_buffers, dtype=torch.uint8, pin_memory=self._is_pinned)
+            self._ring = torch.zeros(needed, dtype=torch.uint8, pin_memory=self._is_pinned)
             self._buffers = Buffers(self._ring)
         self._buffers.forget_above(len(manifest.buckets))
+
+    def _let_go_of_ring(self) -> None:
+        self._ring = None
+        self._buffers = Buffers(torch.empty(0, dtype=torch.uint8))
 
     def _require_open(self) -> None:
         if self._closed:

@@ -6,16 +6,18 @@ Invariants: the prefix cache is reset after every load and before the version co
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from weightcast import host_copy, registry
+from weightcast.guest.refusal import Refusal
 from weightcast.manifest import WeightVersion
 from weightcast.relay import Relay
 
@@ -24,15 +26,17 @@ logger = logging.getLogger(__name__)
 LocalEngine: TypeAlias = "DirectModel | RemoteEngine"
 
 
-def engine_for(vllm_engine: Any, *, transport: str = "ipc://") -> LocalEngine:
+def engine_for(vllm_engine: Any, *, transport: str = "ipc://", undo: bool = True) -> LocalEngine:
     """Whichever fits. `transport` takes the weights from this process to workers that are elsewhere.
+
+    `undo`: workers that are elsewhere keep a host copy of the live weights while they load.
 
     Raises TypeError if it is no vLLM engine.
     """
     # TorchRL's wrapper of an LLM hands on generation only.
     vllm_engine = getattr(vllm_engine, "llm_instance", vllm_engine)
     if hasattr(vllm_engine, "collective_rpc"):
-        return RemoteEngine(vllm_engine, transport=transport)
+        return RemoteEngine(vllm_engine, transport=transport, undo=undo)
     return DirectModule(vllm_engine) if isinstance(_model_of(vllm_engine), nn.Module) else DirectModel(vllm_engine)
 
 
@@ -44,27 +48,40 @@ class DirectModel:
 
     def __init__(self, vllm_engine: Any) -> None:
         self._vllm_engine = vllm_engine
+        self._refusal = Refusal(vllm_engine)
         self.has_kept = False
 
     def specs(self) -> None:
         """What its loader accepts is no list."""
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raises what the model's `load_weights` raises."""
+        """Raises what the model's `load_weights` raises; the engine refuses to generate then, until `commit`."""
         pairs = list(tensors)
         model, uses = _model_of(self._vllm_engine), _Uses(pairs)
         before = uses.count()
-        model.load_weights(pairs)
+        with self._refusing():
+            model.load_weights(pairs)
         self.has_kept = uses.count() != before
 
     def commit(self, version: WeightVersion) -> None:
-        reset_prefix_cache(self._vllm_engine)
+        with self._refusing():
+            reset_prefix_cache(self._vllm_engine)
+        self._refusal.end()
 
     def discard(self) -> None:
         """Nothing was noted."""
 
     def close(self) -> None:
         """The engine is the caller's."""
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """A step of an install: if it fails, the weights are of no version."""
+        try:
+            yield
+        except BaseException as exc:
+            self._refusal.begin(f"an update failed half-way: {exc}")
+            raise
 
 
 class DirectModule(DirectModel):
@@ -75,6 +92,7 @@ class DirectModule(DirectModel):
         live = list({id(t): t for part in model.modules() for t in _tensors(part)}.values())
         values = [tensor.data for tensor in live]
         copies = [torch.empty(value.shape, dtype=value.dtype) for value in values]
+        was_whole = not self._refusal.why
         with torch.inference_mode():
             host_copy.copy_all(copies, values)
 
@@ -84,6 +102,8 @@ class DirectModule(DirectModel):
             with torch.inference_mode():
                 host_copy.copy_all(values, copies)
             reset_prefix_cache(self._vllm_engine)
+            if was_whole:
+                self._refusal.end()
 
         return put_back
 
@@ -93,9 +113,14 @@ class RemoteEngine(Relay):
 
     has_kept = False
 
-    def __init__(self, vllm_engine: Any, *, transport: str) -> None:
+    def __init__(self, vllm_engine: Any, *, transport: str, undo: bool) -> None:
         self._vllm_engine = vllm_engine
-        super().__init__(registry.engine_clients(vllm_engine), transport=transport)
+        super().__init__(registry.engine_clients(vllm_engine), transport=transport, undo=undo)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether the engine refuses to generate."""
+        return bool(Refusal(self._vllm_engine).why)
 
     @property
     def next_number(self) -> int:

@@ -56,9 +56,11 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         """For the trainer. One at a time writes a directory: see `VLLMDoubleBufferWeightSender.close`."""
         return VLLMDoubleBufferWeightSender(self)
 
-    def create_receiver(self, vllm_engine: Any, *, transport: str = "ipc://") -> VLLMDoubleBufferWeightReceiver:
+    def create_receiver(
+        self, vllm_engine: Any, *, transport: str = "ipc://", undo: bool = True
+    ) -> VLLMDoubleBufferWeightReceiver:
         """For the process that has the engine; see `VLLMDoubleBufferWeightReceiver`."""
-        return VLLMDoubleBufferWeightReceiver(self, vllm_engine, transport=transport)
+        return VLLMDoubleBufferWeightReceiver(self, vllm_engine, transport=transport, undo=undo)
 
     # --- initialised on one side ---
 
@@ -83,15 +85,16 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
     def init_on_receiver(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
         """Make the receiver for `engine` (or `vllm_engine`, `model`), or for what `model_id` names in `context`.
 
-        `transport` as of `create_receiver`. What was initialised as a sender stays so. Raises ValueError if no engine
-        is named, TypeError if it is none.
+        `transport` and `undo` as of `create_receiver`. What was initialised as a sender stays so. Raises ValueError if
+        no engine is named, TypeError if it is none.
         """
         given = (kwargs.get(name) for name in ("engine", "vllm_engine", "model"))
         engine = next((engine for engine in given if engine is not None), None)
         engine = self._named(model_id, context) if engine is None else engine
         if engine is None:
             raise ValueError("there is no engine to receive for: pass engine=, or a context in which model_id names it")
-        self._receiver = self.create_receiver(engine, transport=kwargs.get("transport", "ipc://"))
+        options = {name: kwargs[name] for name in ("transport", "undo") if name in kwargs}
+        self._receiver = self.create_receiver(engine, **options)
         self._model_id, self.context, self._initialized_on_receiver = model_id, context, True
 
     def _named(self, model_id: str | None, context: Any) -> Any:

@@ -56,7 +56,8 @@ class VLLMDoubleBufferTransport:
     def send_weights(self, model_id: str, weights: Any) -> None:
         """Write a version; when it returns, that is what readers get. `weights`: a TensorDict or a dict of tensors.
 
-        Takes the memory of one bucket. Raises EngineBusyError, naming it, if another one writes there;
+        Takes the memory of one bucket; with several threads that of one more for each, of at most eight, and of no more
+        than there are: a bucket has up to 64 MiB then. Raises EngineBusyError, naming it, if another one writes there;
         InsufficientMemoryError for a full disk; PeerTimeoutError, naming them, if readers hold every slot until the
         deadline; ValueError or TypeError for what can't travel. The version before stays then.
         """

@@ -15,6 +15,7 @@ from typing import Any
 from weightcast.control.messages import PauseMode
 from weightcast.control.rank_calls import METHOD, unmarked
 from weightcast.errors import ControlError, PeerDiedError, PeerTimeoutError, WeightcastError, from_record
+from weightcast.guest.refusal import Refusal
 from weightcast.integrations.vllm.rank_client import RankClient, Status
 
 Call = Callable[..., Any]
@@ -43,7 +44,7 @@ class LLMEngine(RankClient):
         # Without a process of its own the engine computes in the caller's thread, whose state torch keeps by thread.
         is_inside = type(llm.llm_engine.engine_core).__name__ == "InprocClient"
         run: Call = (lambda work: work()) if is_inside else (lambda work: _within(timeout_seconds, work))
-        super().__init__(name, _OfflineControl(name, call), pause=pause, token=token)
+        super().__init__(name, _OfflineControl(name, call), refusal=Refusal(llm), pause=pause, token=token)
 
 
 class AsyncLLMEngine(RankClient):
@@ -78,7 +79,8 @@ class AsyncLLMEngine(RankClient):
                 future.cancel()
 
         world_size = async_llm.vllm_config.parallel_config.world_size_across_dp
-        super().__init__(name, _AsyncControl(name, call, world_size), pause=pause, token=token)
+        control = _AsyncControl(name, call, world_size)
+        super().__init__(name, control, refusal=Refusal(async_llm), pause=pause, token=token)
 
 
 class RayEngine(RankClient):

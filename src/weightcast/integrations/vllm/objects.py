@@ -13,6 +13,7 @@ from typing import Any
 from weightcast.control.messages import PauseMode
 from weightcast.control.rank_calls import METHOD
 from weightcast.errors import ControlError, PeerDiedError, PeerTimeoutError, WeightcastError
+from weightcast.guest.refusal import Refusal
 from weightcast.integrations.vllm.clients import AsyncLLMEngine, LLMEngine
 from weightcast.integrations.vllm.rank_client import RankClient, Status
 from weightcast.interfaces import EngineClient
@@ -23,7 +24,8 @@ def speak(engine: Any) -> list[EngineClient]:
     if not hasattr(engine, "collective_rpc"):
         return []
     if hasattr(engine, "actors"):
-        return [CollectiveEngine(_ActorCalls(actor), f"replica-{i}") for i, actor in enumerate(engine.actors)]
+        actors = enumerate(engine.actors)
+        return [CollectiveEngine(_ActorCalls(actor), f"replica-{i}", of=engine) for i, actor in actors]
     if inspect.iscoroutinefunction(engine.collective_rpc):
         return [AsyncLLMEngine(engine)]
     if hasattr(getattr(engine, "llm_engine", None), "engine_core"):
@@ -38,8 +40,18 @@ class CollectiveEngine(RankClient):
     that pause. Without them the caller sees to it that nothing generates meanwhile.
     """
 
-    def __init__(self, engine: Any, name: str, *, token: str | None = None, timeout_seconds: float = 60.0) -> None:
-        super().__init__(name, _CollectiveControl(engine, name, timeout_seconds), token=token)
+    def __init__(
+        self,
+        engine: Any,
+        name: str,
+        *,
+        of: Any = None,
+        token: str | None = None,
+        timeout_seconds: float = 60.0,
+    ) -> None:
+        """`of`: the object by which callers generate, where `engine` is one of several parts of it."""
+        control = _CollectiveControl(engine, name, timeout_seconds)
+        super().__init__(name, control, refusal=Refusal(engine) if of is None else Refusal(of, name), token=token)
 
 
 class _CollectiveControl:

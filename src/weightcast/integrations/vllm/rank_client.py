@@ -1,7 +1,8 @@
 """vLLM from the trainer's side, however it is reached: rank calls in, every rank's reply out.
 
 Invariants: an engine is labelled with the version that its ranks hold before it serves again; it is not resumed while
-a rank is torn or ranks hold different versions, since stock vLLM has nothing that would refuse its requests.
+a rank is torn, ranks hold different versions, or it is not known what they hold. Stock vLLM has nothing that would
+refuse its requests then: where the engine is an object of this process, that does.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from weightcast.control.rank_calls import (
     numbered,
     replies_to,
 )
-from weightcast.errors import ClosedError, PeerError, from_record
+from weightcast.errors import ClosedError, PeerError, WeightcastError, from_record
+from weightcast.guest.refusal import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +63,23 @@ class Control(Protocol):
 
 
 class RankClient:
-    """An `EngineClient` over a `Control`, also `Pausable` and `Settling`. `name`: as errors and reports call it.
+    """An `EngineClient` over a `Control`, also `Pausable`, `Settling` and `Distrusted`. `name`: as errors call it.
 
-    `token` is what the engine's processes have as WEIGHTCAST_TOKEN. `pause`: what becomes of requests, see HttpEngine.
+    `refusal`: that of the object of this process by which callers generate. `token` is what the engine's processes have
+    as WEIGHTCAST_TOKEN. `pause`: what becomes of requests, see HttpEngine.
     """
 
-    def __init__(self, name: str, control: Control, *, pause: PauseMode = "keep", token: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        control: Control,
+        *,
+        refusal: Refusal | None = None,
+        pause: PauseMode = "keep",
+        token: str | None = None,
+    ) -> None:
         self.name = name
+        self._refusal = refusal
         self._control = control
         self._pause_mode = pause
         self._token = token
@@ -118,14 +130,26 @@ class RankClient:
 
     def resume(self, run: str) -> None:
         """Label the engine with what it holds, and have it schedule again; it stays paused if it is torn."""
-        infos = [reply.info for reply in self._replies(Ask())]
-        torn = _torn(infos)
+        try:
+            infos = [reply.info for reply in self._replies(Ask())]
+            torn = _torn(infos)
+            if not torn:
+                if infos[0].weight_version != "default":
+                    self._control.set_label(infos[0].weight_version)
+                self._control.resume()
+        except WeightcastError as exc:
+            self.distrust(f"it could not be resumed: {exc}")
+            raise
         if torn:
+            self.distrust(torn)
             logger.warning("%s stays paused until a complete update heals it: %s", self.name, torn)
-            return
-        if infos[0].weight_version != "default":
-            self._control.set_label(infos[0].weight_version)
-        self._control.resume()
+        elif self._refusal is not None:
+            self._refusal.end()
+
+    def distrust(self, reason: str) -> None:
+        """Have requests refused, where the engine is an object of this process, until it is resumed."""
+        if self._refusal is not None:
+            self._refusal.begin(reason)
 
     def shutdown(self) -> None:
         """End whichever run's hold; the engine serves on."""
