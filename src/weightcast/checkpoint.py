@@ -14,10 +14,10 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from weightcast import conversion, sharding
+from weightcast import conversion, flat_shards, sharding
 from weightcast.bucket import DTYPE_NAMES
+from weightcast.flat_shards import Flattened, FlattenedOf
 from weightcast.interfaces import Held, Regions
 from weightcast.manifest import TensorSpec
 from weightcast.plan import whole
@@ -50,7 +50,8 @@ def checkpoint_tensors(
     if buffers not in ("persistent", "none", "all"):
         raise ValueError(f"buffers is {buffers!r}; choose persistent, none or all")
     model = _unwrap(module)
-    kept, doubles = _split_tied(model, dict(_live_tensors(model, buffers, blocks)))
+    tensors = dict(_live_tensors(model, buffers, blocks, flat_shards.flattened(module)))
+    kept, doubles = _split_tied(model, tensors)
     if conversion.is_pretrained(model):
         views = conversion.checkpoint_views(model, kept)
         doubles = conversion.checkpoint_views(model, doubles) if doubles else {}
@@ -76,12 +77,19 @@ def _is_wrapping(module: nn.Module, child_name: str) -> bool:
 
 
 def _live_tensors(
-    module: nn.Module, buffers: Buffers, blocks: Blocks | None, prefix: str = ""
+    module: nn.Module, buffers: Buffers, blocks: Blocks | None, flattened: FlattenedOf, prefix: str = ""
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every name of the state dict with its plain tensor, in order; tied ones under each of their names."""
+    flat = flattened.get(module, {})
+    for name, entry in flat.items():
+        if entry is not None:
+            yield prefix + name, _unflattened(prefix + name, entry, blocks)
     for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield prefix + name, _plain(prefix + name, parameter, blocks)
+        if parameter is not None and name not in flat:
+            _require_own(prefix + name, parameter)
+            tensor = _plain(prefix + name, parameter, blocks)
+            _require_declared(prefix + name, module, name, tensor)
+            yield prefix + name, tensor
     for name, buffer in module._buffers.items():
         wanted = buffers == "all" or (buffers == "persistent" and name not in module._non_persistent_buffers_set)
         if buffer is not None and wanted:
@@ -89,7 +97,48 @@ def _live_tensors(
     for name, child in module._modules.items():
         if child is not None:
             inner = prefix if _is_wrapping(module, name) else f"{prefix}{name}."
-            yield from _live_tensors(child, buffers, blocks, inner)
+            yield from _live_tensors(child, buffers, blocks, flattened, inner)
+
+
+def _require_own(name: str, parameter: torch.Tensor) -> None:
+    """Raises ValueError for what another module has put in a parameter's place."""
+    if getattr(parameter, "_fsdp_flattened", False):
+        raise ValueError(
+            f"{name!r} is flattened by FSDP1, in a wrapper that this module is not part of: pass the outermost "
+            "FullyShardedDataParallel, not its `.module`"
+        )
+    if parameter.grad_fn is not None:
+        raise ValueError(
+            f"{name!r} is no parameter but computed from others ({parameter.grad_fn.name()}), as wrappers like FSDP1 "
+            "leave it during a step: pass the outermost wrapper, and publish between steps"
+        )
+
+
+def _require_declared(name: str, module: nn.Module, parameter: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a weight that can't be all of it: torch's own layers say how many dims theirs have."""
+    if type(module) in (nn.Linear, nn.Embedding) and parameter == "weight":
+        declared = (
+            [module.out_features, module.in_features]
+            if isinstance(module, nn.Linear)
+            else [module.num_embeddings, module.embedding_dim]
+        )
+        if tensor.ndim != 2 or (tensor.numel() == 0 and 0 not in declared):
+            raise ValueError(
+                f"{name!r} is {list(tensor.shape)}, its {type(module).__name__} is of {declared}: a framework holds it in "
+                "a form that is not known here; gather it before publishing, or write a Source of your own"
+            )
+
+
+def _unflattened(name: str, entry: Flattened, blocks: Blocks | None) -> torch.Tensor:
+    """A parameter that FSDP1 has flattened: as ordinary memory where FSDP shows all of it, or its stand-in."""
+    parameter = entry.whole()
+    if parameter is not None:
+        return _plain(name, parameter, blocks)
+    if blocks is None:
+        raise ValueError(
+            f"{name!r} is flattened by FSDP1 (FullyShardedDataParallel): an engine needs a module with whole parameters"
+        )
+    return blocks.standin(entry.key, lambda: entry.block(name))
 
 
 def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tensor:
@@ -103,18 +152,35 @@ def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tens
     local = sharding.local_tensor(tensor)
     if nn.parameter.is_lazy(local):
         raise ValueError(f"{name!r} has no shape yet: run one forward pass of the lazy module first")
-    if tuple(getattr(local, "ds_shape", local.shape)) != tuple(local.shape):
-        raise ValueError(f"{name!r} is partitioned by ZeRO-3: publish inside deepspeed.zero.GatheredParameters")
-    if name.endswith("_flat_param"):
-        raise ValueError(f"{name!r} is a flat parameter of FSDP1: use FSDP2 (torch.distributed.fsdp.fully_shard)")
-    is_wrapper: bool = is_traceable_wrapper_subclass(local)
-    if local.layout != torch.strided or is_wrapper:
-        raise ValueError(f"{name!r} is a {type(local).__name__} of layout {local.layout}, not one block of memory")
+    ds_shape = tuple(getattr(local, "ds_shape", ()) if hasattr(local, "ds_id") else local.shape)
+    if ds_shape != tuple(local.shape):
+        raise ValueError(
+            f"{name!r} is partitioned by DeepSpeed ZeRO-3, this rank holds {list(local.shape)} of {list(ds_shape)}: "
+            "publish on every rank inside `with deepspeed.zero.GatheredParameters(list(model.parameters())):`, or write "
+            "a Source of your own"
+        )
+    if local.layout != torch.strided or local.is_nested or not _is_memory(local):
+        raise ValueError(
+            f"{name!r} is a {type(local).__name__} of layout {local.layout}, not one block of memory: convert it into a "
+            "plain tensor, or write a Source of your own"
+        )
     if local.dtype not in DTYPE_NAMES:
         raise ValueError(f"{name!r} is {local.dtype}, which can't travel; known: {', '.join(DTYPE_NAMES.values())}")
     if not is_sharded or blocks is None:
         return local.detach()
-    return blocks.standin(name, tensor)
+    return blocks.standin(id(tensor), lambda: sharding.block(name, tensor))
+
+
+def _is_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie in its storage, as those of subclasses that compute them (quantised ones) don't.
+
+    Nor do a storage's that was freed, as frameworks do with gathered parameters.
+    """
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    end = (int(tensor.storage_offset()) + last + 1) * tensor.itemsize
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() >= end
 
 
 def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
