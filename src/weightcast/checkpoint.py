@@ -50,7 +50,7 @@ def checkpoint_tensors(
     if buffers not in ("persistent", "none", "all"):
         raise ValueError(f"buffers is {buffers!r}; choose persistent, none or all")
     model = _unwrap(module)
-    tensors = dict(_live_tensors(model, buffers, blocks, flat_shards.flattened(module)))
+    tensors = dict(_live_tensors(model, buffers, blocks, flat_shards.flattened(flat_shards.wrappers(module))))
     kept, doubles = _split_tied(model, tensors)
     if conversion.is_pretrained(model):
         views = conversion.checkpoint_views(model, kept)
@@ -124,8 +124,8 @@ def _require_declared(name: str, module: nn.Module, parameter: str, tensor: torc
         )
         if tensor.ndim != 2 or (tensor.numel() == 0 and 0 not in declared):
             raise ValueError(
-                f"{name!r} is {list(tensor.shape)}, its {type(module).__name__} is of {declared}: a framework holds it in "
-                "a form that is not known here; gather it before publishing, or write a Source of your own"
+                f"{name!r} is {list(tensor.shape)}, its {type(module).__name__} is of {declared}: a framework holds it "
+                "in a form that is not known here; gather it before publishing, or write a Source of your own"
             )
 
 
@@ -152,35 +152,23 @@ def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tens
     local = sharding.local_tensor(tensor)
     if nn.parameter.is_lazy(local):
         raise ValueError(f"{name!r} has no shape yet: run one forward pass of the lazy module first")
-    ds_shape = tuple(getattr(local, "ds_shape", ()) if hasattr(local, "ds_id") else local.shape)
+    ds_shape = tuple(getattr(local, "ds_shape", local.shape))
     if ds_shape != tuple(local.shape):
         raise ValueError(
             f"{name!r} is partitioned by DeepSpeed ZeRO-3, this rank holds {list(local.shape)} of {list(ds_shape)}: "
-            "publish on every rank inside `with deepspeed.zero.GatheredParameters(list(model.parameters())):`, or write "
-            "a Source of your own"
+            "publish on every rank inside `with deepspeed.zero.GatheredParameters(list(model.parameters())):`, or "
+            "write a Source of your own"
         )
-    if local.layout != torch.strided or local.is_nested or not _is_memory(local):
+    if local.layout != torch.strided or local.is_nested or not sharding.is_memory(local):
         raise ValueError(
-            f"{name!r} is a {type(local).__name__} of layout {local.layout}, not one block of memory: convert it into a "
-            "plain tensor, or write a Source of your own"
+            f"{name!r} is a {type(local).__name__} of layout {local.layout}, not one block of memory: convert it into "
+            "a plain tensor, or write a Source of your own"
         )
     if local.dtype not in DTYPE_NAMES:
         raise ValueError(f"{name!r} is {local.dtype}, which can't travel; known: {', '.join(DTYPE_NAMES.values())}")
     if not is_sharded or blocks is None:
         return local.detach()
     return blocks.standin(id(tensor), lambda: sharding.block(name, tensor))
-
-
-def _is_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie in its storage, as those of subclasses that compute them (quantised ones) don't.
-
-    Nor do a storage's that was freed, as frameworks do with gathered parameters.
-    """
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return False
-    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    end = (int(tensor.storage_offset()) + last + 1) * tensor.itemsize
-    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() >= end
 
 
 def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -269,6 +257,8 @@ class LiveCheckpoint:
         self._module, self._buffers, self._names = module, buffers, names
         self._sharded = sharded
         self._fsdp_modules: list[nn.Module] = []
+        self._fsdp1_wrappers: list[Any] = []
+        self._states: list[Any] = []
         self._blocks = Blocks()
         self._keys: list[tuple[Any, ...]] = []
         self._derive()
@@ -279,7 +269,8 @@ class LiveCheckpoint:
         A new shape of as many elements over the same memory is not noticed.
         """
         sharding.reshard(self._fsdp_modules)
-        return self._watch.has_changed() and self._derive()
+        is_other = self._watch.has_changed() or self._states != flat_shards.states(self._fsdp1_wrappers)
+        return is_other and self._derive()
 
     def refresh_members(self) -> bool:
         """As `refresh`, for tensors and modules that were exchanged only: it does not look at their memory."""
@@ -304,6 +295,8 @@ class LiveCheckpoint:
         specs, views = checkpoint_tensors(
             self._module, buffers=self._buffers, names=self._names, blocks=blocks if self._sharded else None
         )
+        self._fsdp1_wrappers = flat_shards.wrappers(self._module)
+        self._states = flat_shards.states(self._fsdp1_wrappers)
         self._watch = Watch(self._module, with_buffers=self._buffers != "none")
         keys = [_key(view, blocks) for view in views.values()]
         changed = keys != self._keys or specs != self.specs

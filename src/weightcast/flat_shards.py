@@ -47,7 +47,7 @@ class Flattened:
         shape, info = tuple(flat._shapes[index]), flat._shard_param_infos[index]
         if flat._param_extensions[index] is not None:
             raise ValueError(
-                f"{name!r} is sharded by FSDP1 and tensor parallelism at once, which can't be told apart here: use FSDP2 "
+                f"{name!r} is sharded by FSDP1 and tensor parallelism at once, which is not supported: use FSDP2 "
                 "(torch.distributed.fsdp.fully_shard) with tensor parallelism"
             )
         # In summon_full_params(rank0_only=True), it is rank 0 that holds everything.
@@ -92,15 +92,24 @@ FlattenedOf: TypeAlias = dict[nn.Module, dict[str, Flattened | None]]
 """What FSDP1 has flattened of each module, by name; None for a FlatParameter itself, which belongs in no checkpoint."""
 
 
-def flattened(module: nn.Module) -> FlattenedOf:
-    """Of a module and all its parts, in the order of their parameters."""
+def wrappers(module: nn.Module) -> list[Any]:
+    """The parts that FSDP1 has wrapped and flattened parameters of."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FullyShardedDataParallel", None)
+    parts = [] if kind is None else [part for part in module.modules() if isinstance(part, kind)]
+    return [part for part in parts if part._handle is not None]
+
+
+def states(wrappers: Sequence[Any]) -> list[Any]:
+    """What FSDP1 is doing, which the tensors of a rank that `summon_full_params` gave none do not show."""
+    return [wrapper._handle._training_state for wrapper in wrappers]
+
+
+def flattened(wrappers: Sequence[Any]) -> FlattenedOf:
+    """Of all that these wrap, in the order of the parameters."""
     found: FlattenedOf = {}
-    for wrapper in [] if kind is None else [part for part in module.modules() if isinstance(part, kind)]:
+    for wrapper in wrappers:
         handle = wrapper._handle
-        if handle is None:
-            continue
         flat, places = handle.flat_param, {}
         found.setdefault(wrapper.module, {})["_flat_param"] = None
         for index, (name, part, _) in enumerate(flat._param_infos):
