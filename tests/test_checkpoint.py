@@ -247,7 +247,7 @@ def fake() -> torch.Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
-    "zero3": (zero3, r"'weight' is partitioned by DeepSpeed ZeRO-3, this rank holds \[0\] of \[2, 2\]: .*Gathered"),
+    "zero3": (zero3, r"'weight' is partitioned by DeepSpeed ZeRO-3, this module holds \[0\] of \[2, 2\]: .*Gathered"),
     "computed": (lambda: nn.Parameter(Computed()), "'weight' is a Computed of layout torch.strided, not one block"),
     "fake": (fake, "'weight' is a FakeTensor of layout torch.strided, not one block of memory"),
     "freed": (freed, "'weight' is a Parameter of layout torch.strided, not one block of memory"),
@@ -271,7 +271,7 @@ def test_a_parameter_that_is_not_there_is_refused_by_name(
 def test_what_a_computation_left_in_a_parameters_place_is_refused() -> None:
     net = nn.Linear(2, 2)
     net._parameters["weight"] = net.weight * 2  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="'weight' is no parameter but computed from others .MulBackward0."):
+    with pytest.raises(ValueError, match=r"'weight' is no parameter but computed from others \(MulBackward0\)"):
         checkpoint_tensors(net)
 
 

@@ -86,7 +86,7 @@ def _live_tensors(
             yield prefix + name, _unflattened(prefix + name, entry, blocks)
     for name, parameter in module._parameters.items():
         if parameter is not None and name not in flat:
-            _require_own(prefix + name, parameter)
+            require_here(prefix + name, parameter)
             tensor = _plain(prefix + name, parameter, blocks)
             _require_declared(prefix + name, module, name, tensor)
             yield prefix + name, tensor
@@ -100,12 +100,25 @@ def _live_tensors(
             yield from _live_tensors(child, buffers, blocks, flattened, inner)
 
 
-def _require_own(name: str, parameter: torch.Tensor) -> None:
-    """Raises ValueError for what another module has put in a parameter's place."""
+def _require_shape(name: str, tensor: torch.Tensor) -> None:
+    if nn.parameter.is_lazy(tensor):
+        raise ValueError(f"{name!r} has no shape yet: run one forward pass of the lazy module first")
+
+
+def require_here(name: str, parameter: torch.Tensor) -> None:
+    """Raises ValueError for a parameter whose values lie elsewhere, or what another module has put in its place."""
+    _require_shape(name, parameter)
+    ds_shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    if ds_shape != tuple(parameter.shape):
+        raise ValueError(
+            f"{name!r} is partitioned by DeepSpeed ZeRO-3, this module holds {list(parameter.shape)} of "
+            f"{list(ds_shape)}: publish on every rank inside "
+            "`with deepspeed.zero.GatheredParameters(list(model.parameters())):`, or write a Source of your own"
+        )
     if getattr(parameter, "_fsdp_flattened", False):
         raise ValueError(
-            f"{name!r} is flattened by FSDP1, in a wrapper that this module is not part of: pass the outermost "
-            "FullyShardedDataParallel, not its `.module`"
+            f"{name!r} is flattened by FSDP1, in a wrapper that is not known here: pass the outermost "
+            "FullyShardedDataParallel to ModuleSource, not its `.module`"
         )
     if parameter.grad_fn is not None:
         raise ValueError(
@@ -150,15 +163,7 @@ def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tens
             "(a mesh of one device is taken as it is)"
         )
     local = sharding.local_tensor(tensor)
-    if nn.parameter.is_lazy(local):
-        raise ValueError(f"{name!r} has no shape yet: run one forward pass of the lazy module first")
-    ds_shape = tuple(getattr(local, "ds_shape", local.shape))
-    if ds_shape != tuple(local.shape):
-        raise ValueError(
-            f"{name!r} is partitioned by DeepSpeed ZeRO-3, this rank holds {list(local.shape)} of {list(ds_shape)}: "
-            "publish on every rank inside `with deepspeed.zero.GatheredParameters(list(model.parameters())):`, or "
-            "write a Source of your own"
-        )
+    _require_shape(name, local)
     if local.layout != torch.strided or local.is_nested or not sharding.is_memory(local):
         raise ValueError(
             f"{name!r} is a {type(local).__name__} of layout {local.layout}, not one block of memory: convert it into "

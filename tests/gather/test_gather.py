@@ -178,7 +178,7 @@ def test_regions_that_do_not_tile_name_the_tensor(ranks: Squad, cut: str, word: 
 
 
 SPOILED = {
-    "smaller": "found a view of [1, 16], torch.bfloat16 on cpu, expected {sizes}, bfloat16 in memory, for the region at",
+    "smaller": "found a view of [1, 16], torch.bfloat16 on cpu, expected {sizes}, bfloat16 in memory, for the region",
     "of_another_dtype": "found a view of {sizes}, torch.int64 on cpu, expected {sizes}, bfloat16 in memory",
     "on_meta": "found a view of {sizes}, torch.bfloat16 on meta, expected {sizes}, bfloat16 in memory",
     "freed": "found a view of {sizes}, torch.bfloat16 on cpu without memory, expected {sizes}, bfloat16",
@@ -207,7 +207,9 @@ def test_a_view_that_is_not_what_was_declared(ranks: Squad, failing: int | None,
         assert not any("send" in outcome["counts"] for outcome in outcomes)
         for rank, (name, text) in enumerate(failed(outcomes)):
             assert name == "IncompatibleWeightsError"
-            assert text.startswith("the source's" if rank == (failing or 0) else f"trainer rank {failing}: the source's")
+            assert text.startswith(
+                "the source's" if rank == (failing or 0) else f"trainer rank {failing}: the source's"
+            )
             assert f"do not fit: 'layer.7': {words.format(sizes='[16, 16]' if is_alone else '[6, 16]')}" in text
             assert "Remedy: " in text
             assert "have regions() return" in text

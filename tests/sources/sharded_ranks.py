@@ -220,7 +220,9 @@ def train(model: nn.Module) -> None:
 
 def scale(model: nn.Module) -> None:
     """As an optimizer does: in place."""
-    summoned = FullyShardedDataParallel.summon_full_params(model) if isinstance(model, FullyShardedDataParallel) else None
+    summoned = (
+        FullyShardedDataParallel.summon_full_params(model) if isinstance(model, FullyShardedDataParallel) else None
+    )
     with summoned or contextlib.nullcontext(), torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.mul_(number + 2)
@@ -458,15 +460,17 @@ def a_rank_of_fsdp1_alone_is_refused_before_anything_is_written() -> None:
             store = Path(directory) / "store"
             with Publisher(source, transport=f"file://{store}", trainer_group=None) as publisher:
                 for _ in range(2):
-                    with pytest.raises(IncompatibleWeightsError, match=r"'up.weight' of shape \[7, 5\].*FSDP.*trainer_group='auto'"):
+                    with pytest.raises(
+                        IncompatibleWeightsError, match=r"'up.weight' of shape \[7, 5\].*FSDP.*trainer_group='auto'"
+                    ):
                         publisher.publish()
             assert not store.exists()
 
 
 def fsdp1_without_its_wrapper_is_refused() -> None:
-    for kind, words in (("fsdp1", "pass the outermost FullyShardedDataParallel"), ("fsdp1-zero2", "pass the outermost")):
+    for kind in ("fsdp1", "fsdp1-zero2"):
         model = fsdp1(seeded("odd-tied"), kind, 2)
-        _refused(lambda model=model: ModuleSource(model.module), "is flattened by FSDP1", words)
+        _refused(lambda model=model: ModuleSource(model.module), "is flattened by FSDP1", "not its `.module`")
         model(torch.ones(2, 5))
         if kind == "fsdp1-zero2":
             _refused(lambda model=model: ModuleSource(model.module), "is no parameter but computed", "between steps")
