@@ -108,16 +108,21 @@ CASES = {
     2: [
         *("odd/fsdp", "odd-tied/fsdp", "odd-mixed/fsdp", "odd/offload", "odd/tp", "odd/strided", "odd/single"),
         *("qwen3/fsdp-bf16", "qwen3-tied/fsdp", "qwen3/tp", "qwen3-moe/fsdp"),
-        *("odd/fsdp1", "odd/fsdp1-flat", "odd-tied/fsdp1", "odd-tied/fsdp1-flat", "odd/fsdp1-whole", "odd/fsdp1-bf16"),
-        *("qwen3-tied/fsdp1", "qwen3-moe/fsdp1-zero2", "qwen3-moe/fsdp1-flat", "turned/fsdp1", "turned/fsdp1-flat"),
     ],
     4: [
         *("odd/fsdp", "odd-tied/fsdp", "odd/fsdp+tp", "odd/hsdp", "odd/hsdp+tp", "odd/grid", "odd/some"),
-        *("odd/fsdp1", "odd/fsdp1-flat", "odd-tied/fsdp1-hybrid", "qwen3-moe/fsdp1-hybrid", "qwen3-tied/fsdp1-bf16"),
         *("qwen3/fsdp+tp", "qwen3-tied/hsdp", "qwen3-moe/fsdp+tp", "qwen3-moe/hsdp+tp", "qwen3-moe/grid"),
     ],
 }
 """By number of ranks."""
+
+FSDP1_CASES = {
+    2: [
+        *("odd/fsdp1", "odd-tied/fsdp1-flat", "odd/fsdp1-whole", "qwen3-tied/fsdp1-bf16"),
+        *("qwen3-moe/fsdp1-zero2", "qwen3-moe/fsdp1-flat", "turned/fsdp1", "turned/fsdp1-flat"),
+    ],
+    4: ["odd-tied/fsdp1", "odd/fsdp1-flat", "qwen3-moe/fsdp1-hybrid"],
+}
 
 
 def shard(model: nn.Module, parallelism: str, size: int) -> nn.Module:
@@ -500,6 +505,9 @@ SCENES: list[Callable[[], None]] = [
     a_model_made_on_the_meta_device,
     new_memory_and_new_dtypes,
     sharded_after_the_source_was_made,
+]
+
+FSDP1_SCENES: list[Callable[[], None]] = [
     fsdp1_shows_other_tensors_in_between,
     fsdp1_whole_parameters_inside_of_summon_full_params,
     a_rank_of_fsdp1_alone_is_refused_before_anything_is_written,
@@ -511,11 +519,15 @@ SCENES: list[Callable[[], None]] = [
 # --- processes ---
 
 
-def main(rank: int, directory: str) -> None:
+PLAYS = {"dtensors": (CASES, SCENES), "fsdp1": (FSDP1_CASES, FSDP1_SCENES)}
+
+
+def main(rank: int, directory: str, play: str) -> None:
     """One rank: all cases of four ranks, then, on the first two, those of two and the scenes."""
+    cases_of, scenes = PLAYS[play]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    for size in sorted(CASES, reverse=True):
+    for size in sorted(cases_of, reverse=True):
         if rank >= size:
             continue
         dist.init_process_group(
@@ -525,9 +537,9 @@ def main(rank: int, directory: str) -> None:
             world_size=size,
             timeout=datetime.timedelta(seconds=DEADLINE_SECONDS),
         )
-        for case in CASES[size]:
+        for case in cases_of[size]:
             torch.save(report(case, size), report_path(Path(directory), size, case, rank))
-        for scene in SCENES if size == 2 else ():
+        for scene in scenes if size == 2 else ():
             scene_path(Path(directory), scene, rank).write_text(_play(scene))
         dist.destroy_process_group()
 
@@ -548,10 +560,10 @@ def scene_path(directory: Path, scene: Callable[[], None], rank: int) -> Path:
     return directory / f"{scene.__name__}.{rank}.txt"
 
 
-def rig(directory: str) -> None:
+def rig(directory: str, play: str) -> None:
     """Fork the ranks and wait for them. Exits with 1 if one fails."""
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=main, args=(rank, directory), daemon=True) for rank in range(max(CASES))]
+    ranks = [context.Process(target=main, args=(rank, directory, play), daemon=True) for rank in range(4)]
     for process in ranks:
         process.start()
     for process in ranks:
