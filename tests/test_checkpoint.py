@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from weightcast import conversion
 from weightcast.checkpoint import LiveCheckpoint, checkpoint_tensors
 from weightcast.errors import ManifestError
+from weightcast.plan import whole
 
 SMALL = {
     "vocab_size": 64,
@@ -202,14 +206,83 @@ def test_names_are_renamed() -> None:
 def test_what_has_no_checkpoint_form_is_refused() -> None:
     with pytest.raises(ValueError, match="has no shape yet"):
         checkpoint_tensors(nn.LazyLinear(3))
-    zero3 = nn.Linear(2, 2)
-    zero3.weight.ds_shape = (4, 4)
-    with pytest.raises(ValueError, match="partitioned by ZeRO-3"):
-        checkpoint_tensors(zero3)
     sparse = nn.Module()
     sparse.register_buffer("index", torch.eye(3).to_sparse())
     with pytest.raises(ValueError, match="not one block of memory"):
         checkpoint_tensors(sparse)
+
+
+class Computed(torch.Tensor):
+    """A tensor without memory of its own, which torch.compile could not take apart either."""
+
+    @staticmethod
+    def __new__(cls) -> Computed:
+        made: Computed = torch.Tensor._make_wrapper_subclass(cls, (2, 2), dtype=torch.float32)  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(func)
+
+
+def zero3() -> torch.Tensor:
+    """As DeepSpeed leaves a partitioned parameter between steps."""
+    parameter = nn.Parameter(torch.empty(0))
+    for name, value in (("ds_id", 3), ("ds_shape", torch.Size([2, 2])), ("ds_tensor", torch.ones(2))):
+        setattr(parameter, name, value)
+    return parameter
+
+
+def freed() -> torch.Tensor:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    parameter.untyped_storage().resize_(0)
+    return parameter
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return nn.Parameter(torch.empty(2, 2))
+
+
+REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "zero3": (zero3, r"'weight' is partitioned by DeepSpeed ZeRO-3, this module holds \[0\] of \[2, 2\]: .*Gathered"),
+    "computed": (lambda: nn.Parameter(Computed()), "'weight' is a Computed of layout torch.strided, not one block"),
+    "fake": (fake, "'weight' is a FakeTensor of layout torch.strided, not one block of memory"),
+    "freed": (freed, "'weight' is a Parameter of layout torch.strided, not one block of memory"),
+    "empty": (lambda: nn.Parameter(torch.empty(0)), r"'weight' is \[0\], its Linear is of \[2, 2\]"),
+    "flat": (lambda: nn.Parameter(torch.ones(3)), r"'weight' is \[3\], its Linear is of \[2, 2\]"),
+    "no-rows": (lambda: nn.Parameter(torch.ones(0, 2)), r"'weight' is \[0, 2\], its Linear is of \[2, 2\]"),
+}
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize(("make", "reason"), REFUSED.values(), ids=REFUSED)
+def test_a_parameter_that_is_not_there_is_refused_by_name(
+    make: Callable[[], torch.Tensor], reason: str, sharded: bool
+) -> None:
+    net = nn.Linear(2, 2)
+    net._parameters["weight"] = make()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=reason):
+        LiveCheckpoint(net, sharded=sharded)
+
+
+def test_what_a_computation_left_in_a_parameters_place_is_refused() -> None:
+    net = nn.Linear(2, 2)
+    net._parameters["weight"] = net.weight * 2  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"'weight' is no parameter but computed from others \(MulBackward0\)"):
+        checkpoint_tensors(net)
+
+
+def test_layers_without_elements_and_of_other_kinds_are_taken_as_they_are() -> None:
+    class Own(nn.Linear):
+        """Holds its weight flat, for itself."""
+
+    own = Own(2, 2)
+    own.weight = nn.Parameter(torch.ones(4))
+    embedding = nn.Embedding(0, 2, _weight=torch.empty(0, 2))
+    assert names_of(nn.Sequential(embedding, own)) == ["0.weight", "1.weight", "1.bias"]
 
 
 @pytest.fixture
@@ -234,6 +307,27 @@ def test_a_sharded_dtensor_is_refused(mesh: torch.distributed.DeviceMesh, monkey
     monkeypatch.setattr(torch.distributed.DeviceMesh, "size", lambda self, axis=None: 2)
     with pytest.raises(ValueError, match=r"'weight' is a DTensor .* one place"):
         checkpoint_tensors(net)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_fsdp1_on_one_device_holds_whole_parameters(mesh: object, use_orig_params: bool) -> None:
+    net = Net()
+    expected = names_of(net)
+    kind = torch.distributed.fsdp.FullyShardedDataParallel
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated, and says what it does on one device
+        wrapped = kind(net, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    if use_orig_params:
+        assert names_of(wrapped) == expected
+    else:
+        with pytest.raises(ValueError, match=r"flattened by FSDP1 .* an engine needs a module with whole parameters"):
+            checkpoint_tensors(wrapped)
+    live = LiveCheckpoint(wrapped, sharded=True)
+    assert [name for spec in live.specs for name in spec.names] == expected
+    for spec in live.specs:
+        ((region, view),) = live.regions()[spec.name]
+        assert region == whole(spec.shape)
+        assert view.shape == spec.shape
 
 
 # --- conversions ---

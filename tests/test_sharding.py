@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from weightcast import sharding
+from weightcast.flat_shards import runs_as_blocks
 from weightcast.sharding import Block, Blocks, held, runs
 
 
@@ -121,13 +123,31 @@ NO_SLICES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("view", NO_SLICES.values(), ids=NO_SLICES)
 def test_a_view_that_is_no_slice_is_refused(
-    view: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    view: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     tensor = torch.empty(5, 3, 4)
-    monkeypatch.setattr(sharding, "block", lambda name, tensor: Block(name, tensor.to("meta"), tensor, ()))
     blocks = Blocks()
-    standin = blocks.standin("fused", tensor)
-    assert blocks.standin("again", tensor) is standin
+    standin = blocks.standin(id(tensor), lambda: Block("fused", tensor.to("meta"), tensor, ()))
+    assert blocks.standin(id(tensor), lambda: Block("again", tensor.to("meta"), tensor, ())) is standin
     blocks.require_slices({"a": standin[1], "other": tensor})
     with pytest.raises(ValueError, match="'b' is no plain slice of the sharded 'fused'"):
         blocks.require_slices({"a": standin[1], "b": view(standin)})
+
+
+# --- runs of elements ---
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (1, 5), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)])
+def test_a_run_of_elements_is_these_blocks(shape: tuple[int, ...]) -> None:
+    """Every run of a tensor, its elements in order, in no more blocks than the dims call for."""
+    numbers = torch.arange(math.prod(shape)).reshape(shape)
+    for start, stop in itertools.combinations_with_replacement(range(numbers.numel() + 1), 2):
+        blocks = list(runs_as_blocks(shape, start, stop))
+        assert len(blocks) <= max(1, 2 * len(shape) - 1)
+        found = [numbers[tuple(slice(o, o + s) for o, s in zip(*block, strict=True))] for block in blocks]
+        assert [number for part in found for number in part.flatten().tolist()] == list(range(start, stop))
+        assert [tuple(part.shape) for part in found] == [sizes for _, sizes in blocks]
+
+
+def test_a_tensor_without_elements_has_no_blocks() -> None:
+    assert list(runs_as_blocks((3, 0, 2), 0, 0)) == []

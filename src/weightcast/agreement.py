@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from weightcast.arenas import Arenas, Outlet, Seat, Seating
-from weightcast.assignment import Part, Shard, assign, held_shards
+from weightcast.assignment import Looked, Part, Shard, assign, held_shards
 from weightcast.bucket import Layout
 from weightcast.errors import IncompatibleWeightsError
 from weightcast.gather import Contribution, GatheringPacker
@@ -57,7 +57,7 @@ class Agreement:
     def __init__(self, ranks: TrainerRanks, outlet: Outlet | None) -> None:
         self.arenas = Arenas(ranks, outlet)
         self._ranks = ranks
-        self._regions: Regions | None = None
+        self._regions: Looked | None = None
         self._specs: Sequence[TensorSpec] = ()
         self._digest = (0, 0)
         self._shards: list[Shard] = []
@@ -75,7 +75,7 @@ class Agreement:
 
     def look(self, source: Source, regions: Regions) -> None:
         """See what this rank holds now. No communication. Raises IncompatibleWeightsError."""
-        if regions is self._regions:
+        if self._regions is not None and self._regions.is_of(regions):
             return
         self._regions = None
         specs = source.specs()
@@ -88,7 +88,7 @@ class Agreement:
         parts = [Part(shard.tensor, shard.region) for shard in shards]
         if parts != self._parts:
             self._parts, self._is_settled = parts, False
-        self._shards, self._regions = shards, regions
+        self._shards, self._regions = shards, Looked(regions)
         mine = self._own_shards() if self._is_settled else []
         for holder in (self._contribution, self._packer):
             if holder is not None and self._is_settled:

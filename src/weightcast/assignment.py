@@ -10,11 +10,18 @@ from collections.abc import Sequence
 
 import torch
 
+from weightcast.bucket import TORCH_DTYPES
 from weightcast.errors import IncompatibleWeightsError, ManifestError
 from weightcast.interfaces import Regions
 from weightcast.manifest import ITEMSIZE_BYTES, Region, TensorSpec, check_tiling
+from weightcast.sharding import is_memory
 
 _MAX_LISTED = 8
+_ALONE = (
+    "this rank publishes alone and does not hold all of these: a model that is sharded over ranks (FSDP, HSDP, tensor "
+    "parallelism) is published by all of them; call publish on every rank, with trainer_group='auto' or their group"
+)
+_TOGETHER = "the ranks of trainer_group together must hold every element: pass the group of all ranks of the model"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,16 +48,52 @@ def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
     shards: list[Shard] = []
     for number, spec in enumerate(specs):
         for region, data in regions.get(spec.name, ()):
-            if not _is_inside(region, spec.shape) or tuple(data.shape) != region.sizes:
+            if not _is_inside(region, spec.shape):
                 problems.append(
-                    f"{spec.name!r}: a view of {list(data.shape)} as the region at {list(region.offsets)} of sizes "
-                    f"{list(region.sizes)} of the shape {list(spec.shape)}"
+                    f"{spec.name!r}: found a region at {list(region.offsets)} of sizes {list(region.sizes)}, expected "
+                    f"one inside of the shape {list(spec.shape)}"
+                )
+            elif not _is_fitting(spec, region, data):
+                problems.append(
+                    f"{spec.name!r}: found a view of {list(data.shape)}, {data.dtype} on {data.device}"
+                    f"{'' if is_memory(data) else ' without memory'}, expected {list(region.sizes)}, {spec.dtype} in "
+                    f"memory, for the region at {list(region.offsets)} of the shape {list(spec.shape)}"
                 )
             elif region.numel:
                 shards.append(Shard(number, region, data))
     if problems:
-        raise _misfit(problems)
+        raise _misfit(problems, "have regions() return views of the sizes and dtypes that it and specs() declare")
     return shards
+
+
+class Looked:
+    """Regions that a source gave, and where the memory of their views was."""
+
+    def __init__(self, regions: Regions) -> None:
+        self._regions, self._places = regions, _places(regions)
+
+    def is_of(self, regions: Regions) -> bool:
+        """Whether the source gives the same object again. Raises IncompatibleWeightsError if its views have moved."""
+        if regions is not self._regions:
+            return False
+        if (now := _places(regions)) != self._places:
+            found, expected = dict(now), dict(self._places)
+            names = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+            raise _misfit(
+                [f"{name!r}: found its views at {found.get(name)}, expected {expected.get(name)}" for name in names],
+                "where tensors move, have regions() return another object",
+            )
+        return True
+
+
+def _places(regions: Regions) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Address and number of elements of every view."""
+    return [(name, [(data.data_ptr(), data.numel()) for _, data in held]) for name, held in regions.items()]
+
+
+def require_whole(specs: Sequence[TensorSpec], regions: Regions) -> None:
+    """Raises IncompatibleWeightsError unless a rank that is alone holds every tensor."""
+    assign(specs, [held_shards(specs, regions)])
 
 
 def assign(specs: Sequence[TensorSpec], held: Sequence[Sequence[Part]]) -> list[list[int]]:
@@ -65,7 +108,7 @@ def assign(specs: Sequence[TensorSpec], held: Sequence[Sequence[Part]]) -> list[
             holders[part.tensor].setdefault(part.region, []).append((group_rank, index))
     problems = [problem for spec, found in zip(specs, holders, strict=True) if (problem := _gap(spec, list(found)))]
     if problems:
-        raise _misfit(problems)
+        raise _misfit(problems, _ALONE if len(held) == 1 else _TOGETHER)
     assigned: list[list[int]] = [[] for _ in held]
     loads = [0] * len(held)
     for spec, found in zip(specs, holders, strict=True):
@@ -88,9 +131,19 @@ def _gap(spec: TensorSpec, regions: list[Region]) -> str:
     return ""
 
 
-def _misfit(problems: Sequence[str]) -> IncompatibleWeightsError:
+def _misfit(problems: Sequence[str], remedy: str) -> IncompatibleWeightsError:
     listed = "; ".join(problems[:_MAX_LISTED])
-    return IncompatibleWeightsError(f"the source's regions do not fit: {listed}", problems)
+    more = f"; and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
+    return IncompatibleWeightsError(f"the source's regions do not fit: {listed}{more}. Remedy: {remedy}", problems)
+
+
+def _is_fitting(spec: TensorSpec, region: Region, data: torch.Tensor) -> bool:
+    """Whether a view can be packed as this region, cast where plain floating point is cast to plain floating point."""
+    dtype = TORCH_DTYPES.get(spec.dtype)
+    is_cast = dtype is not None and all(d.is_floating_point and d.itemsize > 1 for d in (dtype, data.dtype))
+    return (
+        tuple(data.shape) == region.sizes and (data.dtype == dtype or is_cast) and not data.is_meta and is_memory(data)
+    )
 
 
 def _is_inside(region: Region, shape: Sequence[int]) -> bool:

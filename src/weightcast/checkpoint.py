@@ -14,10 +14,10 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from weightcast import conversion, sharding
+from weightcast import conversion, flat_shards, sharding
 from weightcast.bucket import DTYPE_NAMES
+from weightcast.flat_shards import Flattened, FlattenedOf
 from weightcast.interfaces import Held, Regions
 from weightcast.manifest import TensorSpec
 from weightcast.plan import whole
@@ -50,7 +50,8 @@ def checkpoint_tensors(
     if buffers not in ("persistent", "none", "all"):
         raise ValueError(f"buffers is {buffers!r}; choose persistent, none or all")
     model = _unwrap(module)
-    kept, doubles = _split_tied(model, dict(_live_tensors(model, buffers, blocks)))
+    tensors = dict(_live_tensors(model, buffers, blocks, flat_shards.flattened(flat_shards.wrappers(module))))
+    kept, doubles = _split_tied(model, tensors)
     if conversion.is_pretrained(model):
         views = conversion.checkpoint_views(model, kept)
         doubles = conversion.checkpoint_views(model, doubles) if doubles else {}
@@ -76,12 +77,19 @@ def _is_wrapping(module: nn.Module, child_name: str) -> bool:
 
 
 def _live_tensors(
-    module: nn.Module, buffers: Buffers, blocks: Blocks | None, prefix: str = ""
+    module: nn.Module, buffers: Buffers, blocks: Blocks | None, flattened: FlattenedOf, prefix: str = ""
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every name of the state dict with its plain tensor, in order; tied ones under each of their names."""
+    flat = flattened.get(module, {})
+    for name, entry in flat.items():
+        if entry is not None:
+            yield prefix + name, _unflattened(prefix + name, entry, blocks)
     for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield prefix + name, _plain(prefix + name, parameter, blocks)
+        if parameter is not None and name not in flat:
+            require_here(prefix + name, parameter)
+            tensor = _plain(prefix + name, parameter, blocks)
+            _require_declared(prefix + name, module, name, tensor)
+            yield prefix + name, tensor
     for name, buffer in module._buffers.items():
         wanted = buffers == "all" or (buffers == "persistent" and name not in module._non_persistent_buffers_set)
         if buffer is not None and wanted:
@@ -89,7 +97,61 @@ def _live_tensors(
     for name, child in module._modules.items():
         if child is not None:
             inner = prefix if _is_wrapping(module, name) else f"{prefix}{name}."
-            yield from _live_tensors(child, buffers, blocks, inner)
+            yield from _live_tensors(child, buffers, blocks, flattened, inner)
+
+
+def _require_shape(name: str, tensor: torch.Tensor) -> None:
+    if nn.parameter.is_lazy(tensor):
+        raise ValueError(f"{name!r} has no shape yet: run one forward pass of the lazy module first")
+
+
+def require_here(name: str, parameter: torch.Tensor) -> None:
+    """Raises ValueError for a parameter whose values lie elsewhere, or what another module has put in its place."""
+    _require_shape(name, parameter)
+    ds_shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    if ds_shape != tuple(parameter.shape):
+        raise ValueError(
+            f"{name!r} is partitioned by DeepSpeed ZeRO-3, this module holds {list(parameter.shape)} of "
+            f"{list(ds_shape)}: publish on every rank inside "
+            "`with deepspeed.zero.GatheredParameters(list(model.parameters())):`, or write a Source of your own"
+        )
+    if getattr(parameter, "_fsdp_flattened", False):
+        raise ValueError(
+            f"{name!r} is flattened by FSDP1, in a wrapper that is not known here: pass the outermost "
+            "FullyShardedDataParallel to ModuleSource, not its `.module`"
+        )
+    if parameter.grad_fn is not None:
+        raise ValueError(
+            f"{name!r} is no parameter but computed from others ({parameter.grad_fn.name()}), as wrappers like FSDP1 "
+            "leave it during a step: pass the outermost wrapper, and publish between steps"
+        )
+
+
+def _require_declared(name: str, module: nn.Module, parameter: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a weight that can't be all of it: torch's own layers say how many dims theirs have."""
+    if type(module) in (nn.Linear, nn.Embedding) and parameter == "weight":
+        declared = (
+            [module.out_features, module.in_features]
+            if isinstance(module, nn.Linear)
+            else [module.num_embeddings, module.embedding_dim]
+        )
+        if tensor.ndim != 2 or (tensor.numel() == 0 and 0 not in declared):
+            raise ValueError(
+                f"{name!r} is {list(tensor.shape)}, its {type(module).__name__} is of {declared}: a framework holds it "
+                "in a form that is not known here; gather it before publishing, or write a Source of your own"
+            )
+
+
+def _unflattened(name: str, entry: Flattened, blocks: Blocks | None) -> torch.Tensor:
+    """A parameter that FSDP1 has flattened: as ordinary memory where FSDP shows all of it, or its stand-in."""
+    parameter = entry.whole()
+    if parameter is not None:
+        return _plain(name, parameter, blocks)
+    if blocks is None:
+        raise ValueError(
+            f"{name!r} is flattened by FSDP1 (FullyShardedDataParallel): an engine needs a module with whole parameters"
+        )
+    return blocks.standin(entry.key, lambda: entry.block(name))
 
 
 def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tensor:
@@ -101,20 +163,17 @@ def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tens
             "(a mesh of one device is taken as it is)"
         )
     local = sharding.local_tensor(tensor)
-    if nn.parameter.is_lazy(local):
-        raise ValueError(f"{name!r} has no shape yet: run one forward pass of the lazy module first")
-    if tuple(getattr(local, "ds_shape", local.shape)) != tuple(local.shape):
-        raise ValueError(f"{name!r} is partitioned by ZeRO-3: publish inside deepspeed.zero.GatheredParameters")
-    if name.endswith("_flat_param"):
-        raise ValueError(f"{name!r} is a flat parameter of FSDP1: use FSDP2 (torch.distributed.fsdp.fully_shard)")
-    is_wrapper: bool = is_traceable_wrapper_subclass(local)
-    if local.layout != torch.strided or is_wrapper:
-        raise ValueError(f"{name!r} is a {type(local).__name__} of layout {local.layout}, not one block of memory")
+    _require_shape(name, local)
+    if local.layout != torch.strided or local.is_nested or not sharding.is_memory(local):
+        raise ValueError(
+            f"{name!r} is a {type(local).__name__} of layout {local.layout}, not one block of memory: convert it into "
+            "a plain tensor, or write a Source of your own"
+        )
     if local.dtype not in DTYPE_NAMES:
         raise ValueError(f"{name!r} is {local.dtype}, which can't travel; known: {', '.join(DTYPE_NAMES.values())}")
     if not is_sharded or blocks is None:
         return local.detach()
-    return blocks.standin(name, tensor)
+    return blocks.standin(id(tensor), lambda: sharding.block(name, tensor))
 
 
 def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -203,6 +262,8 @@ class LiveCheckpoint:
         self._module, self._buffers, self._names = module, buffers, names
         self._sharded = sharded
         self._fsdp_modules: list[nn.Module] = []
+        self._fsdp1_wrappers: list[Any] = []
+        self._states: list[Any] = []
         self._blocks = Blocks()
         self._keys: list[tuple[Any, ...]] = []
         self._derive()
@@ -213,7 +274,8 @@ class LiveCheckpoint:
         A new shape of as many elements over the same memory is not noticed.
         """
         sharding.reshard(self._fsdp_modules)
-        return self._watch.has_changed() and self._derive()
+        is_other = self._watch.has_changed() or self._states != flat_shards.states(self._fsdp1_wrappers)
+        return is_other and self._derive()
 
     def refresh_members(self) -> bool:
         """As `refresh`, for tensors and modules that were exchanged only: it does not look at their memory."""
@@ -238,6 +300,8 @@ class LiveCheckpoint:
         specs, views = checkpoint_tensors(
             self._module, buffers=self._buffers, names=self._names, blocks=blocks if self._sharded else None
         )
+        self._fsdp1_wrappers = flat_shards.wrappers(self._module)
+        self._states = flat_shards.states(self._fsdp1_wrappers)
         self._watch = Watch(self._module, with_buffers=self._buffers != "none")
         keys = [_key(view, blocks) for view in views.values()]
         changed = keys != self._keys or specs != self.specs

@@ -17,9 +17,10 @@ from typing import Literal, Protocol
 
 import torch
 
+from weightcast.assignment import Looked, require_whole
 from weightcast.bucket import Layout, Packer, root_digest
 from weightcast.control.messages import Abort, InitInfo, InstallMode, Offer, Seal
-from weightcast.errors import IncompatibleWeightsError, WeightcastError
+from weightcast.errors import WeightcastError
 from weightcast.fleet import Fleet, Member, fail
 from weightcast.guard import Guard
 from weightcast.interfaces import Attended, Fingerprint, Regions, Replayable, Sender, Staging, Supply
@@ -93,31 +94,23 @@ class Packing:
         self.bucket_size_bytes = bucket_size_bytes
         self.manifest_digest = layout.manifest.digest()
         self.num_bytes = layout.manifest.num_bytes
-        self._regions: Regions | None = None
+        self._regions: Looked | None = None
         self._packer: Packs | None = None
 
     def is_of(self, regions: Regions) -> bool:
         """Whether the packer was made for these very views, with which the specs can't have changed either."""
-        return self._regions is regions
+        return self._regions is not None and self._regions.is_of(regions)
 
     def use(self, regions: Regions, packer: Packs) -> None:
         """Have `packer` pack these regions, which other trainer ranks complete."""
-        self._regions, self._packer = regions, packer
+        self._regions, self._packer = Looked(regions), packer
 
     def packer(self, regions: Regions) -> Packs:
         """Raises IncompatibleWeightsError unless the regions are exactly the tensors of the specs, whole."""
-        if self._packer is None or self._regions is not regions:
-            problems = [
-                f"{spec.name!r}: {f'regions of sizes {[list(r.sizes) for r, _ in held]}' if held else 'no region'}"
-                f" for the shape {list(spec.shape)}"
-                for spec in self.specs
-                if len(held := regions.get(spec.name, ())) != 1 or not held[0][0].covers(spec.shape)
-            ]
-            problems += [f"{name!r} is not in the specs" for name in regions.keys() - {s.name for s in self.specs}]
-            if problems:
-                raise IncompatibleWeightsError(f"the source's regions do not fit: {'; '.join(problems[:8])}", problems)
+        if self._packer is None or not self.is_of(regions):
+            require_whole(self.specs, regions)
             self._packer = Packer(self.layout, {name: tensor for name, ((_, tensor),) in regions.items()})
-            self._regions = regions
+            self._regions = Looked(regions)
         return self._packer
 
 

@@ -20,6 +20,7 @@ import torch
 
 from weightcast import registry
 from weightcast.arenas import Outlet
+from weightcast.assignment import require_whole
 from weightcast.bucket import Layout
 from weightcast.control.client import HttpEngine
 from weightcast.control.messages import InstallMode
@@ -227,6 +228,9 @@ class Publisher:
         start = time.perf_counter()
         self._check_version(version)
         regions = self._source.regions()
+        if self._ensemble is None and (self._packing is None or not self._packing.is_of(regions)):
+            # Before there is a sender, which may write.
+            require_whole(self._source.specs(), regions)
         wire = self._ready_wire(regions)
         return Prepared(start, version, regions, wire, self._ready_packing(regions, wire.device))
 

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -42,6 +42,18 @@ def is_sharded(tensor: torch.Tensor) -> bool:
         return False
     mesh = distributed.device_mesh
     return mesh.size() > 1 or mesh.get_coordinate() is None
+
+
+def is_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie in its storage, as those of subclasses that compute them (quantised ones) don't.
+
+    Nor do a storage's that was freed, as frameworks do with gathered parameters.
+    """
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    end = (int(tensor.storage_offset()) + last + 1) * tensor.itemsize
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() >= end
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,15 +96,15 @@ class Blocks:
     """The sharded parameters of a module."""
 
     def __init__(self) -> None:
-        self._of_tensor: dict[int, Block] = {}
+        self._of_key: dict[Hashable, Block] = {}
         self._of_storage: dict[int, Block] = {}
 
-    def standin(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The same one for the same tensor: tied parameters are told by it, since empty shards have no memory."""
-        if id(tensor) not in self._of_tensor:
-            added = block(name, tensor)
-            self._of_tensor[id(tensor)] = self._of_storage[added.standin.untyped_storage()._cdata] = added
-        return self._of_tensor[id(tensor)].standin
+    def standin(self, key: Hashable, make: Callable[[], Block]) -> torch.Tensor:
+        """The same one for the same key: tied parameters are told by it, since empty shards have no memory."""
+        if key not in self._of_key:
+            added = make()
+            self._of_key[key] = self._of_storage[added.standin.untyped_storage()._cdata] = added
+        return self._of_key[key].standin
 
     def owner(self, view: torch.Tensor) -> Block | None:
         """The sharded parameter that a view stands for; None for a view of memory."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from core.direct import DirectEngine, RecordingEngine
@@ -10,12 +12,12 @@ from weightcast.interfaces import Source
 from weightcast.publisher import Publisher
 
 
-def published(source: Source) -> dict[str, torch.Tensor]:
+def published(source: Source, **more: Any) -> dict[str, torch.Tensor]:
     """Every tensor by each of its names on rank 0, nothing on the others."""
     engines = [DirectEngine("engine", RecordingEngine())] if dist.get_rank() == 0 else []
-    options = {"transport": "memory://", "bucket_size_bytes": 4096, "deadline_seconds": 20.0}
+    options: dict[str, Any] = {"transport": "memory://", "bucket_size_bytes": 4096, "deadline_seconds": 20.0}
     try:
-        with Publisher(source, engines=engines, **options) as publisher:  # type: ignore[arg-type]
+        with Publisher(source, engines=engines, **options, **more) as publisher:
             publisher.publish()
     finally:
         for engine in engines:

@@ -140,6 +140,32 @@ CUTS: dict[str, Cut] = {
 }
 
 
+# --- what a source may do wrong -------------------------------------------------------------------
+
+
+def _smaller(region: Region, data: torch.Tensor) -> Held:
+    return region, data[:1]
+
+
+def _of_another_dtype(region: Region, data: torch.Tensor) -> Held:
+    return region, data.to(torch.int64)
+
+
+def _on_meta(region: Region, data: torch.Tensor) -> Held:
+    return region, data.to("meta")
+
+
+def _freed(region: Region, data: torch.Tensor) -> Held:
+    copy = data.clone()
+    copy.untyped_storage().resize_(0)
+    return region, copy
+
+
+SPOILS: dict[str, Callable[[Region, torch.Tensor], Held]] = {
+    spoil.__name__.lstrip("_"): spoil for spoil in (_smaller, _of_another_dtype, _on_meta, _freed)
+}
+
+
 class ShardedSource:
     """A rank's share of a model. `masters`: kept in float32, published in the model's dtypes."""
 
@@ -170,6 +196,14 @@ class ShardedSource:
             for s in self._specs
         )
         self._regions = {new if name == old else name: held for name, held in self._regions.items()}
+
+    def spoil(self, kind: str, name: str) -> None:
+        """Give other views than declared, in a new mapping; or, "moved", in the same one."""
+        if kind == "moved":
+            self._regions[name] = [(region, data.clone()) for region, data in self._regions[name]]
+        else:
+            spoiled = [SPOILS[kind](region, data) for region, data in self._regions[name]]
+            self._regions = {**self._regions, name: spoiled}
 
     def specs(self) -> Sequence[TensorSpec]:
         return self._specs
@@ -233,6 +267,9 @@ class Rank:
 
     def rename(self, old: str, new: str) -> None:
         self.source.rename(old, new)
+
+    def spoil(self, kind: str, name: str) -> None:
+        self.source.spoil(kind, name)
 
     def fail_source(self, error: Exception | None) -> None:
         self.source.fails = error

@@ -177,6 +177,57 @@ def test_regions_that_do_not_tile_name_the_tensor(ranks: Squad, cut: str, word: 
     assert all(text.startswith("trainer rank 0: ") for _, text in errors[1:])
 
 
+SPOILED = {
+    "smaller": "found a view of [1, 16], torch.bfloat16 on cpu, expected {sizes}, bfloat16 in memory, for the region",
+    "of_another_dtype": "found a view of {sizes}, torch.int64 on cpu, expected {sizes}, bfloat16 in memory",
+    "on_meta": "found a view of {sizes}, torch.bfloat16 on meta, expected {sizes}, bfloat16 in memory",
+    "freed": "found a view of {sizes}, torch.bfloat16 on cpu without memory, expected {sizes}, bfloat16",
+    "moved": "found its views at [(",
+}
+
+
+@pytest.mark.parametrize(("kind", "words"), SPOILED.items(), ids=SPOILED)
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_a_view_that_is_not_what_was_declared(ranks: Squad, failing: int | None, kind: str, words: str) -> None:
+    """Everybody is told which tensor of which rank it is, and no byte has moved. None: of a rank that is alone."""
+    is_alone = failing is None
+    ranks.all("make", "many", "replicated" if is_alone else "rows", **{"trainer_group": None} if is_alone else {})
+    members = [ranks[rank] for rank in range(1 if is_alone else NUM_RANKS)]
+
+    def publish() -> list[dict[str, Any]]:
+        for member in members:
+            member.tell("publish")
+        return [member.hear() for member in members]
+
+    ranks.all("fill", 1)
+    published(publish())
+    ranks[failing or 0].ask("spoil", kind, "layer.7")
+    for _ in range(2):
+        outcomes = publish()
+        assert not any("send" in outcome["counts"] for outcome in outcomes)
+        for rank, (name, text) in enumerate(failed(outcomes)):
+            assert name == "IncompatibleWeightsError"
+            assert text.startswith(
+                "the source's" if rank == (failing or 0) else f"trainer rank {failing}: the source's"
+            )
+            assert f"do not fit: 'layer.7': {words.format(sizes='[16, 16]' if is_alone else '[6, 16]')}" in text
+            assert "Remedy: " in text
+            assert "have regions() return" in text
+    assert ranks[0].ask("check", 1) == []
+    ranks.all("fill", 2)
+    published(publish())
+    assert ranks[0].ask("check", 2) == []
+
+
+def test_a_rank_that_holds_a_part_and_is_alone(ranks: Squad) -> None:
+    ranks.all("make", "many", "rows", trainer_group=None)
+    kind, text = ranks[0].ask("publish")["error"]
+    assert kind == "IncompatibleWeightsError"
+    assert "'layer.0' of shape [16, 16] from the regions [0, 0]+[6, 16]" in text
+    assert "FSDP" in text
+    assert "trainer_group='auto'" in text
+
+
 @pytest.mark.parametrize("failing", range(NUM_RANKS))
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError])
 def test_a_source_that_raises_on_one_rank(ranks: Squad, failing: int, kind: type[Exception]) -> None:

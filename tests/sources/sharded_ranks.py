@@ -6,11 +6,14 @@ test puts them together. A case is `model/parallelism`; a scene makes its own as
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import multiprocessing
 import os
 import re
+import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,13 +24,26 @@ import torch.distributed as dist
 from gather.published import published
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from weightcast.checkpoint import checkpoint_tensors
+from weightcast.engines.module import ModuleEngine
+from weightcast.errors import IncompatibleWeightsError
+from weightcast.publisher import Publisher
 from weightcast.sources.module import ModuleSource
 
 DEADLINE_SECONDS = 60.0
@@ -69,10 +85,20 @@ def qwen3(*, moe: bool = False, tied: bool = False) -> nn.Module:
     return Qwen3ForCausalLM(Qwen3Config(**fields))
 
 
+def turned() -> nn.Module:
+    """Parameters of three dims, as they lie in memory in another order, and one in row-major order."""
+    model = Odd()
+    model.cube = nn.Parameter(torch.randn(3, 4, 5))
+    model.turned = nn.Parameter(torch.randn(4, 5, 3).permute(2, 0, 1))
+    model.up.weight = nn.Parameter(torch.randn(5, 7).t())
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "odd": Odd,
     "odd-tied": lambda: Odd(tied=True),
     "odd-mixed": mixed,
+    "turned": turned,
     "qwen3": qwen3,
     "qwen3-tied": lambda: qwen3(tied=True),
     "qwen3-moe": lambda: qwen3(moe=True),
@@ -90,9 +116,19 @@ CASES = {
 }
 """By number of ranks."""
 
+FSDP1_CASES = {
+    2: [
+        *("odd/fsdp1", "odd-tied/fsdp1-flat", "odd/fsdp1-whole", "qwen3-tied/fsdp1-bf16"),
+        *("qwen3-moe/fsdp1-zero2", "qwen3-moe/fsdp1-flat", "turned/fsdp1", "turned/fsdp1-flat"),
+    ],
+    4: ["odd-tied/fsdp1", "odd/fsdp1-flat", "qwen3-moe/fsdp1-hybrid"],
+}
 
-def shard(model: nn.Module, parallelism: str, size: int) -> None:
-    """Shard in place. `hsdp+tp` has three axes of 2, 1 and 2 devices; `single` and `some` leave ranks out."""
+
+def shard(model: nn.Module, parallelism: str, size: int) -> nn.Module:
+    """Shard in place, or wrap. `hsdp+tp` has three axes of 2, 1 and 2 devices; `single` and `some` leave ranks out."""
+    if parallelism.startswith("fsdp1"):
+        return fsdp1(model, parallelism, size)
     match parallelism:
         case "fsdp":
             _fsdp(model, _mesh(dp=size))
@@ -122,6 +158,29 @@ def shard(model: nn.Module, parallelism: str, size: int) -> None:
             _distribute(model, DeviceMesh("cpu", [1, 3]), lambda _: [Shard(0)])
         case _:
             raise ValueError(parallelism)
+    return model
+
+
+def fsdp1(model: nn.Module, kind: str, size: int) -> nn.Module:
+    """Wrapped by FSDP1: the layers of a model of transformers, or each Linear whose parameters nobody shares."""
+    layers = {type(model.model.layers[0])} if isinstance(model, PreTrainedModel) else {nn.Linear}
+    is_tied = isinstance(model, Odd) and model.other.weight is model.head.weight
+    strategies = {
+        "fsdp1-zero2": ShardingStrategy.SHARD_GRAD_OP,
+        "fsdp1-whole": ShardingStrategy.NO_SHARD,
+        "fsdp1-hybrid": ShardingStrategy.HYBRID_SHARD,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated, and says so of NO_SHARD as well
+        return FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=None if is_tied else ModuleWrapPolicy(layers),
+            sharding_strategy=strategies.get(kind, ShardingStrategy.FULL_SHARD),
+            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16) if kind == "fsdp1-bf16" else None,
+            use_orig_params=kind != "fsdp1-flat",
+            device_mesh=_mesh(replica=2, dp=size // 2) if kind == "fsdp1-hybrid" else None,
+            device_id=torch.device("cpu"),
+        )
 
 
 def _mesh(**axes: int) -> DeviceMesh:
@@ -155,7 +214,7 @@ def _tp(model: nn.Module, mesh: DeviceMesh) -> None:
 def train(model: nn.Module) -> None:
     """One whole step of training."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
-    if isinstance(model, PreTrainedModel):
+    if isinstance(getattr(model, "module", model), PreTrainedModel):
         tokens = torch.arange(24).reshape(2, 12) % 50
         model(input_ids=tokens, labels=tokens).loss.backward()
     else:
@@ -166,12 +225,17 @@ def train(model: nn.Module) -> None:
 
 def scale(model: nn.Module) -> None:
     """As an optimizer does: in place."""
-    with torch.no_grad():
+    summoned = (
+        FullyShardedDataParallel.summon_full_params(model) if isinstance(model, FullyShardedDataParallel) else None
+    )
+    with summoned or contextlib.nullcontext(), torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.mul_(number + 2)
 
 
 def is_trainable(kind: str, parallelism: str) -> bool:
+    if parallelism.startswith("fsdp1"):
+        return True
     if kind.startswith("odd"):
         return parallelism in ("fsdp", "hsdp", "offload") and kind != "odd-mixed"
     return parallelism != "grid"
@@ -188,6 +252,9 @@ def truth(kind: str, model: nn.Module, trained: bool) -> nn.Module:
     if not trained:
         scale(whole)
         return whole
+    if isinstance(model, FullyShardedDataParallel):
+        whole.load_state_dict(_full_state_dict(model))
+        return whole
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -195,11 +262,19 @@ def truth(kind: str, model: nn.Module, trained: bool) -> nn.Module:
     return whole
 
 
+def _full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """By FSDP1's own gathering, on every rank."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
+            return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
 def report(case: str, size: int) -> dict[str, Any]:
     """Specs, this rank's regions with their values after a step, and what the whole should be."""
     kind, _, parallelism = case.partition("/")
     model = seeded(kind)
-    shard(model, parallelism, size)
+    model = shard(model, parallelism, size)
     source = ModuleSource(model)
     specs, regions = source.specs(), source.regions()
     before = {name: [data.clone() for _, data in held] for name, held in regions.items()}
@@ -331,6 +406,98 @@ def sharded_after_the_source_was_made() -> None:
     assert source.regions()["up.weight"][0][0].sizes == ((4, 5), (3, 5))[dist.get_rank()]
 
 
+def _evaluate(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(torch.ones(2, 5))
+
+
+def fsdp1_shows_other_tensors_in_between() -> None:
+    """After an evaluation, and between a forward and its backward pass, what is published is what optimizers update."""
+    for kind in ("fsdp1", "fsdp1-zero2", "fsdp1-flat", "fsdp1-bf16"):
+        model = fsdp1(seeded("odd"), kind, 2)
+        source = ModuleSource(model)
+        specs, regions = source.specs(), source.regions()
+        _evaluate(model)
+        assert source.regions() is regions
+        loss = model(torch.ones(2, 5))
+        assert source.regions() is regions
+        assert _same(ModuleSource(model).regions(), regions)
+        loss.backward()
+        train(model)
+        assert (source.regions() is regions, source.specs() is specs) == (True, True)
+        assert _is_published(source, model)
+
+
+def _is_published(source: ModuleSource, model: nn.Module) -> bool:
+    found, expected = published(source), _full_state_dict(model)
+    return dist.get_rank() > 0 or (
+        found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    )
+
+
+def fsdp1_whole_parameters_inside_of_summon_full_params() -> None:
+    """All ranks publish what they are changing; or rank 0, which alone was given them, with the others or without."""
+    for kind in ("fsdp1", "fsdp1-flat"):
+        model = fsdp1(seeded("odd"), kind, 2)
+        source = ModuleSource(model)
+        regions = source.regions()
+        with FullyShardedDataParallel.summon_full_params(model):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1)
+            inside = published(source)
+        assert _same(source.regions(), regions)
+        expected = _full_state_dict(model)
+        with FullyShardedDataParallel.summon_full_params(model, rank0_only=True, writeback=False):
+            again = published(source)
+            alone = published(source, trainer_group=None) if dist.get_rank() == 0 else {}
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for found in (inside, again, alone):
+                assert found.keys() == expected.keys()
+                assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def a_rank_of_fsdp1_alone_is_refused_before_anything_is_written() -> None:
+    for kind in ("fsdp1", "fsdp1-flat"):
+        source = ModuleSource(fsdp1(seeded("odd"), kind, 2))
+        with tempfile.TemporaryDirectory() as directory:
+            store = Path(directory) / "store"
+            with Publisher(source, transport=f"file://{store}", trainer_group=None) as publisher:
+                for _ in range(2):
+                    with pytest.raises(
+                        IncompatibleWeightsError, match=r"'up.weight' of shape \[7, 5\].*FSDP.*trainer_group='auto'"
+                    ):
+                        publisher.publish()
+            assert not store.exists()
+
+
+def fsdp1_without_its_wrapper_is_refused() -> None:
+    for kind in ("fsdp1", "fsdp1-zero2"):
+        model = fsdp1(seeded("odd-tied"), kind, 2)
+        _refused(lambda model=model: ModuleSource(model.module), "is flattened by FSDP1", "not its `.module`")
+        model(torch.ones(2, 5))
+        if kind == "fsdp1-zero2":
+            _refused(lambda model=model: ModuleSource(model.module), "is no parameter but computed", "between steps")
+    model = fsdp1(seeded("odd-tied"), "fsdp1-flat", 2)
+    _refused(lambda: ModuleSource(model.module), "'_flat_param' is flattened by FSDP1", "not its `.module`")
+    _refused(lambda: ModuleEngine(model), "is flattened by FSDP1", "an engine needs a module with whole parameters")
+
+
+def what_is_assigned_to_fsdp1s_parameters() -> None:
+    """FSDP1 takes a new shard over at its next forward pass; a tensor of another shape it could not."""
+    model = fsdp1(seeded("odd-tied"), "fsdp1", 2)
+    source = ModuleSource(model)
+    regions = source.regions()
+    for parameter in model.parameters():
+        parameter.data = torch.full_like(parameter, 5.0)
+    assert source.regions() is not regions
+    assert _is_published(source, model)
+    for parameter in model.parameters():
+        parameter.data = torch.ones(2, 2)
+    _refused(source.regions, "was replaced by a tensor of [2, 2]", "summon_full_params")
+
+
 SCENES: list[Callable[[], None]] = [
     whole_parameters_after_a_forward_pass,
     a_partial_sum_is_refused,
@@ -340,15 +507,27 @@ SCENES: list[Callable[[], None]] = [
     sharded_after_the_source_was_made,
 ]
 
+FSDP1_SCENES: list[Callable[[], None]] = [
+    fsdp1_shows_other_tensors_in_between,
+    fsdp1_whole_parameters_inside_of_summon_full_params,
+    a_rank_of_fsdp1_alone_is_refused_before_anything_is_written,
+    fsdp1_without_its_wrapper_is_refused,
+    what_is_assigned_to_fsdp1s_parameters,
+]
+
 
 # --- processes ---
 
 
-def main(rank: int, directory: str) -> None:
+PLAYS = {"dtensors": (CASES, SCENES), "fsdp1": (FSDP1_CASES, FSDP1_SCENES)}
+
+
+def main(rank: int, directory: str, play: str) -> None:
     """One rank: all cases of four ranks, then, on the first two, those of two and the scenes."""
+    cases_of, scenes = PLAYS[play]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    for size in sorted(CASES, reverse=True):
+    for size in sorted(cases_of, reverse=True):
         if rank >= size:
             continue
         dist.init_process_group(
@@ -358,9 +537,9 @@ def main(rank: int, directory: str) -> None:
             world_size=size,
             timeout=datetime.timedelta(seconds=DEADLINE_SECONDS),
         )
-        for case in CASES[size]:
+        for case in cases_of[size]:
             torch.save(report(case, size), report_path(Path(directory), size, case, rank))
-        for scene in SCENES if size == 2 else ():
+        for scene in scenes if size == 2 else ():
             scene_path(Path(directory), scene, rank).write_text(_play(scene))
         dist.destroy_process_group()
 
@@ -381,10 +560,10 @@ def scene_path(directory: Path, scene: Callable[[], None], rank: int) -> Path:
     return directory / f"{scene.__name__}.{rank}.txt"
 
 
-def rig(directory: str) -> None:
+def rig(directory: str, play: str) -> None:
     """Fork the ranks and wait for them. Exits with 1 if one fails."""
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=main, args=(rank, directory), daemon=True) for rank in range(max(CASES))]
+    ranks = [context.Process(target=main, args=(rank, directory, play), daemon=True) for rank in range(4)]
     for process in ranks:
         process.start()
     for process in ranks:

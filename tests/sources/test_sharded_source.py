@@ -11,18 +11,36 @@ from typing import Any
 import pytest
 import torch
 from sources import sharded_ranks
-from sources.sharded_ranks import CASES, SCENES
+from sources.sharded_ranks import PLAYS
 
 from weightcast.manifest import Region, check_tiling
 
 pytestmark = pytest.mark.cluster
 
 
+SIZES_AND_CASES = [
+    pytest.param(play, size, case, id=f"{size}-{case}")
+    for play, (cases_of, _) in PLAYS.items()
+    for size, cases in cases_of.items()
+    for case in cases
+]
+SCENES = [pytest.param(play, scene, id=scene.__name__) for play, (_, scenes) in PLAYS.items() for scene in scenes]
+
+
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dtensors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _played("dtensors", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def fsdp1(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _played("fsdp1", tmp_path_factory)
+
+
+def _played(play: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where every rank has left what it reports. A process of its own imports, for the ranks to be forked from it."""
     path = tmp_path_factory.mktemp("ranks")
-    rig = multiprocessing.get_context("spawn").Process(target=sharded_ranks.rig, args=(str(path),))
+    rig = multiprocessing.get_context("spawn").Process(target=sharded_ranks.rig, args=(str(path), play))
     rig.start()
     rig.join(2 * sharded_ranks.DEADLINE_SECONDS)
     if rig.is_alive():
@@ -58,9 +76,9 @@ def _put_together(reports: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return whole
 
 
-@pytest.mark.parametrize(("size", "case"), [(size, case) for size, cases in CASES.items() for case in cases])
-def test_all_ranks_together_hold_every_tensor(directory: Path, size: int, case: str) -> None:
-    reports = _load(directory, size, case)
+@pytest.mark.parametrize(("play", "size", "case"), SIZES_AND_CASES)
+def test_all_ranks_together_hold_every_tensor(request: pytest.FixtureRequest, play: str, size: int, case: str) -> None:
+    reports = _load(request.getfixturevalue(play), size, case)
     for report in reports:
         assert report["specs"] == report["expected_specs"]
         assert report["is_kept"]
@@ -74,9 +92,11 @@ def test_all_ranks_together_hold_every_tensor(directory: Path, size: int, case: 
             assert torch.equal(found[name], full), name
 
 
-@pytest.mark.parametrize(("size", "case"), [(size, case) for size, cases in CASES.items() for case in cases])
-def test_an_engine_gets_every_tensor_of_what_all_ranks_publish(directory: Path, size: int, case: str) -> None:
-    reports = _load(directory, size, case)
+@pytest.mark.parametrize(("play", "size", "case"), SIZES_AND_CASES)
+def test_an_engine_gets_every_tensor_of_what_all_ranks_publish(
+    request: pytest.FixtureRequest, play: str, size: int, case: str
+) -> None:
+    reports = _load(request.getfixturevalue(play), size, case)
     held, expected = reports[0]["published"], reports[0]["expected"]
     assert held.keys() >= expected.keys()
     for name, tensor in expected.items():
@@ -84,22 +104,22 @@ def test_an_engine_gets_every_tensor_of_what_all_ranks_publish(directory: Path, 
     assert not any(report["published"] for report in reports[1:])
 
 
-def test_disjoint_boxes_of_a_tensor_are_regions_of_their_own(directory: Path) -> None:
-    for report in _load(directory, 2, "odd/strided"):
+def test_disjoint_boxes_of_a_tensor_are_regions_of_their_own(dtensors: Path) -> None:
+    for report in _load(dtensors, 2, "odd/strided"):
         assert Counter(name for name, *_ in report["regions"])["head.weight"] == 3
 
 
 @pytest.mark.parametrize(("size", "case", "members"), [(2, "odd/single", {0}), (4, "odd/some", {1, 3})])
 def test_ranks_outside_of_a_mesh_hold_what_is_not_sharded(
-    directory: Path, size: int, case: str, members: set[int]
+    dtensors: Path, size: int, case: str, members: set[int]
 ) -> None:
-    for rank, report in enumerate(_load(directory, size, case)):
+    for rank, report in enumerate(_load(dtensors, size, case)):
         names = {name for name, *_ in report["regions"]}
         assert names > {"mean", "head.weight"} if rank in members else names == {"mean"}
 
 
-@pytest.mark.parametrize("scene", SCENES)
-def test_scene(directory: Path, scene: Callable[[], None]) -> None:
+@pytest.mark.parametrize(("play", "scene"), SCENES)
+def test_scene(request: pytest.FixtureRequest, play: str, scene: Callable[[], None]) -> None:
     for rank in range(2):
-        problem = sharded_ranks.scene_path(directory, scene, rank).read_text()
+        problem = sharded_ranks.scene_path(request.getfixturevalue(play), scene, rank).read_text()
         assert not problem, problem

@@ -159,6 +159,22 @@ def test_what_is_no_weights_is_refused_by_name(tmp_path: Path) -> None:
             sender.update_weights(given)
 
 
+def test_parameters_that_are_not_there_are_refused_by_name(tmp_path: Path) -> None:
+    """As DeepSpeed ZeRO-3 and FSDP1 leave them: a part of each, or nothing, in place of the whole."""
+    sender = sender_of(Scheme(str(tmp_path)))
+    for marks, message in (
+        ({"ds_shape": torch.Size([4, 4])}, "'0?.?weight' is partitioned by DeepSpeed ZeRO-3"),
+        ({"_fsdp_flattened": True}, "'0?.?weight' is flattened by FSDP1"),
+    ):
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        module[0].weight.data = torch.empty(0)
+        for name, value in marks.items():
+            setattr(module[0].weight, name, value)
+        for given in (module, {"weight": module[0].weight}):
+            with pytest.raises(ValueError, match=message):
+                sender.update_weights(given)
+
+
 def test_changed_replaced_and_new_tensors_are_all_noticed(tmp_path: Path) -> None:
     scheme, taken = Scheme(str(tmp_path)), Copies()
     sender, receiver = sender_of(scheme), scheme.create_receiver(taken.engine)

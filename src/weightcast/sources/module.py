@@ -17,10 +17,11 @@ from weightcast.manifest import TensorSpec
 class ModuleSource:
     """A `Source` of any module on one device or several; wrappers (DDP, torch.compile, ...) are looked through.
 
-    Sharded parameters (FSDP2, tensor-parallel DTensor, HSDP, and their mixtures) are taken as they are: `specs` has
-    their global shapes, on every rank alike; `regions` what this rank holds, on whichever device: several regions of a
-    tensor, or none. Call both between steps: parameters that FSDP2 has left whole after a forward pass are resharded
-    first, which frees their memory. A partial sum is an error.
+    Sharded parameters (FSDP2, FSDP1, tensor-parallel DTensor, HSDP, and their mixtures) are taken as they are: `specs`
+    has their global shapes, on every rank alike; `regions` what this rank holds, on whichever device: several regions
+    of a tensor, or none. Call both between steps: parameters that FSDP2 has left whole after a forward pass are
+    resharded first, which frees their memory. Partial sums, parameters partitioned by DeepSpeed ZeRO-3, and others that
+    the module does not hold as plain memory are errors.
 
     `dtype`: what half, bfloat16, single and double precision tensors are cast to while they are packed; others stay.
     `names` renames checkpoint names; `buffers` are by default those of the state dict.

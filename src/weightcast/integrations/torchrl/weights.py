@@ -17,7 +17,7 @@ from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from weightcast.bucket import DTYPE_NAMES
-from weightcast.checkpoint import memory_key
+from weightcast.checkpoint import memory_key, require_here
 from weightcast.interfaces import Regions
 from weightcast.manifest import TensorSpec
 from weightcast.plan import whole
@@ -61,6 +61,10 @@ def named_tensors(weights: TensorDictBase | Mapping[str, Any]) -> dict[str, torc
 def _of_module(strategy: WeightStrategy, module: nn.Module) -> dict[str, torch.Tensor]:
     if hasattr(module, "merge_and_unload"):
         strategy = _by_state_dict()  # only this one merges adapters, which no engine could load by themselves
+    for name, parameter in module.named_parameters():
+        # A state dict of FSDP1 is gathered.
+        if strategy.extract_as != "state_dict" or not getattr(parameter, "_fsdp_flattened", False):
+            require_here(name, parameter)
     extracted = strategy.extract_weights(module)
     if isinstance(extracted, TensorDictBase):
         extracted = extracted.exclude("__extra_state__")
@@ -146,6 +150,8 @@ def _looked(tensors: Sequence[torch.Tensor], looks: Sequence[Any]) -> list[list[
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as ordinary strided memory, detached."""
+    if isinstance(tensor, nn.Parameter):
+        require_here(name, tensor)
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
     if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:

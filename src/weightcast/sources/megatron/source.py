@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weightcast.bucket import DTYPE_NAMES, narrow
-from weightcast.checkpoint import CASTABLE
+from weightcast.checkpoint import CASTABLE, require_here
 from weightcast.interfaces import Held, Regions
 from weightcast.manifest import Region, TensorSpec
 from weightcast.sources.megatron import parallel as parallel_state
@@ -141,6 +141,8 @@ class MegatronSource:
         self._placed = [each for model in self._models for each in self._mapping.placed(self._chunk(model))]
 
     def _chunk(self, model: nn.Module) -> Chunk:
+        for name, parameter in model.named_parameters():
+            require_here(name, parameter)
         named = ((name, _placeable(tensor)) for name, tensor in _tensors(model))
         tensors = [(name, tensor) for name, tensor in named if self._mtp or not name.startswith("mtp.")]
         decoder: Any = model.decoder
