@@ -8,8 +8,11 @@ several trainer ranks one knows engines and transport, and all return the same r
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -27,7 +30,7 @@ from weightcast.ensemble import Ensemble, Prepared, ensemble_of
 from weightcast.errors import ClosedError, PublishError, from_record
 from weightcast.fleet import Fleet, Member
 from weightcast.guard import Guard
-from weightcast.interfaces import EngineClient, Regions, Sender, Source
+from weightcast.interfaces import EngineClient, Regions, Replayable, Sender, Source, Transport
 from weightcast.listener import LinkListener
 from weightcast.manifest import ALIGNMENT_BYTES, MAX_VERSION
 from weightcast.plan import fitting_bucket_size, plan
@@ -36,6 +39,8 @@ from weightcast.report import PublishReport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_DROPPED_SECONDS = 5.0
 
 
 class Publisher:
@@ -47,6 +52,7 @@ class Publisher:
     Memory on this side: the transport's slots (streaming) or arena (staged), stated there; nothing of the model's size
     besides. With several trainer ranks: one bucket more on the publishing rank, one bucket's share on the others, and
     the transport's slots on each rank that has an arena (streaming, `ipc://`, one for each device of the host).
+    One that nothing refers to any more closes itself; a traceback that is kept refers to it. Use `with`, or `close`.
     Not for use by several threads at once: calls wait for each other.
     """
 
@@ -69,16 +75,15 @@ class Publisher:
     ) -> None:
         """Nothing is connected and nothing allocated before the first `publish`.
 
-        `engines`: URLs, or EngineClient objects. `token`: the bearer token of engines given as URLs. `install`:
-        "staged" (the old version serves until everything is there) or "streaming" (bounded memory; the engine stands
-        still meanwhile and must be healed after a failure). `bucket_size_bytes`: by default an eighth of the model,
-        at most the transport's choice for the device. `undo`: engines keep a copy while they install, and go back to it
-        if that fails. `takeover`: take engines that another run holds. `verify`: "engines": after each update compare
-        what engines say that they hold, where they can; one that holds other weights than the first of its kind has
-        failed. `deadline_seconds`: of each single wait.
-        `lease_seconds`: how long a silent publisher keeps an engine. `trainer_group`: the ranks that hold the model
-        together and publish together; "auto" is torch.distributed's default group, if there is one at the first
-        publish; None: this rank publishes alone.
+        `engines`: URLs, or EngineClient objects; others may be added later. `token`: the bearer token of engines given
+        as URLs. `install`: "staged" (the old version serves until everything is there) or "streaming" (bounded memory;
+        the engine stands still meanwhile and must be healed after a failure). `bucket_size_bytes`: by default an eighth
+        of the model, at most the transport's choice for the device. `undo`: engines keep a copy while they install, and
+        go back to it if that fails. `takeover`: take engines that another run holds. `verify`: "engines": after each
+        update compare what engines say that they hold, where they can; one that holds other weights than the first of
+        its kind has failed. `deadline_seconds`: of each single wait. `lease_seconds`: how long a silent publisher keeps
+        an engine. `trainer_group`: the ranks that hold the model together and publish together; "auto" is
+        torch.distributed's default group, if there is one at the first publish; None: this rank publishes alone.
 
         Raises ValueError for an unknown transport, install or on_failure, or an engine named twice.
         """
@@ -110,6 +115,7 @@ class Publisher:
         self._trainer_group = trainer_group
         self._ensemble: Ensemble | None = None
         self._is_joined = False
+        self._process = os.getpid()
         self._closed = False
         try:
             for engine in engines:
@@ -165,6 +171,18 @@ class Publisher:
             self._fleet.close()
             self._guard.close()
 
+    def __del__(self) -> None:
+        # A forked child has only a copy, and the end of the process lets go of everything by itself.
+        if getattr(self, "_closed", True) or self._process != os.getpid() or sys.is_finalizing():
+            return
+        if self._wire is not None:
+            self._wire.listener.end_links("the publisher was dropped")
+        # Not here: a collection may come in any thread at any point, also in one that `close` would wait for.
+        closing = threading.Thread(target=self.close, name="weightcast-dropped", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the interpreter starts no thread any more
+            closing.start()
+            closing.join(_DROPPED_SECONDS)
+
     def __enter__(self) -> Publisher:
         return self
 
@@ -195,10 +213,11 @@ class Publisher:
         `on_progress` are those of the publishing rank. An error that another rank brought names that rank.
 
         Raises PublishError if an engine did not take it, whose `failures` and `report` say which and why (with
-        `on_failure="report"` the report is returned instead); ValueError for a version that does not grow;
-        IncompatibleWeightsError if the source's tensors are not what its specs say, or not the same on all ranks;
-        InsufficientMemoryError if the transport's arena does not fit; PeerError if a trainer rank dies, stands still or
-        does not publish. After any of these the next publish goes to every engine again.
+        `on_failure="report"` the report is returned instead); ValueError for a version that does not grow, or where
+        there is no engine and the transport keeps nothing for later; IncompatibleWeightsError if the source's tensors
+        are not what its specs say, or not the same on all ranks; InsufficientMemoryError if the transport's arena does
+        not fit; PeerError if a trainer rank dies, stands still or does not publish. After any of these the next publish
+        goes to every engine again.
         """
         with self._lock:
             self._require_open()
@@ -228,6 +247,11 @@ class Publisher:
         self._check_version(version)
         regions = self._source.regions()
         wire = self._ready_wire(regions)
+        if not len(self._fleet) and not isinstance(wire.sender, Replayable):
+            raise ValueError(
+                f"there is no engine to publish to, and {self._url} keeps nothing for later: pass engines=[...], or "
+                "call add_engine first (a store, file:///DIR, needs none)"
+            )
         return Prepared(start, version, regions, wire, self._ready_packing(regions, wire.device))
 
     def _run(self, prepared: Prepared, on_progress: OnProgress | None) -> PublishReport:
@@ -266,7 +290,7 @@ class Publisher:
         if self._wire is None:
             devices = {tensor.device for held in regions.values() for _, tensor in held}
             device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
-            sender = self._make_sender(self.run, device)
+            sender = _make_sender(self._transport, self._url, self._terms.deadline_seconds, self.run, device)
             try:
                 host = None if self._transport.same_host else registry.host(self._url)
                 listener = LinkListener(self.run, host=host, heartbeat_seconds=self._terms.lease_seconds / 4)
@@ -276,18 +300,14 @@ class Publisher:
             self._wire = Wire(sender, listener, device)
         return self._wire
 
-    def _make_sender(self, run: str, device: torch.device) -> Sender:
-        made: Sender = self._transport.sender(
-            self._url, run=run, deadline_seconds=self._terms.deadline_seconds, device=device
-        )
-        return made
-
     def _outlet(self) -> Outlet | None:
         """How other trainer ranks make arenas. Staged buckets are in host memory, once for each host: in one arena."""
         per_device = self._transport.per_device
         if per_device is None or self._terms.install == "staged":
             return None
-        return Outlet(per_device, self._make_sender, self._terms.deadline_seconds)
+        # Without a reference to this publisher, which would keep it from being collected when it is dropped.
+        make_sender = functools.partial(_make_sender, self._transport, self._url, self._terms.deadline_seconds)
+        return Outlet(per_device, make_sender, self._terms.deadline_seconds)
 
     def _ready_packing(self, regions: Regions, device: torch.device) -> Packing:
         """The plan for the source's specs: made once, and again when they have changed."""
@@ -302,6 +322,11 @@ class Publisher:
             manifest = plan(specs, size, digest_kind="xxh3-128" if device.type == "cpu" else "sum-64x2")
             self._packing = Packing(specs, Layout(manifest), size)
         return self._packing
+
+
+def _make_sender(transport: Transport, url: str, deadline_seconds: float, run: str, device: torch.device) -> Sender:
+    made: Sender = transport.sender(url, run=run, deadline_seconds=deadline_seconds, device=device)
+    return made
 
 
 def _require_source(source: object) -> None:
