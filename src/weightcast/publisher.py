@@ -15,6 +15,7 @@ import secrets
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -34,6 +35,7 @@ from weightcast.interfaces import EngineClient, Regions, Replayable, Sender, Sou
 from weightcast.listener import LinkListener
 from weightcast.manifest import ALIGNMENT_BYTES, MAX_VERSION
 from weightcast.plan import fitting_bucket_size, plan
+from weightcast.process_group import Closable
 from weightcast.publication import OnProgress, Packing, Publication, Terms, Verify, Wire
 from weightcast.report import PublishReport
 
@@ -115,8 +117,12 @@ class Publisher:
         self._trainer_group = trainer_group
         self._ensemble: Ensemble | None = None
         self._is_joined = False
-        self._process = os.getpid()
         self._closed = False
+        self._owned: list[Closable] = [self._guard]
+        """What has connections, threads or processes, in the order in which they are closed, the guard last. Nothing of
+        the caller's, which may refer to this publisher."""
+        self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
+        self._drop.atexit = False
         try:
             for engine in engines:
                 self.add_engine(engine)
@@ -161,6 +167,7 @@ class Publisher:
             if self._closed:
                 return
             self._closed = True
+            self._drop.detach()
             if self._ensemble is not None:
                 self._ensemble.close()
             if self._wire is not None:
@@ -170,18 +177,6 @@ class Publisher:
                 self._packing.layout.forget_views()
             self._fleet.close()
             self._guard.close()
-
-    def __del__(self) -> None:
-        # A forked child has only a copy, and the end of the process lets go of everything by itself.
-        if getattr(self, "_closed", True) or self._process != os.getpid() or sys.is_finalizing():
-            return
-        if self._wire is not None:
-            self._wire.listener.end_links("the publisher was dropped")
-        # Not here: a collection may come in any thread at any point, also in one that `close` would wait for.
-        closing = threading.Thread(target=self.close, name="weightcast-dropped", daemon=True)
-        with contextlib.suppress(RuntimeError):  # the interpreter starts no thread any more
-            closing.start()
-            closing.join(_DROPPED_SECONDS)
 
     def __enter__(self) -> Publisher:
         return self
@@ -227,6 +222,8 @@ class Publisher:
                     self._trainer_group, self._source, self._terms.deadline_seconds, self._outlet()
                 )
                 self._is_joined = True
+                if self._ensemble is not None:
+                    self._owned[:0] = self._ensemble.owned
             if self._ensemble is None:
                 report = self._run(self._prepared(version), on_progress)
             else:
@@ -298,6 +295,7 @@ class Publisher:
                 sender.close()
                 raise
             self._wire = Wire(sender, listener, device)
+            self._owned.insert(-1, self._wire)
         return self._wire
 
     def _outlet(self) -> Outlet | None:
@@ -322,6 +320,27 @@ class Publisher:
             manifest = plan(specs, size, digest_kind="xxh3-128" if device.type == "cpu" else "sum-64x2")
             self._packing = Packing(specs, Layout(manifest), size)
         return self._packing
+
+
+def _drop(owned: list[Closable], process: int) -> None:
+    """Let go of what a publisher had that was not closed. A forked child has a copy of it only, which means nothing."""
+    if process != os.getpid() or sys.is_finalizing():
+        return
+    for part in owned:
+        if isinstance(part, Wire):
+            part.listener.end_links("the publisher was dropped")
+    # In a thread of its own: a collection may come at any point of any thread, also of one that is waited for here.
+    closing = threading.Thread(target=_close_all, args=(owned,), name="weightcast-dropped", daemon=True)
+    with contextlib.suppress(RuntimeError):  # the interpreter starts no thread any more
+        closing.start()
+        if not threading.current_thread().name.startswith("weightcast"):
+            closing.join(_DROPPED_SECONDS)
+
+
+def _close_all(owned: list[Closable]) -> None:
+    for part in owned:
+        with contextlib.suppress(Exception):
+            part.close()
 
 
 def _make_sender(transport: Transport, url: str, deadline_seconds: float, run: str, device: torch.device) -> Sender:
