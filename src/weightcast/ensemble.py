@@ -19,6 +19,7 @@ from weightcast.arenas import Outlet
 from weightcast.gather import Contribution
 from weightcast.interfaces import Regions, Source
 from weightcast.manifest import decode
+from weightcast.process_group import Closable
 from weightcast.publication import Packing, Wire
 from weightcast.report import PublishReport
 from weightcast.spread import SpreadSender
@@ -192,6 +193,11 @@ class Ensemble:
                     arena.tell_failures()
                 case _ if not is_ready and arena is not None:
                     arena.wait()
+
+    @property
+    def owned(self) -> list[Closable]:
+        """What `close` closes, without what the caller gave."""
+        return [self._ranks, self._agreement.arenas]
 
     def close(self) -> None:
         """Disconnect from the other ranks, without a word, and free this rank's arena. Idempotent."""

@@ -69,7 +69,7 @@ class StaleVersionError(RefusedError):
 
 
 class EngineBusyError(RefusedError):
-    """Another run holds the engine; pass `takeover=True` or wait until its lease has ended."""
+    """Another publisher holds the engine: close it, or pass `takeover=True`. Its lease does not end while it lives."""
 
 
 class InsufficientMemoryError(RefusedError):

@@ -11,14 +11,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+from msgspec import UNSET
+
 from weightcast.control.messages import Abort, Accepted, Failed, InitInfo, Installed, Offer, Received, Seal, WeightInfo
 from weightcast.errors import (
+    EngineBusyError,
     EngineTornError,
     ErrorRecord,
     IntegrityError,
     PeerDiedError,
     PeerError,
     PeerTimeoutError,
+    RefusedError,
     WeightcastError,
     from_record,
     to_record,
@@ -42,6 +47,8 @@ from weightcast.manifest import MAX_VERSION
 from weightcast.report import EngineResult
 
 _MAX_PARALLEL = 64
+_LAST_WORD_SECONDS = 1.0
+"""For the word of a worker whose receiver has gone: it comes on another connection."""
 
 
 class Member:
@@ -57,6 +64,10 @@ class Member:
         """What its client brings, where it has no workers of ours; None: it takes the publisher's transport."""
         self.info: WeightInfo | None = None
         self.result = EngineResult()
+        self.version = -1
+        """The version that was offered in the update in progress; -1 before that."""
+        self.instance = ""
+        """The engine itself, however it is called; empty for one that does not say."""
         self.is_paused = False
         """Whether a pause was asked for and not lifted; `_stands_still`: of the very engine that is connected now."""
         self._stands_still = False
@@ -76,18 +87,37 @@ class Member:
         is_number = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_VERSION))
         return int(text) if is_number and int(text) < MAX_VERSION else -1
 
-    def join(self, listener: LinkListener, init: InitInfo, deadline_seconds: float) -> None:
-        """Ask what the engine is, have its workers connect, and wait for their hellos."""
+    def begin(self) -> None:
+        """Another update: nothing of it is known yet."""
+        self.result, self.version = EngineResult(), -1
+
+    def ask(self, listener: LinkListener) -> None:
+        """Let go of what was connected, and ask what the engine is now."""
         listener.drop(self.name, "the publisher connects again")
         self.links, self._known_manifest = [], ""
         self._stands_still = self._is_connected = False
         self.client = self._given.negotiate() if isinstance(self._given, Negotiable) else self._given
         self.info = self.client.info()
+        self.instance = "" if self.info.instance is UNSET else self.info.instance
+
+    def join(self, listener: LinkListener, init: InitInfo, deadline_seconds: float) -> None:
+        """Have the workers of an engine that was asked connect, and wait for their hellos."""
+        assert self.info is not None
         self.client.init(init)
-        self.links = listener.wait(self.name, self.info.world_size, deadline_seconds)
+        self.links = listener.wait(
+            self.name, self.info.world_size, deadline_seconds, ask=lambda: self._require_ours(init.run)
+        )
         # Again: a takeover waits for an install of the former run, whose version counts.
         self.info = self.client.info()
         self._is_connected = True
+
+    def _require_ours(self, run: str) -> None:
+        """Raises EngineBusyError if another run has taken the engine since: its workers don't come any more."""
+        holder = ""
+        with contextlib.suppress(PeerError):
+            holder = self.client.info().holder
+        if holder not in ("", run):
+            raise EngineBusyError(f"run {holder} took {self.name} over while this publisher connected to it")
 
     def supply(self, known: Sequence[Sender], supply: Supply) -> Sender | None:
         """The sender that its client brings, one of `known` or a new one; None if it brings none."""
@@ -100,6 +130,7 @@ class Member:
 
     def offer(self, offer: Offer, deadline_seconds: float) -> None:
         """Offer a version and wait until every worker has accepted."""
+        self.version = offer.version
         known, self._known_manifest = self._known_manifest, ""
         self.client.update(_without_manifest(offer) if known == offer.manifest_digest else offer)
         for link in self.links:
@@ -201,7 +232,7 @@ class Member:
         for link in self.links:
             with contextlib.suppress(WeightcastError):
                 link.wait(Failed, version, deadline_seconds)
-        told = [link.failures() for link in self.links]
+        told = [link.failures(version) for link in self.links]
         self._is_torn = not all(told) or any(_is_torn(failure) for failures in told for failure in failures)
 
     def _has(self, ability: str) -> bool:
@@ -222,9 +253,7 @@ def _is_torn(failure: ErrorRecord) -> bool:
 
 
 def _without_manifest(offer: Offer) -> Offer:
-    return Offer(
-        offer.run, offer.version, offer.manifest_digest, base=offer.base, install=offer.install, undo=offer.undo
-    )
+    return msgspec.structs.replace(offer, manifest=None)
 
 
 class Fleet:
@@ -251,6 +280,16 @@ class Fleet:
         if name not in self._members:
             raise ValueError(f"{name} is not in the fleet; it has {', '.join(self._members) or 'no engines'}")
         return self._members.pop(name)
+
+    def refuse_doubles(self, newcomers: Sequence[Member]) -> None:
+        """One engine under two names has one place: each init would end the other's. The first name has it."""
+        known = {member.instance: member for member in self if member.is_joined and member.instance}
+        for member in newcomers:
+            if member.result.error is None and member.instance:
+                first = known.setdefault(member.instance, member)
+                if first is not member:
+                    what = f"{member.name} and {first.name} are one and the same engine: name it once in `engines`"
+                    fail(member, RefusedError(what))
 
     def healthy(self) -> list[Member]:
         """The members without a failure in this update."""
@@ -285,6 +324,9 @@ class Fleet:
                 continue
             lost = [failures[p] for p in (link.peer for link in member.links) if isinstance(failures.get(p), PeerError)]
             if lost:
+                if isinstance(lost[0], PeerDiedError):
+                    for link in member.links:
+                        link.hear_out(member.version, _LAST_WORD_SECONDS)
                 fail(member, lost[0])
 
     def take_failures_of(self, sender: Sender) -> None:
@@ -306,7 +348,7 @@ def fail(member: Member, error: WeightcastError) -> None:
 
     A peer that died or stalled loses its links: should it wake, it learns from that to give the update up.
     """
-    version_error = next((f for link in member.links for f in link.failures()), None)
+    version_error = next((f for link in member.links for f in link.failures(member.version)), None)
     if isinstance(error, PeerError) and version_error is not None:
         member.result.error = version_error
     else:

@@ -14,6 +14,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -109,6 +110,7 @@ class WorkerLink:
         self._lock = threading.Lock()
         self._closed = False
         self._heard = threading.Event()
+        self._heard_at = time.monotonic()
         self._is_over = False
         try:
             self._sock = connect(address, connect_seconds)
@@ -138,6 +140,11 @@ class WorkerLink:
             raise PeerDiedError("the publisher ended the link at once: it may be of another run", peer="trainer")
 
     @property
+    def silent_seconds(self) -> float:
+        """How long nothing has come from the publisher."""
+        return time.monotonic() - self._heard_at
+
+    @property
     def has_ended(self) -> bool:
         """Whether the publisher has closed it, as of now: `on_end` may be about to say so."""
         poll = select.poll()
@@ -161,6 +168,7 @@ class WorkerLink:
         try:
             while data := self._sock.recv(1 << 16):
                 self._heard.set()
+                self._heard_at = time.monotonic()
                 for message in self._frames.feed(data):
                     if not isinstance(message, Heartbeat):
                         self._on_message(message)

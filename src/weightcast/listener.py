@@ -13,6 +13,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,6 +28,7 @@ _HELLO_SECONDS = 10.0
 _ACCEPT_RETRY_SECONDS = 0.05
 _MAX_STRANGERS = 128
 _LOST_HOST_SECONDS = 30.0
+_ASK_SECONDS = 0.5
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -75,10 +77,16 @@ class Link:
         self.end(f"no {kind.__name__} for version {version} within {deadline_seconds:g} s")
         raise PeerTimeoutError(f"{self.peer} sent no {kind.__name__} within {deadline_seconds:g} s", peer=self.peer)
 
-    def failures(self) -> list[ErrorRecord]:
-        """What the worker has reported as failed since `forget`, without waiting."""
+    def failures(self, version: int) -> list[ErrorRecord]:
+        """What the worker has reported as failed of this version, without waiting."""
         with self._condition:
-            return [message.error for message in self._messages if isinstance(message, Failed)]
+            found = [message for message in self._messages if isinstance(message, Failed)]
+        return [message.error for message in found if message.version == version]
+
+    def hear_out(self, version: int, seconds: float) -> None:
+        """Give the worker that long to say why this version failed: its word may come later than the loss itself."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._find(Failed, version) or self._ended, seconds)
 
     def forget(self) -> None:
         """Drop what was received for former versions."""
@@ -171,16 +179,34 @@ class LinkListener:
         with self.condition:
             return [link for (name, _), link in sorted(self._links.items()) if name == engine and link.is_alive]
 
-    def wait(self, engine: str, num_workers: int, deadline_seconds: float) -> list[Link]:
-        """Wait until that many workers of an engine have said hello. Raises PeerTimeoutError."""
-        with self.condition:
-            if not self.condition.wait_for(lambda: len(self.links(engine)) >= num_workers, deadline_seconds):
+    def wait(
+        self, engine: str, num_workers: int, deadline_seconds: float, *, ask: Callable[[], None] = lambda: None
+    ) -> list[Link]:
+        """Wait until that many workers of an engine have said hello. Raises PeerTimeoutError.
+
+        `ask` is called now and then meanwhile: it raises if they can't come any more.
+        """
+        end = time.monotonic() + deadline_seconds
+        while True:
+            patience = min(end - time.monotonic(), _ASK_SECONDS)
+            with self.condition:
+                if self.condition.wait_for(lambda: len(self.links(engine)) >= num_workers, patience):
+                    return self.links(engine)
+                num_links = len(self.links(engine))
+            if time.monotonic() >= end:
                 raise PeerTimeoutError(
-                    f"{len(self.links(engine))} of {num_workers} workers of {engine} connected to the link "
+                    f"{num_links} of {num_workers} workers of {engine} connected to the link "
                     f"{self.address} within {deadline_seconds:g} s: can they reach it?",
                     peer=engine,
                 )
-            return self.links(engine)
+            ask()
+
+    def end_links(self, reason: str) -> None:
+        """End every link at once. The thread goes on until `close`."""
+        with self.condition:
+            links = list(self._links.values())
+        for link in links:
+            link.end(reason)
 
     def drop(self, engine: str, reason: str) -> None:
         """End every link of an engine."""

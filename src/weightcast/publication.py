@@ -10,6 +10,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +28,7 @@ from weightcast.guard import Guard
 from weightcast.interfaces import Attended, Fingerprint, Regions, Replayable, Sender, Staging, Supply
 from weightcast.listener import LinkListener
 from weightcast.manifest import TensorSpec, WeightVersion
-from weightcast.report import EngineResult, PublishReport, StageSeconds
+from weightcast.report import PublishReport, StageSeconds
 
 OnProgress = Callable[[int, int], None]
 Verify = Literal["engines"]
@@ -135,7 +137,7 @@ class Publication:
         """
         start, packer = time.perf_counter(), self._packing.packer(regions)
         for member in self._fleet:
-            member.result = EngineResult()
+            member.begin()
         try:
             with self._timed("offer"):
                 self._join()
@@ -146,7 +148,8 @@ class Publication:
                 self._offer()
             root = self._send(packer, on_progress or _ignore)
             with self._timed("seal"):
-                seal = Seal(self._terms.run, self.number, len(self._manifest.buckets), root)
+                num_buckets, secret = len(self._manifest.buckets), self._wire.listener.secret
+                seal = Seal(self._terms.run, self.number, num_buckets, root, secret)
                 self._fleet.each(lambda member: member.seal(seal))
             installed = self._healthy_of(None)
             self._fleet.each(self._install, installed)
@@ -174,7 +177,9 @@ class Publication:
     def _join(self) -> None:
         """Connect whoever has no link, or is lost to the sender."""
         newcomers = [member for member in self._fleet if not (member.is_joined and self._is_attended(member))]
-        self._fleet.each(self._join_member, newcomers)
+        self._fleet.each(lambda member: member.ask(self._wire.listener), newcomers)
+        self._fleet.refuse_doubles(newcomers)
+        self._fleet.each(self._join_member, [member for member in newcomers if member.result.error is None])
         for member in self._fleet:
             for link in member.links:
                 link.forget()
@@ -195,6 +200,7 @@ class Publication:
             lease_seconds=terms.lease_seconds,
             takeover=terms.takeover,
             deadline_seconds=terms.deadline_seconds,
+            publisher=f"pid {os.getpid()} on {socket.gethostname()}"[:4096],
         )
         member.join(listener, info, terms.deadline_seconds)
         device = self._wire.device
@@ -209,6 +215,7 @@ class Publication:
             self._manifest,
             install=terms.install,
             undo=terms.undo,
+            secret=self._wire.listener.secret,
         )
         if terms.install == "streaming":
             self._fleet.each(self._pause, self._healthy_of(None))
@@ -323,11 +330,14 @@ class Publication:
 
     def _abort_failed(self) -> None:
         """Tell engines that failed on our side, and may be alive, to drop what they hold. Best effort."""
-        abort = Abort(self._terms.run, self.number, "this engine's update failed at the publisher")
+        abort = self._abort("this engine's update failed at the publisher")
         for member in self._fleet:
             if member.result.error is not None and member.is_joined:
                 with contextlib.suppress(Exception):
                     member.abort(abort)
+
+    def _abort(self, reason: str) -> Abort:
+        return Abort(self._terms.run, max(self.number, 0), reason, self._wire.listener.secret)
 
     def _give_up(self, exc: BaseException) -> None:
         """The publish itself failed: end the update everywhere. A Ctrl-C does not wait for answers."""
@@ -338,7 +348,7 @@ class Publication:
             for member in self._fleet:
                 self._wire.listener.drop(member.name, reason)
             return
-        abort = Abort(self._terms.run, max(self.number, 0), reason)
+        abort = self._abort(reason)
         for member in self._fleet:
             if member.is_joined:
                 with contextlib.suppress(Exception):

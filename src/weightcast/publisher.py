@@ -8,10 +8,14 @@ several trainer ranks one knows engines and transport, and all return the same r
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import os
 import secrets
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -28,15 +32,18 @@ from weightcast.ensemble import Ensemble, Prepared, ensemble_of
 from weightcast.errors import ClosedError, PublishError, from_record
 from weightcast.fleet import Fleet, Member
 from weightcast.guard import Guard
-from weightcast.interfaces import EngineClient, Regions, Sender, Source
+from weightcast.interfaces import EngineClient, Regions, Replayable, Sender, Source, Transport
 from weightcast.listener import LinkListener
 from weightcast.manifest import ALIGNMENT_BYTES, MAX_VERSION
 from weightcast.plan import fitting_bucket_size, plan
+from weightcast.process_group import Closable
 from weightcast.publication import OnProgress, Packing, Publication, Terms, Verify, Wire
 from weightcast.report import PublishReport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_DROPPED_SECONDS = 5.0
 
 
 class Publisher:
@@ -48,6 +55,7 @@ class Publisher:
     Memory on this side: the transport's slots (streaming) or arena (staged), stated there; nothing of the model's size
     besides. With several trainer ranks: one bucket more on the publishing rank, one bucket's share on the others, and
     the transport's slots on each rank that has an arena (streaming, `ipc://`, one for each device of the host).
+    One that nothing refers to any more closes itself; a traceback that is kept refers to it. Use `with`, or `close`.
     Not for use by several threads at once: calls wait for each other.
     """
 
@@ -70,16 +78,15 @@ class Publisher:
     ) -> None:
         """Nothing is connected and nothing allocated before the first `publish`.
 
-        `engines`: URLs, or EngineClient objects. `token`: the bearer token of engines given as URLs. `install`:
-        "staged" (the old version serves until everything is there) or "streaming" (bounded memory; the engine stands
-        still meanwhile and must be healed after a failure). `bucket_size_bytes`: by default an eighth of the model,
-        at most the transport's choice for the device. `undo`: engines keep a copy while they install, and go back to it
-        if that fails. `takeover`: take engines that another run holds. `verify`: "engines": after each update compare
-        what engines say that they hold, where they can; one that holds other weights than the first of its kind has
-        failed. `deadline_seconds`: of each single wait.
-        `lease_seconds`: how long a silent publisher keeps an engine. `trainer_group`: the ranks that hold the model
-        together and publish together; "auto" is torch.distributed's default group, if there is one at the first
-        publish; None: this rank publishes alone.
+        `engines`: URLs, or EngineClient objects; others may be added later. `token`: the bearer token of engines given
+        as URLs. `install`: "staged" (the old version serves until everything is there) or "streaming" (bounded memory;
+        the engine stands still meanwhile and must be healed after a failure). `bucket_size_bytes`: by default an eighth
+        of the model, at most the transport's choice for the device. `undo`: engines keep a copy while they install, and
+        go back to it if that fails. `takeover`: take engines that another run holds. `verify`: "engines": after each
+        update compare what engines say that they hold, where they can; one that holds other weights than the first of
+        its kind has failed. `deadline_seconds`: of each single wait. `lease_seconds`: how long a silent publisher keeps
+        an engine. `trainer_group`: the ranks that hold the model together and publish together; "auto" is
+        torch.distributed's default group, if there is one at the first publish; None: this rank publishes alone.
 
         Raises ValueError for an unknown transport, install or on_failure, or an engine named twice.
         """
@@ -112,6 +119,11 @@ class Publisher:
         self._ensemble: Ensemble | None = None
         self._is_joined = False
         self._closed = False
+        self._owned: list[Closable] = [self._guard]
+        """What has connections, threads or processes, in the order in which they are closed, the guard last. Nothing of
+        the caller's, which may refer to this publisher."""
+        self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
+        self._drop.atexit = False
         try:
             for engine in engines:
                 self.add_engine(engine)
@@ -156,6 +168,7 @@ class Publisher:
             if self._closed:
                 return
             self._closed = True
+            self._drop.detach()
             if self._ensemble is not None:
                 self._ensemble.close()
             if self._wire is not None:
@@ -196,10 +209,11 @@ class Publisher:
         `on_progress` are those of the publishing rank. An error that another rank brought names that rank.
 
         Raises PublishError if an engine did not take it, whose `failures` and `report` say which and why (with
-        `on_failure="report"` the report is returned instead); ValueError for a version that does not grow;
-        IncompatibleWeightsError if the source's tensors are not what its specs say, or not the same on all ranks;
-        InsufficientMemoryError if the transport's arena does not fit; PeerError if a trainer rank dies, stands still or
-        does not publish. After any of these the next publish goes to every engine again.
+        `on_failure="report"` the report is returned instead); ValueError for a version that does not grow, or where
+        there is no engine and the transport keeps nothing for later; IncompatibleWeightsError if the source's tensors
+        are not what its specs say, or not the same on all ranks; InsufficientMemoryError if the transport's arena does
+        not fit; PeerError if a trainer rank dies, stands still or does not publish. After any of these the next publish
+        goes to every engine again.
         """
         with self._lock:
             self._require_open()
@@ -209,6 +223,8 @@ class Publisher:
                     self._trainer_group, self._source, self._terms.deadline_seconds, self._outlet()
                 )
                 self._is_joined = True
+                if self._ensemble is not None:
+                    self._owned[:0] = self._ensemble.owned
             if self._ensemble is None:
                 report = self._run(self._prepared(version), on_progress)
             else:
@@ -232,6 +248,11 @@ class Publisher:
             # Before there is a sender, which may write.
             require_whole(self._source.specs(), regions)
         wire = self._ready_wire(regions)
+        if not len(self._fleet) and not isinstance(wire.sender, Replayable):
+            raise ValueError(
+                f"there is no engine to publish to, and {self._url} keeps nothing for later: pass engines=[...], or "
+                "call add_engine first (a store, file:///DIR, needs none)"
+            )
         return Prepared(start, version, regions, wire, self._ready_packing(regions, wire.device))
 
     def _run(self, prepared: Prepared, on_progress: OnProgress | None) -> PublishReport:
@@ -270,7 +291,7 @@ class Publisher:
         if self._wire is None:
             devices = {tensor.device for held in regions.values() for _, tensor in held}
             device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
-            sender = self._make_sender(self.run, device)
+            sender = _make_sender(self._transport, self._url, self._terms.deadline_seconds, self.run, device)
             try:
                 host = None if self._transport.same_host else registry.host(self._url)
                 listener = LinkListener(self.run, host=host, heartbeat_seconds=self._terms.lease_seconds / 4)
@@ -278,20 +299,17 @@ class Publisher:
                 sender.close()
                 raise
             self._wire = Wire(sender, listener, device)
+            self._owned.insert(-1, self._wire)
         return self._wire
-
-    def _make_sender(self, run: str, device: torch.device) -> Sender:
-        made: Sender = self._transport.sender(
-            self._url, run=run, deadline_seconds=self._terms.deadline_seconds, device=device
-        )
-        return made
 
     def _outlet(self) -> Outlet | None:
         """How other trainer ranks make arenas. Staged buckets are in host memory, once for each host: in one arena."""
         per_device = self._transport.per_device
         if per_device is None or self._terms.install == "staged":
             return None
-        return Outlet(per_device, self._make_sender, self._terms.deadline_seconds)
+        # Without a reference to this publisher, which would keep it from being collected when it is dropped.
+        make_sender = functools.partial(_make_sender, self._transport, self._url, self._terms.deadline_seconds)
+        return Outlet(per_device, make_sender, self._terms.deadline_seconds)
 
     def _ready_packing(self, regions: Regions, device: torch.device) -> Packing:
         """The plan for the source's specs: made once, and again when they have changed."""
@@ -306,6 +324,32 @@ class Publisher:
             manifest = plan(specs, size, digest_kind="xxh3-128" if device.type == "cpu" else "sum-64x2")
             self._packing = Packing(specs, Layout(manifest), size)
         return self._packing
+
+
+def _drop(owned: list[Closable], process: int) -> None:
+    """Let go of what a publisher had that was not closed. A forked child has a copy of it only, which means nothing."""
+    if process != os.getpid() or sys.is_finalizing():
+        return
+    for part in owned:
+        if isinstance(part, Wire):
+            part.listener.end_links("the publisher was dropped")
+    # In a thread of its own: a collection may come at any point of any thread, also of one that is waited for here.
+    closing = threading.Thread(target=_close_all, args=(owned,), name="weightcast-dropped", daemon=True)
+    with contextlib.suppress(RuntimeError):  # the interpreter starts no thread any more
+        closing.start()
+        if not threading.current_thread().name.startswith("weightcast"):
+            closing.join(_DROPPED_SECONDS)
+
+
+def _close_all(owned: list[Closable]) -> None:
+    for part in owned:
+        with contextlib.suppress(Exception):
+            part.close()
+
+
+def _make_sender(transport: Transport, url: str, deadline_seconds: float, run: str, device: torch.device) -> Sender:
+    made: Sender = transport.sender(url, run=run, deadline_seconds=deadline_seconds, device=device)
+    return made
 
 
 def _require_source(source: object) -> None:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from weightcast import registry
 from weightcast.admission import admit, check_undo
@@ -50,6 +52,7 @@ from weightcast.manifest import PROTOCOL, WeightVersion
 from weightcast.update import State, Update
 
 Observe = Callable[[str, float, bool], None]
+T = TypeVar("T", Offer, Seal)
 logger = logging.getLogger(__name__)
 
 
@@ -86,6 +89,7 @@ class Worker:
         self._init_lock = threading.Lock()
         self._hold: Hold | None = None
         self._closed = False
+        self.instance = secrets.token_hex(16)
 
     def info(self) -> WeightInfo:
         """What this engine is and does now."""
@@ -103,6 +107,7 @@ class Worker:
             torn=self.gate.torn,
             world_size=self._world_size,
             abilities=("lease", *(name for name, has in able.items() if has)),
+            instance=self.instance,
         )
 
     def init(self, info: InitInfo) -> None:
@@ -121,7 +126,7 @@ class Worker:
             if former is not None:
                 self._release(former, _replaced_by(info, former))
             hold = Hold(info, self._engine_rank, self._on_end)
-            if former is not None and former.info.run == info.run:
+            if former is not None and _is_same(info, former):
                 hold.last_offered = former.last_offered
             with self._lock:
                 if self._closed:
@@ -132,34 +137,38 @@ class Worker:
         hold.start()
 
     def _require_free(self, info: InitInfo) -> Hold | None:
-        """The hold that a run would replace. Raises EngineBusyError if that is another run's, without takeover."""
+        """The hold that a publisher would replace. Raises EngineBusyError if it is another's, without takeover."""
         former = self._hold
-        if former is not None and former.info.run != info.run and not (info.takeover or former.is_abandoned):
-            raise EngineBusyError(
-                f"run {former.info.run} holds this engine; close its publisher, wait for its lease of "
-                f"{former.info.lease_seconds:g} s to end, or pass takeover=True (asked by run {info.run})"
-            )
-        return former
+        if former is None or _is_same(info, former) or info.takeover or former.is_abandoned:
+            return former
+        raise EngineBusyError(
+            f"{former.who()}. Close that publisher, end its process, or pass takeover=True (asked by run {info.run})"
+        )
 
     def update(self, info: UpdateInfo) -> None:
-        """Take an offer, a seal or an abort. Returns at once; raises what was wrong and tells it on the link."""
+        """Take an offer, a seal or an abort. Returns at once; raises what was wrong and tells it on the link.
+
+        Raises RefusedError, with nothing done, if it does not have the secret of the publisher that holds the worker.
+        """
         match info:
             case Offer():
-                self._call("offer", info.run, info.version, lambda hold: self._offer(hold, info))
+                self._call("offer", info, self._offer)
             case Seal():
-                self._call("seal", info.run, info.version, lambda hold: self._current(hold, info.version).seal(info))
+                self._call("seal", info, self._seal)
             case Abort():
                 self._abort(info)
 
-    def finish(self, number: int) -> WeightVersion:
+    def finish(self, number: int, run: str = "") -> WeightVersion:
         """Install the sealed update of that number. Idempotent; waits for the current step of generation only.
 
-        Raises IncompleteUpdateError (not sealed), InstallError, StaleVersionError (another number).
+        Anybody may say so: what is sealed is to be installed. Raises IncompleteUpdateError (not sealed), InstallError,
+        StaleVersionError (another number, or not of `run`, which holds the engine where none is named).
         """
-        hold = self._require_hold()
+        hold = self._require_hold(run or None)
         version = WeightVersion(hold.info.run, number)
         if self.gate.version != version or self.gate.torn:
-            self._call("install", version.run, number, lambda hold: self._install(hold, number))
+            with self._observed("install"):
+                self._install(hold, number)
         return version
 
     def installable(self) -> WeightVersion:
@@ -225,16 +234,25 @@ class Worker:
 
     # --- the calls, each under a hold ---
 
-    def _call(self, stage: str, run: str, number: int, call: Callable[[Hold], None]) -> None:
-        start, hold = time.perf_counter(), self._hold
+    def _call(self, stage: str, info: T, call: Callable[[Hold, T], None]) -> None:
+        with self._observed(stage):
+            hold = self._require_hold(info.run)
+            try:
+                call(hold, info)
+            except Exception as exc:
+                if hold.is_of(info.secret):
+                    hold.tell(Failed(info.version, to_record(exc)))
+                hold.require_going_on()
+                raise
+
+    @contextlib.contextmanager
+    def _observed(self, stage: str) -> Iterator[None]:
+        start, ok = time.perf_counter(), False
         try:
-            call(self._require_hold(run))
-        except Exception as exc:
-            if hold is not None and hold.info.run == run:
-                hold.tell(Failed(number, to_record(exc)))
-            self._observe(stage, time.perf_counter() - start, False)
-            raise
-        self._observe(stage, time.perf_counter() - start, True)
+            yield
+            ok = True
+        finally:
+            self._observe(stage, time.perf_counter() - start, ok)
 
     def _require_hold(self, run: str | None = None) -> Hold:
         hold = self._hold
@@ -264,6 +282,9 @@ class Worker:
                 f"install={offer.install!r} was asked for, which {type(self.engine).__name__} does not do; "
                 f"use {' or '.join(map(repr, self._installs))}"
             )
+        if offer.base is not None:
+            raise UnsupportedError(f"a delta on version {offer.base} was offered; this engine takes full updates only")
+        hold.require_publisher(offer)
         load_plan = self._load_plan(hold, offer)
         self._check_undo(offer, load_plan)
         hold.last_offered = offer.version
@@ -285,16 +306,17 @@ class Worker:
             update.open()
             if offer.install == "streaming":
                 self.gate.begin_writing(update.name, deadline_seconds=self._install_deadline_seconds)
+            # Whoever ended the hold may have looked before there was an update to end.
+            hold.require_going_on()
         except Exception as exc:
             update.abort(from_record(to_record(exc)))
+            self._end_streaming(update)
             raise
         hold.tell(Accepted(offer.version))
         hold.receive_in_background(functools.partial(self._receive, hold, update))
 
     def _load_plan(self, hold: Hold, offer: Offer) -> LoadPlan:
         """The checked layout of an offer; a layout that this run has sent before is not checked again."""
-        if offer.base is not None:
-            raise UnsupportedError(f"a delta on version {offer.base} was offered; this engine takes full updates only")
         known = hold.load_plans.get(offer.manifest_digest)
         specs = self.engine.specs()
         if known is not None and known.specs is specs:
@@ -329,10 +351,20 @@ class Worker:
         self._observe("receive", time.perf_counter() - start, True)
         hold.tell(Received(number, update.num_buckets, root))
 
+    def _seal(self, hold: Hold, seal: Seal) -> None:
+        update = self._current(hold, seal.version)
+        hold.require_publisher(seal)
+        update.seal(seal)
+
     def _install(self, hold: Hold, number: int) -> None:
         update = self._current(hold, number)
         try:
             seconds = update.install(deadline_seconds=self._install_deadline_seconds)
+        except Exception as exc:
+            # Whoever asks too early is told so alone: the update goes on.
+            if update.state is State.ABORTED:
+                hold.tell(Failed(number, to_record(exc)))
+            raise
         finally:
             if update.state in (State.INSTALLED, State.ABORTED):
                 self._end_streaming(update)
@@ -342,6 +374,7 @@ class Worker:
 
     def _abort(self, abort: Abort) -> None:
         hold = self._require_hold(abort.run)
+        hold.require_publisher(abort)
         update = hold.update
         if update is not None and update.version.number == abort.version:
             update.abort(UpdateAbortedError(f"the publisher gave it up: {abort.reason}"))
@@ -362,7 +395,7 @@ class Worker:
 
     def _release(self, hold: Hold, error: WeightcastError) -> None:
         """Abort what the hold had begun, lift its pause, disconnect. An install under way is finished first."""
-        hold.ended = str(error)
+        hold.ended = hold.ended or error
         if hold.update is not None:
             if hold.update.abort(error):
                 hold.tell(Failed(hold.update.version.number, to_record(error)))
@@ -385,7 +418,12 @@ class Worker:
             yield self.engine
 
 
+def _is_same(info: InitInfo, former: Hold) -> bool:
+    """Whether it is the same publisher that connects again. The run's id alone is known to anybody who asks."""
+    return info.run == former.info.run and former.is_of(info.secret)
+
+
 def _replaced_by(info: InitInfo, former: Hold) -> WeightcastError:
-    if info.run == former.info.run:
+    if _is_same(info, former):
         return UpdateAbortedError("its publisher connected again")
     return EngineBusyError(f"run {info.run} took the engine over")

@@ -55,6 +55,7 @@ MESSAGES: dict[str, tuple[Any, Any]] = {
     ),
     "offer_known.json": (Offer(RUN, 8, "d" * 64), UpdateInfo),
     "seal.json": (Seal(RUN, 7, 2, "e" * 32), UpdateInfo),
+    "abort_secret.json": (Abort(RUN, 7, "the trainer ended", "c" * 64), UpdateInfo),
     "abort.json": (Abort(RUN, 7, "the trainer ended"), UpdateInfo),
     "info.json": (
         WeightInfo("7", run=RUN, holder=RUN, paused=True, torn="", world_size=2, abilities=("lease", "undo")),

@@ -40,6 +40,7 @@ class HttpEngine:
         self.name = self._routes.name
         self._pause_mode = pause
         self._negotiated: EngineClient | None = None
+        self._run = ""
 
     def negotiate(self) -> EngineClient:
         """Ask what answers here now; return the client that speaks to it: this one, or one of a registered dialect.
@@ -69,6 +70,7 @@ class HttpEngine:
         token = self._routes.token
         info = info if token is None else msgspec.structs.replace(info, token=token)
         self._routes.post("/init_weight_transfer_engine", _encode({"init_info": info}))
+        self._run = info.run
 
     def update(self, info: UpdateInfo) -> None:
         """POST /update_weights with an offer, a seal or an abort. Raises what the engine refused it with."""
@@ -80,8 +82,9 @@ class HttpEngine:
         An engine with the ability "install" pauses for it by itself, in the mode that is named here, and says for how
         many seconds.
         """
-        body = _encode({"weight_version": str(version)})
-        return self._routes.post_for(f"/finish_weight_update?mode={self._pause_mode}", body, _Finished).pause_seconds
+        body, run = _encode({"weight_version": str(version)}), f"&run={self._run}" if self._run else ""
+        path = f"/finish_weight_update?mode={self._pause_mode}{run}"
+        return self._routes.post_for(path, body, _Finished).pause_seconds
 
     def pause(self, run: str) -> None:
         """POST /pause; the pause ends with the run's lease where the engine has that ability."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from weightcast.errors import ErrorRecord
 from weightcast.manifest import PROTOCOL, Manifest, RunId, VersionNumber
@@ -21,14 +22,18 @@ ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
 Digest128 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Digest256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
+Secret: TypeAlias = Digest256 | UnsetType
+"""Shows that a record is of the publisher that holds the engine: its InitInfo has the same. Left out if unset."""
 
 
 # --- control: publisher -> engine ---------------------------------------------------------------
 
 
 class InitInfo(msgspec.Struct, frozen=True):
-    """How an engine's workers reach a publisher. `secret` is presented on the link, so that strangers are refused.
+    """How an engine's workers reach a publisher. `secret` is presented on the link, so that strangers are refused; the
+    publisher's offers, seals and aborts have it, for the same reason.
 
+    `publisher` says, for people, where it runs.
     `token` is for engines whose control routes have none of their own (vLLM): the workers compare it with theirs.
     `deadline_seconds` is the publisher's: how long each of its steps may take.
     """
@@ -43,6 +48,7 @@ class InitInfo(msgspec.Struct, frozen=True):
     protocol: int = PROTOCOL
     token: ShortText = ""
     deadline_seconds: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    publisher: ShortText | UnsetType = UNSET
 
     def __repr__(self) -> str:
         # A transport's address may end in a secret of its own.
@@ -60,6 +66,10 @@ class Offer(msgspec.Struct, frozen=True, tag="offer", tag_field="kind"):
     base: VersionNumber | None = None
     install: InstallMode = "staged"
     undo: bool = False
+    secret: Secret = UNSET
+
+    def __repr__(self) -> str:
+        return f"Offer(run={self.run!r}, version={self.version}, manifest_digest={self.manifest_digest!r})"
 
 
 class Seal(msgspec.Struct, frozen=True, tag="seal", tag_field="kind"):
@@ -69,6 +79,10 @@ class Seal(msgspec.Struct, frozen=True, tag="seal", tag_field="kind"):
     version: VersionNumber
     num_buckets: Count
     root: Digest128
+    secret: Secret = UNSET
+
+    def __repr__(self) -> str:
+        return f"Seal(run={self.run!r}, version={self.version}, num_buckets={self.num_buckets}, root={self.root!r})"
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", tag_field="kind"):
@@ -77,6 +91,10 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", tag_field="kind"):
     run: RunId
     version: VersionNumber
     reason: ShortText
+    secret: Secret = UNSET
+
+    def __repr__(self) -> str:
+        return f"Abort(run={self.run!r}, version={self.version}, reason={self.reason!r})"
 
 
 UpdateInfo: TypeAlias = Offer | Seal | Abort
@@ -91,7 +109,7 @@ class WeightInfo(msgspec.Struct, frozen=True):
     `holder` is the run that may update it now, or empty. `world_size` workers connect a link each.
     `abilities`: "lease" (a pause ends with the lease of the run that asked for it), "install" (`finish` pauses and
     resumes by itself), "undo", "streaming", "inspect" (specs and digests can be read). `torn`: why it refuses to
-    serve, or empty.
+    serve, or empty. `instance`: a random id of the engine's life; one engine has one, however it is called.
     """
 
     weight_version: str
@@ -102,6 +120,7 @@ class WeightInfo(msgspec.Struct, frozen=True):
     world_size: Count = 1
     abilities: tuple[str, ...] = ()
     protocol: int = PROTOCOL
+    instance: ShortText | UnsetType = UNSET
 
 
 # --- link: worker <-> publisher -----------------------------------------------------------------

@@ -69,6 +69,7 @@ class RankReply(msgspec.Struct, frozen=True):
     """One rank's answer to any call. `info` is as after the call; `error` is None where the call did what it should.
 
     `weights_asleep`: the host has taken the weights' memory away for now. `serial`: the call's, where it had one.
+    `instance`: this rank's, as in WeightInfo, which is the same on all ranks and has none.
     """
 
     engine_rank: Count
@@ -77,6 +78,7 @@ class RankReply(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     weights_asleep: bool = False
     serial: str = ""
+    instance: str = ""
 
 
 def numbered(call: RankCall) -> dict[str, Any]:

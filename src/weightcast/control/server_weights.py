@@ -142,7 +142,8 @@ class WeightRoutes:
 
     async def _finish(self, request: Request) -> Response:
         body = await read_body(request, MAX_SMALL_BODY_BYTES)
-        version = await self._run(self._worker.finish, version_number(decode(body, FinishBody).weight_version))
+        number, run = version_number(decode(body, FinishBody).weight_version), request.query_params.get("run", "")
+        version = await self._run(self._worker.finish, number, run)
         return reply({"message": "installed", "weight_version": str(version.number), "run": version.run})
 
     async def _pause(self, request: Request) -> Response:

@@ -25,6 +25,7 @@ from weightcast.errors import (
     EngineTornError,
     InstallError,
     PeerTimeoutError,
+    StaleVersionError,
     WeightcastError,
 )
 from weightcast.guest.replies import Replies
@@ -143,8 +144,10 @@ class GuestEngine(abc.ABC):
             await self._in_time(self._publish(replies))
         self._turns.in_doubt = False
 
-    async def install(self, number: int, mode: PauseMode) -> Installed:
+    async def install(self, number: int, mode: PauseMode, run: str = "") -> Installed:
         """Pause, install the sealed version on all ranks or on none, label and resume; what the engine is then.
+
+        `run` is whose version it is, by default that of whichever run holds the engine.
 
         An engine that was paused before stays so, unless it was for being torn. Raises ClosedError (nobody holds it),
         what refused the install, with everything as before, or InstallError; if that is torn the engine stays paused.
@@ -153,6 +156,8 @@ class GuestEngine(abc.ABC):
             before, was_paused = await self._in_time(asyncio.gather(self._replies(Ask()), self._is_stopped()))
             if not before.info.holder:
                 raise ClosedError("no publisher holds this engine: call /init_weight_transfer_engine first")
+            if run not in ("", before.info.holder):
+                raise StaleVersionError(f"the update is of run {run}, this engine is held by run {before.info.holder}")
             pause = _Pause(is_lifted=bool(before.torn) or not was_paused)
             self._turns.in_doubt = True
             try:

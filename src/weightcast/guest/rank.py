@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import msgspec
+from msgspec import UNSET
 
 from weightcast.control.messages import Abort, InitInfo, Offer, UpdateInfo, WeightInfo
 from weightcast.control.rank_calls import Ask, Init, Install, Leave, RankCall, RankReply, Settle, Update
@@ -96,7 +97,8 @@ class Rank:
             error = to_record(ManifestError(f"this is no call of weightcast's ranks: {exc}", fault="type"))
         serial = str(values.get("serial", "")) if isinstance(values, dict) else ""
         seconds, asleep = time.perf_counter() - start, self._weights_asleep()
-        return msgspec.to_builtins(RankReply(self._engine_rank, self.info(), error, seconds, asleep, serial))
+        instance = self._worker.instance
+        return msgspec.to_builtins(RankReply(self._engine_rank, self.info(), error, seconds, asleep, serial, instance))
 
     def do(self, call: RankCall) -> ErrorRecord | None:
         """Do what is asked, with all ranks; what went wrong on any of them."""
@@ -113,7 +115,8 @@ class Rank:
         """
         info = self._worker.info()
         abilities = tuple(a for a in info.abilities if a != "lease")
-        return msgspec.structs.replace(info, abilities=abilities, torn=info.torn or self._why_unsettled())
+        torn = info.torn or self._why_unsettled()
+        return msgspec.structs.replace(info, abilities=abilities, torn=torn, instance=UNSET)
 
     def _why_unsettled(self) -> str:
         version = self._worker.unsettled
@@ -166,10 +169,12 @@ class Rank:
         self._worker.init(info)
 
     def _update(self, info: UpdateInfo) -> ErrorRecord | None:
-        error = self._ranks.first_error(self._ranks.exchange(Outcome(_attempt(lambda: self._worker.update(info)))))
-        if error is not None and isinstance(info, Offer):
-            # A rank that took it would wait for buckets that no publisher sends to this engine.
-            abort = Abort(info.run, info.version, f"a rank of this engine refused it: {error.message}"[:4096])
+        own = _attempt(lambda: self._worker.update(info))
+        error = self._ranks.first_error(self._ranks.exchange(Outcome(own)))
+        if error is not None and own is None and isinstance(info, Offer):
+            # This rank, which took it, would wait for buckets that no publisher sends to this engine.
+            reason = f"a rank of this engine refused it: {error.message}"[:4096]
+            abort = Abort(info.run, info.version, reason, info.secret)
             _attempt(lambda: self._worker.update(abort))
         return error
 
@@ -213,7 +218,7 @@ class Rank:
     def _install_in_rounds(self, version: WeightVersion) -> ErrorRecord | None:
         self._is_installing, self._failure = True, None
         try:
-            error = _attempt(lambda: self._worker.finish(version.number))
+            error = _attempt(lambda: self._worker.finish(version.number, version.run))
             if error is not None and not self._serves(version):
                 error = self._told(error)
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import msgspec
+from msgspec import UNSET
 
 from weightcast.control.messages import WeightInfo
 from weightcast.control.rank_calls import RankReply
@@ -40,6 +41,7 @@ class Replies(NamedTuple):
             holder=first.holder if all(info.holder == first.holder for info in infos) else "",
             torn=self.torn,
             world_size=len(infos),
+            instance=self.ranks[0].instance or UNSET,
             abilities=("install", *(a for a in first.abilities if all(a in info.abilities for info in infos))),
         )
 

@@ -51,7 +51,7 @@ class ServedEngine(Protocol):
 
     async def info(self) -> WeightInfo: ...
 
-    async def install(self, number: int, mode: PauseMode) -> Installed: ...
+    async def install(self, number: int, mode: PauseMode, run: str = "") -> Installed: ...
 
     async def pause(self, mode: PauseMode) -> None: ...
 
@@ -108,7 +108,8 @@ class EngineRoutes:
     async def _finish(self, request: Request) -> Response:
         body: FinishBody = decode(await read_body(request, MAX_SMALL_BODY_BYTES), FinishBody)
         number, mode = version_number(body.weight_version), pause_mode(request, "keep")
-        done = await self._lasting(self._find().install(number, mode), f"the install of version {number}")
+        install = self._find().install(number, mode, request.query_params.get("run", ""))
+        done = await self._lasting(install, f"the install of version {number}")
         return reply({"message": "installed", **done._asdict()})
 
     async def _pause(self, request: Request) -> Response:

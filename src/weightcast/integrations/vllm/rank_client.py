@@ -11,6 +11,7 @@ import logging
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+from msgspec import UNSET
 
 from weightcast.control.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
 from weightcast.control.rank_calls import (
@@ -89,7 +90,8 @@ class RankClient:
     def info(self) -> WeightInfo:
         """What its ranks are together; `weight_version` is vLLM's label until the first update by weightcast."""
         label, is_paused, world_size = self._control.status()
-        infos = [reply.info for reply in self._required(Ask())]
+        replies = self._required(Ask())
+        infos = [reply.info for reply in replies]
         first = infos[0]
         self._world_size = first.world_size if world_size is None else world_size
         return WeightInfo(
@@ -102,6 +104,7 @@ class RankClient:
             # A pause is vLLM's: no lease of a rank's ends it.
             abilities=tuple(a for a in first.abilities if a != "lease" and all(a in info.abilities for info in infos)),
             protocol=first.protocol,
+            instance=replies[0].instance or UNSET,
         )
 
     def init(self, info: InitInfo) -> None:
