@@ -10,7 +10,6 @@ library only.
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
 import re
 import socket
@@ -75,7 +74,7 @@ class Guard:
     # --- groups, by name ---
 
     def share(self, group: str, listener: socket.socket) -> None:
-        """From now on, fail whoever joins this group if this process dies. `listener`: its store's; stays the caller's."""
+        """From now on, fail whoever joins it if this process dies. `listener`: its store's; it stays the caller's."""
         with self._lock:
             self._groups[group] = {"members": [], "is_failing": False}
             self._write(listener)
@@ -122,7 +121,7 @@ class Guard:
             with theirs:
                 # A session of its own: a Ctrl-C that ends the trainer must not end its guard first.
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "weightcast.guard"], stdin=theirs, start_new_session=True
+                    [sys.executable, "-m", "weightcast.guard"], stdin=theirs.fileno(), start_new_session=True
                 )
         line = json.dumps({"held": self._held, "groups": self._groups}).encode() + b"\n"
         if listener is not None:

@@ -80,9 +80,9 @@ def _refuse(client: socket.socket) -> None:
 
 def _stand_in(connection: Expected) -> None:
     """Connect in a peer's place, and hang up."""
-    with contextlib.suppress(OSError):
-        with socket.create_connection((connection.host, connection.port), _ATTEMPT_SECONDS) as sock:
-            sock.sendall(struct.pack("=q", connection.number))
+    address = connection.host, connection.port
+    with contextlib.suppress(OSError), socket.create_connection(address, _ATTEMPT_SECONDS) as sock:
+        sock.sendall(struct.pack("=q", connection.number))
 
 
 def expected(member: bytes, size: int) -> Iterator[Expected]:

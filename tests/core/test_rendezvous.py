@@ -70,8 +70,8 @@ def test_clients_that_say_nothing_hold_up_nobody() -> None:
     with listening("127.0.0.1") as (rendezvous, port):
         silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
         rendezvous.fail([])
-        for attempt in range(2):
-            thread, ends = in_thread(lambda: join_store("127.0.0.1", port, TORCH_SECONDS).get(f"key {attempt}"))
+        for _ in range(2):
+            thread, ends = in_thread(lambda: join_store("127.0.0.1", port, TORCH_SECONDS).get("key"))
             thread.join(SECONDS)
             assert ends == [DistNetworkError]
         for sock in silent:
@@ -115,8 +115,8 @@ def test_addresses_are_read_as_gloo_writes_them() -> None:
     def member(family: int, host: str, numbers: list[int]) -> bytes:
         raw = socket.inet_pton(family, host)
         head = struct.pack("=H", family) + struct.pack(">H", 7) + (b"" if family == socket.AF_INET else bytes(4)) + raw
-        address = head.ljust(136, b"\xee")
-        return struct.pack("=Q", 4) + b"name" + struct.pack("=Q", 136) + address + struct.pack(f"={len(numbers)}q", *numbers)
+        address = struct.pack("=Q", 136) + head.ljust(136, b"\xee")
+        return struct.pack("=Q", 4) + b"name" + address + struct.pack(f"={len(numbers)}q", *numbers)
 
     assert list(expected(member(socket.AF_INET, "192.0.2.7", [4, 9]), 2)) == [
         Expected("192.0.2.7", 7, 4),

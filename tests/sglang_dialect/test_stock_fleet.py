@@ -405,6 +405,21 @@ def test_every_server_that_joins_when_the_trainer_is_killed_is_let_go(start: Sta
         assert made.publish(version=2).ok
 
 
+def test_a_server_that_joins_a_group_that_was_given_up_is_let_go(start: Start) -> None:
+    server, other, source = start(), start(), Trained()
+    server.fault("join late")
+    with publisher(source.step(1), server, other, deadline_seconds=6.0) as made:
+        found = failures(made, version=1)
+        assert list(found) == [server.url]
+        assert isinstance(found[server.url], PeerTimeoutError)
+        assert_serves(other, 1, 1)
+        server.http.post("/_join").raise_for_status()
+        wait_until_it_serves(server)
+        source.step(2)
+        assert made.publish(version=2).ok
+        assert_serves(server, 2, 2)
+
+
 FORK_AND_DIE = """
 import os, sys
 from sglang_dialect.dying import die_in_join

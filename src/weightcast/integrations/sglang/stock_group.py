@@ -156,7 +156,7 @@ class _Sockets:
                     sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """In a forked child: keep none of them open. Their numbers stay taken: torch's objects would close them again."""
+        """In a forked child: keep none of them open. Their numbers stay taken, since torch's objects close them too."""
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in self._descriptors():
             os.dup2(nothing, descriptor, inheritable=False)
@@ -176,7 +176,8 @@ class _Sockets:
             with contextlib.suppress(OSError):
                 ends.append(sock.getpeername())
             raw = [_raw(sock.family, end) for end in ends if end[1]]
-            return any(end[1] == self.port for end in ends) or any(end in held for end in raw for held in self.addresses)
+            is_members = any(end in held for end in raw for held in self.addresses)
+            return is_members or any(end[1] == self.port for end in ends)
 
 
 def _key(rank: int) -> str:
