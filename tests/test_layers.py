@@ -15,7 +15,7 @@ SRC = Path(__file__).parents[1] / "src" / "weightcast"
 # A module imports only from lines above its own. The design's rows are cut finer here, so that no two modules of a
 # line import each other. `x.*` are the modules inside package x; `control` alone is its (empty) __init__.
 LINES: tuple[tuple[str, ...], ...] = (
-    ("errors", "host_memory", "host_copy", "forked"),
+    ("errors", "host_memory", "host_copy", "forked", "rendezvous"),
     ("manifest", "registry", "report", "guard", "trainer_records"),
     ("gate", "plan", "control", "control.messages", "conversion", "sharding", "tensor_digest"),
     ("bucket", "link", "watch", "flat_shards", "control.rank_calls"),

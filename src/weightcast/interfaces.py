@@ -34,7 +34,7 @@ import torch
 
 from weightcast.control.messages import InitInfo, UpdateInfo, WeightInfo
 from weightcast.errors import WeightcastError
-from weightcast.guard import RescueRequest
+from weightcast.guard import Guard, RescueRequest
 from weightcast.manifest import Manifest, Region, TensorSpec, WeightVersion
 
 Held: TypeAlias = tuple[Region, torch.Tensor]
@@ -331,12 +331,13 @@ class Settling(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Supply:
-    """What a publisher tells whoever makes a sender: its transport's URL, its run, where the weights are."""
+    """What a publisher tells whoever makes a sender: its transport's URL, its run, where the weights are, its guard."""
 
     url: str
     run: str
     device: torch.device
     deadline_seconds: float
+    guard: Guard
 
 
 @runtime_checkable

@@ -48,27 +48,39 @@ def serve_store(host: str, timeout_seconds: float) -> tuple[Store, int]:
 
     Raises PeerError if none could be had by the deadline.
     """
+    store, listener = serve_shared_store(host, timeout_seconds)
+    with listener:
+        return store, listener.getsockname()[1]
+
+
+def serve_shared_store(host: str, timeout_seconds: float) -> tuple[Store, socket.socket]:
+    """The same, with its listening socket: whoever else has that keeps the port when the store has ended."""
     end = time.monotonic() + timeout_seconds
     while True:
         try:
-            store, port = _serve_store(host, min(timeout_seconds, _STORE_ATTEMPT_SECONDS))
+            store, listener = _serve_store(host, min(timeout_seconds, _STORE_ATTEMPT_SECONDS))
             store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
-            return store, port
+            return store, listener
         except PeerError:
             # Now and then torch's server never answers, not even its own first client: another port, another try.
             if time.monotonic() >= end:
                 raise
 
 
-def _serve_store(host: str, timeout_seconds: float) -> tuple[Store, int]:
+def _serve_store(host: str, timeout_seconds: float) -> tuple[Store, socket.socket]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
     port: int = listener.getsockname()[1]
     tcp_store: Any = TCPStore
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    with translated(f"a store at {host}:{port}"):
-        store = tcp_store(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
-    return store, port
+    try:
+        with translated(f"a store at {host}:{port}"):
+            descriptor = listener.dup().detach()
+            store = tcp_store(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
+    except PeerError:
+        listener.close()
+        raise
+    return store, listener
 
 
 def join_store(host: str, port: int, timeout_seconds: float) -> Store:

@@ -203,8 +203,8 @@ class Publication:
             publisher=f"pid {os.getpid()} on {socket.gethostname()}"[:4096],
         )
         member.join(listener, info, terms.deadline_seconds)
-        device = self._wire.device
-        self._wire.bring(member, Supply(self._wire.sender.address, terms.run, device, terms.deadline_seconds))
+        address, device = self._wire.sender.address, self._wire.device
+        self._wire.bring(member, Supply(address, terms.run, device, terms.deadline_seconds, self._guard))
 
     def _offer(self) -> None:
         terms = self._terms

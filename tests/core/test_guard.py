@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 import weightcast
-from weightcast.guard import Guard, RescueRequest, rescue, watch
+from weightcast.guard import Guard, RescueRequest, Ward, rescue
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -79,8 +79,11 @@ def test_closing_a_guard_sends_what_is_held(server: weightcast.EngineServer) -> 
 
 
 def test_half_a_line_does_not_count() -> None:
-    whole = b'{"a": [["http://127.0.0.1:1/x", {}, ""]]}\n'
-    assert watch([whole, b'{"b": [["http']) == {"a": [RescueRequest("http://127.0.0.1:1/x", {}, "")]}
+    ward = Ward()
+    ward.read(b'{"held": {"a": [["http://127.0.0.1:1/x", {}, ""]]}, ')
+    assert ward.held == {}
+    ward.read(b'"groups": {}}\n{"held": {"b": [["http')
+    assert ward.held == {"a": [RescueRequest("http://127.0.0.1:1/x", {}, "")]}
 
 
 def test_an_engine_that_is_gone_is_given_up() -> None:

@@ -15,14 +15,17 @@ from real_vllm.models import save
 from real_vllm.oracle import PROMPT, assert_serves
 from real_vllm.trainer import FILE, GLOO, IPC, Tensors, checkpoint_tensors, trainer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+from sglang_dialect.dying import MOMENTS, Moment
 from warm_python import WarmPython
 
 from real_sglang.servers import STOCK, STOCK_TWO, Server, Setup
 from weightcast import Publisher
 from weightcast.errors import IncompatibleWeightsError, PublishError, WeightcastError
 from weightcast.integrations.sglang.flattened import BucketSource, FlattenedBucket
+from weightcast.process_group import serve_store
 
 Spoil = Callable[[dict[str, torch.Tensor]], None]
+LATE: tuple[Moment, ...] = ("when ranks wait for ours", "after the join")
 NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
 
 
@@ -182,6 +185,40 @@ def test_a_trainer_that_is_killed_leaves_a_whole_version_or_nothing(
         newest = it.publish(1, version=old + 3000).version
         assert server.version() == str(newest)
         assert_serves(server.ask, it.of(1), other=it.of(2))
+
+
+DIE_IN_JOIN = """
+import sys
+from real_sglang.servers import Setup
+from real_vllm.trainer import GLOO, trainer
+from sglang_dialect.dying import die_in_join
+url, moment, tp, version, store_port = sys.argv[1:]
+die_in_join(moment, int(store_port))
+with trainer(Setup(plugin=False, tp=int(tp)), url, transport=GLOO, bucket_size_bytes=1 << 15) as it:
+    it.publish(2, version=int(version))
+"""
+
+
+@pytest.mark.parametrize(
+    "moment", [pytest.param(moment, marks=pytest.mark.full if moment in LATE else ()) for moment in MOMENTS]
+)
+@on(STOCK, full=[STOCK_TWO])
+def test_a_trainer_that_is_killed_while_the_server_joins_its_group_leaves_it_serving(
+    server: Server, moment: Moment, python: WarmPython
+) -> None:
+    store, store_port = serve_store("127.0.0.1", 60.0)
+    with trainer(server.setup, server.url, transport=GLOO) as it:
+        old = it.publish(0).version
+        former = server.checksum()
+        arguments = [server.url, moment, str(server.setup.tp), str(old + 1000), str(store_port)]
+        assert python.run(DIE_IN_JOIN, *arguments) == -signal.SIGKILL
+        assert settled(server) == str(old)
+        assert server.checksum() == former
+        assert_serves(server.ask, it.of(0), other=it.of(2))
+        newest = it.publish(1, version=old + 2000).version
+        assert server.version() == str(newest)
+        assert_serves(server.ask, it.of(1), other=it.of(2))
+    del store
 
 
 def settled(server: Server) -> str:

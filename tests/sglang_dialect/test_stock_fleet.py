@@ -21,6 +21,7 @@ from real_vllm.trainer import Tensors
 from warm_python import WarmPython
 
 from sglang_dialect.conftest import BUCKET_BYTES, Start, tensors
+from sglang_dialect.dying import MOMENTS, Moment
 from sglang_dialect.stock_sglang import StockSglang
 from weightcast import Publisher, PublishError
 from weightcast.control.server import EngineServer
@@ -40,12 +41,14 @@ from weightcast.integrations.sglang.stock_tensor import _require_here
 from weightcast.interfaces import Regions
 from weightcast.manifest import TensorSpec
 from weightcast.plan import plan
+from weightcast.process_group import serve_store
 
 pytestmark = [
     pytest.mark.usefixtures("leaves_nothing"),
     pytest.mark.sglang,  # needs none, but each test starts servers: run with those that have one
 ]
 TESTS = Path(__file__).parents[1]
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))}
 GLOO = "gloo://127.0.0.1:0"
 DEADLINE_SECONDS = 20.0
 JOIN_SECONDS = 10.0
@@ -314,8 +317,7 @@ def test_a_publish_that_breaks_leaves_no_server_that_serves_a_mix(start: Start, 
 @pytest.fixture(scope="module")
 def python() -> Iterator[WarmPython]:
     """One that has imported this module."""
-    environment = os.environ | {"PYTHONPATH": str(TESTS)}
-    with contextlib.closing(WarmPython("sglang_dialect.test_stock_fleet", environment=environment)) as python:
+    with contextlib.closing(WarmPython("sglang_dialect.test_stock_fleet", environment=ENVIRONMENT)) as python:
         yield python
 
 
@@ -358,6 +360,108 @@ def test_a_killed_trainer_leaves_a_server_whole_or_standing_still(start: Start, 
     assert_serves(server, 2, 2)
 
 
+DIE_IN_JOIN = """
+import sys
+from sglang_dialect.dying import die_in_join
+from sglang_dialect.test_stock_fleet import Trained, publisher
+url, moment, transport, store_port = sys.argv[1:]
+die_in_join(moment, int(store_port))
+with publisher(Trained().step(1), *url.split(), transport=transport) as made:
+    made.publish(version=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "num_ranks", "transport"),
+    [
+        *((moment, num_ranks, GLOO) for moment in MOMENTS for num_ranks in (1, 2)),
+        ("before ranks connect", 1, "gloo://[::1]:0"),
+        ("when ranks wait for ours", 1, "gloo://[::1]:0"),
+    ],
+)
+def test_a_trainer_that_is_killed_in_a_join_leaves_servers_as_they_were(
+    start: Start, moment: Moment, num_ranks: int, transport: str, python: WarmPython
+) -> None:
+    store, port = serve_store("127.0.0.1", DEADLINE_SECONDS)
+    server = start(num_ranks=num_ranks)
+    assert python.run(DIE_IN_JOIN, server.url, moment, transport, str(port)) == -signal.SIGKILL
+    wait_until_it_serves(server)
+    assert "init_weights_update_group" in server.state()["log"]
+    assert_serves_default(server)
+    with publisher(Trained().step(2), server) as made:
+        assert made.publish(version=2).ok
+    assert_serves(server, 2, 2)
+    del store
+
+
+def test_every_server_that_joins_when_the_trainer_is_killed_is_let_go(start: Start, python: WarmPython) -> None:
+    servers = [start(), start(num_ranks=2), start()]
+    urls = " ".join(server.url for server in servers)
+    assert python.run(DIE_IN_JOIN, urls, "when ranks wait for ours", GLOO, "0") == -signal.SIGKILL
+    for server in servers:
+        wait_until_it_serves(server)
+        assert_serves_default(server)
+    with publisher(Trained().step(2), *servers) as made:
+        assert made.publish(version=2).ok
+
+
+def test_a_server_that_joins_a_group_that_was_given_up_is_let_go(start: Start) -> None:
+    server, other, source = start(), start(), Trained()
+    server.fault("join late")
+    with publisher(source.step(1), server, other, deadline_seconds=6.0) as made:
+        found = failures(made, version=1)
+        assert list(found) == [server.url]
+        assert isinstance(found[server.url], PeerTimeoutError)
+        assert_serves(other, 1, 1)
+        server.http.post("/_join").raise_for_status()
+        wait_until_it_serves(server)
+        source.step(2)
+        assert made.publish(version=2).ok
+        assert_serves(server, 2, 2)
+
+
+FORK_AND_DIE = """
+import os, sys
+from sglang_dialect.dying import die_in_join
+from sglang_dialect.test_stock_fleet import Trained, publisher
+from weightcast.integrations.sglang import stock_group
+url, alive = sys.argv[1:]
+die_in_join("when ranks wait for ours")
+die = stock_group.ProcessGroup
+def fork_and_die(backend, store, *, size, **options):
+    store.wait([f"0/{rank}" for rank in range(1, size)])
+    if os.fork() == 0:
+        os.read(int(alive), 1)
+        os._exit(0)
+    die(backend, store, size=size)
+stock_group.ProcessGroup = fork_and_die
+with publisher(Trained().step(1), url) as made:
+    made.publish(version=1)
+"""
+
+
+def test_a_forked_child_of_a_killed_trainer_keeps_no_server_in_the_join(start: Start) -> None:
+    server = start()
+    read, write = os.pipe()
+    try:
+        command = [sys.executable, "-c", FORK_AND_DIE, server.url, str(read)]
+        with subprocess.Popen(command, env=ENVIRONMENT, pass_fds=[read]) as trainer:
+            assert trainer.wait(60) == -signal.SIGKILL
+        wait_until_it_serves(server)
+        assert_serves_default(server)
+    finally:
+        os.close(write)
+        os.close(read)
+
+
+def wait_until_it_serves(server: StockSglang) -> None:
+    """The guard has ended what it waited for, the session as well, and resumed it."""
+    settled, end = threading.Event(), time.monotonic() + 60
+    while server.http.post("/end_weight_update", json={}).status_code != 400 or server.state()["is_paused"]:
+        assert time.monotonic() < end, server.state()
+        settled.wait(0.1)
+
+
 def assert_serves_default(server: StockSglang) -> None:
     state = server.state()
     assert (set(state["values"]), state["label"], state["is_paused"]) == ({0.0}, "default", False)
@@ -384,8 +488,7 @@ def test_several_trainer_ranks_publish_to_stock_servers_and_others(start: Start)
         sock.bind(("127.0.0.1", 0))
         port = str(sock.getsockname()[1])
     program = [sys.executable, str(TESTS / "sglang_dialect" / "trainer_rank.py")]
-    environment = os.environ | {"PYTHONPATH": str(TESTS)}
-    ranks = [subprocess.Popen([*program, rank, port, server.url], env=environment) for rank in ("0", "1")]
+    ranks = [subprocess.Popen([*program, rank, port, server.url], env=ENVIRONMENT) for rank in ("0", "1")]
     try:
         assert [rank.wait(240) for rank in ranks] == [0, 0]
     finally:

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from weightcast.errors import UnsupportedError
 from weightcast.integrations.sglang.flattened import FlatTensor, view
 from weightcast.integrations.sglang.stock_servers import Servers
+from weightcast.interfaces import Supply
 
 FOLDER = "sglang"
 _NUM_KEPT = 2
@@ -30,10 +31,10 @@ class DiskRoute:
 
     is_staged = True
 
-    def __init__(self, url: str, *, run: str, device: torch.device, deadline_seconds: float) -> None:
+    def __init__(self, supply: Supply) -> None:
         self.device = torch.device("cpu")
-        self._folder = Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path)) / FOLDER
-        self._run = run
+        self._folder = Path(urllib.parse.unquote(urllib.parse.urlsplit(supply.url).path)) / FOLDER
+        self._run = supply.run
         self._writing: Path | None = None
         self._target = self._folder
         self._num_files = 0

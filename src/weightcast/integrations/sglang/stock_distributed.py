@@ -22,6 +22,7 @@ from weightcast.integrations.sglang.flattened import FlatTensor
 from weightcast.integrations.sglang.stock import StockServer
 from weightcast.integrations.sglang.stock_group import StockGroup
 from weightcast.integrations.sglang.stock_servers import MAX_PARALLEL, Servers
+from weightcast.interfaces import Supply
 from weightcast.process_group import require
 
 _MAX_TRIES = 3
@@ -34,17 +35,19 @@ class DistributedRoute:
 
     is_staged = False
 
-    def __init__(self, url: str, *, run: str, device: torch.device, deadline_seconds: float) -> None:
+    def __init__(self, supply: Supply) -> None:
         """Raises UnsupportedError where torch lacks the backend."""
-        self._backend, self._host = registry.scheme(url), registry.host(url)
+        self._backend, self._host = registry.scheme(supply.url), registry.host(supply.url)
         require(self._backend)
-        if self._backend == "nccl" and device.type != "cuda":
-            raise UnsupportedError(f"nccl moves no memory of {device}: use gloo:// or ipc://")
-        self.device = device if self._backend == "nccl" else torch.device("cpu")
-        self._run = run
-        self._deadline_seconds = deadline_seconds / 2
+        if self._backend == "nccl" and supply.device.type != "cuda":
+            raise UnsupportedError(f"nccl moves no memory of {supply.device}: use gloo:// or ipc://")
+        self.device = supply.device if self._backend == "nccl" else torch.device("cpu")
+        self._run, self._guard = supply.run, supply.guard
+        self._deadline_seconds = supply.deadline_seconds / 2
         self._numbers = itertools.count(1)
         self._groups: dict[StockServer, StockGroup] = {}
+        self._unanswered: dict[str, list[StockGroup]] = {}
+        """By name, groups that a server was told to join, and has not said whether it did."""
         # Each server needs two threads more while it is sent to.
         self._pool = ThreadPoolExecutor(max_workers=2 * MAX_PARALLEL, thread_name_prefix="weightcast-stock")
 
@@ -54,7 +57,7 @@ class DistributedRoute:
     def open(self, servers: Servers, version: int) -> None:
         """Have each server in a group, the former one if it is there."""
         for gone in self._groups.keys() - set(servers.living):
-            self._groups.pop(gone).cut()
+            self._groups.pop(gone).end()
         servers.each(lambda server: self._retried(server, self._group_of))
 
     def ship(self, servers: Servers, places: Sequence[FlatTensor], flat: torch.Tensor, *, is_last: bool) -> None:
@@ -73,9 +76,13 @@ class DistributedRoute:
         if group is None:
             name = f"weightcast-{self._run[:12]}-{next(self._numbers)}"
             size, server.group_name = 1 + server.num_ranks, name
-            group = self._groups[server] = StockGroup(name, self._backend, self._host, size, self._deadline_seconds)
+            group = StockGroup(name, self._backend, self._host, size, self._deadline_seconds, self._guard)
+            self._groups[server] = group
             join = functools.partial(server.routes.join_group, name, self._host, group.port, 1, size, self._backend)
             self._both(server, group, join, group.connect)
+            # It does one call after another.
+            for former in self._unanswered.pop(server.name, []):
+                former.end()
         return group
 
     def _retried(self, server: StockServer, call: Callable[[StockServer], object]) -> None:
@@ -109,8 +116,10 @@ class DistributedRoute:
         error = asked.exception()
         if error is None or isinstance(error, ControlError):
             server.leave_group()
+            group.end()
         else:
             server.group_name = ""
+            self._unanswered.setdefault(server.name, []).append(group)
         if error is None or (isinstance(error, ControlError) and any(text in str(error) for text in _OF_GROUPS)):
             raise _Broken(str(error or own.exception()))
         raise error
@@ -120,7 +129,7 @@ class DistributedRoute:
         for server, group in self._groups.items():
             if server in servers.living:
                 server.leave_group()
-            group.cut()
+            group.end()
         self._groups.clear()
         self._pool.shutdown()
 

@@ -61,9 +61,7 @@ class StockSender:
         if scheme not in _ROUTES:
             raise UnsupportedError(f"stock SGLang takes no weights over {scheme}://: use {', '.join(_ROUTES)}")
         self.address = supply.url
-        self._route: Route = _ROUTES[scheme](
-            supply.url, run=supply.run, device=supply.device, deadline_seconds=supply.deadline_seconds
-        )
+        self._route: Route = _ROUTES[scheme](supply)
         self._known: dict[str, StockServer] = {}
         self._pool = ThreadPoolExecutor(max_workers=MAX_PARALLEL, thread_name_prefix="weightcast-sglang")
         self._shipper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-ship")

@@ -19,6 +19,7 @@ from weightcast.integrations.sglang.flattened import FlatTensor
 from weightcast.integrations.sglang.stock import StockServer
 from weightcast.integrations.sglang.stock_handle import handle, shared
 from weightcast.integrations.sglang.stock_servers import Servers
+from weightcast.interfaces import Supply
 
 _LISTENS = "0A"
 
@@ -28,8 +29,8 @@ class TensorRoute:
 
     is_staged = False
 
-    def __init__(self, url: str, *, run: str, device: torch.device, deadline_seconds: float) -> None:
-        self.device = device
+    def __init__(self, supply: Supply) -> None:
+        self.device = supply.device
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         if self.device.type == "cpu":
