@@ -16,7 +16,7 @@ import torch
 from real_engines.process import REQUEST_SECONDS, ServerProcess, python_of
 from real_vllm.oracle import Answer
 
-from real_sglang.faults import VARIABLE, Break
+from real_sglang.faults import COLLECTIONS, VARIABLE, Break
 
 TESTS = Path(__file__).parents[1]
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -134,6 +134,11 @@ class Server(ServerProcess):
             yield
         finally:
             self._fault.unlink()
+
+    def num_collections(self) -> int:
+        """How many garbage collections its schedulers were asked for; only with the plugin."""
+        counted = self._fault.with_name(COLLECTIONS)
+        return counted.stat().st_size if counted.exists() else 0
 
     # --- what a user does with it ---
 

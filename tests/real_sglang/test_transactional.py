@@ -66,6 +66,18 @@ def test_an_install_leaves_the_very_weights_that_a_load_from_disk_leaves(server:
 
 
 @on(ONE, TWO)
+def test_an_install_does_not_collect_garbage(server: Server) -> None:
+    """It takes longer than the install does; on a GPU SGLang would give back the device's memory in its place."""
+    with trainer(server.setup, server.url) as it:
+        it.publish(0)
+        before = server.num_collections()
+        it.publish(1)
+        assert server.num_collections() == before
+    assert server.post("/flush_cache").status_code == 200
+    assert server.num_collections() > before, "what is counted is not what SGLang does"
+
+
+@on(ONE, TWO)
 def test_an_answer_says_which_version_it_is_of(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         first, second = it.publish(0).version, it.publish(1).version
