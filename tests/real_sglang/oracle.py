@@ -102,14 +102,18 @@ class ColdServers:
         self._python = WarmPython(*_IMPORTED, environment=child_environment(STOCK))
         self._running = contextlib.ExitStack()
         self._running.callback(self._python.close)
-        self.of = functools.cache(self._start)
+        self._started = functools.cache(self._start)
 
-    def _start(self, setup: Setup, seed: int) -> Server:
+    def of(self, setup: Setup, seed: int) -> Server:
         """The cold server with the weights of a seed, for a server of `setup`."""
         # Beside the server that is tested it must not use a core while it waits.
-        alike = Setup(setup.family, setup.dtype, setup.tp, plugin=False, options=("--sleep-on-idle",))
+        return self._started(
+            Setup(setup.family, setup.dtype, setup.tp, plugin=False, options=("--sleep-on-idle",)), seed
+        )
+
+    def _start(self, setup: Setup, seed: int) -> Server:
         folder = self._checkpoint(setup.family, seed, setup.dtype)
-        return self._running.enter_context(_ColdServer(alike, folder, self._python))
+        return self._running.enter_context(_ColdServer(setup, folder, self._python))
 
     def close(self) -> None:
         self._running.close()
