@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+
+_PR_SET_PDEATHSIG = 1
 
 
 class WarmPython:
@@ -18,36 +22,47 @@ class WarmPython:
     def __init__(self, *modules: str, environment: Mapping[str, str]) -> None:
         command = [sys.executable, __file__, *modules]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen(command, env=environment, text=True, **pipes)
+        self.process = subprocess.Popen(command, env=environment, text=True, **pipes)
 
     def run(self, script: str, *arguments: str, seconds: float = 120.0) -> int:
         """Run a script's text with these arguments to its end; return its exit status, negative for a signal."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
+        self._send(script, *arguments, is_awaited=True)
+        stdout = self.process.stdout
         assert stdout is not None
-        print(json.dumps([script, *arguments]), file=stdin, flush=True)
         assert select.select([stdout], [], [], seconds)[0], f"no end of the script after {seconds} s"
         return int(stdout.readline())
+
+    def start(self, script: str, *arguments: str) -> None:
+        """Run a script without waiting for it: it ends by itself, or with this Python."""
+        self._send(script, *arguments, is_awaited=False)
+
+    def _send(self, script: str, *arguments: str, is_awaited: bool) -> None:
+        assert self.process.stdin is not None
+        print(json.dumps([is_awaited, script, *arguments]), file=self.process.stdin, flush=True)
 
     def close(self) -> None:
         """What has not ended by itself is killed. Idempotent."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.communicate(timeout=10)
-        self._process.kill()
-        self._process.wait()
+            self.process.communicate(timeout=10)
+        self.process.kill()
+        self.process.wait()
 
 
 def main(*modules: str) -> None:
     for name in modules:
         importlib.import_module(name)
     for line in sys.stdin:
+        is_awaited, script, *arguments = json.loads(line)
         pid = os.fork()
         if pid == 0:
+            if not is_awaited:
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             os.dup2(2, 1)  # stdout is for exit statuses
-            script, *sys.argv[1:] = json.loads(line)
+            sys.argv[1:] = arguments
             exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
             os._exit(0)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        if is_awaited:
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
 if __name__ == "__main__":

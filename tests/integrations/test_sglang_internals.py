@@ -51,3 +51,11 @@ def test_another_sglang_is_refused_by_the_names_that_it_lacks() -> None:
     del args.moe_dp_size
     with pytest.raises(UnsupportedError, match=r"SimpleNamespace\.moe_dp_size"):
         internals.unsupported(args, MODEL)
+
+
+def test_another_sglang_is_refused_by_the_arguments_that_it_lacks() -> None:
+    def flush_cache(timeout: float) -> None: ...
+
+    internals.require_arguments(flush_cache, "timeout")
+    with pytest.raises(UnsupportedError, match=r"flush_cache\(empty_cache\)"):
+        internals.require_arguments(flush_cache, "timeout", "empty_cache")

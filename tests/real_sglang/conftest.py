@@ -17,6 +17,7 @@ import torch
 from real_vllm.models import model_of, save
 from warm_python import WarmPython
 
+from real_sglang.oracle import ColdServers
 from real_sglang.servers import ONE, Server, Setup, child_environment
 
 _HAS_SGLANG = importlib.util.find_spec("sglang") is not None
@@ -64,10 +65,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 
 @pytest.fixture(scope="session")
-def server(request: pytest.FixtureRequest, checkpoint: Checkpoints) -> Iterator[Server]:
+def cold(checkpoint: Checkpoints) -> Iterator[ColdServers]:
+    with contextlib.closing(ColdServers(checkpoint)) as cold:
+        yield cold
+
+
+@pytest.fixture(scope="session")
+def server(request: pytest.FixtureRequest, checkpoint: Checkpoints, cold: ColdServers) -> Iterator[Server]:
     """The server of the setup that the test names with `on`. It starts from seed 0 of its family."""
     setup: Setup = request.param
-    with Server(setup, checkpoint(setup.family, 0, setup.dtype)) as server:
+    with Server(setup, checkpoint(setup.family, 0, setup.dtype), cold=cold.of) as server:
         yield server
 
 

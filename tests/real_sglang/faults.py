@@ -1,12 +1,15 @@
-"""A plugin of the tests: has the model's loader fail where and when a test says so, in the scheduler processes.
+"""A plugin of the tests, in the scheduler processes: has the model's loader fail where and when a test says so, and
+counts the garbage collections that are asked for.
 
 SGLang finds it as it finds any plugin, by the metadata beside the stand-ins. The environment variable names the file in
-which a test says what is to fail; as long as there is none, nothing does.
+which a test says what is to fail; as long as there is none, nothing does. Beside it is the one that collections are
+counted in, a byte for each.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 
 VARIABLE = "WEIGHTCAST_TEST_FAULT"
+COLLECTIONS = "collections"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +52,15 @@ def register() -> None:
         return install(model, tensors, expected)
 
     SglangModel._install = faulty  # type: ignore[method-assign]
+
+    collect = gc.collect
+
+    def counted(*generation: int) -> int:
+        with path.with_name(COLLECTIONS).open("a") as count:
+            count.write(".")
+        return collect(*generation)
+
+    gc.collect = counted
 
 
 def _until(num: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,7 +7,8 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from real_engines.process import REQUEST_SECONDS, ServerProcess, python_of
 from real_vllm.oracle import Answer
 
-from real_sglang.faults import VARIABLE, Break
+from real_sglang.faults import COLLECTIONS, VARIABLE, Break
 
 TESTS = Path(__file__).parents[1]
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -68,10 +69,11 @@ class Span(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A message of a stream: its new tokens, and the spans of the whole answer so far."""
+    """A message of a stream: its new tokens, the spans of all so far, and how many tokens before were cached."""
 
     answer: Answer
     spans: list[Span]
+    num_cached: int
 
 
 def child_environment(setup: Setup) -> dict[str, str]:
@@ -90,13 +92,19 @@ def child_environment(setup: Setup) -> dict[str, str]:
 
 
 class Server(ServerProcess):
-    """A server of `setup` that started from the checkpoint in `folder`. Start it by entering it."""
+    """A server of `setup` that started from the checkpoint in `folder`. Start it by entering it.
 
-    def __init__(self, setup: Setup, folder: Path, *, port: int = 0):
+    `cold(seed)` is one like it that started from the weights of a seed: the oracle of what is published to this one.
+    """
+
+    def __init__(
+        self, setup: Setup, folder: Path, *, port: int = 0, cold: Callable[[Setup, int], Server] | None = None
+    ):
         headers = {"authorization": f"Bearer {setup.admin_key}"} if setup.admin_key else {}
         super().__init__("sglang", port=port, headers=headers)
         self.setup = setup
         self.folder = folder
+        self._cold = cold
         self._faults = tempfile.TemporaryDirectory(prefix="weightcast-faults-")
 
     def _command(self) -> list[str]:
@@ -135,6 +143,15 @@ class Server(ServerProcess):
         finally:
             self._fault.unlink()
 
+    def num_collections(self) -> int:
+        """How many garbage collections its schedulers were asked for; only with the plugin."""
+        counted = self._fault.with_name(COLLECTIONS)
+        return counted.stat().st_size if counted.exists() else 0
+
+    def cold(self, seed: int) -> Server:
+        assert self._cold is not None, f"{self} was made without an oracle"
+        return self._cold(self.setup, seed)
+
     # --- what a user does with it ---
 
     def post(self, path: str, body: Any = None, *, seconds: float = REQUEST_SECONDS) -> httpx.Response:
@@ -155,18 +172,20 @@ class Server(ServerProcess):
         return str(self.checksums()["per_engine_checksum"])
 
     def ask(self, prompt: Sequence[int], num_tokens: int) -> Answer:
-        """A greedy answer."""
+        """A greedy answer, of which nothing was cached before."""
         return self.answer(prompt, num_tokens).answer
 
-    def answer(self, prompt: Sequence[int], num_tokens: int) -> Part:
-        """The same, with the versions it came from."""
-        reply = self.generate(prompt, num_tokens)
+    def answer(self, prompt: Sequence[int], num_tokens: int, **options: Any) -> Part:
+        """The same, with the versions it came from. `options`: as in `generation`."""
+        reply = self.generate(prompt, num_tokens, **options)
         assert reply.status_code == 200, f"{reply.status_code}: {reply.text}"
         return _part(reply.json())
 
-    def generate(self, prompt: Sequence[int], num_tokens: int, *, seconds: float = REQUEST_SECONDS) -> httpx.Response:
+    def generate(
+        self, prompt: Sequence[int], num_tokens: int, *, seconds: float = REQUEST_SECONDS, **options: Any
+    ) -> httpx.Response:
         """The reply as it is."""
-        return self._http.post("/generate", json=generation(prompt, num_tokens), timeout=seconds)
+        return self._http.post("/generate", json=generation(prompt, num_tokens, **options), timeout=seconds)
 
     def stream(self, prompt: Sequence[int], num_tokens: int) -> Iterator[Part]:
         """The answer as it comes. Raises AssertionError for a request that fails."""
@@ -183,20 +202,30 @@ class Server(ServerProcess):
                 # Each message has the whole of what was generated so far.
                 new = Answer(whole.answer.tokens[num_seen:], whole.answer.logprobs[num_seen:])
                 num_seen = len(whole.answer.tokens)
-                yield Part(new, whole.spans)
+                yield whole._replace(answer=new)
+
+    def logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Of every token but the first, after those before it."""
+        reply = self.generate(tokens, 1, logprob_start_len=0)
+        assert reply.status_code == 200, f"{reply.status_code}: {reply.text}"
+        return [entry[0] for entry in reply.json()["meta_info"]["input_token_logprobs"][1:]]
 
     def __str__(self) -> str:
         return f"sglang ({self.setup}) on port {self.port}"
 
 
-def generation(prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
-    """The body of a greedy request that answers with token ids and log-probabilities."""
+def generation(prompt: Sequence[int], num_tokens: int, **options: Any) -> dict[str, Any]:
+    """The body of a greedy request that answers with token ids and log-probabilities.
+
+    `options`: more of SGLang's. Requests of one `extra_key` share what is cached; without, this one shares nothing.
+    """
     wishes = {"max_new_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-    return {"input_ids": list(prompt), "sampling_params": wishes, "return_logprob": True}
+    body = {"input_ids": list(prompt), "sampling_params": wishes, "return_logprob": True}
+    return body | {"extra_key": uuid.uuid4().hex} | options
 
 
 def _part(reply: dict[str, Any]) -> Part:
     meta = reply["meta_info"]
     logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
     spans = [Span(**span) for span in meta.get("weight_versions") or []]
-    return Part(Answer(list(reply["output_ids"]), logprobs), spans)
+    return Part(Answer(list(reply["output_ids"]), logprobs), spans, meta["cached_tokens"])

@@ -12,12 +12,13 @@ import pytest
 import torch
 from real_engines.setups import on
 from real_vllm.models import save
-from real_vllm.oracle import PROMPT, assert_serves
+from real_vllm.oracle import PROMPT
 from real_vllm.trainer import FILE, GLOO, IPC, Tensors, checkpoint_tensors, trainer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 from sglang_dialect.dying import MOMENTS, Moment
 from warm_python import WarmPython
 
+from real_sglang.oracle import assert_drops_caches, assert_serves
 from real_sglang.servers import STOCK, STOCK_TWO, Server, Setup
 from weightcast import Publisher
 from weightcast.errors import IncompatibleWeightsError, PublishError, WeightcastError
@@ -78,16 +79,16 @@ def test_unfit_weights_are_refused_by_name_before_anything_is_sent(
             assert isinstance(error, IncompatibleWeightsError), spoil
             assert any("norm" in problem or "up_proj" in problem for problem in error.problems)
             assert server.checksum() == before
-        assert_serves(server.ask, it.of(0), other=it.of(1))
+        assert_serves(server, 0)
         it.publish(1)
-        assert_serves(server.ask, it.of(1), other=it.of(0))
+        assert_serves(server, 1)
 
 
 @on(STOCK)
 def test_the_order_of_tensors_is_nobodys_business(server: Server) -> None:
     with trainer(server.setup, server.url, transport=GLOO) as it:
         publish(server, dict(reversed(checkpoint_tensors(it.of(2)).items())))
-        assert_serves(server.ask, it.of(2), other=it.of(0))
+        assert_serves(server, 2)
 
 
 @on(STOCK)
@@ -97,7 +98,7 @@ def test_a_nan_is_a_value_and_the_next_publish_heals_it(server: Server) -> None:
         tensors[NORM][0] = float("nan")
         publish(server, tensors)
         it.publish(0)
-        assert_serves(server.ask, it.of(0), other=it.of(1))
+        assert_serves(server, 0)
 
 
 @on(STOCK, full=[STOCK_TWO])
@@ -119,10 +120,7 @@ def test_every_route_leaves_the_very_weights_that_a_load_from_disk_leaves(server
 def test_no_cache_of_the_old_version_is_used(server: Server) -> None:
     prompt = [*PROMPT, *range(20, 60)]
     with trainer(server.setup, server.url, transport=GLOO) as it:
-        it.publish(0)
-        assert_serves(server.ask, it.of(0), prompt=prompt)
-        it.publish(1)
-        assert_serves(server.ask, it.of(1), other=it.of(0), prompt=prompt)
+        assert_drops_caches(server, it.publish, prompt)
 
 
 @on(STOCK)
@@ -130,11 +128,12 @@ def test_the_session_of_a_dead_trainer_is_closed(server: Server) -> None:
     server.post("/begin_weight_update").raise_for_status()
     with trainer(server.setup, server.url, transport=GLOO) as it:
         it.publish(2)
-        assert_serves(server.ask, it.of(2), other=it.of(0))
+        assert_serves(server, 2)
 
 
 SCRIPT = """
 import os, signal, sys
+from real_sglang.oracle import assert_drops_caches, assert_serves
 from real_sglang.servers import Setup
 from real_vllm.trainer import GLOO, trainer
 from weightcast.integrations.sglang.stock import StockServer
@@ -173,7 +172,7 @@ def test_a_trainer_that_is_killed_leaves_a_whole_version_or_nothing(
         match when:
             case "before its first broadcast":
                 assert (label, server.checksum()) == (str(old), former)
-                assert_serves(server.ask, it.of(0), other=it.of(2))
+                assert_serves(server, 0)
             case "before another broadcast":
                 assert label == f"incomplete, was {old}"
                 reply = waits(server)
@@ -181,10 +180,10 @@ def test_a_trainer_that_is_killed_leaves_a_whole_version_or_nothing(
                 reply.join(60)
             case "before the server resumes":
                 assert label == str(old + 1000)
-                assert_serves(server.ask, it.of(2), other=it.of(0))
+                assert_serves(server, 2)
         newest = it.publish(1, version=old + 3000).version
         assert server.version() == str(newest)
-        assert_serves(server.ask, it.of(1), other=it.of(2))
+        assert_serves(server, 1)
 
 
 DIE_IN_JOIN = """
@@ -251,11 +250,11 @@ def waits(server: Server) -> threading.Thread:
 def test_keys_are_sglangs_own(server: Server) -> None:
     with trainer(server.setup, server.url, transport=GLOO, token="sesame") as it:
         it.publish(1)
-        assert_serves(server.ask, it.of(1), other=it.of(0))
+        assert_serves(server, 1)
     with trainer(server.setup, server.url, transport=GLOO) as it:
         error: WeightcastError = it.failure(2)
         assert "token" in str(error)
-        assert_serves(server.ask, it.of(1), other=it.of(2))
+        assert_serves(server, 1)
 
 
 FAMILIES = [Setup("qwen2", plugin=False), Setup("llama-tied", plugin=False), Setup(dtype=torch.bfloat16, plugin=False)]
@@ -265,7 +264,7 @@ FAMILIES = [Setup("qwen2", plugin=False), Setup("llama-tied", plugin=False), Set
 def test_families(server: Server) -> None:
     with trainer(server.setup, server.url, transport=GLOO) as it:
         it.publish(1)
-        assert_serves(server.ask, it.of(1))
+        assert_serves(server, 1)
 
 
 # --- other people's buckets ---
@@ -303,4 +302,4 @@ def test_a_framework_may_hand_over_its_own_buckets(server: Server) -> None:
         source = BucketSource(FlattenedBucket.read(b.get_flattened_tensor(), b.get_metadata()) for b in made)
         with Publisher(source, transport=GLOO, engines=[server.url], trainer_group=None) as publisher:
             publisher.publish()
-        assert_serves(server.ask, it.of(3), other=it.of(0))
+        assert_serves(server, 3)

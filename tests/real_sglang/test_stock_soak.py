@@ -8,9 +8,9 @@ import time
 import httpx
 import torch
 from real_engines.setups import on
-from real_vllm.oracle import assert_serves
 from real_vllm.trainer import GLOO, checkpoint_tensors, trainer
 
+from real_sglang.oracle import assert_serves
 from real_sglang.servers import STOCK, STOCK_TWO, Server, Setup
 from real_sglang.test_transactional_soak import publish_under_streams
 from weightcast.guard import Guard
@@ -39,7 +39,7 @@ def test_two_thousand_tensors_come_forty_times_as_fast_as_one_by_one(server: Ser
             times.append(time.perf_counter() - start)
             (result,) = report.engines.values()
             print(f"{report.num_bytes / 1e6:.0f} MB: {times[-1]:.2f} s, paused for {result.pause_seconds:.2f} s")
-        assert_serves(server.ask, it.of(1), other=it.of(0))
+        assert_serves(server, 1)
     whole = min(times)
     single = one_by_one(server, tensors)
     print(f"{len(tensors)} tensors: {whole:.2f} s; one by one {single:.1f} s, {single / whole:.0f} times as long")

@@ -11,22 +11,23 @@ import pytest
 import torch
 from real_engines.setups import on
 from real_vllm.models import make_model
-from real_vllm.oracle import PROMPT, assert_serves
+from real_vllm.oracle import PROMPT
 from real_vllm.test_faults import SPOILED, Spoil, publish_spoiled
-from real_vllm.trainer import GLOO, IPC, Tensors, Trainer, checkpoint_tensors, trainer
+from real_vllm.trainer import GLOO, IPC, Tensors, checkpoint_tensors, trainer
 from warm_python import WarmPython
 
 from real_sglang.faults import Break
+from real_sglang.oracle import assert_serves
 from real_sglang.servers import ONE, TWO, Server, Setup
 from weightcast import Publisher, PublishError
 from weightcast.errors import IncompatibleWeightsError, InstallError
 
 
-def assert_as_before(server: Server, it: Trainer, seed: int, version: int) -> None:
+def assert_as_before(server: Server, seed: int, version: int) -> None:
     """The server goes on serving that version of those weights."""
     assert server.version() == str(version)
     assert not server.get("/is_paused")["is_paused"]
-    assert_serves(server.ask, it.of(seed), other=it.of(1 - seed))
+    assert_serves(server, seed)
     assert server.answer(PROMPT, 4).spans == [(str(version), 0, 4)]
 
 
@@ -39,9 +40,9 @@ def test_unfit_weights_are_refused_by_name_before_the_model_is_touched(server: S
     assert isinstance(error, IncompatibleWeightsError), error
     for name in names:
         assert any(name in problem for problem in error.problems), (name, error.problems)
-    assert_as_before(server, it, 0, version)
+    assert_as_before(server, 0, version)
     with trainer(server.setup, server.url) as it:
-        assert_as_before(server, it, 1, it.publish(1).version)
+        assert_as_before(server, 1, it.publish(1).version)
 
 
 @on(ONE, TWO)
@@ -50,8 +51,8 @@ def test_the_order_of_tensors_is_nobodys_business(server: Server) -> None:
     backwards = dict(reversed(tensors.items()))
     with Publisher(Tensors(backwards), engines=[server.url]) as publisher:
         version = publisher.publish().version
-    with trainer(server.setup, server.url) as it:
-        assert_as_before(server, it, 1, version)
+    with trainer(server.setup, server.url):
+        assert_as_before(server, 1, version)
 
 
 @on(ONE)
@@ -61,7 +62,7 @@ def test_a_nan_is_a_value_and_the_next_publish_heals_it(server: Server) -> None:
     with Publisher(Tensors(tensors), engines=[server.url]) as publisher:
         assert publisher.publish().ok
     with trainer(server.setup, server.url) as it:
-        assert_as_before(server, it, 1, it.publish(1).version)
+        assert_as_before(server, 1, it.publish(1).version)
 
 
 BREAKS_OF_ONE = [pytest.param(Break(after), id=str(Break(after))) for after in (0, 17)]
@@ -78,9 +79,9 @@ def break_and_undo(server: Server, fault: Break) -> None:
         assert "the test's fault" in str(error)
         assert not error.torn
         assert server.checksum() == before
-        assert_as_before(server, it, 0, version)
+        assert_as_before(server, 0, version)
         for seed in (1, 0):
-            assert_as_before(server, it, seed, it.publish(seed).version)
+            assert_as_before(server, seed, it.publish(seed).version)
 
 
 def break_and_heal(server: Server, fault: Break) -> None:
@@ -98,7 +99,7 @@ def break_and_heal(server: Server, fault: Break) -> None:
         assert "stays paused" in reply.text
         assert server.version() == str(version)
         for seed in (1, 0):
-            assert_as_before(server, it, seed, it.publish(seed).version)
+            assert_as_before(server, seed, it.publish(seed).version)
 
 
 @on(ONE)
@@ -136,7 +137,7 @@ def test_a_request_that_an_install_has_torn_from_its_version_waits_and_ends_unde
         answer = running.result(60)
         assert len(answer.answer.tokens) == 450
         assert {span.version for span in answer.spans} <= {str(first), str(second)}
-        assert_as_before(server, it, 1, second)
+        assert_as_before(server, 1, second)
 
 
 _DIES = """
@@ -161,9 +162,9 @@ def test_a_trainer_that_dies_leaves_the_old_version(
     with trainer(server.setup, server.url) as it:
         version = it.publish(0).version
     assert python.run(_DIES, server.url, transport, share) == -signal.SIGKILL
-    assert_as_before(server, it, 0, version)
+    assert_as_before(server, 0, version)
     with trainer(server.setup, server.url, transport=transport, takeover=True) as it:
-        assert_as_before(server, it, 1, it.publish(1).version)
+        assert_as_before(server, 1, it.publish(1).version)
 
 
 @on(ONE, TWO)
@@ -173,7 +174,7 @@ def test_requests_are_answered_while_an_update_is_open(server: Server) -> None:
         answers = []
         it.publish(1, on_progress=lambda done, total: answers.append(server.ask(PROMPT, 4)))
         assert len(answers) > 3
-        assert_serves(server.ask, it.of(1), other=it.of(0))
+        assert_serves(server, 1)
 
 
 @on(ONE)
@@ -191,9 +192,9 @@ def test_an_offer_does_not_wait_for_running_requests(server: Server) -> None:
 def test_a_session_that_somebody_left_open_is_nobodys_business(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         assert server.post("/begin_weight_update").status_code == 200
-        assert_as_before(server, it, 1, it.publish(1).version)
+        assert_as_before(server, 1, it.publish(1).version)
         assert server.post("/end_weight_update").status_code == 200
-        assert_serves(server.ask, it.of(1), other=it.of(0))
+        assert_serves(server, 1)
 
 
 @on(ONE)
@@ -206,7 +207,7 @@ def test_a_pause_that_somebody_asked_for_stays(server: Server) -> None:
         with pytest.raises(httpx.ReadTimeout):
             server.generate(PROMPT, 4, seconds=1.0)
         assert server.post("/continue_generation").status_code == 200
-        assert_serves(server.ask, it.of(1), other=it.of(0))
+        assert_serves(server, 1)
 
 
 CALLS: dict[str, tuple[str, Any]] = {
@@ -228,7 +229,7 @@ def test_misuse_is_an_error_and_the_server_lives(server: Server, call: tuple[str
         version = it.publish(0).version
     reply = server.post(*call)
     assert 400 <= reply.status_code < 500, reply.text
-    assert_as_before(server, it, 0, version)
+    assert_as_before(server, 0, version)
 
 
 @on(ONE)
@@ -237,8 +238,8 @@ def test_a_second_publisher_is_refused_while_the_first_lives(server: Server) -> 
         version = first.publish(0).version
         error = second.failure(1)
         assert "held" in str(error) or "holds" in str(error), error
-        assert_as_before(server, first, 0, version)
-        assert_as_before(server, first, 1, first.publish(1).version)
+        assert_as_before(server, 0, version)
+        assert_as_before(server, 1, first.publish(1).version)
 
 
 KEYED = Setup(admin_key="a-key", token="a-key")
@@ -252,4 +253,4 @@ def test_keys_are_sglangs_own(server: Server) -> None:
     ):
         publisher.publish()
     with trainer(server.setup, server.url) as it:
-        assert_as_before(server, it, 1, it.publish(1).version)
+        assert_as_before(server, 1, it.publish(1).version)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -75,7 +77,16 @@ def version() -> str:
 
 def require(subject: Any, *names: str) -> None:
     """Raises UnsupportedError, naming every attribute that `subject` lacks."""
-    lacking = [f"{type(subject).__name__}.{name}" for name in names if not hasattr(subject, name)]
+    _refuse_if([f"{type(subject).__name__}.{name}" for name in names if not hasattr(subject, name)])
+
+
+def require_arguments(function: Callable[..., Any], *names: str) -> None:
+    """Raises UnsupportedError, naming every argument that `function` does not take."""
+    known = inspect.signature(function).parameters
+    _refuse_if([f"{function.__name__}({name})" for name in names if name not in known])
+
+
+def _refuse_if(lacking: list[str]) -> None:
     if lacking:
         raise UnsupportedError(
             f"SGLang {version()} lacks {len(lacking)} of the names that weightcast leans on; use SGLang {TESTED_WITH}, "

@@ -78,6 +78,7 @@ class SchedulerRank:
     def __init__(self, scheduler: Any, ranks: Ranks) -> None:
         internals.require(scheduler, "flush_cache", "is_fully_idle", "_engine_paused", "tp_worker", "server_args")
         internals.require(scheduler.tp_worker, "model_runner")
+        internals.require_arguments(scheduler.flush_cache, "empty_cache")
         self._scheduler = scheduler
         runner, parallel = scheduler.tp_worker.model_runner, internals.parallel()
         unsupported = internals.unsupported(scheduler.server_args, runner.model)
@@ -87,7 +88,8 @@ class SchedulerRank:
             SglangModel,
             runner,
             unsupported=unsupported,
-            flush=scheduler.flush_cache,
+            # A collection of all garbage, or giving a GPU's free memory back, takes longer than the install.
+            flush=functools.partial(scheduler.flush_cache, empty_cache=False),
             is_alone=parallel.tp_size == 1,
         )
         self._rank = Rank(
