@@ -42,6 +42,7 @@ def send(sender: StoreSender, manifest: Manifest, version: WeightVersion, tensor
     for index in range(len(manifest.buckets)):
         packer.pack(index, sender.buffer(index), version)
         sender.send(index)
+    sender.commit()
 
 
 def write(directory: Path, *numbers: int, run: str = RUN, options: str = "") -> None:
