@@ -147,8 +147,8 @@ class Replayable(Protocol):
     """A sender that keeps versions for readers that come later. It knows no peers, and sends without any.
 
     With its last bucket sent, a version can be read by the engines that it was offered to; with `commit` it is the
-    newest, for all. Without, the next `open`, `abort` or `close` gives it up. `newest_version` is the number that the next
-    one must be above, so that what was given up does not come again under its number; -1 for none.
+    newest, for all. Without, the next `open`, `abort` or `close` gives it up. `newest_version` is the number that the
+    next one must be above, so that what was given up does not come again under its number; -1 for none.
     """
 
     def newest_version(self) -> int: ...

@@ -299,8 +299,8 @@ class StoreWriter:
 
     def _former_writer(self) -> Writer | None:
         path = self._directory / WRITER
-        data = read_file(path, MAX_RECORD_BYTES)
         with contextlib.suppress(IntegrityError):
+            data = read_file(path, MAX_RECORD_BYTES)
             return None if data is None else unseal(data, Writer, str(path))
         return None
 
