@@ -15,6 +15,7 @@ One update, and who calls what. P: the publisher, on the trainer. W: a worker, i
     P  EngineClient.finish()             W  staged: Engine.load(...); then Engine.commit(version), Receiver.end()
     P  Settling.settle(...)              where the workers of an engine can't agree by themselves
     P  Pausable.resume()
+    P  Replayable.commit()               if an engine has installed it, or there are none; else Sender.abort(reason)
     P  Sender.close()                    only at the end of the publisher's life; W likewise Receiver.close()
 
 Engines that bring a sender of their own (`SelfSupplied`) come after all others: paused, sent to, finished, resumed.
@@ -143,12 +144,16 @@ class Receiver(Protocol):
 
 @runtime_checkable
 class Replayable(Protocol):
-    """A sender that keeps versions for whoever comes later: with its last bucket sent, a version is there for all.
+    """A sender that keeps versions for readers that come later. It knows no peers, and sends without any.
 
-    It knows no peers, and sends without any. `newest_version` is the number it keeps; -1 for none.
+    With its last bucket sent, a version can be read by the engines that it was offered to; with `commit` it is the
+    newest, for all. Without, the next `open`, `abort` or `close` gives it up. `newest_version` is the number that the
+    next one must be above, so that what was given up does not come again under its number; -1 for none.
     """
 
     def newest_version(self) -> int: ...
+
+    def commit(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

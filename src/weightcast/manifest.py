@@ -231,12 +231,12 @@ def _check_spec(spec: TensorSpec, seen: set[str]) -> None:
     if len(spec.aliases) > MAX_ALIASES:
         raise _fault("count", f"{spec.name[:80]!r} has {len(spec.aliases)} aliases; the limit is {MAX_ALIASES}")
     for name in spec.names:
-        if not name or len(name.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
+        if not 0 < _name_bytes(name) <= MAX_NAME_BYTES:
             raise _fault("name", f"the name {name[:80]!r} is empty or longer than {MAX_NAME_BYTES} bytes")
         if name in seen:
             raise _fault("duplicate", f"the name {name!r} occurs twice")
         seen.add(name)
-    if len(spec.group.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
+    if _name_bytes(spec.group) > MAX_NAME_BYTES:
         raise _fault("name", f"the group of {spec.name!r} is longer than {MAX_NAME_BYTES} bytes")
     if spec.dtype not in ITEMSIZE_BYTES:
         raise _fault("dtype", f"{spec.name!r} has the dtype {spec.dtype[:40]!r}; known: {', '.join(ITEMSIZE_BYTES)}")
@@ -246,6 +246,14 @@ def _check_spec(spec: TensorSpec, seen: set[str]) -> None:
         raise _fault("shape", f"{spec.name!r} has the shape {list(spec.shape)}: sizes must be 0 to {MAX_BYTES}")
     if math.prod(max(size, 1) for size in spec.shape) * ITEMSIZE_BYTES[spec.dtype] > MAX_BYTES:
         raise _fault("shape", f"{spec.name!r} of shape {list(spec.shape)} has over {MAX_BYTES} bytes")
+
+
+def _name_bytes(name: str) -> int:
+    try:
+        return len(name.encode())
+    except UnicodeEncodeError as exc:
+        character = f"{exc.reason} at {exc.start}"
+        raise _fault("name", f"the name {name[:80]!r} can't be UTF-8 ({character}): rename the tensor") from exc
 
 
 def _check_pieces(record: TensorRecord, buckets: Sequence[int]) -> None:

@@ -27,7 +27,7 @@ from weightcast.fleet import Fleet, Member, fail
 from weightcast.guard import Guard
 from weightcast.interfaces import Attended, Fingerprint, Regions, Replayable, Sender, Staging, Supply
 from weightcast.listener import LinkListener
-from weightcast.manifest import TensorSpec, WeightVersion
+from weightcast.manifest import MAX_VERSION, TensorSpec, WeightVersion
 from weightcast.report import PublishReport, StageSeconds
 
 OnProgress = Callable[[int, int], None]
@@ -144,7 +144,7 @@ class Publication:
                 sender = self._wire.sender
                 kept = sender.newest_version() if isinstance(sender, Replayable) else -1
                 newest = max((kept, *(member.newest_version for member in self._fleet)))
-                self.number = 1 + max(newest, above) if number is None else number
+                self.number = _above(newest, above) if number is None else number
                 self._offer()
             root = self._send(packer, on_progress or _ignore)
             with self._timed("seal"):
@@ -154,8 +154,10 @@ class Publication:
             installed = self._healthy_of(None)
             self._fleet.each(self._install, installed)
             self._verify(installed)
-            for sender in self._wire.brought:
-                self._supply(sender, packer, on_progress or _ignore)
+            for brought in self._wire.brought:
+                self._supply(brought, packer, on_progress or _ignore)
+            with self._timed("seal"):
+                self._commit(sender)
         except BaseException as exc:
             self._give_up(exc)
             raise
@@ -238,8 +240,8 @@ class Publication:
         version = WeightVersion(self._terms.run, self.number)
         members = self._healthy_of(None)
         peers = [link.peer for member in members for link in member.links]
-        # Who keeps versions for later does not know who takes them.
-        keeps = isinstance(sender, Replayable)
+        # Who keeps versions for later does not know who takes them; but what all engines refused is not kept.
+        keeps = isinstance(sender, Replayable) and (not len(self._fleet) or bool(self._fleet.healthy()))
         if not peers and not keeps:
             return ""
         with self._timed("send"):
@@ -271,6 +273,15 @@ class Publication:
                 if peers and sender.failures.keys() >= peers:
                     break
         return digests
+
+    def _commit(self, sender: Sender) -> None:
+        """Have a sender that keeps versions keep this one, if an engine has installed it, or there are none to."""
+        if not isinstance(sender, Replayable):
+            return
+        if not len(self._fleet) or any(member.result.ok for member in self._fleet):
+            sender.commit()
+        else:
+            sender.abort(f"no engine has installed version {self.number}")
 
     def _healthy_of(self, sender: Sender | None) -> list[Member]:
         """The members without a failure that take what this sender brings; None: the publisher's transport."""
@@ -365,6 +376,19 @@ class Publication:
             seconds=self._seconds,
             engines={member.name: member.result for member in self._fleet},
         )
+
+
+def _above(newest: int, last: int) -> int:
+    """The number after `last`, this run's, and `newest`, of whichever run, unless there can be none after that.
+
+    Raises ValueError if this run has no number left.
+    """
+    if last >= MAX_VERSION:
+        raise ValueError(
+            f"no version number is left above {last}, this publisher's last one: make another publisher, whose run may "
+            "begin anew, and leave the numbers to it"
+        )
+    return 1 + max(last, newest if newest < MAX_VERSION else -1)
 
 
 def _ignore(done_bytes: int, total_bytes: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import operator
 import os
 import secrets
 import sys
@@ -201,8 +202,9 @@ class Publisher:
     def publish(self, version: int | None = None, *, on_progress: OnProgress | None = None) -> PublishReport:
         """Make every engine serve the source's weights as they are now; blocks until they do.
 
-        `version` must be above this publisher's last; by default it is one above the highest in the fleet. Don't
-        change the weights meanwhile. Extra memory: see the class. `on_progress(done_bytes, total_bytes)` is called
+        `version` must be above this publisher's last, and at most 2^63 - 1; by default it is one above the highest in
+        the fleet and the store. Don't change the weights meanwhile. A version that every engine refused is not the
+        store's newest. Extra memory: see the class. `on_progress(done_bytes, total_bytes)` is called
         after each bucket.
 
         With several trainer ranks every rank calls it, and each gets the same report or error; `version` and
@@ -233,16 +235,19 @@ class Publisher:
             raise _publish_error(report)
         return report
 
-    def _check_version(self, version: int | None) -> None:
-        if version is not None and not 0 <= version <= MAX_VERSION:
-            raise ValueError(f"version {version} is not from 0 to {MAX_VERSION}")
-        if version is not None and version <= self.version:
-            raise ValueError(f"version {version} is not above {self.version}, the last one of this publisher")
+    def _checked_version(self, version: int | None) -> int | None:
+        if version is None:
+            return None
+        number = int(operator.index(version))
+        if not 0 <= number <= MAX_VERSION:
+            raise ValueError(f"version {number} is not from 0 to {MAX_VERSION}")
+        if number <= self.version:
+            raise ValueError(f"version {number} is not above {self.version}, the last one of this publisher")
+        return number
 
     def _prepared(self, version: int | None) -> Prepared:
         """What a publish needs of this process alone: the source's regions, wire and plan. No communication."""
-        start = time.perf_counter()
-        self._check_version(version)
+        start, version = time.perf_counter(), self._checked_version(version)
         regions = self._source.regions()
         if self._ensemble is None and (self._packing is None or not self._packing.is_of(regions)):
             # Before there is a sender, which may write.

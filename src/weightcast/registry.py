@@ -65,9 +65,9 @@ def keeps(url: str) -> bool:
     return scheme(url) in KEPT_SOURCES
 
 
-def kept_source(url: str) -> Any:
+def kept_source(url: str, **options: Any) -> Any:
     """A `Source` of the newest version that is kept at this URL; its `version` says which. Raises what it raises."""
-    return _load(KEPT_SOURCES[scheme(url)])(url)
+    return _load(KEPT_SOURCES[scheme(url)])(url, **options)
 
 
 def http_dialects() -> list[Any]:

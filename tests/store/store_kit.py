@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -42,6 +44,7 @@ def send(sender: StoreSender, manifest: Manifest, version: WeightVersion, tensor
     for index in range(len(manifest.buckets)):
         packer.pack(index, sender.buffer(index), version)
         sender.send(index)
+    sender.commit()
 
 
 def write(directory: Path, *numbers: int, run: str = RUN, options: str = "") -> None:
@@ -130,3 +133,40 @@ def end(process: subprocess.Popen[str]) -> None:
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()
+
+
+def in_child(call: Callable[[], str]) -> str:
+    """What `call` returns, or raises, in a process that is forked from this one."""
+    there, here = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            said = call()
+        except BaseException as exc:
+            said = f"{type(exc).__name__}: {exc}"
+        os.write(here, said.encode())
+        os._exit(0)
+    os.close(here)
+    try:
+        with open(there, encoding="utf-8") as pipe:
+            return pipe.read()
+    finally:
+        os.waitpid(pid, 0)
+
+
+@contextlib.contextmanager
+def small_filesystem(path: Path, num_bytes: int, *options: str) -> Iterator[None]:
+    """A tmpfs of that size; needs to be root."""
+    path.mkdir()
+    given = ",".join([f"size={num_bytes}", *options])
+    subprocess.run(["mount", "-t", "tmpfs", "-o", given, "tmpfs", str(path)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+def can_mount() -> bool:
+    with contextlib.suppress(OSError):
+        return subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
+    return False

@@ -77,7 +77,7 @@ DAMAGES: dict[str, tuple[Damage, type[WeightcastError], str]] = {
     "data is a directory": (
         lambda s: ((s / "data.0").unlink(), (s / "data.0").mkdir()),
         IntegrityError,
-        "can't be read",
+        r"data\.0 is a directory, a file was expected",
     ),
     "manifest cut": (lambda s: cut(s / "manifest.json", 50), IntegrityError, r"digest of .*manifest\.json"),
     "manifest changed": (lambda s: flip(s / "manifest.json"), IntegrityError, r"digest of .*manifest\.json"),

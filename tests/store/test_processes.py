@@ -23,6 +23,7 @@ from store.store_kit import (
     RUN,
     Holder,
     await_ready,
+    can_mount,
     end,
     launched,
     lines_of,
@@ -30,6 +31,7 @@ from store.store_kit import (
     model,
     number_in,
     send,
+    small_filesystem,
     url,
     write,
 )
@@ -223,23 +225,6 @@ def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:
 
 
 # --- no room ---
-
-
-@contextlib.contextmanager
-def small_filesystem(path: Path, num_bytes: int) -> Iterator[None]:
-    """A tmpfs of that size; needs to be root."""
-    path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(path)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(path)], check=True)
-
-
-def can_mount() -> bool:
-    with contextlib.suppress(OSError):
-        return subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
-    return False
 
 
 @pytest.mark.skipif(not can_mount(), reason="mounting a small filesystem needs root")

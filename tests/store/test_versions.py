@@ -133,6 +133,7 @@ def test_models_of_other_shapes_may_follow_one_another(tmp_path: Path) -> None:
 def test_a_model_without_tensors_is_a_version(tmp_path: Path) -> None:
     with sender_of(tmp_path) as sender:
         sender.open(plan([], 4096), WeightVersion(RUN, 1), peers=[], staged=True)
+        sender.commit()
     assert StoreSource(url(tmp_path)).specs() == ()
 
 

@@ -339,6 +339,17 @@ def test_w19_both_strategies_send_what_a_state_dict_has(tmp_path: Path, strategy
         assert all(torch.equal(taken.held[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.parametrize("value", ["x", b"x", None, object(), ["a", "b"], {"deeper": "x"}], ids=str)
+@pytest.mark.parametrize("as_tensordict", [False, True])
+def test_w19_what_is_no_tensor_is_refused_by_name(tmp_path: Path, value: Any, as_tensordict: bool) -> None:
+    """It would be lost on the way, and nobody told."""
+    given: Any = {"w": torch.ones(2), "note": value}
+    sender = sender_of(Scheme(str(tmp_path / "w")))
+    with pytest.raises(TypeError, match=r"'note(\.deeper)?' is a .*, no tensor"):
+        sender.update_weights(TensorDict(given, batch_size=[]) if as_tensordict else given)
+    assert not (tmp_path / "w").exists()
+
+
 def test_w20_nothing_is_cloned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sender = sender_of(Scheme(str(tmp_path)))
     given = TensorDict(weights(1), batch_size=[])

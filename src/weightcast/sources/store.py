@@ -24,16 +24,18 @@ class StoreSource:
     Host memory: the version.
     """
 
-    def __init__(self, url: str, *, previous: bool = False) -> None:
+    def __init__(self, url: str, *, previous: bool = False, version: WeightVersion | None = None) -> None:
         """`previous`: the version before the newest, which is there until the next but one is begun, at least.
 
+        `version`: this one, which is the newest, or is to be when an engine of its publish has installed it.
         Raises ClosedError if there is no such version, IntegrityError, InsufficientMemoryError.
         """
-        with pinned(StoreAddress.parse(url).directory, previous=previous, label="source") as version:
-            self.version: WeightVersion = version.stored.version
-            self.committed_at = version.stored.committed_at
-            records = version.manifest.tensors
-            tensors = _read(version)
+        directory = StoreAddress.parse(url).directory
+        with pinned(directory, previous=previous, version=version, label="source") as found:
+            self.version: WeightVersion = found.stored.version
+            self.committed_at = found.stored.committed_at
+            records = found.manifest.tensors
+            tensors = _read(found)
         self._specs = tuple(TensorSpec(r.name, r.dtype, r.shape, aliases=r.aliases, group=r.group) for r in records)
         self._regions = {spec.name: ((whole(spec.shape), tensors[spec.name]),) for spec in self._specs}
 

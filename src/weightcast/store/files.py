@@ -1,6 +1,7 @@
 """Files of a store: read whole, replaced atomically, grown before they are written, cut into places for buckets.
 
-Nothing here ever maps a file: one that is cut short or slow is an error, never a signal.
+Invariants: no file is ever mapped, so that one that is cut short or slow is an error, never a signal; what lies in the
+store's directory is a regular file or a directory, or is refused: links are not followed, FIFOs are not waited for.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from weightcast.errors import InsufficientMemoryError, IntegrityError
 from weightcast.manifest import Manifest
 
 POINTER = "current.json"
+NEXT = "next.json"
 WRITER_LOCK = "writer.lock"
 WRITER = "writer.json"
 SLOTS = "slots"
@@ -26,10 +29,78 @@ PINS = "pins"
 PLACE_BYTES = 4096
 _STALE_TRIES = 4
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFREG: "a file",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 def slot_path(directory: Path, slot: int) -> Path:
-    return directory / SLOTS / str(slot)
+    """The directory of a slot, which need not be there. Raises IntegrityError if something else is in its place."""
+    path = directory / SLOTS / str(slot)
+    check_folder(path.parent)
+    check_folder(path)
+    return path
+
+
+def check_folder(path: Path) -> None:
+    """Raises IntegrityError if there is anything but a directory, a link to one included."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISDIR(mode):
+            raise _misplaced(path, mode, "a directory")
+
+
+def make_folder(path: Path) -> None:
+    """Make a directory, if it is not there. Raises InsufficientMemoryError, OSError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise no_space(exc, path) from exc
+
+
+def open_file(path: Path, flags: int) -> int:
+    """Open a regular file. Raises IntegrityError if something else is in its place, OSError.
+
+    InsufficientMemoryError if it is to be made and there is no room.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+    except OSError as exc:
+        if exc.errno in _NO_FILE:
+            raise _misplaced(path, os.lstat(path).st_mode, "a file") from exc
+        raise no_space(exc, path) from exc
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise _misplaced(path, mode, "a file")
+    return descriptor
+
+
+def remove(path: Path) -> None:
+    """Remove a file, if it is there. Raises IntegrityError if it is a directory, OSError."""
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError as exc:
+        raise _misplaced(path, stat.S_IFDIR, "a file") from exc
+
+
+def _misplaced(path: Path, mode: int, expected: str) -> IntegrityError:
+    found = _KINDS.get(stat.S_IFMT(mode), "something else")
+    return IntegrityError(f"{path} is {found}, {expected} was expected: it is not a store's; remove it, publish again")
+
+
+def unreadable(exc: OSError, path: Path) -> IntegrityError:
+    """The error for a file that is there, or was."""
+    if isinstance(exc, FileNotFoundError):
+        return IntegrityError(f"{path} is missing: somebody has removed a part of the store; publish again")
+    return IntegrityError(f"{path} can't be read: {exc.strerror}")
 
 
 def data_name(file: int | str) -> str:
@@ -57,20 +128,22 @@ class DataPlaces:
 
 
 def read_file(path: Path, max_bytes: int) -> bytes | None:
-    """A small file as it is now, opened afresh; None if there is none. Raises IntegrityError, OSError.
+    """A small file as it is now, opened afresh; None if there is none. Raises IntegrityError.
 
     A file that a network filesystem has replaced under our hands is opened again.
     """
     for _ in range(_STALE_TRIES):
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = open_file(path, os.O_RDONLY)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as exc:
+            raise unreadable(exc, path) from exc
         try:
             return _read_all(descriptor, path, max_bytes)
         except OSError as exc:
             if exc.errno != errno.ESTALE:
-                raise
+                raise unreadable(exc, path) from exc
         finally:
             os.close(descriptor)
     raise IntegrityError(f"{path} went stale {_STALE_TRIES} times while it was read")
@@ -103,6 +176,8 @@ def replace_file(path: Path, data: bytes, *, fsync: bool = False) -> None:
     except BaseException as exc:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if isinstance(exc, IsADirectoryError):
+            raise _misplaced(path, stat.S_IFDIR, "a file") from exc
         if isinstance(exc, OSError):
             raise no_space(exc, path) from exc
         raise
@@ -164,9 +239,24 @@ def no_space(exc: OSError, path: Path) -> Exception:
     """The error for a failed write: InsufficientMemoryError if there is no room, else the error itself."""
     if exc.errno not in _NO_SPACE:
         return exc
-    return InsufficientMemoryError(
-        f"no room for {path}: {exc.strerror}; the version before stays. Free space, or use fewer slots (num_slots)"
-    )
+    what, remedy = f"{exc.strerror}", "Free space, or use fewer slots (num_slots)"
+    if exc.errno == errno.EDQUOT:
+        what = f"{what}: of bytes, or of files"
+        remedy = "Free some, have the quota raised, or use fewer slots (num_slots)"
+    elif exc.errno == errno.ENOSPC and (free := _without_inodes(path)) is not None:
+        what = f"the filesystem has no inodes left, which every file takes one of, though {free} bytes are free"
+        remedy = "Remove files there, or make the filesystem with more inodes"
+    return InsufficientMemoryError(f"no room for {path}: {what}; the version before stays. {remedy}")
+
+
+def _without_inodes(path: Path) -> int | None:
+    """The bytes that are free, if the filesystem that `path` was to be on has no inodes left."""
+    folder = next((folder for folder in path.parents if folder.is_dir()), path)
+    with contextlib.suppress(OSError):
+        found = os.statvfs(folder)
+        if found.f_files and not found.f_favail:
+            return found.f_bavail * found.f_frsize
+    return None
 
 
 def is_in_memory(path: Path) -> bool:

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from weightcast.errors import IntegrityError, ManifestError, UnsupportedError
+from weightcast.errors import ManifestError, UnsupportedError
 from weightcast.forked import close_in_child
 from weightcast.manifest import decode
+from weightcast.store.files import open_file, unreadable
 from weightcast.store.records import Reader
 
 PIN_BYTES = 256
@@ -35,15 +36,26 @@ class LockFile:
     """An open file whose byte ranges are locked. Closing it, or the end of the process, releases all of them."""
 
     def __init__(self, path: Path, flags: int) -> None:
-        """Raises OSError as open(2)."""
+        """Raises OSError as open(2); else as `open_file`."""
         self.path = path
         # Unbuffered, so that a child's close writes nothing.
-        self._file = close_in_child(io.FileIO(os.open(path, flags | os.O_CLOEXEC, 0o666), "rb"))
+        self._file = close_in_child(io.FileIO(open_file(path, flags), "rb"))
         self.is_writable = flags & os.O_ACCMODE != os.O_RDONLY
 
     @property
     def descriptor(self) -> int:
         return self._file.fileno()
+
+    @property
+    def is_open(self) -> bool:
+        """False once it was closed, and in a process that was forked from the one that opened it."""
+        return not self._file.closed
+
+    def is_in_place(self) -> bool:
+        """Whether the path still names this file, so that others who open it find its locks."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return os.path.samestat(os.lstat(self.path), os.fstat(self.descriptor))
+        return False
 
     def try_lock(self, start: int = 0, size: int = _TO_END) -> bool:
         """Take a range, exclusively if the file was opened for writing. False if somebody else has some of it."""
@@ -100,13 +112,14 @@ def pin(path: Path, reader: Reader) -> LockFile | None:
 
 def _open_pins(path: Path) -> LockFile:
     try:
-        return LockFile(path, os.O_RDWR)
-    except FileNotFoundError as exc:
-        raise IntegrityError(f"{path} is missing: somebody has removed a part of the store; publish again") from exc
+        try:
+            return LockFile(path, os.O_RDWR)
+        except OSError as exc:
+            if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                return LockFile(path, os.O_RDONLY)
+            raise
     except OSError as exc:
-        if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            return LockFile(path, os.O_RDONLY)
-        raise
+        raise unreadable(exc, path) from exc
 
 
 def _take_record(file: LockFile) -> int | None:

@@ -19,10 +19,11 @@ import torch
 
 from weightcast.bucket import TRAILER_BYTES, check_trailer, root_digest, slot_size_bytes
 from weightcast.errors import ClosedError, IntegrityError
-from weightcast.manifest import MAX_MESSAGE_BYTES, Manifest
+from weightcast.manifest import MAX_MESSAGE_BYTES, Manifest, WeightVersion
 from weightcast.store import locks
 from weightcast.store.files import (
     MANIFEST,
+    NEXT,
     PINS,
     POINTER,
     SEAL,
@@ -30,9 +31,11 @@ from weightcast.store.files import (
     WRITER_LOCK,
     DataPlaces,
     data_name,
+    open_file,
     read_at,
     read_file,
     slot_path,
+    unreadable,
 )
 from weightcast.store.locks import LockFile
 from weightcast.store.records import MAX_RECORD_BYTES, Commit, Stored, Writer, this_reader, unseal
@@ -50,12 +53,21 @@ class WriterState:
     is_alive: bool
 
 
-def pinned(directory: Path, *, previous: bool = False, label: str = "") -> PinnedVersion:
-    """Hold the newest version of a store, or the one before. Raises ClosedError if it is not there, IntegrityError."""
+def pinned(
+    directory: Path, *, previous: bool = False, version: WeightVersion | None = None, label: str = ""
+) -> PinnedVersion:
+    """Hold the newest version of a store, or the one before, or `version`: see `StoreReader.pin_version`.
+
+    Raises ClosedError if it is not there, IntegrityError.
+    """
     reader = StoreReader(directory, label=label)
-    found = reader.pin_previous() if previous else reader.pin_newest()
+    if version is not None:
+        found, what = reader.pin_version(version), f"version {version.number} of run {version.run}"
+    elif previous:
+        found, what = reader.pin_previous(), "the version before the newest"
+    else:
+        found, what = reader.pin_newest(), "any version yet"
     if found is None:
-        what = "the version before the newest" if previous else "any version yet"
         raise ClosedError(f"{directory} does not hold {what}")
     return found
 
@@ -87,10 +99,13 @@ class StoreReader:
         path = self.directory / WRITER
         data = read_file(path, MAX_RECORD_BYTES)
         record = None if data is None else unseal(data, Writer, str(path))
+        path = self.directory / WRITER_LOCK
         try:
-            lock = LockFile(self.directory / WRITER_LOCK, os.O_RDONLY)
+            lock = LockFile(path, os.O_RDONLY)
         except FileNotFoundError:
             return WriterState(record, False)
+        except OSError as exc:
+            raise unreadable(exc, path) from exc
         with contextlib.closing(lock):
             return WriterState(record, lock.conflict() is not None)
 
@@ -99,12 +114,30 @@ class StoreReader:
 
         Raises IntegrityError if a part of it is missing or damaged.
         """
+        return self._pin_told(self.commit)
+
+    def pin_version(self, version: WeightVersion) -> PinnedVersion | None:
+        """Hold this version, if it is the newest, or whole and about to be: for engines of the publish it is of.
+
+        None if it is neither. Waits and raises as `pin_newest`.
+        """
+
+        def told() -> Commit | None:
+            # In this order: a commit makes the one file the other.
+            path = self.directory / NEXT
+            data = read_file(path, MAX_RECORD_BYTES)
+            commits = (None if data is None else unseal(data, Commit, str(path)), self.commit())
+            return next((c for c in commits if c is not None and c.newest.version == version), None)
+
+        return self._pin_told(told)
+
+    def _pin_told(self, told: Callable[[], Commit | None]) -> PinnedVersion | None:
         end, pause = time.monotonic() + _PIN_SECONDS, _FIRST_PAUSE_SECONDS
-        while (commit := self.commit()) is not None:
+        while (commit := told()) is not None:
             pinned = self._pin(commit.newest, must_hold=time.monotonic() >= end)
             if pinned is not None:
-                # Once more: what is pinned may have been overtaken since the pointer was read.
-                if self.commit() == commit:
+                # Once more: what is pinned may have been overtaken since it was told.
+                if (again := told()) is not None and again.newest == commit.newest:
                     return pinned
                 pinned.close()
             time.sleep(pause)
@@ -223,6 +256,6 @@ class PinnedVersion:
 
 def _open(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError as exc:
-        raise IntegrityError(f"{path} is missing: somebody has removed a part of the store; publish again") from exc
+        return open_file(path, os.O_RDONLY)
+    except OSError as exc:
+        raise unreadable(exc, path) from exc

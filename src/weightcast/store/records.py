@@ -19,6 +19,7 @@ FORMAT = "weightcast-store-1"
 MAX_RECORD_BYTES = 64 << 10
 MAX_REASON_CHARACTERS = 2000
 MAX_STORED_SLOTS = 1 << 10
+_REMEDY = "close the publishers, remove this file, and publish again: the next version is the newest then"
 
 Hex64 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Hex32 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -42,7 +43,10 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """`current.json` and every slot's `seal.json`: a version is whole. The pointer names the one before as well."""
+    """`current.json`, `next.json` and every slot's `seal.json`: a version is whole.
+
+    The pointer, and what is to be the pointer, name the one before as well.
+    """
 
     format: str
     newest: Stored
@@ -51,7 +55,10 @@ class Commit(msgspec.Struct, frozen=True):
 
 
 class Writer(msgspec.Struct, frozen=True):
-    """`writer.json`: who has or had `writer.lock`; `attempt` counts updates, `aborted` says why the last one ended."""
+    """`writer.json`: who has or had `writer.lock`; `attempt` counts updates, `aborted` says why the last one ended.
+
+    `number`: of the last version that was begun, by this writer or one before.
+    """
 
     format: str
     run: RunId
@@ -108,12 +115,20 @@ def unseal(data: bytes, kind: type[R], name: str) -> R:
     try:
         record: R = decode(data, kind, max_bytes=MAX_RECORD_BYTES)
     except ManifestError as exc:
-        raise IntegrityError(f"{name} is not a record of a weightcast store: {exc}") from exc
+        raise IntegrityError(f"{name} is not a record of a weightcast store: {exc}; {_REMEDY}") from exc
     if record.format != FORMAT:
-        raise IntegrityError(f"{name} says it is {record.format!r}, expected {FORMAT!r}: of another program or version")
+        raise IntegrityError(
+            f"{name} says it is {record.format!r}, expected {FORMAT!r}: of another program or version; use that one, "
+            "or another directory"
+        )
     if record.digest != _digest(record):
-        raise IntegrityError(f"{name} was changed: its digest does not fit; publish again")
+        raise IntegrityError(f"{name} was changed: its digest does not fit; {_REMEDY}")
     return record
+
+
+def encodable(text: str) -> str:
+    """The text as JSON can have it: what is no character (of a path that is not UTF-8, say) is escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _digest(record: Commit | Writer) -> str:
@@ -121,7 +136,7 @@ def _digest(record: Commit | Writer) -> str:
 
 
 def this_reader(label: str) -> Reader:
-    return Reader(socket.gethostname(), os.getpid(), label)
+    return Reader(socket.gethostname(), os.getpid(), encodable(label))
 
 
 def this_writer(run: str) -> Writer:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from weightcast.errors import ClosedError
 from weightcast.store import locks
-from weightcast.store.files import PINS, SLOTS
+from weightcast.store.files import PINS, SLOTS, check_folder, slot_path
 from weightcast.store.locks import LockFile
 from weightcast.store.reading import StoreReader
 from weightcast.store.records import SlotInfo, StoreInfo
@@ -20,9 +20,10 @@ def survey(directory: Path) -> StoreInfo:
     commit, writer = reader.commit(), reader.writer()
     if commit is None:
         raise ClosedError(f"{directory} does not hold any version yet")
+    check_folder(directory / SLOTS)
     numbers = sorted(int(path.name) for path in (directory / SLOTS).iterdir() if path.name.isdigit())
     name = "unknown" if writer.record is None else writer.record.describe()
-    slots = [_slot(directory / SLOTS / str(number), number) for number in numbers]
+    slots = [_slot(slot_path(directory, number), number) for number in numbers]
     return StoreInfo(commit.newest, commit.previous, name, writer.is_alive, slots)
 
 
@@ -30,4 +31,8 @@ def _slot(path: Path, number: int) -> SlotInfo:
     readers: list[str] = []
     with contextlib.suppress(FileNotFoundError), contextlib.closing(LockFile(path / PINS, os.O_RDONLY)) as lock:
         readers = locks.readers(lock)
-    return SlotInfo(number, sum(file.stat().st_blocks * 512 for file in path.iterdir()), readers)
+    num_bytes = 0
+    for file in path.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # replaced meanwhile
+            num_bytes += file.lstat().st_blocks * 512
+    return SlotInfo(number, num_bytes, readers)

@@ -1,8 +1,8 @@
 """The writing side of a store: one writer, a slot that nobody reads, the pointer last.
 
 Invariants: the current version's slot is never touched, nor one that a reader has pinned; a slot's seal is gone before
-its first byte changes and comes back after its last; the pointer moves only if it is still what this writer saw last.
-Whatever fails before that leaves the version before.
+its first byte changes and comes back after its last; a sealed version is for who asks for it by name, until the pointer
+moves to it, and that only if it is still what this writer saw last. Whatever fails before leaves the version before.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ import msgspec
 from weightcast import host_memory
 from weightcast.bucket import root_digest
 from weightcast.errors import (
+    ClosedError,
     EngineBusyError,
     InsufficientMemoryError,
     IntegrityError,
     PeerTimeoutError,
     StaleVersionError,
 )
-from weightcast.manifest import Manifest, WeightVersion
+from weightcast.manifest import MAX_MESSAGE_BYTES, MAX_VERSION, Manifest, WeightVersion
 from weightcast.store import locks
 from weightcast.store.address import StoreAddress
 from weightcast.store.files import (
     MANIFEST,
+    NEXT,
     PINS,
     POINTER,
     SEAL,
@@ -36,13 +38,18 @@ from weightcast.store.files import (
     WRITER,
     WRITER_LOCK,
     DataPlaces,
+    check_folder,
     data_name,
     grow,
     is_in_memory,
+    make_folder,
     no_space,
+    open_file,
     read_file,
+    remove,
     replace_file,
     slot_path,
+    sync_directory,
     write_at,
 )
 from weightcast.store.locks import LockFile
@@ -53,13 +60,14 @@ from weightcast.store.records import (
     Commit,
     Stored,
     Writer,
+    encodable,
     seal,
     this_writer,
     unseal,
 )
 
 _POLL_SECONDS = 0.01
-_OURS = {POINTER, WRITER, WRITER_LOCK, SLOTS, "lost+found"}
+_OURS = {POINTER, NEXT, WRITER, WRITER_LOCK, SLOTS, "lost+found"}
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -85,13 +93,14 @@ class _Slot:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Attempt:
-    """A version on its way into a slot."""
+    """A version on its way into a slot. `sealed`: what the pointer will be, once it is whole."""
 
     version: WeightVersion
     manifest_digest: str
     num_buckets: int
     places: DataPlaces
     slot: _Slot
+    sealed: Commit | None = None
 
 
 class StoreWriter:
@@ -104,7 +113,7 @@ class StoreWriter:
         """Take the store, and make it if there is none.
 
         Raises EngineBusyError, naming the writer that has it; ValueError if the directory holds other things;
-        IntegrityError if its pointer is damaged.
+        IntegrityError if its pointer is damaged, or not a file; InsufficientMemoryError if there is no room.
         """
         self._address = address
         self._directory = address.directory
@@ -112,7 +121,6 @@ class StoreWriter:
         self._deadline_seconds = deadline_seconds
         self._attempt: _Attempt | None = None
         self._manifest: tuple[Manifest, bytes, str] | None = None
-        self._slot_manifests: dict[int, str] = {}
         _make_directory(self._directory)
         self._lock = self._take()
         try:
@@ -123,7 +131,7 @@ class StoreWriter:
             self._record = this_writer(run)
             former = self._former_writer()
             if former is not None:
-                self._record = msgspec.structs.replace(self._record, attempt=former.attempt)
+                self._record = msgspec.structs.replace(self._record, attempt=former.attempt, number=former.number)
             self._tell()
         except BaseException:
             self._lock.close()
@@ -134,12 +142,41 @@ class StoreWriter:
         """The version that the pointer names."""
         return None if self._commit is None else self._commit.newest
 
+    @property
+    def last_number(self) -> int:
+        """Of the version that was begun last, by whichever writer and whatever became of it; -1 if that is unknown."""
+        return self._record.number
+
+    @property
+    def is_held(self) -> bool:
+        """False once it was closed, and in a process that was forked from the one that took the store."""
+        return self._lock.is_open
+
+    def hold(self) -> None:
+        """Make sure that the store is still this writer's; a lock whose file was removed is taken again.
+
+        Raises ClosedError in a forked process, EngineBusyError if another writer has got it.
+        """
+        if not self.is_held:
+            raise ClosedError(
+                f"{self._lock.path} is not locked by this process (pid {os.getpid()}) but by pid {self._record.pid}, "
+                "which it was forked from: publish there, or close that publisher and make one here"
+            )
+        if not self._lock.is_in_place():
+            lost, self._lock = self._lock, self._take()
+            lost.close()
+            self._tell()
+
     def begin(self, manifest: Manifest, version: WeightVersion) -> None:
         """Take a slot for a version and make room in it. Waits while readers hold all slots that there may be.
 
         Raises PeerTimeoutError, naming the readers, at the deadline; InsufficientMemoryError if there is no room;
-        StaleVersionError if the number does not grow within its run, or the store has got another writer.
+        StaleVersionError if the number does not grow within its run, or the store has got another writer; ValueError
+        if it is beyond the limits; IntegrityError if something that is no file is in the place of one.
         """
+        if not 0 <= version.number <= MAX_VERSION:
+            raise ValueError(f"version {version.number} is not from 0 to {MAX_VERSION}")
+        self.hold()
         newest = self.newest
         if newest is not None and newest.run == version.run and version.number <= newest.number:
             raise StaleVersionError(
@@ -150,12 +187,10 @@ class StoreWriter:
         places = DataPlaces(manifest, self._address.num_threads)
         slot = self._free_slot()
         try:
-            with contextlib.suppress(FileNotFoundError):
-                (slot.path / SEAL).unlink()
+            remove(slot.path / SEAL)
             self._prepare(slot, places)
-            if self._slot_manifests.get(slot.number) != digest:
+            if not _holds(slot.path / MANIFEST, data):
                 replace_file(slot.path / MANIFEST, data, fsync=self._address.fsync)
-                self._slot_manifests[slot.number] = digest
             self._attempt = _Attempt(version, digest, len(manifest.buckets), places, slot)
             self._record = msgspec.structs.replace(
                 self._record, attempt=self._record.attempt + 1, number=version.number, aborted=""
@@ -176,8 +211,8 @@ class StoreWriter:
         except OSError as exc:
             raise no_space(exc, attempt.slot.path / data_name(file)) from exc
 
-    def commit(self, digests: list[bytes]) -> Stored:
-        """Every bucket was written: make the version the newest.
+    def seal(self, digests: list[bytes]) -> Stored:
+        """Every bucket was written: whoever knows of the version can read it. All that `commit` needs is done.
 
         Raises StaleVersionError if the store has got another writer, whose lock this one should have kept out.
         """
@@ -199,11 +234,29 @@ class StoreWriter:
         # Closed before there is a seal: that is when a network filesystem's server has the bytes.
         attempt.slot.close_files()
         replace_file(attempt.slot.path / SEAL, seal(Commit(FORMAT, stored)), fsync=self._address.fsync)
-        commit = Commit(FORMAT, stored, former if former is None or former.slot != stored.slot else None)
-        self._move_pointer(commit)
-        self._attempt = None
         attempt.slot.close()
+        self._check_pointer()
+        commit = Commit(FORMAT, stored, former if former is None or former.slot != stored.slot else None)
+        replace_file(self._directory / NEXT, seal(commit), fsync=self._address.fsync)
+        attempt.sealed = commit
         return stored
+
+    def commit(self) -> None:
+        """Make the sealed version the newest, for all who read. Needs no room.
+
+        Raises StaleVersionError if the store has got another writer, IntegrityError if somebody has removed the seal.
+        """
+        attempt, path = self._attempt, self._directory / NEXT
+        assert attempt is not None
+        assert attempt.sealed is not None
+        self._check_pointer()
+        try:
+            os.replace(path, self._directory / POINTER)
+        except FileNotFoundError as exc:
+            raise IntegrityError(f"{path} is missing: somebody has removed a part of the store; publish again") from exc
+        self._seen, self._commit, self._attempt = seal(attempt.sealed), attempt.sealed, None
+        if self._address.fsync:
+            sync_directory(self._directory)
 
     def abort(self, reason: str) -> None:
         """Give the version up; its slot is free for the next. Says so to waiting readers. Idempotent."""
@@ -211,8 +264,14 @@ class StoreWriter:
         if attempt is None:
             return
         attempt.slot.close()
-        self._record = msgspec.structs.replace(self._record, aborted=reason[:MAX_REASON_CHARACTERS] or "aborted")
-        with contextlib.suppress(OSError, InsufficientMemoryError):
+        if not self.is_held:
+            return
+        aborted = encodable(reason)[:MAX_REASON_CHARACTERS] or "aborted"
+        self._record = msgspec.structs.replace(self._record, aborted=aborted)
+        with contextlib.suppress(OSError, InsufficientMemoryError, IntegrityError):
+            # Who has pinned the slot reads on: the seal is looked at only once, before.
+            remove(self._directory / NEXT)
+            remove(attempt.slot.path / SEAL)
             self._tell()
 
     def close(self) -> None:
@@ -240,8 +299,8 @@ class StoreWriter:
 
     def _former_writer(self) -> Writer | None:
         path = self._directory / WRITER
-        data = read_file(path, MAX_RECORD_BYTES)
         with contextlib.suppress(IntegrityError):
+            data = read_file(path, MAX_RECORD_BYTES)
             return None if data is None else unseal(data, Writer, str(path))
         return None
 
@@ -249,18 +308,12 @@ class StoreWriter:
         replace_file(self._directory / WRITER, seal(self._record))
 
     def _sweep(self) -> None:
-        """Remove what a writer that died left half replaced."""
-        for folder in (self._directory, *(self._directory / SLOTS).iterdir()):
-            for name in (POINTER, WRITER, MANIFEST, SEAL):
+        """Remove what a writer that died left half replaced, or not committed."""
+        remove(self._directory / NEXT)
+        for folder in (self._directory, *(slot_path(self._directory, number) for number in self._slots())):
+            for name in (POINTER, NEXT, WRITER, MANIFEST, SEAL):
                 for path in folder.glob(f".{name}.*"):
-                    with contextlib.suppress(FileNotFoundError):
-                        path.unlink()
-
-    def _move_pointer(self, commit: Commit) -> None:
-        self._check_pointer()
-        data = seal(commit)
-        replace_file(self._directory / POINTER, data, fsync=self._address.fsync)
-        self._seen, self._commit = data, commit
+                    remove(path)
 
     def _check_pointer(self) -> None:
         path = self._directory / POINTER
@@ -288,8 +341,10 @@ class StoreWriter:
                     if slot is not None:
                         return slot
             if len(known) < self._address.max_slots:
-                number = next(n for n in range(len(known) + 1) if n not in known)
-                slot_path(self._directory, number).mkdir()
+                # Not the newest version's, whose directory somebody may have removed.
+                taken = known if self.newest is None else known | {self.newest.slot}
+                number = next(n for n in range(len(taken) + 1) if n not in taken)
+                make_folder(slot_path(self._directory, number))
                 slot = self._try_slot(number)
                 if slot is not None:
                     return slot
@@ -298,6 +353,8 @@ class StoreWriter:
             time.sleep(_POLL_SECONDS)
 
     def _slots(self) -> set[int]:
+        check_folder(self._directory / SLOTS)
+        make_folder(self._directory / SLOTS)
         names = (entry.name for entry in (self._directory / SLOTS).iterdir())
         return {int(name) for name in names if name.isascii() and name.isdigit()}
 
@@ -339,9 +396,9 @@ class StoreWriter:
         """Open the slot's files and make room in them. Raises InsufficientMemoryError before anything is written."""
         paths = slot.paths(places.num_files)
         for path in set(slot.path.glob(data_name("*"))).difference(paths):
-            path.unlink()
+            remove(path)
         for path in paths:
-            slot.descriptors.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+            slot.descriptors.append(open_file(path, os.O_RDWR | os.O_CREAT))
         needed = sum(
             max(0, size - os.fstat(descriptor).st_blocks * 512)
             for descriptor, size in zip(slot.descriptors, places.sizes_bytes, strict=True)
@@ -361,10 +418,16 @@ class StoreWriter:
 
 def _make_directory(directory: Path) -> None:
     """Raises ValueError if it is there and holds other things than a store."""
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folder(directory)
     names = {entry.name for entry in directory.iterdir() if not entry.name.startswith(".")}
     foreign = sorted(names - _OURS)
     if foreign and WRITER_LOCK not in names:
         found = ", ".join(foreign[:4])
         raise ValueError(f"{directory} is no weightcast store, it holds {found}: name an empty or a new directory")
-    (directory / SLOTS).mkdir(exist_ok=True)
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    """Whether the file is there, and still what it should be."""
+    with contextlib.suppress(IntegrityError):
+        return read_file(path, MAX_MESSAGE_BYTES) == data
+    return False

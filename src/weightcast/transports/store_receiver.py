@@ -1,4 +1,4 @@
-"""A worker's end of a store: waits until the pointer shows its version, pins the slot, reads bucket by bucket.
+"""A worker's end of a store: waits until its version is whole, pins the slot, reads bucket by bucket.
 
 Invariants: bytes are read into memory of this process, from a slot that is pinned meanwhile; the pin ends with the last
 bucket, or with `end`. `end` and `close` may be called from any thread and wake an iteration that waits.
@@ -182,15 +182,11 @@ class StoreReceiver:
     def _pin(self, wanted: _Wanted) -> PinnedVersion | None:
         """The version, if it is there. Raises if it will not come."""
         # In this order: a writer commits before it lets go.
-        writer, commit = self._reader.writer(), self._reader.commit()
+        writer, pinned = self._reader.writer(), self._reader.pin_version(wanted.version)
+        if pinned is not None:
+            return pinned
+        commit = self._reader.commit()
         newest = None if commit is None else commit.newest.version
-        if newest == wanted.version:
-            pinned = self._reader.pin_newest()
-            if pinned is not None and pinned.stored.version == wanted.version:
-                return pinned
-            if pinned is not None:
-                pinned.close()
-            return None
         if newest is not None and newest.run == wanted.version.run and newest.number > wanted.version.number:
             raise UpdateAbortedError(
                 f"the store went on to version {newest.number} before version {wanted.version.number} was read"

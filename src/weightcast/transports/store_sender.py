@@ -1,7 +1,8 @@
-"""The publisher's end of a store: buckets go to the files of a slot; the last one commits the version.
+"""The publisher's end of a store: buckets go to the files of a slot; the last one seals the version.
 
 Invariants: a bucket's buffer is handed out again only when its bytes are with the filesystem; an error of any writing
-thread is raised, and nothing is committed then. All calls come from one thread.
+thread is raised, and nothing is sealed then; what is sealed is given up unless `commit` comes next. All calls come from
+one thread.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class StoreSender:
     def __init__(
         self, url: str, *, run: str, deadline_seconds: float = 60.0, device: torch.device | str | None = None
     ) -> None:
-        """Take the store. Raises ValueError, EngineBusyError if another publisher writes it, IntegrityError."""
+        """Take the store. Raises as `StoreWriter`."""
         address = StoreAddress.parse(url)
         self.address = url
         self._run = run
@@ -44,6 +45,7 @@ class StoreSender:
         self._manifest: Manifest | None = None
         self._digests: list[bytes] = []
         self._writes: dict[int, Future[None]] = {}
+        self._is_sealed = False
         self._closed = False
         self._writer = StoreWriter(address, run, deadline_seconds=deadline_seconds)
 
@@ -53,9 +55,14 @@ class StoreSender:
         return {}
 
     def newest_version(self) -> int:
-        """The number of the store's newest version, of whichever run; -1 for none."""
+        """The number of the store's newest version, or of the last one that was given up, whichever is larger.
+
+        Of whichever run; -1 for none. Raises as `StoreWriter.hold`.
+        """
+        self._require_open()
+        self._writer.hold()
         newest = self._writer.newest
-        return -1 if newest is None else newest.number
+        return max(self._writer.last_number, -1 if newest is None else newest.number)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
         """Take a free slot and make room in it; `peers` and `staged` change nothing. See `StoreWriter.begin`."""
@@ -67,7 +74,7 @@ class StoreSender:
         self._manifest, self._digests = manifest, []
         self._prepare_ring(manifest)
         if not manifest.buckets:
-            self._commit()
+            self._seal()
 
     def buffer(self, index: int) -> torch.Tensor:
         """Where bucket `index`, the next one, is to be packed. Waits until the former one there was written."""
@@ -77,7 +84,7 @@ class StoreSender:
         return self._buffers.get(index, place * self._stride, buffer_size_bytes(manifest, index))
 
     def send(self, index: int) -> int:
-        """Write bucket `index`; commit with the last. Raises InsufficientMemoryError, StaleVersionError, OSError."""
+        """Write bucket `index`; seal with the last. Raises InsufficientMemoryError, StaleVersionError, OSError."""
         manifest = self._require_update(index)
         place, size = index % self._num_buffers, manifest.buckets[index] + TRAILER_BYTES
         data = self._buffers.get(index, place * self._stride, buffer_size_bytes(manifest, index)).numpy().data[:size]
@@ -87,14 +94,23 @@ class StoreSender:
         else:
             self._writes[place] = self._pool.submit(self._writer.write, index, data)
         if index + 1 == len(manifest.buckets):
-            self._commit()
+            self._seal()
         return index + 1
+
+    def commit(self) -> None:
+        """Make the version whose buckets were all sent the newest. Raises as `StoreWriter.commit`."""
+        self._require_open()
+        if not self._is_sealed:
+            raise UpdateAbortedError("no version is whole: it was committed or aborted, or buckets of it are missing")
+        self._writer.commit()
+        self._is_sealed = False
 
     def abort(self, reason: str) -> None:
         """Give the version up; the one before stays."""
-        wait(self._writes.values())
+        if self._writer.is_held:  # else the threads are another process's
+            wait(self._writes.values())
         self._writes.clear()
-        self._manifest = None
+        self._manifest, self._is_sealed = None, False
         if not self._closed:
             self._writer.abort(reason)
 
@@ -109,11 +125,11 @@ class StoreSender:
             self._pool.shutdown()
         self._let_go_of_ring()
 
-    def _commit(self) -> None:
+    def _seal(self) -> None:
         for place in list(self._writes):
             self._finish(place)
-        self._writer.commit(self._digests)
-        self._manifest = None
+        self._writer.seal(self._digests)
+        self._manifest, self._is_sealed = None, True
 
     def _finish(self, place: int) -> None:
         write = self._writes.pop(place, None)

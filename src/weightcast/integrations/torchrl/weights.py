@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorData, TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
@@ -24,6 +24,8 @@ from weightcast.plan import whole
 
 _LOOKS = (torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous)
 _GEOMETRY = (operator.attrgetter("shape"), operator.attrgetter("dtype"), torch.Tensor.stride)
+_EXTRA_STATES = ("_extra_state", "__extra_state__")
+"""What a module's extra state is called in a state dict, and in a TensorDict."""
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 
 
@@ -48,10 +50,14 @@ def named_tensors(weights: TensorDictBase | Mapping[str, Any]) -> dict[str, torc
     if not isinstance(weights, TensorDictBase):
         raise TypeError(f"weights are a {type(weights).__name__}: give a module, a TensorDict or a dict of tensors")
     found: dict[str, torch.Tensor] = {}
-    for key, value in weights.items(include_nested=True, leaves_only=True):
-        name = key if isinstance(key, str) else ".".join(key)
+    for key, value in weights.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
+        parts = (key,) if isinstance(key, str) else key
+        name = ".".join(parts)
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name!r} is a {type(value).__name__}, no tensor: leave it out of the weights")
+            if any(part.endswith(_EXTRA_STATES) for part in parts):
+                continue
+            found_type = type(value.data if isinstance(value, NonTensorData) else value).__name__
+            raise TypeError(f"{name!r} is a {found_type}, no tensor: leave it out of the weights")
         if name in found:
             raise ValueError(f"two tensors are called {name!r} when keys are joined by dots: rename one")
         found[name] = value

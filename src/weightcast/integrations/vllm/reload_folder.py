@@ -1,4 +1,4 @@
-"""The checkpoint folder that vLLM servers reload: a store's newest version, written out while somebody needs it.
+"""The checkpoint folder that vLLM servers reload: a version of a store, written out while somebody needs it.
 
 It lies in the store's own directory, which servers see under the same path. Host memory while it is written: one
 version.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weightcast import registry
-from weightcast.errors import StaleVersionError
+from weightcast.errors import ClosedError, StaleVersionError
 from weightcast.export import export
 from weightcast.interfaces import Regions, Source
 from weightcast.manifest import TensorSpec, WeightVersion
@@ -27,7 +27,7 @@ _num_users: dict[Path, int] = {}
 
 
 def hold(url: str, version: WeightVersion) -> Path:
-    """The folder of this version, the store's newest: written by the first who asks, shared with who asks after it.
+    """The folder of this version, which is being published: written by who asks first, shared with who asks after it.
 
     Raises StaleVersionError if the store has got another one, IntegrityError, InsufficientMemoryError, OSError.
     """
@@ -61,12 +61,10 @@ def empty(path: Path) -> Path:
 
 
 def _write(url: str, version: WeightVersion, path: Path) -> None:
-    source = registry.kept_source(url)
-    if source.version != version:
-        raise StaleVersionError(
-            f"{url} holds version {source.version.number} of run {source.version.run}, not {version.number} of "
-            f"{version.run}: another publisher writes it; give each a store of its own"
-        )
+    try:
+        source = registry.kept_source(url, version=version)
+    except ClosedError as exc:
+        raise StaleVersionError(f"{exc}: another publisher writes it; give each a store of its own") from exc
     try:
         export(_Nothing(), empty(path))
         export(source, path)
