@@ -1,4 +1,4 @@
-"""What each trainer rank holds, and which rank brings which region of a tensor.
+"""What each trainer rank holds, and which rank brings which region of a tensor, one rank as well as many.
 
 Invariants: a region that several ranks hold is brought by one; what is brought tiles every tensor, each element once.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from weightcast.errors import IncompatibleWeightsError, ManifestError
-from weightcast.interfaces import Regions
+from weightcast.interfaces import Held, Regions
 from weightcast.manifest import ITEMSIZE_BYTES, Region, TensorSpec, check_tiling
 
 _MAX_LISTED = 8
@@ -74,6 +74,19 @@ def assign(specs: Sequence[TensorSpec], held: Sequence[Sequence[Part]]) -> list[
             assigned[group_rank].append(index)
             loads[group_rank] += region.numel * ITEMSIZE_BYTES[spec.dtype]
     return [sorted(indices) for indices in assigned]
+
+
+def tiling(specs: Sequence[TensorSpec], regions: Regions) -> dict[str, torch.Tensor | list[Held]]:
+    """What a rank that is alone brings: each tensor whole, or in regions that tile it, equal ones once.
+
+    Raises IncompatibleWeightsError.
+    """
+    shards = held_shards(specs, regions)
+    (assigned,) = assign(specs, [shards])
+    brought: dict[str, list[Held]] = {}
+    for shard in (shards[index] for index in assigned):
+        brought.setdefault(specs[shard.tensor].name, []).append((shard.region, shard.data))
+    return {name: parts[0][1] if len(parts) == 1 else parts for name, parts in brought.items()}
 
 
 def _gap(spec: TensorSpec, regions: list[Region]) -> str:

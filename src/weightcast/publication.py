@@ -17,9 +17,10 @@ from typing import Literal, Protocol
 
 import torch
 
+from weightcast.assignment import tiling
 from weightcast.bucket import Layout, Packer, root_digest
 from weightcast.control.messages import Abort, InitInfo, InstallMode, Offer, Seal
-from weightcast.errors import IncompatibleWeightsError, WeightcastError
+from weightcast.errors import WeightcastError
 from weightcast.fleet import Fleet, Member, fail
 from weightcast.guard import Guard
 from weightcast.interfaces import Attended, Fingerprint, Regions, Replayable, Sender, Staging, Supply
@@ -105,18 +106,9 @@ class Packing:
         self._regions, self._packer = regions, packer
 
     def packer(self, regions: Regions) -> Packs:
-        """Raises IncompatibleWeightsError unless the regions are exactly the tensors of the specs, whole."""
+        """Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile the tensors of the specs."""
         if self._packer is None or self._regions is not regions:
-            problems = [
-                f"{spec.name!r}: {f'regions of sizes {[list(r.sizes) for r, _ in held]}' if held else 'no region'}"
-                f" for the shape {list(spec.shape)}"
-                for spec in self.specs
-                if len(held := regions.get(spec.name, ())) != 1 or not held[0][0].covers(spec.shape)
-            ]
-            problems += [f"{name!r} is not in the specs" for name in regions.keys() - {s.name for s in self.specs}]
-            if problems:
-                raise IncompatibleWeightsError(f"the source's regions do not fit: {'; '.join(problems[:8])}", problems)
-            self._packer = Packer(self.layout, {name: tensor for name, ((_, tensor),) in regions.items()})
+            self._packer = Packer(self.layout, tiling(self.specs, regions))
             self._regions = regions
         return self._packer
 

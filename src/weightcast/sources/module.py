@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weightcast.bucket import DTYPE_NAMES
-from weightcast.checkpoint import CASTABLE, Buffers, LiveCheckpoint, Names
+from weightcast.checkpoint import CASTABLE, Buffers, LiveCheckpoint, Names, OnAdapters
 from weightcast.interfaces import Regions
 from weightcast.manifest import TensorSpec
 
@@ -36,11 +36,12 @@ class ModuleSource:
         names: Names | None = None,
         *,
         buffers: Buffers = "persistent",
+        adapters: OnAdapters = "merge",
     ) -> None:
         if dtype is not None and DTYPE_NAMES.get(dtype) not in CASTABLE:
             raise ValueError(f"dtype is {dtype}; weights can be cast to {', '.join(sorted(CASTABLE))}")
         self._dtype = None if dtype is None else DTYPE_NAMES[dtype]
-        self._live = LiveCheckpoint(model, buffers=buffers, names=names, sharded=True)
+        self._live = LiveCheckpoint(model, buffers=buffers, names=names, sharded=True, on_adapters=adapters)
         self._of: object = None
         self._specs: tuple[TensorSpec, ...] = ()
         self._views: object = None
@@ -56,7 +57,7 @@ class ModuleSource:
 
     def regions(self) -> Regions:
         """What this rank holds, all of it or its shards; the same object until the module's tensors are replaced."""
-        self._live.refresh()
+        self._live.refresh(merge=True)
         if self._views is not self._live.views:
             self._live.require_memory()
             self._views = self._live.views
