@@ -25,7 +25,9 @@ MERGEABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 """Dtypes of base weights: quantised ones mean nothing without their scales."""
 
 _CANT = "can't be merged here"
-_REMEDY = "call merge_adapter() on the model before publish and unmerge_adapter() after it, or publish merge_and_unload()"
+_REMEDY = (
+    "call merge_adapter() on the model before publish and unmerge_adapter() after it, or publish merge_and_unload()"
+)
 _SEGMENTS = ("base_layer", "original_module", "modules_to_save")
 _PREFIXES = ("lora_", "ia3_l", "hada_w", "lokr_w", "vera_lambda", "trainable_tokens_")
 
@@ -98,7 +100,9 @@ class _Twin:
         root = self._unload(root, "")
         for name, part in root.named_modules():
             if _is_pefts(part):
-                raise ValueError(f"{name or 'the model'!r} is a {type(part).__name__} of peft, which {_CANT}: {_REMEDY}")
+                raise ValueError(
+                    f"{name or 'the model'!r} is a {type(part).__name__} of peft, which {_CANT}: {_REMEDY}"
+                )
         self._keep_ties(root)
         for name in self._kept.keys() - self._used:
             del self._kept[name]
@@ -112,7 +116,7 @@ class _Twin:
             return self._twins[id(module)]
         if not inside and not self._is_adapted(module):
             return module
-        twin = self._twins[id(module)] = type(module).__new__(type(module))
+        twin = self._twins[id(module)] = object.__new__(type(module))
         is_layer = isinstance(module, self._tuners.BaseTunerLayer)
         inside = inside or is_layer
         for key, value in vars(module).items():
@@ -203,7 +207,9 @@ class _Twin:
         """What a model of peft's wraps."""
         inner = module._modules.get(key)
         others = [k for k, child in module._modules.items() if k != key and child is not None]
-        beside = others if key == "base_model" and any(True for k in others for _ in module._modules[k].parameters()) else []
+        beside = (
+            others if key == "base_model" and any(True for k in others for _ in module._modules[k].parameters()) else []
+        )
         if inner is None or beside:
             what = f"with {', '.join(map(repr, beside))} beside its layers" if beside else "without a model of its own"
             raise ValueError(f"{name or 'the model'!r} is a {type(module).__name__} {what}, which {_CANT}: {_REMEDY}")
@@ -234,7 +240,9 @@ class _Twin:
             raise ValueError(f"{name!r} ({type(layer).__name__}): peft can't merge its adapter: {exc}") from exc
         left = [adapter for part in chain for adapter in set(due.get(id(part), ())) - set(part.merged_adapters)]
         if left:
-            raise ValueError(f"{name!r} is a {type(layer).__name__} that did not merge its adapter {left[0]!r}: {_REMEDY}")
+            raise ValueError(
+                f"{name!r} is a {type(layer).__name__} that did not merge its adapter {left[0]!r}: {_REMEDY}"
+            )
         self._settle(base, name)
         return base
 

@@ -19,7 +19,16 @@ import xxhash
 
 from weightcast.errors import IntegrityError
 from weightcast.host_copy import copy_all, copy_plain, is_plain
-from weightcast.manifest import ITEMSIZE_BYTES, DigestKind, Manifest, Piece, Region, TensorRecord, TensorSpec, WeightVersion
+from weightcast.manifest import (
+    ITEMSIZE_BYTES,
+    DigestKind,
+    Manifest,
+    Piece,
+    Region,
+    TensorRecord,
+    TensorSpec,
+    WeightVersion,
+)
 from weightcast.plan import align, common, relative
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE_BYTES if hasattr(torch, name)}

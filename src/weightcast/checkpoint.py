@@ -201,7 +201,7 @@ class LiveCheckpoint:
         sharded: bool = False,
         on_adapters: OnAdapters | None = None,
     ) -> None:
-        """`sharded`: take modules of which this rank holds a part only. `on_adapters`: what to do with those of PEFT."""
+        """`sharded`: take modules of which this rank holds a part only. `on_adapters`: None takes them as they are."""
         if on_adapters not in ("merge", "refuse", None):
             raise ValueError(f"adapters is {on_adapters!r}; choose merge or refuse")
         self.specs: tuple[TensorSpec, ...] = ()

@@ -106,7 +106,7 @@ class Packing:
         self._regions, self._packer = regions, packer
 
     def packer(self, regions: Regions) -> Packs:
-        """Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile the tensors of the specs."""
+        """Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile every tensor."""
         if self._packer is None or self._regions is not regions:
             self._packer = Packer(self.layout, tiling(self.specs, regions))
             self._regions = regions

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from core.direct import DirectEngine, RecordingEngine
 from gather.squad import CUTS, piece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from core.direct import DirectEngine, RecordingEngine
 from weightcast import export
 from weightcast.errors import IncompatibleWeightsError
 from weightcast.interfaces import Held, Regions
@@ -67,9 +67,7 @@ def published(source: Any, transport: str, **options: Any) -> dict[str, torch.Te
 @pytest.mark.parametrize("bucket_size_bytes", [4096, 1 << 20])
 def test_query_groups_of_one_rank_arrive_whole(transport: str, install: str, bucket_size_bytes: int) -> None:
     tensors, regions = heads(8, 4)
-    held = published(
-        RegionSource(tensors, regions), transport, install=install, bucket_size_bytes=bucket_size_bytes
-    )
+    held = published(RegionSource(tensors, regions), transport, install=install, bucket_size_bytes=bucket_size_bytes)
     assert held.keys() == tensors.keys()
     assert all(torch.equal(held[name], tensor) for name, tensor in tensors.items())
 
@@ -106,7 +104,9 @@ def test_masters_in_regions_are_cast() -> None:
 def tilings(draw: st.DrawFn) -> tuple[torch.Tensor, list[Held]]:
     """A tensor cut at random planes, region by region, some of which lie transposed in memory of their own."""
     shape = draw(st.lists(st.integers(1, 9), max_size=3))
-    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape).to(draw(st.sampled_from([torch.float32, torch.int8])))
+    tensor = (
+        torch.arange(torch.Size(shape).numel()).reshape(shape).to(draw(st.sampled_from([torch.float32, torch.int8])))
+    )
     boxes = [((0,) * len(shape), tuple(shape))]
     for _ in range(draw(st.integers(0, 6)) if shape else 0):
         offsets, sizes = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -144,7 +144,9 @@ def test_every_shape_and_dtype_in_regions_of_one_rank(cut: str) -> None:
         for name, tensor in tensors.items()
     }
     held = published(RegionSource(tensors, regions), "memory://", bucket_size_bytes=4096)
-    assert all(torch.equal(held[n].reshape(-1).view(torch.uint8), t.reshape(-1).view(torch.uint8)) for n, t in tensors.items())
+    assert all(
+        torch.equal(held[n].reshape(-1).view(torch.uint8), t.reshape(-1).view(torch.uint8)) for n, t in tensors.items()
+    )
 
 
 def whole(rows: int, at: int = 0) -> Held:
