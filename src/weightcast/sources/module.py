@@ -26,13 +26,13 @@ class ModuleSource:
     `adapters`: a model with PEFT adapters (a `PeftModel`, or one into which they were injected) is published "merge"d:
     what `merge_and_unload` gives on a copy, bit for bit, under the names of its base; "refuse" makes it an error. The
     trainer's tensors stay as they are. Memory: a copy of the base tensors of adapted layers, on their device, made here
-    and kept; `regions` merges into it each time. Disabled adapters are merged too, as peft does. Layers that the trainer
-    has merged itself (`merge_adapter`) are read in place, sharded ones too, which can't be merged here.
+    and kept; `regions` merges into it each time. Disabled adapters are merged too, as peft does. Layers that the
+    trainer has merged itself (`merge_adapter`) are read in place; sharded ones must be, they can't be merged here.
     `names` renames checkpoint names; `buffers` are by default those of the state dict.
     Raises ValueError for what can't be seen in checkpoint form without a copy (see `checkpoint`), and for adapters that
     can't be merged, here and, if the module changes, in `specs` and `regions`. Both cost about 0.3 us per tensor while
-    nothing has changed; but for adapters, neither copies, communicates nor waits for a device. A model on
-    the meta device has specs, but no regions.
+    nothing has changed; but for adapters, neither copies, communicates nor waits for a device. A model on the meta
+    device has specs, but no regions.
     """
 
     def __init__(
