@@ -19,7 +19,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("manifest", "registry", "report", "guard", "trainer_records"),
     ("gate", "plan", "control", "control.messages", "conversion", "sharding", "tensor_digest"),
     ("bucket", "link", "watch", "flat_shards", "control.rank_calls"),
-    ("interfaces", "listener", "places", "process_group"),
+    ("adapters", "interfaces", "listener", "places", "process_group"),
     ("checkpoint", "trainer_epochs", "assignment", "store", "store.address", "store.records", "store.files"),
     ("store.locks",),
     ("store.reading", "store.writing"),
@@ -57,6 +57,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
         *(
             "host_copy",
             "bucket",
+            "adapters",
             "checkpoint",
             "conversion",
             "sharding",

@@ -1,4 +1,4 @@
-"""What each trainer rank holds, and which rank brings which region of a tensor.
+"""What each trainer rank holds, and which rank brings which region of a tensor, one rank as well as many.
 
 Invariants: a region that several ranks hold is brought by one; what is brought tiles every tensor, each element once.
 """
@@ -12,7 +12,7 @@ import torch
 
 from weightcast.bucket import TORCH_DTYPES
 from weightcast.errors import IncompatibleWeightsError, ManifestError
-from weightcast.interfaces import Regions
+from weightcast.interfaces import Held, Regions
 from weightcast.manifest import ITEMSIZE_BYTES, Region, TensorSpec, check_tiling
 from weightcast.sharding import is_memory
 
@@ -70,25 +70,23 @@ class Looked:
     """Regions that a source gave, and where the memory of their views was."""
 
     def __init__(self, regions: Regions) -> None:
-        self._regions, self._places = regions, _places(regions)
+        self._regions = regions
+        self._names = [name for name, held in regions.items() for _ in held]
+        self._views = [data for held in regions.values() for _, data in held]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._views))
 
     def is_of(self, regions: Regions) -> bool:
         """Whether the source gives the same object again. Raises IncompatibleWeightsError if its views have moved."""
         if regions is not self._regions:
             return False
-        if (now := _places(regions)) != self._places:
-            found, expected = dict(now), dict(self._places)
-            names = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        addresses = list(map(torch.Tensor.data_ptr, self._views))
+        if addresses != self._addresses:
+            looks = zip(self._names, addresses, self._addresses, strict=True)
             raise _misfit(
-                [f"{name!r}: found its views at {found.get(name)}, expected {expected.get(name)}" for name in names],
+                [f"{name!r}: found a view at {now:#x}, expected it at {then:#x}" for name, now, then in looks if now != then],
                 "where tensors move, have regions() return another object",
             )
         return True
-
-
-def _places(regions: Regions) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Address and number of elements of every view."""
-    return [(name, [(data.data_ptr(), data.numel()) for _, data in held]) for name, held in regions.items()]
 
 
 def require_whole(specs: Sequence[TensorSpec], regions: Regions) -> None:
@@ -117,6 +115,19 @@ def assign(specs: Sequence[TensorSpec], held: Sequence[Sequence[Part]]) -> list[
             assigned[group_rank].append(index)
             loads[group_rank] += region.numel * ITEMSIZE_BYTES[spec.dtype]
     return [sorted(indices) for indices in assigned]
+
+
+def tiling(specs: Sequence[TensorSpec], regions: Regions) -> dict[str, torch.Tensor | list[Held]]:
+    """What a rank that is alone brings: each tensor whole, or in regions that tile it, equal ones once.
+
+    Raises IncompatibleWeightsError.
+    """
+    shards = held_shards(specs, regions)
+    (assigned,) = assign(specs, [shards])
+    brought: dict[str, list[Held]] = {}
+    for shard in (shards[index] for index in assigned):
+        brought.setdefault(specs[shard.tensor].name, []).append((shard.region, shard.data))
+    return {name: parts[0][1] if len(parts) == 1 else parts for name, parts in brought.items()}
 
 
 def _gap(spec: TensorSpec, regions: list[Region]) -> str:

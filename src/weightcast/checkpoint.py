@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from weightcast import conversion, flat_shards, sharding
+from weightcast import adapters, conversion, flat_shards, sharding
 from weightcast.bucket import DTYPE_NAMES
 from weightcast.flat_shards import Flattened, FlattenedOf
 from weightcast.interfaces import Held, Regions
@@ -29,6 +29,9 @@ Buffers: TypeAlias = Literal["persistent", "none", "all"]
 
 Names: TypeAlias = Callable[[str], str] | Mapping[str, str]
 """Renames checkpoint names: a function of the name, or a mapping in which absent names stay."""
+
+OnAdapters: TypeAlias = Literal["merge", "refuse"]
+"""What becomes of a model with PEFT adapters: it is seen merged (see `adapters`), or a ValueError."""
 
 CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 """Dtypes between which values may be cast: scaled formats (fp8, fp4) mean nothing without their scales."""
@@ -255,12 +258,17 @@ class LiveCheckpoint:
         buffers: Buffers = "persistent",
         names: Names | None = None,
         sharded: bool = False,
+        on_adapters: OnAdapters | None = None,
     ) -> None:
-        """`sharded`: take modules of which this rank holds a part only."""
+        """`sharded`: take modules of which this rank holds a part only. `on_adapters`: None takes them as they are."""
+        if on_adapters not in ("merge", "refuse", None):
+            raise ValueError(f"adapters is {on_adapters!r}; choose merge or refuse")
         self.specs: tuple[TensorSpec, ...] = ()
         self.views: dict[str, torch.Tensor] = {}
         self._module, self._buffers, self._names = module, buffers, names
         self._sharded = sharded
+        self._on_adapters, self._merging = on_adapters, adapters.Merging()
+        self._is_adapted = False
         self._fsdp_modules: list[nn.Module] = []
         self._fsdp1_wrappers: list[Any] = []
         self._states: list[Any] = []
@@ -268,14 +276,15 @@ class LiveCheckpoint:
         self._keys: list[tuple[Any, ...]] = []
         self._derive()
 
-    def refresh(self) -> bool:
+    def refresh(self, *, merge: bool = False) -> bool:
         """Look for replaced tensors (`param.data = ...`, reassignment, other modules); whether there were any.
 
-        A new shape of as many elements over the same memory is not noticed.
+        `merge`: have adapters that are merged be merged as they are now. A new shape of as many elements over the same
+        memory is not noticed.
         """
         sharding.reshard(self._fsdp_modules)
         is_other = self._watch.has_changed() or self._states != flat_shards.states(self._fsdp1_wrappers)
-        return is_other and self._derive()
+        return ((merge and self._is_adapted) or is_other) and self._derive()
 
     def refresh_members(self) -> bool:
         """As `refresh`, for tensors and modules that were exchanged only: it does not look at their memory."""
@@ -297,11 +306,19 @@ class LiveCheckpoint:
         if self._sharded:
             self._fsdp_modules = sharding.fsdp_modules(self._module)
             sharding.reshard(self._fsdp_modules)
+        module = self._module
+        self._is_adapted = self._on_adapters is not None and adapters.has_adapters(module)
+        if self._is_adapted:
+            if self._on_adapters == "refuse":
+                adapters.require_none(module)
+            module = self._merging.merged(module)
         specs, views = checkpoint_tensors(
-            self._module, buffers=self._buffers, names=self._names, blocks=blocks if self._sharded else None
+            module, buffers=self._buffers, names=self._names, blocks=blocks if self._sharded else None
         )
         self._fsdp1_wrappers = flat_shards.wrappers(self._module)
         self._states = flat_shards.states(self._fsdp1_wrappers)
+        if self._on_adapters is not None:
+            adapters.require_merged(name for spec in specs for name in spec.names)
         self._watch = Watch(self._module, with_buffers=self._buffers != "none")
         keys = [_key(view, blocks) for view in views.values()]
         changed = keys != self._keys or specs != self.specs

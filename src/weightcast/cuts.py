@@ -21,6 +21,7 @@ from weightcast.assignment import Part, Shard
 from weightcast.bucket import TORCH_DTYPES, Entry, Layout, narrow
 from weightcast.host_copy import PLAIN_BYTES, copy_all
 from weightcast.manifest import ITEMSIZE_BYTES, Region
+from weightcast.plan import common, relative
 
 
 class Cut(NamedTuple):
@@ -64,20 +65,9 @@ class Cuts:
         for number, entry in enumerate(self._layout.entries[index]):
             piece, dtype = entry.piece.region, entry.record.dtype
             for part, region in self._parts.get(entry.tensor, ()):
-                common = piece if region == piece else _common(piece, region)
-                if common is not None:
-                    yield Cut(number, part, common, dtype, common.numel * ITEMSIZE_BYTES[dtype])
-
-
-def _common(a: Region, b: Region) -> Region | None:
-    offsets = tuple(map(max, a.offsets, b.offsets))
-    ends = (min(ao + asz, bo + bs) for ao, asz, bo, bs in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
-    sizes = tuple(map(operator.sub, ends, offsets))
-    return Region(offsets, sizes) if all(size > 0 for size in sizes) else None
-
-
-def _relative(region: Region, base: Region) -> Region:
-    return Region(tuple(map(operator.sub, region.offsets, base.offsets)), region.sizes)
+                shared = piece if region == piece else common(piece, region)
+                if shared is not None:
+                    yield Cut(number, part, shared, dtype, shared.numel * ITEMSIZE_BYTES[dtype])
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:
@@ -87,7 +77,7 @@ def _strides(sizes: Sequence[int]) -> list[int]:
 def start_bytes(entry: Entry, cut: Cut) -> int:
     """Where in its bucket the first element of a cut lies."""
     piece = entry.piece.region
-    elements: int = sum(map(operator.mul, _relative(cut.region, piece).offsets, _strides(piece.sizes)))
+    elements: int = sum(map(operator.mul, relative(cut.region, piece).offsets, _strides(piece.sizes)))
     return entry.piece.offset_bytes + elements * ITEMSIZE_BYTES[cut.dtype]
 
 
@@ -146,7 +136,7 @@ class Sources:
         if views is None:
             pairs = [(self._shards[cut.part], cut.region) for cut in self._cuts.of(index)]
             views = self._views[index] = [
-                shard.data if region == shard.region else narrow(shard.data, _relative(region, shard.region))
+                shard.data if region == shard.region else narrow(shard.data, relative(region, shard.region))
                 for shard, region in pairs
             ]
         return views

@@ -12,7 +12,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from weightcast.errors import UnsupportedError
+from weightcast.assignment import tiling
+from weightcast.bucket import joined
+from weightcast.errors import IncompatibleWeightsError, UnsupportedError
 from weightcast.interfaces import Source
 from weightcast.manifest import TensorSpec
 
@@ -24,7 +26,8 @@ def export(source: Source, directory: Path, *, max_shard_bytes: int = 5_000_000_
     """Write every tensor under its first name, tied ones once; return the names of the files.
 
     The directory appears complete or not at all. Raises FileExistsError if it is there, ValueError if a tensor is not
-    whole on this rank, UnsupportedError for a dtype that the format does not have. Memory: none.
+    whole on this rank, UnsupportedError for a dtype that the format does not have. Memory: what is held in several
+    regions, of one shard at a time.
     """
     if directory.exists():
         raise FileExistsError(f"{directory} is there already: name another directory, or remove it first")
@@ -41,16 +44,15 @@ def export(source: Source, directory: Path, *, max_shard_bytes: int = 5_000_000_
 
 
 def _write(source: Source, directory: Path, max_shard_bytes: int) -> list[str]:
-    regions, shards = source.regions(), list(_shards(source.specs(), max_shard_bytes))
+    try:
+        held = tiling(source.specs(), source.regions())
+    except IncompatibleWeightsError as exc:
+        raise ValueError(f"not every tensor is whole on this rank: export from a store ({exc})") from exc
+    shards = list(_shards(source.specs(), max_shard_bytes))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {}
-        for spec in shard:
-            held = regions.get(spec.name, ())
-            if len(held) != 1 or not held[0][0].covers(spec.shape):
-                raise ValueError(f"{spec.name!r} is not whole on this rank: export from a store")
-            tensors[spec.name] = held[0][1].contiguous()
+        tensors = {spec.name: joined(spec, held.get(spec.name, ())) for spec in shard}
         try:
             save_file(tensors, str(directory / name), metadata={"format": "pt"})
         except (SafetensorError, KeyError, ValueError) as exc:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from weightcast.errors import ManifestError
@@ -45,6 +46,19 @@ def fitting_bucket_size(num_bytes: int, largest_bytes: int) -> int:
 def whole(shape: Sequence[int]) -> Region:
     """The region that is all of a tensor of that shape."""
     return Region(offsets=(0,) * len(shape), sizes=tuple(shape))
+
+
+def common(a: Region, b: Region) -> Region | None:
+    """What two regions of one tensor have in common; None for nothing."""
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    ends = (min(ao + asz, bo + bs) for ao, asz, bo, bs in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
+    sizes = tuple(map(operator.sub, ends, offsets))
+    return Region(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def relative(region: Region, base: Region) -> Region:
+    """A region as seen from the start of another one."""
+    return Region(tuple(map(operator.sub, region.offsets, base.offsets)), region.sizes)
 
 
 def plan(

@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from weightcast.assignment import Looked, require_whole
+from weightcast.assignment import Looked, tiling
 from weightcast.bucket import Layout, Packer, root_digest
 from weightcast.control.messages import Abort, InitInfo, InstallMode, Offer, Seal
 from weightcast.errors import WeightcastError
@@ -108,10 +108,9 @@ class Packing:
         self._regions, self._packer = Looked(regions), packer
 
     def packer(self, regions: Regions) -> Packs:
-        """Raises IncompatibleWeightsError unless the regions are exactly the tensors of the specs, whole."""
+        """Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile every tensor."""
         if self._packer is None or not self.is_of(regions):
-            require_whole(self.specs, regions)
-            self._packer = Packer(self.layout, {name: tensor for name, ((_, tensor),) in regions.items()})
+            self._packer = Packer(self.layout, tiling(self.specs, regions))
             self._regions = Looked(regions)
         return self._packer
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,8 @@ import safetensors.torch
 import torch
 from contracts.modules import module_of
 
-from weightcast.interfaces import Source
+from weightcast.interfaces import Regions, Source
+from weightcast.manifest import Region, TensorSpec
 from weightcast.sources.module import ModuleSource
 from weightcast.sources.safetensors import SafetensorsSource
 from weightcast.testing import Payload, SourceContract, payloads
@@ -41,6 +42,34 @@ class TestSafetensorsSource(SourceContract):
         safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
         with SafetensorsSource(tmp_path) as source:
             yield source
+
+
+class InRows:
+    """Each tensor row by row, in regions of their own."""
+
+    def __init__(self, whole: Source) -> None:
+        self._specs = whole.specs()
+        self._regions = {
+            name: [
+                (Region((row, *region.offsets[1:]), (1, *region.sizes[1:])), tensor[row : row + 1])
+                for row in range(region.sizes[0])
+            ]
+            if region.sizes
+            else [(region, tensor)]
+            for name, ((region, tensor),) in whole.regions().items()
+        }
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return self._specs
+
+    def regions(self) -> Regions:
+        return self._regions
+
+
+class TestSourceOfSeveralRegions(SourceContract):
+    @pytest.fixture
+    def source(self, payload: Payload) -> Source:
+        return InRows(ModuleSource(module_of(payload.build())))
 
 
 def test_a_module_source_is_live() -> None:

@@ -182,7 +182,7 @@ SPOILED = {
     "of_another_dtype": "found a view of {sizes}, torch.int64 on cpu, expected {sizes}, bfloat16 in memory",
     "on_meta": "found a view of {sizes}, torch.bfloat16 on meta, expected {sizes}, bfloat16 in memory",
     "freed": "found a view of {sizes}, torch.bfloat16 on cpu without memory, expected {sizes}, bfloat16",
-    "moved": "found its views at [(",
+    "moved": "found a view at 0x",
 }
 
 

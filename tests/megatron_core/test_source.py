@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from core.direct import DirectEngine, RecordingEngine
 from torch import nn
 
 from megatron_core import models, shards
 from megatron_core.test_mapping import QWEN3
+from weightcast.publisher import Publisher
 from weightcast.sources.megatron.mapping import Parallel
 from weightcast.sources.megatron.source import MegatronSource
 
@@ -97,6 +100,20 @@ def test_dtype_is_what_is_published() -> None:
     assert {spec.dtype for spec in source_of(model, hf_config, dtype=torch.bfloat16).specs()} == {"bfloat16"}
     with pytest.raises(ValueError, match=r"dtype is torch\.int8; weights can be published in"):
         source_of(model, hf_config, dtype=torch.int8)
+
+
+def test_one_rank_alone_publishes_all_query_groups() -> None:
+    """Each of q, k and v lies in as many regions as there are query groups."""
+    hf_config, hf, model = make()
+    source = source_of(model, hf_config)
+    assert len(source.regions()["model.layers.0.self_attn.q_proj.weight"]) == QWEN3["num_key_value_heads"] > 1
+    engine = DirectEngine("engine", RecordingEngine())
+    options: Any = {"transport": "memory://", "bucket_size_bytes": 4096, "trainer_group": None}
+    with contextlib.closing(engine), Publisher(source, engines=[engine], **options) as publisher:
+        publisher.publish()
+        held = engine.engine.held
+        assert held.keys() == hf.keys()
+        assert all(torch.equal(held[name], tensor) for name, tensor in hf.items())
 
 
 def test_loading_restores_what_was_published() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import pickle
@@ -11,9 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torchrl.weight_update.llm as stock
+import tqdm
 from tensordict import TensorDict
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy, WeightSyncScheme
 from torchrl_scheme.scheme_kit import TENSORS, Copies, sender_of, version_in, vllm_shape, weights
@@ -22,6 +25,9 @@ from weightcast import registry
 from weightcast.integrations import torchrl as ours
 from weightcast.integrations.torchrl import VLLMDoubleBufferSyncScheme as Scheme
 from weightcast.integrations.torchrl import VLLMDoubleBufferWeightReceiver as Receiver
+
+tqdm.tqdm.monitor_interval = 0  # peft's bars start no thread
+tqdm.tqdm.get_lock()  # and no process in the middle of a test
 
 STRATEGIES = ["tensordict", "state_dict"]
 pytestmark = pytest.mark.filterwarnings("ignore:state_dict strategy:UserWarning")
@@ -223,6 +229,30 @@ def test_adapters_are_merged_into_what_is_sent(tmp_path: Path, strategy: Any) ->
     assert scheme.create_receiver(taken.engine).poll_and_apply(timeout=0)
     assert same(taken.held, {"0.weight": before + 1})
     assert torch.equal(module.base.weight, before)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_peft_models_are_merged_and_their_parts_refused(tmp_path: Path, strategy: Any) -> None:
+    base = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    module: Any = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0"], modules_to_save=["1"]))
+    scheme, taken = Scheme(str(tmp_path), strategy=strategy), Copies()
+    sender, receiver = sender_of(scheme, module), scheme.create_receiver(taken.engine)
+    for seed in range(2):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+        expected = copy.deepcopy(module).merge_and_unload().state_dict()
+        before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in module.named_parameters()}
+        sender.update_weights()
+        assert receiver.poll_and_apply(timeout=0)
+        assert same(taken.held, expected)
+        for name, tensor in module.named_parameters():
+            assert tensor.data_ptr() == before[name][0]
+            assert torch.equal(tensor, before[name][1])
+    for given in (module.state_dict(), scheme.strategy.extract_weights(torch.nn.ModuleDict({"m": module}))):
+        with pytest.raises(ValueError, match=r"'.*' is a part of a layer with a PEFT adapter"):
+            sender.update_weights(given)
 
 
 # --- 4 and 5: engines and their prefix caches ---

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weightcast.bucket import DTYPE_NAMES
-from weightcast.checkpoint import CASTABLE, Buffers, LiveCheckpoint, Names
+from weightcast.checkpoint import CASTABLE, Buffers, LiveCheckpoint, Names, OnAdapters
 from weightcast.interfaces import Regions
 from weightcast.manifest import TensorSpec
 
@@ -24,10 +24,16 @@ class ModuleSource:
     the module does not hold as plain memory are errors.
 
     `dtype`: what half, bfloat16, single and double precision tensors are cast to while they are packed; others stay.
+    `adapters`: a model with PEFT adapters (a `PeftModel`, or one into which they were injected) is published "merge"d:
+    what `merge_and_unload` gives on a copy, bit for bit, under the names of its base; "refuse" makes it an error. The
+    trainer's tensors stay as they are. Memory: a copy of the base tensors of adapted layers, on their device, made here
+    and kept; `regions` merges into it each time. Disabled adapters are merged too, as peft does. Layers that the
+    trainer has merged itself (`merge_adapter`) are read in place; sharded ones must be, they can't be merged here.
     `names` renames checkpoint names; `buffers` are by default those of the state dict.
-    Raises ValueError for what can't be seen in checkpoint form without a copy (see `checkpoint`), here and, if the
-    module changes, in `specs` and `regions`. Both cost about 0.3 us per tensor while nothing has changed; neither
-    copies, communicates nor waits for a device. A model on the meta device has specs, but no regions.
+    Raises ValueError for what can't be seen in checkpoint form without a copy (see `checkpoint`), and for adapters that
+    can't be merged, here and, if the module changes, in `specs` and `regions`. Both cost about 0.3 us per tensor while
+    nothing has changed; but for adapters, neither copies, communicates nor waits for a device. A model on the meta
+    device has specs, but no regions.
     """
 
     def __init__(
@@ -37,11 +43,12 @@ class ModuleSource:
         names: Names | None = None,
         *,
         buffers: Buffers = "persistent",
+        adapters: OnAdapters = "merge",
     ) -> None:
         if dtype is not None and DTYPE_NAMES.get(dtype) not in CASTABLE:
             raise ValueError(f"dtype is {dtype}; weights can be cast to {', '.join(sorted(CASTABLE))}")
         self._dtype = None if dtype is None else DTYPE_NAMES[dtype]
-        self._live = LiveCheckpoint(model, buffers=buffers, names=names, sharded=True)
+        self._live = LiveCheckpoint(model, buffers=buffers, names=names, sharded=True, on_adapters=adapters)
         self._of: object = None
         self._specs: tuple[TensorSpec, ...] = ()
         self._views: object = None
@@ -57,7 +64,7 @@ class ModuleSource:
 
     def regions(self) -> Regions:
         """What this rank holds, all of it or its shards; the same object until the module's tensors are replaced."""
-        self._live.refresh()
+        self._live.refresh(merge=True)
         if self._views is not self._live.views:
             self._live.require_memory()
             self._views = self._live.views

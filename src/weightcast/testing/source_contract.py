@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 
+from weightcast.assignment import tiling
 from weightcast.bucket import Layout, Packer, slot_size_bytes
-from weightcast.interfaces import Source
-from weightcast.manifest import WeightVersion
+from weightcast.interfaces import Held, Source
+from weightcast.manifest import TensorSpec, WeightVersion, check_tiling
 from weightcast.plan import plan
 from weightcast.testing.payloads import DTYPES, PAYLOADS, Payload, raw_bytes
 
 _VERSION = WeightVersion("5a" * 16, 1)
+
+
+def _joined(spec: TensorSpec, held: Sequence[Held]) -> bytes:
+    """The bytes of a tensor from its regions."""
+    itemsize = DTYPES[spec.dtype].itemsize
+    tensor = np.zeros((*spec.shape, itemsize), np.uint8)
+    for region, view in held:
+        where = tuple(slice(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True))
+        tensor[where] = np.frombuffer(raw_bytes(view), np.uint8).reshape((*region.sizes, itemsize))
+    return tensor.tobytes()
 
 
 class SourceContract:
@@ -38,14 +51,15 @@ class SourceContract:
         assert {spec.name for spec in source.specs()} == set(source.regions())
 
     def test_regions_are_the_bits_of_the_tensors(self, source: Source, payload: Payload) -> None:
-        """One trainer rank holds everything here, so that a region is the whole tensor."""
+        """One trainer rank holds everything here, so that its regions tile each tensor."""
         expected = payload.expected()
         regions = source.regions()
         for spec in source.specs():
-            ((region, view),) = regions[spec.name]
-            assert (region.offsets, region.sizes) == ((0,) * len(spec.shape), spec.shape)
-            assert (tuple(view.shape), view.dtype) == (spec.shape, DTYPES[spec.dtype])
-            assert {raw_bytes(view)} == {expected[name] for name in spec.names}
+            for region, view in regions[spec.name]:
+                assert (tuple(view.shape), view.dtype) == (region.sizes, DTYPES[spec.dtype])
+            filled = [region for region, _ in regions[spec.name] if region.numel]
+            check_tiling(filled, spec.shape, spec.name)
+            assert {_joined(spec, regions[spec.name])} == {expected[name] for name in spec.names}
 
     def test_nothing_changes_while_nothing_changes(self, source: Source) -> None:
         """A publisher keeps its plan as long as it is given the same objects."""
@@ -53,14 +67,16 @@ class SourceContract:
         assert source.regions() is source.regions()
 
     def test_regions_are_views_and_no_copies(self, source: Source) -> None:
-        pointers = {name: view.data_ptr() for name, ((_, view),) in source.regions().items()}
-        assert pointers == {name: view.data_ptr() for name, ((_, view),) in source.regions().items()}
+        pointers, again = (
+            [[view.data_ptr() for _, view in held] for held in source.regions().values()] for _ in range(2)
+        )
+        assert pointers == again
 
     @pytest.mark.parametrize("bucket_size_bytes", [256, 4096, 1 << 20])
     def test_what_it_describes_can_be_packed(self, source: Source, payload: Payload, bucket_size_bytes: int) -> None:
         manifest = plan(source.specs(), max(bucket_size_bytes, payload.bucket_size_bytes // 64))
         layout = Layout(manifest)
-        packer = Packer(layout, {name: view for name, ((_, view),) in source.regions().items()})
+        packer = Packer(layout, tiling(source.specs(), source.regions()))
         expected = payload.expected()
         held = {r.name: np.zeros((*r.shape, DTYPES[r.dtype].itemsize), np.uint8) for r in manifest.tensors}
         for index, entries in enumerate(layout.entries):

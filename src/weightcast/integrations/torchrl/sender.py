@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
+from weightcast.adapters import Merging
 from weightcast.integrations.torchrl.transport import VLLMDoubleBufferTransport
 from weightcast.integrations.torchrl.weights import extract
 
@@ -22,6 +23,7 @@ class VLLMDoubleBufferWeightSender:
         self._scheme = scheme
         self._strategy = WeightStrategy(extract_as=scheme.strategy_name)
         self._model_ref: weakref.ref[Any] | None = None
+        self._merging = Merging()
         self._transport: VLLMDoubleBufferTransport | None = None
 
     def register_model(self, model: Any) -> None:
@@ -32,14 +34,15 @@ class VLLMDoubleBufferWeightSender:
     def update_weights(self, weights: Any | None = None) -> None:
         """Write a version: of the registered model, or of `weights` (a module, a TensorDict, a dict of tensors).
 
-        Nothing is copied first. Don't change the weights meanwhile. Raises RuntimeError before `register_model`, or
+        Nothing is copied first, but the layers of a model with PEFT adapters, which are merged: memory of their size
+        is kept from then on. Don't change the weights meanwhile. Raises RuntimeError before `register_model`, or
         if the model has gone; else as `VLLMDoubleBufferTransport.send_weights`.
         """
         if self._transport is None:
             raise RuntimeError("Transport not initialized. Call register_model first.")
         if weights is None:
             weights = self._model()
-        self._transport.write(extract(self._strategy, weights))
+        self._transport.write(extract(self._strategy, weights, self._merging))
 
     def close(self) -> None:
         """Let the directory go, for another sender to write. Idempotent; the next update takes it again."""

@@ -16,6 +16,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, is_leaf_nonten
 from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
+from weightcast.adapters import Merging, has_adapters, require_merged
 from weightcast.bucket import DTYPE_NAMES
 from weightcast.checkpoint import memory_key, require_here
 from weightcast.interfaces import Regions
@@ -29,16 +30,23 @@ _EXTRA_STATES = ("_extra_state", "__extra_state__")
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 
 
-def extract(strategy: WeightStrategy, weights: Any) -> dict[str, torch.Tensor]:
-    """Named tensors of a model, by TorchRL's strategy, or of what has been extracted already. No copy is made.
+def extract(strategy: WeightStrategy, weights: Any, merging: Merging | None = None) -> dict[str, torch.Tensor]:
+    """Named tensors of a model, by TorchRL's strategy, or of what has been extracted already.
 
-    Raises TypeError for a leaf that is no tensor, ValueError for two of one name.
+    No copy is made, but of the layers of a model with PEFT adapters, which are merged into the memory of `merging`.
+    Raises TypeError for a leaf that is no tensor, ValueError for two of one name, and for adapters that can't be merged
+    or that came without their model.
     """
     if isinstance(weights, nn.Module):
-        return _of_module(strategy, weights)
-    if not isinstance(weights, TensorDictBase) and hasattr(weights, "state_dict"):
-        weights = strategy.extract_weights(weights)
-    return named_tensors(weights)
+        if has_adapters(weights):
+            weights = (merging or Merging()).merged(weights)
+        tensors = _of_module(strategy, weights)
+    else:
+        if not isinstance(weights, TensorDictBase) and hasattr(weights, "state_dict"):
+            weights = strategy.extract_weights(weights)
+        tensors = named_tensors(weights)
+    require_merged(tensors)
+    return tensors
 
 
 def named_tensors(weights: TensorDictBase | Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -66,7 +74,7 @@ def named_tensors(weights: TensorDictBase | Mapping[str, Any]) -> dict[str, torc
 
 def _of_module(strategy: WeightStrategy, module: nn.Module) -> dict[str, torch.Tensor]:
     if hasattr(module, "merge_and_unload"):
-        strategy = _by_state_dict()  # only this one merges adapters, which no engine could load by themselves
+        strategy = _by_state_dict()  # no PEFT model, but one that merges by itself: only this strategy asks it to
     for name, parameter in module.named_parameters():
         # A state dict of FSDP1 is gathered.
         if strategy.extract_as != "state_dict" or not getattr(parameter, "_fsdp_flattened", False):

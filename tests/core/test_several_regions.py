@@ -1,0 +1,172 @@
+"""A trainer of one rank whose source holds tensors in several regions, as Megatron's fused qkv does."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gather.squad import CUTS, piece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from core.direct import DirectEngine, RecordingEngine
+from weightcast import export
+from weightcast.errors import IncompatibleWeightsError
+from weightcast.interfaces import Held, Regions
+from weightcast.manifest import Region, TensorSpec
+from weightcast.publisher import Publisher
+from weightcast.sources.store import StoreSource
+
+
+class RegionSource:
+    """Regions of tensors in memory of their own."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], regions: Regions) -> None:
+        self._specs = tuple(
+            TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()
+        )
+        self._regions = regions
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return self._specs
+
+    def regions(self) -> Regions:
+        return self._regions
+
+
+def heads(rows: int, groups: int, columns: int = 64) -> tuple[dict[str, torch.Tensor], dict[str, list[Held]]]:
+    """Megatron's fused qkv of so many query groups, and the three tensors that a checkpoint has instead."""
+    fused = torch.randn(groups, 3, rows, columns)
+    names = ("q", "k", "v")
+    tensors = {name: fused[:, number].reshape(-1, columns).clone() for number, name in enumerate(names)}
+    regions = {
+        name: [(Region((group * rows, 0), (rows, columns)), fused[group, number]) for group in range(groups)]
+        for number, name in enumerate(names)
+    }
+    return tensors, regions
+
+
+def published(source: Any, transport: str, **options: Any) -> dict[str, torch.Tensor]:
+    with (
+        contextlib.closing(DirectEngine("engine", RecordingEngine())) as engine,
+        Publisher(source, transport=transport, engines=[engine], deadline_seconds=20.0, **options) as publisher,
+    ):
+        publisher.publish()
+        publisher.publish()
+        return dict(engine.engine.held)
+
+
+@pytest.mark.parametrize("transport", ["memory://", "ipc://"])
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+@pytest.mark.parametrize("bucket_size_bytes", [4096, 1 << 20])
+def test_query_groups_of_one_rank_arrive_whole(transport: str, install: str, bucket_size_bytes: int) -> None:
+    tensors, regions = heads(8, 4)
+    held = published(RegionSource(tensors, regions), transport, install=install, bucket_size_bytes=bucket_size_bytes)
+    assert held.keys() == tensors.keys()
+    assert all(torch.equal(held[name], tensor) for name, tensor in tensors.items())
+
+
+def test_large_regions_are_digested_and_copied_right() -> None:
+    """Above the size from which a copy is made on its own."""
+    tensors, regions = heads(600, 2, columns=256)
+    held = published(RegionSource(tensors, regions), "memory://")
+    assert all(torch.equal(held[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_store_and_an_export_have_them_whole(tmp_path: Path) -> None:
+    tensors, regions = heads(8, 4)
+    source = RegionSource(tensors, regions)
+    url = f"file://{tmp_path}/store"
+    with Publisher(source, transport=url, bucket_size_bytes=4096) as publisher:
+        publisher.publish()
+    export.export(source, tmp_path / "direct")
+    with contextlib.closing(StoreSource(url)) as store:
+        export.export(store, tmp_path / "stored")
+    for directory in ("direct", "stored"):
+        found = load_file(tmp_path / directory / "model.safetensors")
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_masters_in_regions_are_cast() -> None:
+    tensors, regions = heads(8, 3)
+    source = RegionSource({name: tensor.bfloat16() for name, tensor in tensors.items()}, regions)
+    held = published(source, "memory://", bucket_size_bytes=4096)
+    assert all(torch.equal(held[name], tensor.bfloat16()) for name, tensor in tensors.items())
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[torch.Tensor, list[Held]]:
+    """A tensor cut at random planes, region by region, some of which lie transposed in memory of their own."""
+    shape = draw(st.lists(st.integers(1, 9), max_size=3))
+    tensor = (
+        torch.arange(torch.Size(shape).numel()).reshape(shape).to(draw(st.sampled_from([torch.float32, torch.int8])))
+    )
+    boxes = [((0,) * len(shape), tuple(shape))]
+    for _ in range(draw(st.integers(0, 6)) if shape else 0):
+        offsets, sizes = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, sizes[dim]))
+        for start, size in ((0, at), (at, sizes[dim] - at)):
+            low, much = list(offsets), list(sizes)
+            low[dim], much[dim] = offsets[dim] + start, size
+            boxes.append((tuple(low), tuple(much)))
+    held = []
+    for offsets, sizes in draw(st.permutations(boxes)):
+        region, view = piece(tensor, offsets, sizes)
+        copied = view.clone() if draw(st.booleans()) else view.mT.contiguous().mT if view.dim() > 1 else view
+        held.append((region, copied))
+    return tensor, held + held[: draw(st.integers(0, 1))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(tilings(), min_size=1, max_size=4), st.sampled_from([256, 512, 1 << 16]))
+def test_any_tiling_is_packed(cut: list[tuple[torch.Tensor, list[Held]]], bucket_size_bytes: int) -> None:
+    tensors = {f"t{number}": tensor for number, (tensor, _) in enumerate(cut)}
+    source = RegionSource(tensors, {f"t{number}": held for number, (_, held) in enumerate(cut)})
+    found = published(source, "memory://", bucket_size_bytes=bucket_size_bytes)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("cut", ["strided", "transposed", "columns"])
+def test_every_shape_and_dtype_in_regions_of_one_rank(cut: str) -> None:
+    """The shards that four ranks would have, all held by one."""
+    from gather.squad import MODELS
+
+    tensors = MODELS["table"](1)
+    regions = {
+        name: list(itertools.chain.from_iterable(CUTS[cut](tensor, rank, 4) for rank in range(4)))
+        for name, tensor in tensors.items()
+    }
+    held = published(RegionSource(tensors, regions), "memory://", bucket_size_bytes=4096)
+    assert all(
+        torch.equal(held[n].reshape(-1).view(torch.uint8), t.reshape(-1).view(torch.uint8)) for n, t in tensors.items()
+    )
+
+
+def whole(rows: int, at: int = 0) -> Held:
+    return Region((at, 0), (rows, 3)), torch.ones(rows, 3)
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        ([], r"'b' of shape \[4, 3\] from the regions none: .* hold 0 of its 12 elements: missing"),
+        ([whole(2)], r"'b' of shape \[4, 3\] .* hold 6 of its 12 elements: missing or doubled"),
+        ([whole(2), whole(1, at=3)], r"'b' .* from the regions \[0, 0\]\+\[2, 3\], .* hold 9 of its 12"),
+        ([whole(3), whole(3, at=1)], r"'b' .* hold 18 of its 12 elements: missing or doubled"),
+        ([whole(2), whole(2, at=1)], r"'b' .*overlap"),
+        ([whole(5)], r"'b': a view of \[5, 3\] as the region at \[0, 0\]"),
+        ([(Region((0, 0), (4, 3)), torch.ones(3, 4))], r"'b': a view of \[3, 4\]"),
+    ],
+)
+def test_what_does_not_tile_is_refused_by_name(held: list[Held], message: str) -> None:
+    tensors = {"a": torch.ones(2), "b": torch.ones(4, 3)}
+    regions = {"a": [(Region((0,), (2,)), tensors["a"])], "b": held}
+    with pytest.raises(IncompatibleWeightsError, match=f"the source's regions do not fit: {message}"):
+        published(RegionSource(tensors, regions), "memory://")
