@@ -1,4 +1,4 @@
-"""The tests' own parts: a real server without weightcast answers as transformers does."""
+"""The tests' own parts: what a real server without weightcast answers makes sense, by every route the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from real_vllm.servers import PLAIN, Server
 
 
 @on(PLAIN)
-def test_a_server_answers_as_transformers(server: Server, checkpoint: Callable[..., Path]) -> None:
+def test_a_server_answers_as_transformers_but_for_rounding(server: Server, checkpoint: Callable[..., Path]) -> None:
     # It may have served other weights since.
     reload = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint("qwen3", 0))}}
     server.post("/pause?mode=wait&clear_cache=true").raise_for_status()
