@@ -33,15 +33,15 @@ BUCKET_BYTES = 1 << 16
 NUM_PROMPT, NUM_NEW = 5, 8
 
 
-def run(case: str, directory: Path, job: str = "report") -> list[dict[str, Any]]:
-    """Have all ranks of a case do a job, and give what each has reported."""
+def run(case: str, directory: Path, job: str = "report", *, seconds: float = DEADLINE_SECONDS) -> list[dict[str, Any]]:
+    """Have all ranks of a case do a job within that time, and give what each has reported."""
     size = CASES[case].size
     context = forking.preloaded("megatron_core.rank", "megatron_core.warm")
-    processes = [context.Process(target=main, args=(case, rank, str(directory), job)) for rank in range(size)]
+    processes = [context.Process(target=main, args=(case, rank, str(directory), job, seconds)) for rank in range(size)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(DEADLINE_SECONDS)
+        process.join(seconds)
     codes = [process.exitcode for process in processes]
     for process in processes:
         if process.is_alive():
@@ -52,7 +52,7 @@ def run(case: str, directory: Path, job: str = "report") -> list[dict[str, Any]]
     return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 
-def main(name: str, rank: int, directory: str, job: str) -> None:
+def main(name: str, rank: int, directory: str, job: str, seconds: float) -> None:
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -62,7 +62,7 @@ def main(name: str, rank: int, directory: str, job: str) -> None:
         init_method=f"file://{directory}/store",
         rank=rank,
         world_size=case.size,
-        timeout=datetime.timedelta(seconds=DEADLINE_SECONDS),
+        timeout=datetime.timedelta(seconds=seconds),
     )
     torch.save(JOBS[job](case), Path(directory) / f"{rank}.pt")
     dist.barrier()
@@ -110,6 +110,7 @@ def serve(case: Case, engine: str) -> dict[str, Any]:
 
         def ask() -> None:
             served.append([server.ask(TOKENS[0, :NUM_PROMPT].tolist(), NUM_NEW)._asdict() for server in servers])
+            dist.barrier()  # a publish waits less long for other ranks than servers take to start
 
         ask()
         urls = [server.url for server in servers]

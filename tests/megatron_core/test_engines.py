@@ -15,10 +15,13 @@ from real_engines.process import python_of
 
 from megatron_core import rank
 
-pytestmark = pytest.mark.megatron
+SECONDS = 550.0
+"""With the start of two servers on a machine that does other things too."""
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("case", ["tp2-pp2-te", "ep2-te", "deepseek-ep2-te"])
+@pytest.mark.parametrize("case", ["tp2-pp2-te", "deepseek-ep2-te"])
 def test_the_reference_server_answers_as_if_started_from_the_trainer(case: str, tmp_path: Path) -> None:
     assert_answers_as_started("reference", case, tmp_path)
 
@@ -31,7 +34,7 @@ def test_a_real_engine_answers_as_if_started_from_the_trainer(engine: str, case:
 
 
 def assert_answers_as_started(engine: str, case: str, directory: Path) -> None:
-    reports = rank.run(case, directory, f"serve {engine}")
+    reports = rank.run(case, directory, f"serve {engine}", seconds=SECONDS)
     (first, second), *updated = reports[0]["served"]
     assert len(first["tokens"]) == len(first["logprobs"]) == rank.NUM_NEW
     assert first["logprobs"] != second["logprobs"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,12 +30,12 @@ class Request(NamedTuple):
     is_cached: bool = False
 
 
-OFTEN_ASKED = (
-    Request(PROMPT, NUM_STREAMED),
-    Request(LONG_PROMPT, NUM_TOKENS),
-    Request(LONG_PROMPT, NUM_TOKENS, is_cached=True),
-)
-"""What is asked of each engine that starts. A shorter answer is the start of a longer one."""
+def often_asked(setup: Setup) -> Iterator[Request]:
+    """What is asked of each server that starts. A shorter answer is the start of a longer one."""
+    for dp_rank in range(setup.dp):
+        yield Request(PROMPT, NUM_STREAMED if setup.dp == 1 else NUM_TOKENS, dp_rank)
+        for is_cached in (False, True):
+            yield Request(LONG_PROMPT, NUM_TOKENS, dp_rank, is_cached)
 
 
 class Cold:
@@ -67,23 +67,21 @@ class Cold:
     def note(self, server: Server, seed: int) -> None:
         """Keep what a server answers that has just started from the weights of that seed."""
         answers = self._answers.setdefault((_without_weightcast(server.setup), seed), {})
-        for dp_rank in range(server.setup.dp):
-            for request in OFTEN_ASKED:
-                _ask(server, answers, request._replace(dp_rank=dp_rank))
+        for request in often_asked(server.setup):
+            _ask(server, answers, request)
 
     def answer(self, setup: Setup, seed: int, request: Request) -> Answer:
         """What such a server answers."""
-        answers = self._answers.get((_without_weightcast(setup), seed), {})
-        for known, answer in answers.items():
-            if known._replace(num_tokens=request.num_tokens) == request and known.num_tokens >= request.num_tokens:
+        key = _without_weightcast(setup), seed
+        for known, answer in self._answers.get(key, {}).items():
+            if known.num_tokens >= request.num_tokens and known._replace(num_tokens=request.num_tokens) == request:
                 return Answer(answer.tokens[: request.num_tokens], answer.logprobs[: request.num_tokens])
         self.launch(setup, seed)
-        server = self._servers[_without_weightcast(setup), seed].__enter__()
-        if not self.knows(setup, seed):
+        server = self._servers[key].__enter__()  # once it is up
+        if key not in self._answers:
             self.note(server, seed)
-        answers = self._answers[_without_weightcast(setup), seed]
-        _ask(server, answers, request)
-        return answers[request]
+        _ask(server, self._answers[key], request)
+        return self._answers[key][request]
 
     def of_seeds(self, setup: Setup) -> list[Answer]:
         """The answers to `PROMPT` of seeds 0 and 1."""

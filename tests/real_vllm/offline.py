@@ -81,7 +81,8 @@ def _started(setup: OfflineSetup, folder: Path) -> Iterator[Offline]:
         from vllm.distributed import cleanup_dist_env_and_memory
 
         dtype = str(setup.dtype).removeprefix("torch.")
-        llm = LLM(str(folder), dtype=dtype, enforce_eager=True, max_model_len=256, enable_prefix_caching=False)
+        options = {"max_model_len": 256, "num_gpu_blocks_override": 64, "enable_prefix_caching": False}
+        llm = LLM(str(folder), dtype=dtype, enforce_eager=True, **options)
         try:
             yield Offline(setup, llm)
         finally:

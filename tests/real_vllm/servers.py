@@ -124,6 +124,8 @@ class Server(ServerProcess):
         command += ["--dtype", str(setup.dtype).removeprefix("torch."), "--enforce-eager"]
         command += ["--enable-scale-out"]  # the one HTTP route that says which tokens came from which version
         command += ["--max-model-len", "512", "--max-num-seqs", "16", "--worker-extension-cls", self._extension]
+        # Enough for so many of that length; else each rank would fill a gigabyte.
+        command += ["--num-gpu-blocks-override", "64"]
         command += ["--tensor-parallel-size", str(setup.tp), "--data-parallel-size", str(setup.dp)]
         if setup.backend is not None:
             command += ["--weight-transfer-config", json.dumps({"backend": setup.backend})]

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from real_engines.setups import on
 
-from real_vllm.models import model_of
-from real_vllm.oracle import PROMPT, assert_serves, joined
-from real_vllm.servers import PLAIN, Server
+from real_vllm import cold
+from real_vllm.models import make_model, model_of
+from real_vllm.oracle import NUM_TOKENS, PROMPT, assert_is_of, assert_serves, joined
+from real_vllm.servers import ONE, PLAIN, Server
+from real_vllm.trainer import Tensors, checkpoint_tensors, trainer
+from weightcast import Publisher
 
 
 @on(PLAIN)
@@ -26,3 +30,17 @@ def test_a_server_answers_as_transformers_but_for_rounding(server: Server, check
     assert joined(part.answer for part in parts) == answer
     assert parts[-1].spans == [(server.version(), 0, 12)]
     assert len(server.pids()) > 1
+
+
+@on(ONE)
+def test_a_tensor_that_is_slightly_off_is_noticed_though_transformers_would_not(server: Server) -> None:
+    tensors = checkpoint_tensors(make_model(seed=1))
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * (1 + 1e-5)
+    with Publisher(Tensors(tensors), engines=[server.url]) as publisher:
+        publisher.publish()
+    assert_is_of(model_of(seed=1), PROMPT, server.ask(PROMPT, NUM_TOKENS))
+    with pytest.raises(AssertionError, match="seed 1, engine 0"):
+        cold.assert_serves(server, 1)
+    with trainer(server.setup, server.url) as it:
+        it.publish(1)
+        cold.assert_serves(server, 1)
