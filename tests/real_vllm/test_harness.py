@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from real_engines.setups import on
 
-from real_vllm import cold
+from real_vllm.cold import assert_serves
 from real_vllm.models import make_model, model_of
-from real_vllm.oracle import NUM_TOKENS, PROMPT, assert_is_of, assert_serves, joined
+from real_vllm.oracle import NUM_TOKENS, PROMPT, assert_is_of, assert_other, joined
 from real_vllm.servers import ONE, PLAIN, Server
 from real_vllm.trainer import Tensors, checkpoint_tensors, trainer
 from weightcast import Publisher
@@ -23,8 +23,9 @@ def test_a_server_answers_as_transformers_but_for_rounding(server: Server, check
     server.post("/pause?mode=wait&clear_cache=true").raise_for_status()
     server.post("/collective_rpc", reload).raise_for_status()
     server.post("/resume").raise_for_status()
-    assert_serves(server.ask, model_of("qwen3", 0), other=model_of("qwen3", 1))
     answer = server.ask(PROMPT, 12)
+    assert_is_of(model_of("qwen3", 0), PROMPT, answer)
+    assert_other(model_of("qwen3", 1), PROMPT, answer)
     assert joined(server.stream(PROMPT, 12)) == answer
     parts = list(server.generate(PROMPT, 12))
     assert joined(part.answer for part in parts) == answer
@@ -40,7 +41,7 @@ def test_a_tensor_that_is_slightly_off_is_noticed_though_transformers_would_not(
         publisher.publish()
     assert_is_of(model_of(seed=1), PROMPT, server.ask(PROMPT, NUM_TOKENS))
     with pytest.raises(AssertionError, match="seed 1, engine 0"):
-        cold.assert_serves(server, 1)
+        assert_serves(server, 1)
     with trainer(server.setup, server.url) as it:
         it.publish(1)
-        cold.assert_serves(server, 1)
+        assert_serves(server, 1)
