@@ -50,8 +50,19 @@ class Cold:
         self._servers: dict[tuple[Setup, int], Server] = {}
         self._answers: dict[tuple[Setup, int], dict[Request, Answer]] = {}
 
-    def launch(self, setup: Setup, seed: int) -> None:
-        """Start the server without waiting for it, so that it comes up while others do. Idempotent."""
+    def prepare(self, setup: Setup, seed: int) -> None:
+        """Start the server, which comes up while another does, if what is often asked of it is not known yet.
+
+        Servers of several data-parallel engines take much memory: such a one is asked and ended before this returns.
+        """
+        if self.knows(setup, seed):
+            return
+        self._launch(setup, seed)
+        if setup.dp > 1:
+            self.answer(setup, seed, Request(PROMPT, NUM_TOKENS))
+            self.close()
+
+    def _launch(self, setup: Setup, seed: int) -> None:
         key = _without_weightcast(setup), seed
         if key in self._servers:
             return
@@ -76,7 +87,7 @@ class Cold:
         for known, answer in self._answers.get(key, {}).items():
             if known.num_tokens >= request.num_tokens and known._replace(num_tokens=request.num_tokens) == request:
                 return Answer(answer.tokens[: request.num_tokens], answer.logprobs[: request.num_tokens])
-        self.launch(setup, seed)
+        self._launch(setup, seed)
         server = self._servers[key].__enter__()  # once it is up
         if key not in self._answers:
             self.note(server, seed)

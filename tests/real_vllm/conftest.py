@@ -80,8 +80,7 @@ def cold(checkpoint: Checkpoints) -> Iterator[Cold]:
 def server(request: pytest.FixtureRequest, checkpoint: Checkpoints, cold: Cold) -> Iterator[Server]:
     """The server of the setup that the test names with `on`. It starts from seed 0 of its family."""
     setup: Setup = request.param
-    if not cold.knows(setup, 1):
-        cold.launch(setup, 1)
+    cold.prepare(setup, 1)
     with Server(setup, checkpoint(setup.family, 0, setup.dtype), cold=cold) as server:
         if not cold.knows(setup, 0):
             cold.note(server, 0)
