@@ -137,8 +137,11 @@ def _servers(case: Case, engine: str, checkpoints: list[dict[str, torch.Tensor]]
     start: Callable[[Path], Any] = {
         "reference": ReferenceServer,
         "vllm": lambda folder: real_vllm.servers.Server(real_vllm.servers.Setup(dtype=dtype), folder),
-        "sglang": lambda folder: real_sglang.servers.Server(real_sglang.servers.Setup(dtype=dtype), folder),
+        "sglang": lambda folder: real_sglang.servers.Server(
+            real_sglang.servers.Setup(dtype=dtype, options=("--mem-fraction-static", "0.9")), folder
+        ),
     }[engine]
+    # SGLang takes for its own weights what others take of the host's memory while it loads them, as the second one does.
     config = case.hf_config
     config.max_position_embeddings = MAX_LENGTH
     config.dtype = dtype
