@@ -141,7 +141,7 @@ def _servers(case: Case, engine: str, checkpoints: list[dict[str, torch.Tensor]]
             real_sglang.servers.Setup(dtype=dtype, options=("--mem-fraction-static", "0.9")), folder
         ),
     }[engine]
-    # SGLang takes for its own weights what others take of the host's memory while it loads them, as the second one does.
+    # Whatever of the host's memory goes to the other server while SGLang loads its weights, it counts as its weights'.
     config = case.hf_config
     config.max_position_embeddings = MAX_LENGTH
     config.dtype = dtype
