@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cluster
 
 NUM_PUBLISHES = 200
 NUM_SAMPLED = 60
-TOLERANCE = 2e-4  # float32; batches of other sizes add up in another order
+TOLERANCE = 1e-2  # batches of other sizes add up in another order; versions are whole nats apart
 
 
 def set_weights(model: torch.nn.Module, version: int) -> None:

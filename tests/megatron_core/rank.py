@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import forking
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import transformers
@@ -32,15 +33,15 @@ BUCKET_BYTES = 1 << 16
 NUM_PROMPT, NUM_NEW = 5, 8
 
 
-def run(case: str, directory: Path, job: str = "report") -> list[dict[str, Any]]:
-    """Have all ranks of a case do a job, and give what each has reported."""
+def run(case: str, directory: Path, job: str = "report", *, seconds: float = DEADLINE_SECONDS) -> list[dict[str, Any]]:
+    """Have all ranks of a case do a job within that time, and give what each has reported."""
     size = CASES[case].size
     context = forking.preloaded("megatron_core.rank", "megatron_core.warm")
-    processes = [context.Process(target=main, args=(case, rank, str(directory), job)) for rank in range(size)]
+    processes = [context.Process(target=main, args=(case, rank, str(directory), job, seconds)) for rank in range(size)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(DEADLINE_SECONDS)
+        process.join(seconds)
     codes = [process.exitcode for process in processes]
     for process in processes:
         if process.is_alive():
@@ -51,7 +52,7 @@ def run(case: str, directory: Path, job: str = "report") -> list[dict[str, Any]]
     return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 
-def main(name: str, rank: int, directory: str, job: str) -> None:
+def main(name: str, rank: int, directory: str, job: str, seconds: float) -> None:
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -61,7 +62,7 @@ def main(name: str, rank: int, directory: str, job: str) -> None:
         init_method=f"file://{directory}/store",
         rank=rank,
         world_size=case.size,
-        timeout=datetime.timedelta(seconds=DEADLINE_SECONDS),
+        timeout=datetime.timedelta(seconds=seconds),
     )
     torch.save(JOBS[job](case), Path(directory) / f"{rank}.pt")
     dist.barrier()
@@ -87,43 +88,76 @@ def report(case: Case) -> dict[str, Any]:
 
 
 def serve(case: Case, engine: str) -> dict[str, Any]:
-    """Publish over gloo to an engine's server; what it and Megatron go on with, greedily."""
+    """Start two of an engine's servers cold, each from what mbridge exports after a step, and publish to both.
+
+    They get the second step's weights over gloo, and then the first's. Gives what both answer from their start on, and
+    what Megatron itself goes on with after each step, greedily.
+    """
     from megatron_core.trainer import Trainer
 
     trainer = Trainer(case)
     source = MegatronSource(trainer.chunks, case.hf_config)
-    continued = []
-    with _server(case, engine) if dist.get_rank() == 0 else contextlib.nullcontext() as server:
-        engines = [server.url] if server else []
-        with Publisher(source, transport="gloo://127.0.0.1:0", engines=engines, deadline_seconds=60.0) as publisher:
-            for _ in range(2):
-                trainer.step()
-                publisher.publish()
-                answer = server.ask(TOKENS[0, :NUM_PROMPT].tolist(), NUM_NEW).tokens if server else []
-                continued.append((trainer.greedy(NUM_PROMPT, NUM_NEW), answer))
-    return {"continued": continued}
+    exports, own = [], []
+    for _ in range(2):
+        trainer.step()
+        exports.append({name: tensor.contiguous() for name, tensor in _exported(case, trainer.models).items()})
+        own.append(trainer.greedy(NUM_PROMPT, NUM_NEW))
+        if len(own) == 1:
+            live = [tensor for chunk in trainer.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+            first = [tensor.detach().clone() for tensor in live]
+    served: list[list[Any]] = []
+    with _servers(case, engine, exports) if dist.get_rank() == 0 else contextlib.nullcontext([]) as servers:
+
+        def ask() -> None:
+            served.append([server.ask(TOKENS[0, :NUM_PROMPT].tolist(), NUM_NEW)._asdict() for server in servers])
+            dist.barrier()  # a publish waits less long for other ranks than servers take to start
+
+        ask()
+        urls = [server.url for server in servers]
+        with Publisher(source, transport="gloo://127.0.0.1:0", engines=urls, deadline_seconds=60.0) as publisher:
+            publisher.publish()
+            ask()
+            with torch.no_grad():
+                for tensor, value in zip(live, first, strict=True):
+                    tensor.copy_(value)
+            publisher.publish()
+            ask()
+    return {"own": own, "served": served}
 
 
 @contextlib.contextmanager
-def _server(case: Case, engine: str) -> Iterator[Any]:
-    """It starts from weights of its own, in the dtype of the case."""
+def _servers(case: Case, engine: str, checkpoints: list[dict[str, torch.Tensor]]) -> Iterator[list[Any]]:
+    """One for each checkpoint, in the dtype of the case. They start side by side."""
     import real_sglang.servers
     import real_vllm.servers
     from real_engines.reference import ReferenceServer
-    from real_vllm.models import MAX_LENGTH, save
+    from real_vllm.models import MAX_LENGTH, make_tokenizer
 
     dtype = getattr(torch, case.dtype)
-    with tempfile.TemporaryDirectory() as directory:
-        config = case.hf_config
-        config.max_position_embeddings = MAX_LENGTH
-        folder = save(transformers.AutoModelForCausalLM.from_config(config).to(dtype), Path(directory))
-        servers = {
-            "reference": lambda: ReferenceServer(folder),
-            "vllm": lambda: real_vllm.servers.Server(real_vllm.servers.Setup(dtype=dtype), folder),
-            "sglang": lambda: real_sglang.servers.Server(real_sglang.servers.Setup(dtype=dtype), folder),
-        }
-        with servers[engine]() as server:
-            yield server
+    start: Callable[[Path], Any] = {
+        "reference": ReferenceServer,
+        "vllm": lambda folder: real_vllm.servers.Server(real_vllm.servers.Setup(dtype=dtype), folder),
+        "sglang": lambda folder: real_sglang.servers.Server(
+            real_sglang.servers.Setup(dtype=dtype, options=("--mem-fraction-static", "0.9")), folder
+        ),
+    }[engine]
+    # Whatever of the host's memory goes to the other server while SGLang loads its weights, it counts as its weights'.
+    config = case.hf_config
+    config.max_position_embeddings = MAX_LENGTH
+    config.dtype = dtype
+    with torch.device("meta"):
+        config.architectures = [type(transformers.AutoModelForCausalLM.from_config(config)).__name__]
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        servers = []
+        for number, tensors in enumerate(checkpoints):
+            folder = Path(directory, str(number))
+            config.save_pretrained(folder)
+            make_tokenizer(config.vocab_size).save_pretrained(folder)
+            safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            servers.append(start(folder))
+            stack.callback(servers[-1].close)
+            servers[-1].launch()
+        yield [stack.enter_context(server) for server in servers]
 
 
 JOBS: dict[str, Callable[[Case], dict[str, Any]]] = {"report": report}

@@ -29,15 +29,17 @@ _ROOT = Path(__file__).parents[2]
 
 
 def python_of(engine: str) -> str:
-    """The interpreter of the environment that has an engine ("vllm", "sglang"): this one, or its script's.
+    """The interpreter of the environment that has an engine ("vllm", "sglang"): this one, or the one of its script.
 
-    Skips the test if there is none.
+    If there is none the test is skipped, and in CI (which sets `CI`) it fails.
     """
     if importlib.util.find_spec(engine) is not None:
         return sys.executable
-    python = _ROOT / f".venv-{engine}" / "bin" / "python"
+    variable = f"WEIGHTCAST_{engine.upper()}_PYTHON"
+    python = Path(os.environ.get(variable) or _ROOT / f".venv-{engine}" / "bin" / "python")
     if not python.exists():
-        pytest.skip(f"scripts/test-{engine} has not made .venv-{engine}")
+        end_test = pytest.fail if os.environ.get("CI") else pytest.skip
+        end_test(f"there is no {python}: run scripts/test-{engine} first, which makes it, or set {variable}")
     return str(python)
 
 

@@ -1,24 +1,25 @@
 """An `LLM` that shares a device with its trainer: put to sleep, woken for weights, updated, woken for its KV cache.
 
-A program, since vLLM wants a main module of its own. Run as `colocated_llm.py FOLDER`. On a CPU vLLM frees nothing in
-its sleep; that it schedules nothing until it is wholly awake is the same everywhere, and fails this program if not so.
+A program, since vLLM wants a main module of its own. Run as `colocated_llm.py FOLDER EXPECTED`. On a CPU vLLM frees
+nothing in its sleep; that it schedules nothing until it is wholly awake is the same everywhere, and fails this program
+if not so.
 """
 
 from __future__ import annotations
 
 import sys
 
-from real_vllm.offline_llm import Asked, start
-from real_vllm.oracle import assert_serves
+from real_vllm.offline_llm import Asked, from_argument, start
+from real_vllm.oracle import NUM_TOKENS, PROMPT
 from real_vllm.servers import Setup
 from real_vllm.trainer import trainer
 from weightcast.integrations.vllm import LLMEngine
 
 
-def main(folder: str) -> None:
+def main(folder: str, expected: str) -> None:
     setup = Setup()
     llm = start(folder, setup)
-    ask = Asked(llm)
+    ask, answers = Asked(llm), from_argument(expected)
     with trainer(setup, LLMEngine(llm)) as it:
         for seed in (1, 0):
             llm.sleep(level=1)
@@ -26,7 +27,7 @@ def main(folder: str) -> None:
             report = it.publish(seed)
             assert llm.llm_engine.is_sleeping(), "the publish has woken an engine whose KV cache is not there"
             assert llm.wake_up(tags=["kv_cache"])
-            assert_serves(ask, it.of(seed), other=it.of(1 - seed))
+            assert ask(PROMPT, NUM_TOKENS) == answers[seed]
             assert ask.spans == [(str(report.version), 0, 12)]
 
 

@@ -6,6 +6,7 @@ pytest runs those one after another, and every test leaves the server serving.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from real_vllm.cold import Cold
 from real_vllm.models import model_of, save
 from real_vllm.offline import Offline, OfflineSetup
 from real_vllm.offline import offline as start_offline
@@ -68,10 +70,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 
 @pytest.fixture(scope="session")
-def server(request: pytest.FixtureRequest, checkpoint: Checkpoints) -> Iterator[Server]:
+def cold(checkpoint: Checkpoints) -> Iterator[Cold]:
+    """What updated engines are held against."""
+    with contextlib.closing(Cold(checkpoint)) as cold:
+        yield cold
+
+
+@pytest.fixture(scope="session")
+def server(request: pytest.FixtureRequest, checkpoint: Checkpoints, cold: Cold) -> Iterator[Server]:
     """The server of the setup that the test names with `on`. It starts from seed 0 of its family."""
     setup: Setup = request.param
-    with Server(setup, checkpoint(setup.family, 0, setup.dtype)) as server:
+    cold.prepare(setup, 1)
+    with Server(setup, checkpoint(setup.family, 0, setup.dtype), cold=cold) as server:
+        if not cold.knows(setup, 0):
+            cold.note(server, 0)
         yield server
 
 
@@ -79,5 +91,5 @@ def server(request: pytest.FixtureRequest, checkpoint: Checkpoints) -> Iterator[
 def offline(request: pytest.FixtureRequest, checkpoint: Checkpoints) -> Iterator[Offline]:
     """The engine in this process of the setup that the test names with `offline_on`; the test leaves it serving."""
     setup: OfflineSetup = request.param
-    with start_offline(setup, checkpoint(setup.family, 0, setup.saved_dtype)) as offline:
+    with start_offline(setup, checkpoint) as offline:
         yield offline

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from real_vllm.oracle import Answer
+from real_vllm.oracle import NUM_TOKENS, PROMPT, Answer
 from real_vllm.servers import ENVIRONMENT
 
 Test = TypeVar("Test", bound=Callable[..., Any])
@@ -37,11 +37,15 @@ def offline_on(*setups: OfflineSetup) -> Callable[[Test], Test]:
 
 
 class Offline:
-    """The engine, its `model` and `config`, and how to ask it."""
+    """The engine, its `model` and `config`, and how to ask it.
+
+    `cold`: by seed, what such an engine answers to `PROMPT` that was started from the weights of that seed.
+    """
 
     def __init__(self, setup: OfflineSetup, llm: Any) -> None:
         self.setup = setup
         self.llm = llm
+        self.cold: dict[int, Answer] = {}
         self.model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
         self.config = llm.llm_engine.vllm_config
 
@@ -57,7 +61,18 @@ class Offline:
 
 
 @contextlib.contextmanager
-def offline(setup: OfflineSetup, folder: Path) -> Iterator[Offline]:
+def offline(setup: OfflineSetup, checkpoint: Callable[[str, int, torch.dtype], Path]) -> Iterator[Offline]:
+    """Start it from seed 0 of its family, after another from seed 1 for what that answers."""
+    with _started(setup, checkpoint(setup.family, 1, setup.saved_dtype)) as other:
+        answer = other.ask(PROMPT, NUM_TOKENS)
+        del other
+    with _started(setup, checkpoint(setup.family, 0, setup.saved_dtype)) as offline:
+        offline.cold = {0: offline.ask(PROMPT, NUM_TOKENS), 1: answer}
+        yield offline
+
+
+@contextlib.contextmanager
+def _started(setup: OfflineSetup, folder: Path) -> Iterator[Offline]:
     """Start it from `folder`; at the end its memory and its process groups are given back."""
     with pytest.MonkeyPatch.context() as patch, _vllms_warnings():
         for name, value in (ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}).items():
@@ -66,7 +81,8 @@ def offline(setup: OfflineSetup, folder: Path) -> Iterator[Offline]:
         from vllm.distributed import cleanup_dist_env_and_memory
 
         dtype = str(setup.dtype).removeprefix("torch.")
-        llm = LLM(str(folder), dtype=dtype, enforce_eager=True, max_model_len=256, enable_prefix_caching=False)
+        options = {"max_model_len": 256, "num_gpu_blocks_override": 64, "enable_prefix_caching": False}
+        llm = LLM(str(folder), dtype=dtype, enforce_eager=True, **options)
         try:
             yield Offline(setup, llm)
         finally:

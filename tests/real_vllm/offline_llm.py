@@ -1,18 +1,19 @@
 """An offline `LLM`, updated by a publisher of the same process, as a program: vLLM wants a main module of its own.
 
-Run as `offline_llm.py FOLDER FAMILY DTYPE TP TRANSPORT`. Publishes three versions in turn, and fails
-unless each is what the LLM then answers with, and says so.
+Run as `offline_llm.py FOLDER FAMILY DTYPE TP TRANSPORT EXPECTED`. Publishes three versions in turn, and fails unless
+the LLM answers each time as expected, and says of which version.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from real_vllm.oracle import PROMPT, Answer, assert_serves
+from real_vllm.oracle import NUM_TOKENS, PROMPT, Answer
 from real_vllm.servers import Setup, Span
 from real_vllm.trainer import trainer
 
@@ -50,19 +51,28 @@ class Asked:
         return Answer(list(output.token_ids), [of_token[token].logprob for token, of_token in pairs])
 
 
-def main(folder: str, family: str, dtype: str, tp: str, transport: str) -> None:
+def as_argument(answers: Sequence[Answer]) -> str:
+    return json.dumps(answers)
+
+
+def from_argument(text: str) -> list[Answer]:
+    """What an LLM of each seed must answer to `PROMPT`."""
+    return [Answer(*answer) for answer in json.loads(text)]
+
+
+def main(folder: str, family: str, dtype: str, tp: str, transport: str, expected: str) -> None:
     from weightcast.integrations.vllm.clients import LLMEngine
 
     setup = Setup(family, getattr(torch, dtype), tp=int(tp))
     llm = start(folder, setup)
-    ask = Asked(llm)
+    ask, answers = Asked(llm), from_argument(expected)
     with trainer(setup, LLMEngine(llm), transport=transport) as it:
-        assert_serves(ask, it.of(0), other=it.of(1))
+        assert ask(PROMPT, NUM_TOKENS) == answers[0] != answers[1]
         for seed in (1, 0, 1):
             report = it.publish(seed)
-            print(assert_serves(ask, it.of(seed), other=it.of(1 - seed)), report.seconds)
-            assert ask.spans == [(str(report.version), 0, 12)], ask.spans
-    assert_serves(ask, it.of(1), prompt=PROMPT)
+            assert ask(PROMPT, NUM_TOKENS) == answers[seed]
+            assert ask.spans == [(str(report.version), 0, NUM_TOKENS)], ask.spans
+    assert ask(PROMPT, NUM_TOKENS) == answers[1]
 
 
 if __name__ == "__main__":

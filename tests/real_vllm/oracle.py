@@ -1,7 +1,8 @@
-"""What a model must answer: greedy tokens and log-probabilities by transformers, to hold vLLM's answers against.
+"""Whether an engine's greedy answer makes sense, by transformers: a loose check, since each library rounds otherwise.
 
-An answer is checked by one teacher-forced forward pass: each token must be the one with the highest probability after
-the tokens before it (by induction the greedy answer), and its log-probability must be the model's.
+An answer is checked by one teacher-forced forward pass: each token must have the highest probability after the tokens
+before it (by induction the greedy answer), and its log-probability must be the model's, both within `TOLERANCE`.
+What an updated engine must answer exactly is what the same engine answers that was started cold: see `cold.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ import torch
 
 PROMPT = (5, 6, 7, 8, 9, 10)
 NUM_TOKENS = 12
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.3}
-"""In nats. bf16: both sides round every activation to 8 bits, in different orders."""
+LONG_PROMPT = tuple(range(10, 210))
+"""Longer than a block of the prefix cache."""
+NUM_STREAMED = 450
+TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.3}
+"""In nats, far above what rounding does and far below `FAR`. bf16: both sides round every activation to 8 bits."""
 SMALL = 64
 """Answers of more tokens, and of models of more layers, may be twice as far: rounding adds up."""
 FAR = 1.0
@@ -84,7 +88,12 @@ def assert_serves(
     assert len(answer.tokens) == num_tokens, answer
     found = assert_is_of(model, prompt, answer)
     if other is not None:
-        different = deviation(other, prompt, answer)
-        assert different.num_other_tokens, f"the other version would answer the same: {different}"
-        assert different.logprob > FAR, f"the other version would answer the same: {different}"
+        assert_other(other, prompt, answer)
     return found
+
+
+def assert_other(model: Any, prompt: Sequence[int], answer: Answer) -> None:
+    """The answer is not at all the model's."""
+    found = deviation(model, prompt, answer)
+    assert found.num_other_tokens, f"the other version would answer the same: {found}"
+    assert found.logprob > FAR, f"the other version would answer the same: {found}"

@@ -8,13 +8,16 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 import torch
 from real_engines.process import REQUEST_SECONDS, ServerProcess, python_of
 
 from real_vllm.oracle import Answer, Ask
+
+if TYPE_CHECKING:
+    from real_vllm.cold import Cold
 
 TESTS = Path(__file__).parents[1]
 ENVIRONMENT = {
@@ -95,12 +98,22 @@ class Part(NamedTuple):
 class Server(ServerProcess):
     """A server of `setup` that started from the checkpoint in `folder`. Start it by entering it.
 
-    `extension`: a class mixed into vLLM's workers, for what only a test does to them.
+    `extension`: a class mixed into vLLM's workers, for what only a test does to them. `cold`: what its answers are
+    held against.
     """
 
-    def __init__(self, setup: Setup, folder: Path, *, port: int = 0, extension: str = "real_vllm.extension.Extension"):
+    def __init__(
+        self,
+        setup: Setup,
+        folder: Path,
+        *,
+        port: int = 0,
+        extension: str = "real_vllm.extension.Extension",
+        cold: Cold | None = None,
+    ):
         super().__init__("vllm", port=port)
         self.setup = setup
+        self.cold = cold
         self._folder = folder
         self._extension = extension
 
@@ -111,6 +124,8 @@ class Server(ServerProcess):
         command += ["--dtype", str(setup.dtype).removeprefix("torch."), "--enforce-eager"]
         command += ["--enable-scale-out"]  # the one HTTP route that says which tokens came from which version
         command += ["--max-model-len", "512", "--max-num-seqs", "16", "--worker-extension-cls", self._extension]
+        # Enough for so many of that length; else each rank would fill a gigabyte.
+        command += ["--num-gpu-blocks-override", "64"]
         command += ["--tensor-parallel-size", str(setup.tp), "--data-parallel-size", str(setup.dp)]
         if setup.backend is not None:
             command += ["--weight-transfer-config", json.dumps({"backend": setup.backend})]

@@ -14,14 +14,13 @@ from typing import Any, Generic, TypeVar
 import pytest
 from real_engines.setups import on
 
-from real_vllm.oracle import PROMPT, Answer, assert_is_of, assert_serves, joined
+from real_vllm.cold import assert_answered, assert_serves
+from real_vllm.oracle import LONG_PROMPT, NUM_STREAMED, PROMPT, Answer, joined
 from real_vllm.servers import ONE, REPLICAS, STOCK, STOCK_REPLICAS, TWO, Server, Span
 from real_vllm.trainer import FILE, GLOO, IPC, trainer
 from weightcast import HttpEngine
 
-LONG_PROMPT = tuple(range(10, 210))
-"""Longer than a block of the prefix cache."""
-NUM_STREAMED, NUM_BEFORE_PAUSE = 450, 20
+NUM_BEFORE_PAUSE = 20
 NUM_TRIES = 10
 """Of pausing a request while it runs: on a machine with other work it may end before."""
 T = TypeVar("T")
@@ -35,8 +34,7 @@ def test_alternating_publishes_serve_what_was_published(server: Server, transpor
             report = it.publish(seed)
             assert report.ok
             assert server.version() == str(report.version)
-            for ask in server.asks():
-                assert_serves(ask, it.of(seed), other=it.of(1 - seed))
+            assert_serves(server, seed)
 
 
 @on(ONE, TWO, REPLICAS, full=[STOCK])
@@ -54,11 +52,11 @@ def test_no_cache_of_the_old_version_is_used(server: Server, mode: Any) -> None:
     with contextlib.closing(engine), trainer(server.setup, engine) as it:
         it.publish(0)
         before = server.metric("vllm:prefix_cache_hits_total")
-        for _ in range(2):
-            assert_serves(server.ask, it.of(0), other=it.of(1), prompt=LONG_PROMPT)
+        for is_cached in (False, True):
+            assert_serves(server, 0, LONG_PROMPT, is_cached=is_cached)
         assert server.metric("vllm:prefix_cache_hits_total") > before, "the prompt is not cached at all"
         it.publish(1)
-        assert_serves(server.ask, it.of(1), other=it.of(0), prompt=LONG_PROMPT)
+        assert_serves(server, 1, LONG_PROMPT)
 
 
 class Stream(Generic[T]):
@@ -106,9 +104,9 @@ def test_a_kept_request_goes_on_under_the_new_version_and_says_where(server: Ser
         assert len(answer.tokens) == NUM_STREAMED
         cut = _cut(parts[-1].spans, first, second)
         assert NUM_BEFORE_PAUSE <= cut < NUM_STREAMED
-        assert_is_of(it.of(0), PROMPT, Answer(answer.tokens[:cut], answer.logprobs[:cut]))
+        assert_answered(server, 0, PROMPT, Answer(answer.tokens[:cut], answer.logprobs[:cut]))
         rest = Answer(answer.tokens[cut:], answer.logprobs[cut:])
-        assert_is_of(it.of(1), [*PROMPT, *answer.tokens[:cut]], rest)
+        assert_answered(server, 1, [*PROMPT, *answer.tokens[:cut]], rest)
 
 
 def _cut(spans: Sequence[Span], first: int, second: int) -> int:
@@ -131,8 +129,8 @@ def test_pause_wait_lets_requests_end_and_abort_ends_them(server: Server, mode: 
             if is_whole or len(answer.tokens) < NUM_STREAMED:
                 break
         assert (len(answer.tokens) == NUM_STREAMED) is is_whole
-        assert_is_of(it.of(0), PROMPT, answer)
-        assert_serves(server.ask, it.of(1), other=it.of(0))
+        assert_answered(server, 0, PROMPT, answer)
+        assert_serves(server, 1)
 
 
 _WITHOUT_VLLM = """
@@ -155,4 +153,4 @@ def test_the_trainer_needs_no_vllm(server: Server) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert server.version() == done.stdout.strip()
-    assert_serves(server.ask, it.of(1), other=it.of(0))
+    assert_serves(server, 1)

@@ -6,7 +6,9 @@ import contextlib
 
 from real_engines.setups import on
 
+from real_vllm.cold import Cold
 from real_vllm.conftest import Checkpoints
+from real_vllm.offline_llm import as_argument
 from real_vllm.programs import run
 from real_vllm.servers import ONE, STOCK, TESTS, TWO, Server, child_environment
 from weightcast import HttpEngine
@@ -26,5 +28,6 @@ def test_what_a_server_is_is_asked_and_what_it_can_do(server: Server) -> None:
         assert not info.torn
 
 
-def test_an_engine_that_sleeps_is_updated_between_two_wakes(checkpoint: Checkpoints) -> None:
-    run(TESTS / "real_vllm" / "colocated_llm.py", str(checkpoint()), environment=child_environment(ONE))
+def test_an_engine_that_sleeps_is_updated_between_two_wakes(checkpoint: Checkpoints, cold: Cold) -> None:
+    program, arguments = TESTS / "real_vllm" / "colocated_llm.py", (str(checkpoint()), as_argument(cold.of_seeds(ONE)))
+    run(program, *arguments, environment=child_environment(ONE))

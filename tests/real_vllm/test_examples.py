@@ -12,7 +12,7 @@ import transformers
 from real_engines.setups import on
 
 from real_vllm.conftest import Checkpoints
-from real_vllm.oracle import assert_serves
+from real_vllm.oracle import NUM_TOKENS, PROMPT, assert_is_of, assert_other
 from real_vllm.programs import run
 from real_vllm.servers import ONE, PLAIN, STOCK, TESTS, Server, child_environment
 from real_vllm.trainer import FILE, IPC, trainer
@@ -59,5 +59,8 @@ def test_trl_trains_a_policy_that_the_server_serves(server: Server, checkpoint: 
     divergence = [float(value) for value in re.findall(r"'kl': '([^']+)'", out)]
     assert len(divergence) == 6, out
     assert divergence[0] < 1e-6, "the first step trains on answers of the very weights that it has"
-    trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32").eval()
-    assert_serves(server.ask, trained, other=it.of(0))
+    answer = server.ask(PROMPT, NUM_TOKENS)
+    with Server(PLAIN, tmp_path) as cold:
+        assert answer == cold.ask(PROMPT, NUM_TOKENS)
+    assert_is_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32").eval(), PROMPT, answer)
+    assert_other(it.of(0), PROMPT, answer)

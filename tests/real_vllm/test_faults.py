@@ -18,12 +18,13 @@ import pytest
 import torch
 from real_engines.setups import on
 
+from real_vllm.cold import Cold, assert_answered, assert_serves
 from real_vllm.conftest import Checkpoints
 from real_vllm.models import make_model
-from real_vllm.oracle import PROMPT, assert_is_of, assert_serves, joined
+from real_vllm.oracle import NUM_STREAMED, PROMPT, joined
 from real_vllm.servers import ONE, REPLICAS, STOCK, STOCK_REPLICAS, TWO, Server, Setup
-from real_vllm.test_acceptance import NUM_STREAMED, Stream
-from real_vllm.trainer import Tensors, Trainer, checkpoint_tensors, trainer
+from real_vllm.test_acceptance import Stream
+from real_vllm.trainer import Tensors, checkpoint_tensors, trainer
 from weightcast import HttpEngine, Publisher, PublishError
 from weightcast.errors import (
     ControlError,
@@ -100,19 +101,18 @@ def test_unfit_weights_are_refused_by_name_before_the_model_is_touched(
     assert isinstance(error, IncompatibleWeightsError), error
     for name in names:
         assert any(name in problem for problem in error.problems), (name, error.problems)
-    assert_as_before(server, it, 0, version)
+    assert_as_before(server, 0, version)
     with trainer(server.setup, server.url) as it:
         it.publish(1)
-        assert_serves(server.ask, it.of(1), other=it.of(0))
+        assert_serves(server, 1)
 
 
-def assert_as_before(server: Server, it: Trainer, seed: int, version: int) -> None:
+def assert_as_before(server: Server, seed: int, version: int) -> None:
     """The engine goes on serving that version of those weights."""
     assert server.is_healthy()
     assert server.version() == str(version)
     assert not server.is_paused()
-    for ask in server.asks():
-        assert_serves(ask, it.of(seed), other=it.of(1 - seed))
+    assert_serves(server, seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,9 +142,9 @@ def break_and_undo(server: Server, fault: Break) -> None:
         assert isinstance(error, InstallError), error
         assert "the test's fault" in str(error)
         assert not error.torn
-        assert_as_before(server, it, 0, version)
+        assert_as_before(server, 0, version)
         for seed in (1, 0):
-            assert_as_before(server, it, seed, it.publish(seed).version)
+            assert_as_before(server, seed, it.publish(seed).version)
 
 
 def break_and_heal(server: Server, fault: Break) -> None:
@@ -159,7 +159,7 @@ def break_and_heal(server: Server, fault: Break) -> None:
         assert_does_not_generate(server)
         assert server.version() == str(version)
         for seed in (1, 0):
-            assert_as_before(server, it, seed, it.publish(seed).version)
+            assert_as_before(server, seed, it.publish(seed).version)
 
 
 def assert_does_not_generate(server: Server) -> None:
@@ -242,12 +242,12 @@ def test_a_pause_that_takes_too_long_leaves_the_old_version(server: Server, is_s
         assert isinstance(error, PeerTimeoutError), repr(error)
         assert error.peer == server.url
         assert "pause in the mode 'keep'" in str(error)
-        assert_as_before(server, it, 0, version)
+        assert_as_before(server, 0, version)
         answer = joined(stream.awaited())
         assert len(answer.tokens) == NUM_STREAMED
-        assert_is_of(it.of(0), PROMPT, answer)
+        assert_answered(server, 0, PROMPT, answer)
         for seed in (1, 0):
-            assert_as_before(server, it, seed, it.publish(seed).version)
+            assert_as_before(server, seed, it.publish(seed).version)
 
 
 _DIES_HALFWAY = """
@@ -272,9 +272,9 @@ def test_a_trainer_that_dies_halfway_leaves_the_old_version(server: Server, tran
     command = [sys.executable, "-c", _DIES_HALFWAY, server.url, transport, server.setup.family]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL
-    assert_as_before(server, it, 0, version)
+    assert_as_before(server, 0, version)
     with trainer(server.setup, server.url, transport=transport, takeover=True) as it:
-        assert_as_before(server, it, 1, it.publish(1).version)
+        assert_as_before(server, 1, it.publish(1).version)
 
 
 @on(ONE, TWO, full=[STOCK])
@@ -284,7 +284,7 @@ def test_requests_are_answered_while_an_update_is_open(server: Server) -> None:
         answers = []
         it.publish(1, on_progress=lambda done, total: answers.append(server.ask(PROMPT, 4)))
         assert len(answers) > 3
-        assert_serves(server.ask, it.of(1), other=it.of(0))
+        assert_serves(server, 1)
 
 
 @on(ONE, full=[STOCK])
@@ -292,12 +292,12 @@ def test_a_request_between_start_and_finish_does_not_kill_the_engine(server: Ser
     with trainer(server.setup, server.url) as it:
         it.publish(0)
     server.post("/start_weight_update")
-    assert_serves(server.ask, it.of(0), other=it.of(1))
+    assert_serves(server, 0)
     reply = server.post("/finish_weight_update")
     assert reply.status_code != 200, "nothing was sent"
-    assert_serves(server.ask, it.of(0), other=it.of(1))
+    assert_serves(server, 0)
     with trainer(server.setup, server.url) as it:
-        assert_as_before(server, it, 1, it.publish(1).version)
+        assert_as_before(server, 1, it.publish(1).version)
 
 
 GARBAGE = {"update_info": {"kind": "nonsense"}}
@@ -333,32 +333,33 @@ def test_misuse_is_an_error_and_later_calls_are_in_step(server: Server, steps: l
     replies = [server.post(path, body) for path, body in steps]
     if "shutdown" not in steps[-1][0]:
         assert any(reply.status_code >= 400 for reply in replies), [reply.text for reply in replies]
-    assert_as_before(server, it, 0, version)
+    assert_as_before(server, 0, version)
     with trainer(server.setup, server.url) as it:
-        assert_as_before(server, it, 1, it.publish(1).version)
+        assert_as_before(server, 1, it.publish(1).version)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("endpoints", [True, False], ids=["endpoints", "stock-routes"])
 def test_workers_that_somebody_else_has_brought_out_of_step_are_found_out(
-    checkpoint: Checkpoints, endpoints: bool
+    checkpoint: Checkpoints, cold: Cold, endpoints: bool
 ) -> None:
     """What such a server says of an install may be the answer to another call."""
     setup = Setup(tp=2, endpoints=endpoints)
-    with Server(setup, checkpoint(setup.family, 0, setup.dtype)) as server, trainer(setup, server.url) as it:
+    folder = checkpoint(setup.family, 0, setup.dtype)
+    with Server(setup, folder, cold=cold) as server, trainer(setup, server.url) as it:
         it.publish(0)
         assert server.post("/collective_rpc", {"method": "nonsense"}).status_code == 500
         errors = [it.failure(1) for _ in range(3)]
         assert all(isinstance(error, ControlError) for error in errors), errors
         assert all("start the server again" in str(error) for error in errors[1:]), errors
-        assert_serves(server.ask, it.of(0), other=it.of(1))
+        assert_serves(server, 0)
 
 
 @on(ONE, TWO, full=[STOCK])
 def test_another_run_transport_and_bucket_size_in_the_same_server(server: Server) -> None:
     for seed, transport in enumerate(("ipc://", "gloo://127.0.0.1:0", "ipc://")):
         with trainer(server.setup, server.url, transport=transport, bucket_size_bytes=1 << (18 + seed)) as it:
-            assert_as_before(server, it, seed % 2, it.publish(seed % 2).version)
+            assert_as_before(server, seed % 2, it.publish(seed % 2).version)
 
 
 @on(ONE, full=[STOCK])
@@ -367,5 +368,5 @@ def test_a_second_publisher_is_refused_while_the_first_lives(server: Server) -> 
         version = first.publish(0).version
         error = second.failure(1)
         assert "held" in str(error) or "holds" in str(error), error
-        assert_as_before(server, first, 0, version)
-        assert_as_before(server, first, 1, first.publish(1).version)
+        assert_as_before(server, 0, version)
+        assert_as_before(server, 1, first.publish(1).version)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from real_engines.setups import on
 
-from real_vllm.oracle import assert_serves
+from real_vllm.cold import assert_serves
 from real_vllm.servers import ONE, Server
 from real_vllm.trainer import FILE, trainer
 
@@ -35,7 +35,7 @@ def test_what_comes_into_a_store_is_served(server: Server, tmp_path: Path) -> No
             followed = json.loads(follower.stdout.readline())
             assert followed["version"] == version
             assert server.version() == str(version)
-            assert_serves(server.ask, it.of(seed), other=it.of(1 - seed))
+            assert_serves(server, seed)
         follower.terminate()
         assert follower.wait(FOLLOW_SECONDS) == 0
 

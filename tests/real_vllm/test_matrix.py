@@ -16,8 +16,9 @@ import pytest
 import torch
 from real_engines.setups import on
 
+from real_vllm.cold import Cold, assert_serves
 from real_vllm.conftest import Checkpoints
-from real_vllm.oracle import assert_serves
+from real_vllm.offline_llm import as_argument
 from real_vllm.servers import TESTS, Server, Setup, child_environment
 from real_vllm.trainer import GLOO, IPC, trainer
 
@@ -42,19 +43,21 @@ def test_a_server_serves_what_was_published(server: Server, transport: str) -> N
         for seed in (1, 0, 1):
             version = it.publish(seed).version
             assert server.version() == str(version)
-            for ask in server.asks():
-                print(assert_serves(ask, it.of(seed), other=it.of(1 - seed)))
+            assert_serves(server, seed)
 
 
 @pytest.mark.parametrize(
     ("setup", "transport"),
     [pytest.param(*case, marks=pytest.mark.full, id=f"{case[0]}-{case[1].partition(':')[0]}") for case in OFFLINE],
 )
-def test_an_offline_llm_serves_what_was_published(setup: Setup, transport: str, checkpoint: Checkpoints) -> None:
+def test_an_offline_llm_serves_what_was_published(
+    setup: Setup, transport: str, checkpoint: Checkpoints, cold: Cold
+) -> None:
     folder = checkpoint(setup.family, 0, setup.dtype)
     program = str(Path(TESTS, "real_vllm", "offline_llm.py"))
     dtype = str(setup.dtype).removeprefix("torch.")
     command = [sys.executable, program, str(folder), setup.family, dtype, str(setup.tp), transport]
+    command.append(as_argument(cold.of_seeds(setup)))
     done = subprocess.run(
         command,
         env=child_environment(setup),

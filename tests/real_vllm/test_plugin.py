@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from real_engines.setups import on
 
-from real_vllm.oracle import assert_serves
+from real_vllm.cold import assert_serves
 from real_vllm.servers import STOCK, Server, Setup, child_environment
 from real_vllm.trainer import GLOO, IPC, trainer
 from weightcast.control.messages import InitInfo, Offer, Seal, UpdateInfo, WeightInfo
@@ -72,7 +72,7 @@ def test_the_four_stock_calls_update(server: Server, transport: str) -> None:
         for seed in (1, 0, 1):
             version = it.publish(seed).version
             assert server.version() == str(version)
-            assert_serves(server.ask, it.of(seed), other=it.of(1 - seed))
+            assert_serves(server, seed)
             assert not server.is_paused()
 
 
@@ -86,10 +86,10 @@ def test_finish_finds_nothing_to_do_where_nothing_is_sealed(server: Server) -> N
             assert isinstance(error, IncompleteUpdateError), error
             assert "not sealed" in str(error)
             assert server.version() == str(version)
-            assert_serves(server.ask, it.of(0), other=it.of(1))
+            assert_serves(server, 0)
     with trainer(server.setup, FourCalls(server)) as it:
         it.publish(1)
-        assert_serves(server.ask, it.of(1), other=it.of(0))
+        assert_serves(server, 1)
 
 
 RUN = "a" * 32
@@ -123,7 +123,7 @@ def test_each_misuse_is_answered_with_its_own_error(server: Server) -> None:
     with trainer(server.setup, calls) as it:
         for seed in (1, 0):
             it.publish(seed)
-            assert_serves(server.ask, it.of(seed), other=it.of(1 - seed))
+            assert_serves(server, seed)
 
 
 @on(STOCK, full=[STOCK_TWO])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import subprocess
 import sys
 import time
@@ -16,8 +15,9 @@ import pytest
 import torch
 from real_engines.setups import on
 
+from real_vllm.cold import assert_serves
 from real_vllm.conftest import Checkpoints
-from real_vllm.oracle import PROMPT, assert_serves
+from real_vllm.oracle import LONG_PROMPT, PROMPT
 from real_vllm.servers import PLAIN, TESTS, Server, Setup
 from real_vllm.trainer import Tensors, Trainer, checkpoint_tensors, trainer
 from weightcast import HttpEngine, Publisher, PublishError, SafetensorsSource
@@ -28,8 +28,6 @@ from weightcast.integrations.vllm.reload_folder import FOLDER
 PLAIN_TWO = Setup(backend=None, endpoints=False, tp=2)
 PLAIN_REPLICAS = Setup(backend=None, endpoints=False, dp=2)
 PLAIN_TIED = Setup("llama-tied", backend=None, endpoints=False)
-LONG_PROMPT = tuple(range(10, 210))
-"""Longer than a block of the prefix cache."""
 UP_PROJ = "model.layers.1.mlp.up_proj.weight"
 RESCUE_SECONDS = 60.0
 
@@ -54,7 +52,7 @@ def failure(server: Server, store: str, tensors: dict[str, torch.Tensor], **opti
 def heal(server: Server, it: Trainer, seed: int = 0) -> None:
     assert it.publish(seed).ok
     assert not server.is_paused()
-    assert_serves(server.ask, it.of(seed), other=it.of(1 - seed))
+    assert_serves(server, seed)
 
 
 @on(PLAIN, full=[PLAIN_TWO, PLAIN_REPLICAS])
@@ -67,9 +65,10 @@ def test_alternating_publishes_serve_what_was_published(server: Server, store: s
             assert report.ok
             assert report.engines[server.url].pause_seconds > 0
             assert (server.version(), server.is_paused()) == (str(report.version), False)
-            # Twice: of what the first leaves in the prefix cache nothing may be used for the next version.
-            for ask, prompt in itertools.product(server.asks(), (PROMPT, LONG_PROMPT, LONG_PROMPT)):
-                assert_serves(ask, it.of(seed), other=it.of(1 - seed), prompt=prompt)
+            assert_serves(server, seed)
+            # Of what this leaves in the prefix cache nothing may be used for the next version.
+            for is_cached in (False, True):
+                assert_serves(server, seed, LONG_PROMPT, is_cached=is_cached)
             assert list(server.generate(PROMPT, 12))[-1].spans == [(str(report.version), 0, 12)]
 
 
@@ -82,7 +81,7 @@ def test_a_directory_of_safetensors_is_a_source_like_any_other(
     source = SafetensorsSource(checkpoint(seed=1))
     with source, Publisher(source, transport=store, engines=[server.url]) as publisher:
         assert publisher.publish().ok
-    assert_serves(server.ask, it.of(1), other=it.of(0))
+    assert_serves(server, 1)
 
 
 @on(PLAIN)
@@ -105,7 +104,7 @@ def test_what_does_not_fit_is_refused_before_the_server_is_told_anything(
     assert isinstance(error, IncompatibleWeightsError)
     assert [named in problem for problem in error.problems] == [True]
     assert (server.version(), server.is_paused()) == (label, False)
-    assert_serves(server.ask, it.of(0), other=it.of(1))
+    assert_serves(server, 0)
 
 
 @on(PLAIN)
@@ -181,7 +180,7 @@ def test_a_publisher_that_dies_in_its_pause_leaves_no_server_paused(server: Serv
     while server.is_paused() or server.version() != "77":
         assert time.monotonic() < end, "nobody has resumed it"
         server.process_ended(0.1)
-    assert_serves(server.ask, it.of(1), other=it.of(0))
+    assert_serves(server, 1)
     with trainer(server.setup, server.url, transport=store) as it:
         heal(server, it, 0)
     assert not (tmp_path / "store" / FOLDER).exists(), "what the dead publisher left is swept by the next"
@@ -194,4 +193,4 @@ def test_what_a_reload_leaves_stale_on_a_cpu_is_refused(server: Server, store: s
         error = it.failure(1)
         assert isinstance(error, UnsupportedError)
         assert "tied to the embeddings" in str(error)
-        assert_serves(server.ask, it.of(0), other=it.of(1))
+        assert_serves(server, 0)

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import urllib.parse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import httpx
 import pytest
 from real_engines.setups import on
 
-from real_vllm.oracle import PROMPT, Answer, assert_serves, is_of, joined
+from real_vllm.cold import assert_answered, assert_serves
+from real_vllm.oracle import NUM_STREAMED, PROMPT, Answer, joined
 from real_vllm.servers import ONE, REPLICAS, TWO, Part, Server, Setup, completion
-from real_vllm.test_acceptance import NUM_STREAMED, Stream
-from real_vllm.trainer import Trainer, trainer
+from real_vllm.test_acceptance import Stream
+from real_vllm.trainer import trainer
 from weightcast import HttpEngine
 from weightcast.errors import ControlError, EngineTornError, InstallError, PeerTimeoutError, RefusedError
 
@@ -111,8 +113,7 @@ def test_every_api_server_knows_that_the_engine_is_torn(server: Server) -> None:
         assert not any(info["torn"] or info["paused"] for info in infos), infos
         answers = front_ends.each("POST", "/v1/completions", completion(PROMPT, 4))
         assert {status for status, _ in answers} == {200}, answers
-        for ask in server.asks():
-            assert_serves(ask, it.of(1), other=it.of(0))
+        assert_serves(server, 1)
 
 
 @on(ONE, REPLICAS, full=[TWO])
@@ -136,8 +137,7 @@ def test_no_wake_up_sets_a_torn_engine_going(server: Server) -> None:
         assert len(joined(frozen.awaited()).tokens) == NUM_STREAMED
         answers = front_ends.each("POST", "/wake_up")
         assert {status for status, _ in answers} == {200}, answers
-        for ask in server.asks():
-            assert_serves(ask, it.of(1), other=it.of(0))
+        assert_serves(server, 1)
 
 
 @on(ONE, REPLICAS)
@@ -150,8 +150,7 @@ def test_a_server_that_sleeps_is_updated_between_two_wakes(server: Server) -> No
             assert server.get("/is_sleeping")["is_sleeping"], "the publish has woken an engine without a KV cache"
             assert server.post("/wake_up?tags=kv_cache").json()["status"] == "awake"
             assert server.version() == str(version)
-            for ask in server.asks():
-                assert_serves(ask, it.of(seed), other=it.of(1 - seed))
+            assert_serves(server, seed)
 
 
 @on(ONE, full=[REPLICAS])
@@ -170,29 +169,26 @@ def test_whoever_resumes_does_not_break_into_an_install(server: Server, route: s
         return number
 
     with trainer(server.setup, server.url) as it, concurrent.futures.ThreadPoolExecutor(2) as threads:
-        it.publish(0)
         resuming = threads.submit(resume)
         try:
-            for seed in (1, 0, 1):
+            for _ in range(3):
+                old = it.publish(0).version
                 stream = threads.submit(lambda: list(server.generate(PROMPT, 400)))
-                it.publish(seed)
+                new = it.publish(1).version
                 parts = stream.result(120)
-                assert_each_token_is_of_its_version(it, seed, parts)
+                assert_each_token_is_of_its_version(server, {str(old): 0, str(new): 1}, parts)
         finally:
             stop.set()
         assert resuming.result(120) > 0
         assert not server.is_paused()
 
 
-def assert_each_token_is_of_its_version(it: Trainer, new_seed: int, parts: list[Part]) -> None:
-    """The versions are the last two, and the newer one is of `new_seed`."""
+def assert_each_token_is_of_its_version(server: Server, seeds: Mapping[str, int], parts: list[Part]) -> None:
+    """`seeds`: the weights of each version."""
     answer, spans = joined(part.answer for part in parts), parts[-1].spans
-    seeds = [1 - new_seed, new_seed][-len(spans) :] if len(spans) > 1 else None
-    for index, (_, start, end) in enumerate(spans):
-        prompt = [*PROMPT, *answer.tokens[:start]]
+    for version, start, end in spans:
         part = Answer(answer.tokens[start:end], answer.logprobs[start:end])
-        candidates = (0, 1) if seeds is None else (seeds[index],)
-        assert any(is_of(it.of(seed), prompt, part) for seed in candidates), spans
+        assert_answered(server, seeds[version], [*PROMPT, *answer.tokens[:start]], part)
 
 
 @on(ONE, TWO, REPLICAS)
@@ -228,7 +224,7 @@ def test_a_pause_of_the_users_own_stays(server: Server) -> None:
         it.publish(1)
         assert server.is_paused()
         assert server.post("/resume").json() == {"status": "resumed"}
-        assert_serves(server.ask, it.of(1), other=it.of(0))
+        assert_serves(server, 1)
 
 
 @on(ONE)
@@ -263,7 +259,7 @@ def test_a_torn_engine_is_not_resumed_and_says_so(server: Server) -> None:
         assert server.post("/tokenize", {"model": "tiny", "prompt": "w5 w6"}).status_code == 200
         assert server.is_healthy()
         it.publish(1)
-        assert_serves(server.ask, it.of(1), other=it.of(0))
+        assert_serves(server, 1)
 
 
 @on(ONE, TWO)
@@ -286,7 +282,7 @@ def test_an_install_goes_on_without_its_client(server: Server) -> None:
         # The client asks what became of it: the answer waits for the install.
         assert it.publish(1).ok
         assert not server.is_paused()
-        assert_serves(server.ask, it.of(1), other=it.of(0))
+        assert_serves(server, 1)
 
 
 @on(ONE)
@@ -300,7 +296,7 @@ def test_a_pause_that_waits_lets_requests_end(server: Server) -> None:
             assert running.result(60).tokens, "the pause waited for it"
             engine.resume(it.publisher.run)
             engine.close()
-        assert_serves(server.ask, it.of(0), other=it.of(1))
+        assert_serves(server, 0)
 
 
 @on(full=[GUARDED])
@@ -317,7 +313,7 @@ def test_without_the_token_no_weight_route_answers(server: Server) -> None:
         assert "token" in str(error)
     with trainer(server.setup, server.url) as it:
         it.publish(1)
-        assert_serves(server.ask, it.of(1), other=it.of(0))
+        assert_serves(server, 1)
 
 
 @on(full=[GUARDED])

@@ -18,8 +18,8 @@ from real_engines.process import free_port
 from real_engines.setups import on
 
 from real_vllm.baseline.per_tensor import PerTensorTrainer
+from real_vllm.cold import assert_serves
 from real_vllm.models import model_of
-from real_vllm.oracle import assert_serves
 from real_vllm.servers import ONE, STOCK, TWO, Server, Setup
 from real_vllm.trainer import checkpoint_tensors, trainer
 from weightcast.errors import PeerError
@@ -65,7 +65,7 @@ def test_fifty_publishes_leave_nothing_behind(server: Server) -> None:
         for number in range(NUM_WARM, NUM_PUBLISHES):
             it.publish(number % 2)
         after = footprint(server)
-        assert_serves(server.ask, it.of(1), other=it.of(0))
+        assert_serves(server, 1)
         growth = after.rss_bytes - warm.rss_bytes
         print(f"grew by {growth / 1e6:.1f} MB from publish {NUM_WARM} to {NUM_PUBLISHES}; {warm} {after}")
         assert growth < MAX_GROWTH_BYTES
@@ -176,7 +176,7 @@ def test_streams_go_on_during_transfers_at_full_speed(server: Server) -> None:
             )
             if ratios[-1] <= MAX_GAP_RATIO:
                 break
-        assert_serves(server.ask, it.of(1), other=it.of(0))
+        assert_serves(server, 1)
     assert min(ratios) <= MAX_GAP_RATIO, ratios
 
 
@@ -191,10 +191,10 @@ def test_a_server_killed_in_mid_transfer_is_served_again_on_the_same_port(server
         assert isinstance(error, PeerError), error
         assert server.url in str(error)
         server.restart()
-        assert_serves(server.ask, it.of(0), other=it.of(1))
+        assert_serves(server, 0)
         report = it.publish(1)
         assert server.version() == str(report.version)
-        assert_serves(server.ask, it.of(1), other=it.of(0))
+        assert_serves(server, 1)
 
 
 # --- against vLLM's way of today ---

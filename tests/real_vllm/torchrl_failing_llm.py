@@ -1,8 +1,8 @@
 """An offline `LLM` whose loads by TorchRL's scheme fail on some of its ranks, as a program.
 
-Run as `torchrl_failing_llm.py FOLDER DIRECTORY`. FOLDER has a checkpoint of seed 0, DIRECTORY is the scheme's. Fails
-unless the LLM, after each failure, answers with the version before bit for bit, or, without an undo, refuses to answer
-until a whole version heals it.
+Run as `torchrl_failing_llm.py FOLDER DIRECTORY EXPECTED`. FOLDER has a checkpoint of seed 0, DIRECTORY is the scheme's.
+Fails unless the LLM, after each failure, answers with the version before bit for bit, or, without an undo, refuses to
+answer until a whole version heals it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ import pytest
 import torch
 
 from real_vllm.models import make_model, model_of
-from real_vllm.offline_llm import Asked, start
-from real_vllm.oracle import NUM_TOKENS, PROMPT, assert_serves
+from real_vllm.offline_llm import Asked, from_argument, start
+from real_vllm.oracle import NUM_TOKENS, PROMPT
 from real_vllm.servers import Setup
 
 RANKS = (1, 0, -1)
 """-1: all of them."""
 
 
-def main(folder: str, directory: str) -> None:
+def main(folder: str, directory: str, expected: str) -> None:
     from weightcast.errors import EngineTornError, InstallError
     from weightcast.integrations.torchrl import VLLMDoubleBufferSyncScheme
 
     llm, model = start(folder, Setup(tp=2)), make_model()
-    ask = Asked(llm)
+    ask, answers = Asked(llm), from_argument(expected)
+    assert answers[0] != answers[1]
     scheme = VLLMDoubleBufferSyncScheme(directory)
     scheme.init_on_sender(model_id="policy", model=model)
     sender = scheme.get_sender()
@@ -49,9 +50,9 @@ def main(folder: str, directory: str) -> None:
         for rank in RANKS:
             fail(receiver, rank, torn=False)
             assert llm.collective_rpc("test_weights_digest") == before
-            print(rank, assert_serves(ask, model_of(seed=1 - seed), other=model_of(seed=seed)), flush=True)
+            assert ask(PROMPT, NUM_TOKENS) == answers[1 - seed], rank
         assert receiver.poll_and_apply(timeout=60)
-        assert_serves(ask, model_of(seed=seed), other=model_of(seed=1 - seed))
+        assert ask(PROMPT, NUM_TOKENS) == answers[seed]
     receiver.close()
 
     receiver = scheme.create_receiver(llm, undo=False)
@@ -63,7 +64,7 @@ def main(folder: str, directory: str) -> None:
             with pytest.raises(EngineTornError, match="the test's fault"):
                 ask(PROMPT, NUM_TOKENS)
     assert receiver.poll_and_apply(timeout=60)
-    assert_serves(ask, model_of(seed=1), other=model_of(seed=0))
+    assert ask(PROMPT, NUM_TOKENS) == answers[1]
     receiver.close()
     sender.close()
 
