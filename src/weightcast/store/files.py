@@ -75,7 +75,9 @@ def open_file(path: Path, flags: int) -> int:
     except OSError as exc:
         if exc.errno in _NO_FILE:
             raise _misplaced(path, os.lstat(path).st_mode, "a file") from exc
-        raise no_space(exc, path) from exc
+        if exc.errno in _NO_SPACE:
+            raise no_space(exc, path) from exc
+        raise  # as it is: an error that is its own cause is a cycle, and holds every caller's frame until it is found
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
