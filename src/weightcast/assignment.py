@@ -81,11 +81,12 @@ class Looked:
             return False
         addresses = list(map(torch.Tensor.data_ptr, self._views))
         if addresses != self._addresses:
-            looks = zip(self._names, addresses, self._addresses, strict=True)
-            raise _misfit(
-                [f"{name!r}: found a view at {now:#x}, expected it at {then:#x}" for name, now, then in looks if now != then],
-                "where tensors move, have regions() return another object",
-            )
+            moved = [
+                f"{name!r}: found a view at {address:#x}, expected it at {former:#x}"
+                for name, address, former in zip(self._names, addresses, self._addresses, strict=True)
+                if address != former
+            ]
+            raise _misfit(moved, "where tensors move, have regions() return another object")
         return True
 
 
