@@ -70,29 +70,25 @@ class Looked:
     """Regions that a source gave, and where the memory of their views was."""
 
     def __init__(self, regions: Regions) -> None:
-        self._regions = regions
-        self._names = [name for name, held in regions.items() for _ in held]
-        self._views = [data for held in regions.values() for _, data in held]
-        self._addresses = list(map(torch.Tensor.data_ptr, self._views))
+        self.regions, self._addresses = regions, _addresses(regions)
 
     def is_of(self, regions: Regions) -> bool:
         """Whether the source gives the same object again. Raises IncompatibleWeightsError if its views have moved."""
-        if regions is not self._regions:
+        if regions is not self.regions:
             return False
-        addresses = list(map(torch.Tensor.data_ptr, self._views))
-        if addresses != self._addresses:
+        if (addresses := _addresses(regions)) != self._addresses:
+            names = [name for name, held in regions.items() for _ in held]
             moved = [
                 f"{name!r}: found a view at {address:#x}, expected it at {former:#x}"
-                for name, address, former in zip(self._names, addresses, self._addresses, strict=True)
+                for name, address, former in zip(names, addresses, self._addresses, strict=False)
                 if address != former
-            ]
+            ] or [f"found {len(addresses)} views, expected {len(self._addresses)}"]
             raise _misfit(moved, "where tensors move, have regions() return another object")
         return True
 
 
-def require_whole(specs: Sequence[TensorSpec], regions: Regions) -> None:
-    """Raises IncompatibleWeightsError unless a rank that is alone holds every tensor."""
-    assign(specs, [held_shards(specs, regions)])
+def _addresses(regions: Regions) -> list[int]:
+    return [data.data_ptr() for held in regions.values() for _, data in held]
 
 
 def assign(specs: Sequence[TensorSpec], held: Sequence[Sequence[Part]]) -> list[list[int]]:

@@ -109,7 +109,7 @@ class Packing:
 
     def packer(self, regions: Regions) -> Packs:
         """Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile every tensor."""
-        if self._packer is None or not self.is_of(regions):
+        if self._packer is None or self._regions is None or self._regions.regions is not regions:
             self._packer = Packer(self.layout, tiling(self.specs, regions))
             self._regions = Looked(regions)
         return self._packer

@@ -25,7 +25,6 @@ import torch
 
 from weightcast import registry
 from weightcast.arenas import Outlet
-from weightcast.assignment import require_whole
 from weightcast.bucket import Layout
 from weightcast.control.client import HttpEngine
 from weightcast.control.messages import InstallMode
@@ -247,18 +246,20 @@ class Publisher:
 
     def _prepared(self, version: int | None) -> Prepared:
         """What a publish needs of this process alone: the source's regions, wire and plan. No communication."""
-        start, version = time.perf_counter(), self._checked_version(version)
+        start, number = time.perf_counter(), self._checked_version(version)
         regions = self._source.regions()
-        if self._ensemble is None and (self._packing is None or not self._packing.is_of(regions)):
+        device = _device_of(regions) if self._wire is None else self._wire.device
+        packing = self._ready_packing(regions, device)
+        if self._ensemble is None:
             # Before there is a sender, which may write.
-            require_whole(self._source.specs(), regions)
-        wire = self._ready_wire(regions)
+            packing.packer(regions)
+        wire = self._ready_wire(device)
         if not len(self._fleet) and not isinstance(wire.sender, Replayable):
             raise ValueError(
                 f"there is no engine to publish to, and {self._url} keeps nothing for later: pass engines=[...], or "
                 "call add_engine first (a store, file:///DIR, needs none)"
             )
-        return Prepared(start, version, regions, wire, self._ready_packing(regions, wire.device))
+        return Prepared(start, number, regions, wire, packing)
 
     def _run(self, prepared: Prepared, on_progress: OnProgress | None) -> PublishReport:
         gather_seconds = time.perf_counter() - prepared.start
@@ -291,11 +292,9 @@ class Publisher:
             self.version = max(self.version, ensemble.version)
             self.run = ensemble.run or self.run
 
-    def _ready_wire(self, regions: Regions) -> Wire:
+    def _ready_wire(self, device: torch.device) -> Wire:
         """The sender and the listener, made at the first publish, when the device of the weights is known."""
         if self._wire is None:
-            devices = {tensor.device for held in regions.values() for _, tensor in held}
-            device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
             sender = _make_sender(self._transport, self._url, self._terms.deadline_seconds, self.run, device)
             try:
                 host = None if self._transport.same_host else registry.host(self._url)
@@ -329,6 +328,11 @@ class Publisher:
             manifest = plan(specs, size, digest_kind="xxh3-128" if device.type == "cpu" else "sum-64x2")
             self._packing = Packing(specs, Layout(manifest), size)
         return self._packing
+
+
+def _device_of(regions: Regions) -> torch.device:
+    devices = {tensor.device for held in regions.values() for _, tensor in held}
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
 def _drop(owned: list[Closable], process: int) -> None:

@@ -86,8 +86,7 @@ def test_a_store_and_an_export_have_them_whole(tmp_path: Path) -> None:
     with Publisher(source, transport=url, bucket_size_bytes=4096) as publisher:
         publisher.publish()
     export.export(source, tmp_path / "direct")
-    with contextlib.closing(StoreSource(url)) as store:
-        export.export(store, tmp_path / "stored")
+    export.export(StoreSource(url), tmp_path / "stored")
     for directory in ("direct", "stored"):
         found = load_file(tmp_path / directory / "model.safetensors")
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

@@ -133,7 +133,6 @@ def test_the_session_of_a_dead_trainer_is_closed(server: Server) -> None:
 
 SCRIPT = """
 import os, signal, sys
-from real_sglang.oracle import assert_drops_caches, assert_serves
 from real_sglang.servers import Setup
 from real_vllm.trainer import GLOO, trainer
 from weightcast.integrations.sglang.stock import StockServer

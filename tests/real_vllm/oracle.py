@@ -66,29 +66,11 @@ def deviation(model: Any, prompt: Sequence[int], answer: Answer) -> Deviation:
     return Deviation(int(is_other.sum()), float((own - torch.tensor(answer.logprobs)).abs().max()))
 
 
-def is_of(model: Any, prompt: Sequence[int], answer: Answer) -> bool:
-    """Whether the answer is the model's, token by token."""
-    found = deviation(model, prompt, answer)
-    return found.num_other_tokens == 0 and found.logprob <= tolerance(model, answer)
-
-
 def assert_is_of(model: Any, prompt: Sequence[int], answer: Answer) -> Deviation:
-    """`is_of`, saying how far it is from that. Returns the deviation."""
+    """The answer is the model's, token by token. Returns how far it is from that."""
     found = deviation(model, prompt, answer)
     assert found.num_other_tokens == 0, f"{found}: {answer}"
     assert found.logprob <= tolerance(model, answer), f"{found}: {answer}"
-    return found
-
-
-def assert_serves(
-    ask: Ask, model: Any, *, other: Any = None, prompt: Sequence[int] = PROMPT, num_tokens: int = NUM_TOKENS
-) -> Deviation:
-    """The answer is that of `model`, and, to check the check, not at all that of `other`. Returns the deviation."""
-    answer = ask(prompt, num_tokens)
-    assert len(answer.tokens) == num_tokens, answer
-    found = assert_is_of(model, prompt, answer)
-    if other is not None:
-        assert_other(other, prompt, answer)
     return found
 
 

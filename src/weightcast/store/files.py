@@ -13,6 +13,7 @@ import secrets
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from weightcast.bucket import TRAILER_BYTES
 from weightcast.errors import InsufficientMemoryError, IntegrityError
@@ -62,7 +63,7 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
-        raise no_space(exc, path) from exc
+        fail_write(exc, path)
 
 
 def open_file(path: Path, flags: int) -> int:
@@ -75,9 +76,7 @@ def open_file(path: Path, flags: int) -> int:
     except OSError as exc:
         if exc.errno in _NO_FILE:
             raise _misplaced(path, os.lstat(path).st_mode, "a file") from exc
-        if exc.errno in _NO_SPACE:
-            raise no_space(exc, path) from exc
-        raise  # as it is: an error that is its own cause is a cycle, and holds every caller's frame until it is found
+        fail_write(exc, path)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -181,7 +180,7 @@ def replace_file(path: Path, data: bytes, *, fsync: bool = False) -> None:
         if isinstance(exc, IsADirectoryError):
             raise _misplaced(path, stat.S_IFDIR, "a file") from exc
         if isinstance(exc, OSError):
-            raise no_space(exc, path) from exc
+            fail_write(exc, path)
         raise
     if fsync:
         sync_directory(path.parent)
@@ -229,7 +228,7 @@ def grow(paths: Sequence[Path], descriptors: Sequence[int], sizes_bytes: Sequenc
                 try:
                     os.posix_fallocate(descriptor, 0, size)
                 except OSError as exc:
-                    raise no_space(exc, path) from exc
+                    fail_write(exc, path)
     except BaseException:
         for descriptor, stat in zip(descriptors, former, strict=True):
             with contextlib.suppress(OSError):
@@ -237,10 +236,10 @@ def grow(paths: Sequence[Path], descriptors: Sequence[int], sizes_bytes: Sequenc
         raise
 
 
-def no_space(exc: OSError, path: Path) -> Exception:
-    """The error for a failed write: InsufficientMemoryError if there is no room, else the error itself."""
+def fail_write(exc: OSError, path: Path) -> NoReturn:
+    """Raises the error of a failed write: InsufficientMemoryError if there is no room, else the OSError as it is."""
     if exc.errno not in _NO_SPACE:
-        return exc
+        raise exc
     what, remedy = f"{exc.strerror}", "Free space, or use fewer slots (num_slots)"
     if exc.errno == errno.EDQUOT:
         what = f"{what}: of bytes, or of files"
@@ -248,7 +247,7 @@ def no_space(exc: OSError, path: Path) -> Exception:
     elif exc.errno == errno.ENOSPC and (free := _without_inodes(path)) is not None:
         what = f"the filesystem has no inodes left, which every file takes one of, though {free} bytes are free"
         remedy = "Remove files there, or make the filesystem with more inodes"
-    return InsufficientMemoryError(f"no room for {path}: {what}; the version before stays. {remedy}")
+    raise InsufficientMemoryError(f"no room for {path}: {what}; the version before stays. {remedy}") from exc
 
 
 def _without_inodes(path: Path) -> int | None:

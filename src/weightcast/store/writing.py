@@ -40,10 +40,10 @@ from weightcast.store.files import (
     DataPlaces,
     check_folder,
     data_name,
+    fail_write,
     grow,
     is_in_memory,
     make_folder,
-    no_space,
     open_file,
     read_file,
     remove,
@@ -209,7 +209,7 @@ class StoreWriter:
         try:
             write_at(attempt.slot.descriptors[file], data, offset)
         except OSError as exc:
-            raise no_space(exc, attempt.slot.path / data_name(file)) from exc
+            fail_write(exc, attempt.slot.path / data_name(file))
 
     def seal(self, digests: list[bytes]) -> Stored:
         """Every bucket was written: whoever knows of the version can read it. All that `commit` needs is done.

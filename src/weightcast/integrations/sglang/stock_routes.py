@@ -81,7 +81,8 @@ class StockRoutes:
         self._post("/pause_generation", {"mode": mode})
 
     def resume(self) -> None:
-        self._post("/continue_generation", {})
+        # SGLang's default empties a GPU's allocator first.
+        self._post("/continue_generation", {"torch_empty_cache": False})
 
     # --- the session ---
 
