@@ -212,10 +212,10 @@ def test_a_trainer_that_is_killed_while_the_server_joins_its_group_leaves_it_ser
         assert python.run(DIE_IN_JOIN, *arguments) == -signal.SIGKILL
         assert settled(server) == str(old)
         assert server.checksum() == former
-        assert_serves(server.ask, it.of(0), other=it.of(2))
+        assert_serves(server, 0)
         newest = it.publish(1, version=old + 2000).version
         assert server.version() == str(newest)
-        assert_serves(server.ask, it.of(1), other=it.of(2))
+        assert_serves(server, 1)
     del store
 
 
