@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from contracts.modules import module_of
 
-from weightcast.interfaces import Regions, Source
+from weightcast.interfaces import Held, Regions, Source
 from weightcast.manifest import Region, TensorSpec
 from weightcast.sources.module import ModuleSource
 from weightcast.sources.safetensors import SafetensorsSource
@@ -45,25 +45,27 @@ class TestSafetensorsSource(SourceContract):
 
 
 class InRows:
-    """Each tensor row by row, in regions of their own."""
+    """Each tensor in up to nine regions of some rows each."""
 
     def __init__(self, whole: Source) -> None:
         self._specs = whole.specs()
-        self._regions = {
-            name: [
-                (Region((row, *region.offsets[1:]), (1, *region.sizes[1:])), tensor[row : row + 1])
-                for row in range(region.sizes[0])
-            ]
-            if region.sizes
-            else [(region, tensor)]
-            for name, ((region, tensor),) in whole.regions().items()
-        }
+        self._regions = {name: list(_rows(*held[0])) for name, held in whole.regions().items()}
 
     def specs(self) -> Sequence[TensorSpec]:
         return self._specs
 
     def regions(self) -> Regions:
         return self._regions
+
+
+def _rows(region: Region, tensor: torch.Tensor) -> Iterator[Held]:
+    if not region.sizes:
+        yield region, tensor
+        return
+    first = 0
+    for rows in tensor.split(max(1, len(tensor) // 8)):
+        yield Region((first, *region.offsets[1:]), tuple(rows.shape)), rows
+        first += len(rows)
 
 
 class TestSourceOfSeveralRegions(SourceContract):

@@ -160,8 +160,8 @@ def whole(rows: int, at: int = 0) -> Held:
         ([whole(2), whole(1, at=3)], r"'b' .* from the regions \[0, 0\]\+\[2, 3\], .* hold 9 of its 12"),
         ([whole(3), whole(3, at=1)], r"'b' .* hold 18 of its 12 elements: missing or doubled"),
         ([whole(2), whole(2, at=1)], r"'b' .*overlap"),
-        ([whole(5)], r"'b': a view of \[5, 3\] as the region at \[0, 0\]"),
-        ([(Region((0, 0), (4, 3)), torch.ones(3, 4))], r"'b': a view of \[3, 4\]"),
+        ([whole(5)], r"'b': found a region at \[0, 0\] of sizes \[5, 3\]"),
+        ([(Region((0, 0), (4, 3)), torch.ones(3, 4))], r"'b': found a view of \[3, 4\]"),
     ],
 )
 def test_what_does_not_tile_is_refused_by_name(held: list[Held], message: str) -> None:

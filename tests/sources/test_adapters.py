@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from core.direct import DirectEngine, RecordingEngine
+from forking import preloaded
 from torch import nn
 
 from weightcast.publisher import Publisher
@@ -318,7 +319,8 @@ def _ranks(rank: int, file: str) -> None:
 
 
 def test_adapters_on_several_ranks(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_ranks, (str(tmp_path / "meet"),), nprocs=2)
+    preloaded("torch", "torch.distributed.fsdp", "peft", "transformers")
+    torch.multiprocessing.start_processes(_ranks, (str(tmp_path / "meet"),), nprocs=2, start_method="forkserver")
 
 
 # --- refused ---
