@@ -313,7 +313,7 @@ def _ranks(rank: int, file: str) -> None:
         sharded.merge_adapter()
         found = published(ModuleSource(sharded))
         assert found.keys() == (set() if rank else expected.keys())
-        assert all(torch.allclose(tensor, expected[name], rtol=1e-6) for name, tensor in found.items())
+        assert all(torch.allclose(tensor, expected[name], atol=1e-5) for name, tensor in found.items())
     finally:
         dist.destroy_process_group()
 
