@@ -43,7 +43,7 @@ from weightcast.publisher import Publisher
 from weightcast.sources.module import ModuleSource
 from weightcast.sources.store import StoreSource
 from weightcast.store import reading
-from weightcast.store.files import fail_write
+from weightcast.store.files import room_for
 from weightcast.store.reading import StoreReader
 from weightcast.store.survey import survey
 from weightcast.transports.store import StoreSender
@@ -392,12 +392,13 @@ def test_a_filesystem_without_inodes_is_told_from_a_full_one(tmp_path: Path) -> 
     ],
 )
 def test_what_is_exhausted_is_told(tmp_path: Path, number: int, words: str) -> None:
-    with pytest.raises(InsufficientMemoryError, match=words):
-        fail_write(OSError(number, os.strerror(number)), tmp_path / "slots" / "0" / "data.0")
-    other = OSError(errno.EIO, "Input/output error")
-    with pytest.raises(OSError, match="Input/output") as caught:
-        fail_write(other, tmp_path)
-    assert caught.value is other
+    with (
+        pytest.raises(InsufficientMemoryError, match=words),
+        room_for(tmp_path / "slots" / "0" / "data.0"),
+    ):
+        raise OSError(number, os.strerror(number))
+    with pytest.raises(OSError, match="Input/output"), room_for(tmp_path):
+        raise OSError(errno.EIO, "Input/output error")
 
 
 # --- names that are not text ---

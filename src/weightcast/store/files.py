@@ -11,9 +11,8 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from weightcast.bucket import TRAILER_BYTES
 from weightcast.errors import InsufficientMemoryError, IntegrityError
@@ -60,10 +59,8 @@ def check_folder(path: Path) -> None:
 
 def make_folder(path: Path) -> None:
     """Make a directory, if it is not there. Raises InsufficientMemoryError, OSError."""
-    try:
+    with room_for(path):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        fail_write(exc, path)
 
 
 def open_file(path: Path, flags: int) -> int:
@@ -72,11 +69,12 @@ def open_file(path: Path, flags: int) -> int:
     InsufficientMemoryError if it is to be made and there is no room.
     """
     try:
-        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+        with room_for(path):
+            descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
     except OSError as exc:
         if exc.errno in _NO_FILE:
             raise _misplaced(path, os.lstat(path).st_mode, "a file") from exc
-        fail_write(exc, path)
+        raise
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -166,21 +164,20 @@ def replace_file(path: Path, data: bytes, *, fsync: bool = False) -> None:
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            write_at(descriptor, memoryview(data), 0)
-            if fsync:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(temporary, path)
+        with room_for(path):
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                write_at(descriptor, memoryview(data), 0)
+                if fsync:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.replace(temporary, path)
     except BaseException as exc:
         with contextlib.suppress(OSError):
             temporary.unlink()
         if isinstance(exc, IsADirectoryError):
             raise _misplaced(path, stat.S_IFDIR, "a file") from exc
-        if isinstance(exc, OSError):
-            fail_write(exc, path)
         raise
     if fsync:
         sync_directory(path.parent)
@@ -225,10 +222,8 @@ def grow(paths: Sequence[Path], descriptors: Sequence[int], sizes_bytes: Sequenc
     try:
         for path, descriptor, size, stat in zip(paths, descriptors, sizes_bytes, former, strict=True):
             if size > stat.st_size or size > stat.st_blocks * 512:
-                try:
+                with room_for(path):
                     os.posix_fallocate(descriptor, 0, size)
-                except OSError as exc:
-                    fail_write(exc, path)
     except BaseException:
         for descriptor, stat in zip(descriptors, former, strict=True):
             with contextlib.suppress(OSError):
@@ -236,18 +231,22 @@ def grow(paths: Sequence[Path], descriptors: Sequence[int], sizes_bytes: Sequenc
         raise
 
 
-def fail_write(exc: OSError, path: Path) -> NoReturn:
-    """Raises the error of a failed write: InsufficientMemoryError if there is no room, else the OSError as it is."""
-    if exc.errno not in _NO_SPACE:
-        raise exc
-    what, remedy = f"{exc.strerror}", "Free space, or use fewer slots (num_slots)"
-    if exc.errno == errno.EDQUOT:
-        what = f"{what}: of bytes, or of files"
-        remedy = "Free some, have the quota raised, or use fewer slots (num_slots)"
-    elif exc.errno == errno.ENOSPC and (free := _without_inodes(path)) is not None:
-        what = f"the filesystem has no inodes left, which every file takes one of, though {free} bytes are free"
-        remedy = "Remove files there, or make the filesystem with more inodes"
-    raise InsufficientMemoryError(f"no room for {path}: {what}; the version before stays. {remedy}") from exc
+@contextlib.contextmanager
+def room_for(path: Path) -> Iterator[None]:
+    """Writing there: raises InsufficientMemoryError if there is no room, any other OSError as it is."""
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno not in _NO_SPACE:
+            raise
+        what, remedy = f"{exc.strerror}", "Free space, or use fewer slots (num_slots)"
+        if exc.errno == errno.EDQUOT:
+            what = f"{what}: of bytes, or of files"
+            remedy = "Free some, have the quota raised, or use fewer slots (num_slots)"
+        elif exc.errno == errno.ENOSPC and (free := _without_inodes(path)) is not None:
+            what = f"the filesystem has no inodes left, which every file takes one of, though {free} bytes are free"
+            remedy = "Remove files there, or make the filesystem with more inodes"
+        raise InsufficientMemoryError(f"no room for {path}: {what}; the version before stays. {remedy}") from exc
 
 
 def _without_inodes(path: Path) -> int | None:

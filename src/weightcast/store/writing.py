@@ -40,7 +40,6 @@ from weightcast.store.files import (
     DataPlaces,
     check_folder,
     data_name,
-    fail_write,
     grow,
     is_in_memory,
     make_folder,
@@ -48,6 +47,7 @@ from weightcast.store.files import (
     read_file,
     remove,
     replace_file,
+    room_for,
     slot_path,
     sync_directory,
     write_at,
@@ -206,10 +206,8 @@ class StoreWriter:
         attempt = self._attempt
         assert attempt is not None
         file, offset = attempt.places.at(index)
-        try:
+        with room_for(attempt.slot.path / data_name(file)):
             write_at(attempt.slot.descriptors[file], data, offset)
-        except OSError as exc:
-            fail_write(exc, attempt.slot.path / data_name(file))
 
     def seal(self, digests: list[bytes]) -> Stored:
         """Every bucket was written: whoever knows of the version can read it. All that `commit` needs is done.
