@@ -72,7 +72,7 @@ class Merging:
         Adapters that are merged already (`merge_adapter`) are left as they are. Disabled ones are merged, as
         `merge_and_unload` does. Raises ValueError.
         """
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.inference_mode(False):
             # peft's advice on merging for good; what is wrong here is an error.
             warnings.simplefilter("ignore")
             return _Twin(self._kept, model).base()
@@ -153,7 +153,7 @@ class _Twin:
         if tuple(getattr(local, "ds_shape", local.shape)) != tuple(local.shape):
             raise ValueError(f"{name!r} is partitioned by ZeRO-3: publish inside deepspeed.zero.GatheredParameters")
         if not isinstance(tensor, nn.Parameter):
-            return local.detach()
+            return self._memory(name, local).copy_(local) if copied else local.detach()
         if not copied:
             return nn.Parameter(local.detach(), requires_grad=False)
         if type(local) not in (torch.Tensor, nn.Parameter) or DTYPE_NAMES.get(local.dtype) not in MERGEABLE:
@@ -298,8 +298,10 @@ def _tied(adapted: str, other: str) -> ValueError:
 
 def _due(layer: Any) -> list[str]:
     """The adapters that are active and not merged."""
-    here = layer._get_available_adapters()
-    return [a for a in layer.active_adapters if a not in layer.merged_adapters and (a in here or not here)]
+    named = (getattr(layer, name, None) for name in (*layer.adapter_layer_names, *layer.other_param_names))
+    registers: list[Any] = [register for register in named if hasattr(register, "keys")]
+    here = {adapter for register in registers for adapter in register}
+    return [a for a in layer.active_adapters if a not in layer.merged_adapters and (a in here or not registers)]
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -16,6 +16,7 @@ from msgspec import UNSET
 
 from weightcast.control.messages import Abort, Accepted, Failed, InitInfo, Installed, Offer, Received, Seal, WeightInfo
 from weightcast.errors import (
+    ClosedError,
     EngineBusyError,
     EngineTornError,
     ErrorRecord,
@@ -75,6 +76,7 @@ class Member:
         self._is_connected = False
         self._known_manifest = ""
         self._paused_at = 0.0
+        self._num_unheld = 0
 
     @property
     def is_joined(self) -> bool:
@@ -103,21 +105,34 @@ class Member:
     def join(self, listener: LinkListener, init: InitInfo, deadline_seconds: float) -> None:
         """Have the workers of an engine that was asked connect, and wait for their hellos."""
         assert self.info is not None
+        self._num_unheld = 0
         self.client.init(init)
         self.links = listener.wait(
-            self.name, self.info.world_size, deadline_seconds, ask=lambda: self._require_ours(init.run)
+            self.name, self.info.world_size, deadline_seconds, ask=lambda: self._require_held(init.run)
         )
         # Again: a takeover waits for an install of the former run, whose version counts.
         self.info = self.client.info()
+        self._require_ours(init.run, self.info.holder)
         self._is_connected = True
 
-    def _require_ours(self, run: str) -> None:
-        """Raises EngineBusyError if another run has taken the engine since: its workers don't come any more."""
-        holder = ""
-        with contextlib.suppress(PeerError):
-            holder = self.client.info().holder
+    def _require_ours(self, run: str, holder: str) -> None:
+        """Raises EngineBusyError if another run has taken the engine since."""
         if holder not in ("", run):
             raise EngineBusyError(f"run {holder} took {self.name} over while this publisher connected to it")
+
+    def _require_held(self, run: str) -> None:
+        """Raises EngineBusyError, ClosedError if the engine is not this run's any more: its workers don't come then."""
+        holder = run
+        with contextlib.suppress(PeerError):
+            holder = self.client.info().holder
+        self._require_ours(run, holder)
+        # Twice in a row: workers of one engine that are asked in between may not agree yet.
+        self._num_unheld = 0 if holder else self._num_unheld + 1
+        if self._num_unheld > 1:
+            raise ClosedError(
+                f"{self.name} has let this publisher go while it connected: it could not reach the publisher, was told "
+                "to end the transfer, or another run took it over and has let it go too; its log says which"
+            )
 
     def supply(self, known: Sequence[Sender], supply: Supply) -> Sender | None:
         """The sender that its client brings, one of `known` or a new one; None if it brings none."""

@@ -119,6 +119,8 @@ class Publisher:
         self._ensemble: Ensemble | None = None
         self._is_joined = False
         self._closed = False
+        self._process = 0
+        """The one that has the connections; 0 while there are none."""
         self._owned: list[Closable] = [self._guard]
         """What has connections, threads or processes, in the order in which they are closed, the guard last. Nothing of
         the caller's, which may refer to this publisher."""
@@ -163,7 +165,9 @@ class Publisher:
                 member.client.close()
 
     def close(self) -> None:
-        """Let every engine go and free everything. Idempotent."""
+        """Let every engine go and free everything. Idempotent; in a forked child nothing."""
+        if self._is_copy:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -196,6 +200,18 @@ class Publisher:
         if self._closed:
             raise ClosedError("this publisher was closed")
 
+    @property
+    def _is_copy(self) -> bool:
+        """Whether this process was forked from the one that publishes: it has no threads and no connections of that."""
+        return self._process not in (0, os.getpid())
+
+    def _require_here(self) -> None:
+        if self._is_copy:
+            raise ClosedError(
+                f"this publisher is of pid {self._process}, which this process (pid {os.getpid()}) was forked from: "
+                "publish there, or close that publisher and make one here"
+            )
+
     # --- one publish ---
 
     def publish(self, version: int | None = None, *, on_progress: OnProgress | None = None) -> PublishReport:
@@ -216,6 +232,7 @@ class Publisher:
         not fit; PeerError if a trainer rank dies, stands still or does not publish. After any of these the next publish
         goes to every engine again.
         """
+        self._require_here()  # first: the lock may be one that a thread of the other process holds
         with self._lock:
             self._require_open()
             if not self._is_joined:
@@ -302,8 +319,12 @@ class Publisher:
             except BaseException:
                 sender.close()
                 raise
-            self._wire = Wire(sender, listener, device)
+            self._wire, self._process = Wire(sender, listener, device), os.getpid()
             self._owned.insert(-1, self._wire)
+            # Anew: this process may have been forked since this publisher was made.
+            self._drop.detach()
+            self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
+            self._drop.atexit = False
         return self._wire
 
     def _outlet(self) -> Outlet | None:
@@ -332,7 +353,8 @@ class Publisher:
 
 def _device_of(regions: Regions) -> torch.device:
     devices = {tensor.device for held in regions.values() for _, tensor in held}
-    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+    # A view on the meta device is refused by name, when the regions are looked at.
+    return next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
 def _drop(owned: list[Closable], process: int) -> None:

@@ -49,7 +49,7 @@ def is_memory(tensor: torch.Tensor) -> bool:
 
     Nor do a storage's that was freed, as frameworks do with gathered parameters.
     """
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if tensor.layout != torch.strided or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return False
     last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     end = (int(tensor.storage_offset()) + last + 1) * tensor.itemsize

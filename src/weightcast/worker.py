@@ -167,8 +167,13 @@ class Worker:
         hold = self._require_hold(run or None)
         version = WeightVersion(hold.info.run, number)
         if self.gate.version != version or self.gate.torn:
-            with self._observed("install"):
-                self._install(hold, number)
+            try:
+                with self._observed("install"):
+                    self._install(hold, number)
+            except IncompleteUpdateError:
+                # Another caller's install of it may have ended while this one waited.
+                if self.gate.version != version or self.gate.torn:
+                    raise
         return version
 
     def installable(self) -> WeightVersion:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import weightcast
 from core.direct import DictSource, DirectEngine, RecordingEngine, fleet
 from weightcast.control.messages import Abort, InitInfo, Offer, Seal, UpdateInfo
 from weightcast.errors import EngineBusyError, WeightcastError
+from weightcast.manifest import WeightVersion
 from weightcast.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -150,3 +152,31 @@ def test_no_repr_shows_the_secret() -> None:
         Abort("f" * 32, 1, "why not", "5" * 64),
     ):
         assert "5" * 64 not in repr(record)
+
+
+def test_a_finish_of_somebody_else_at_the_same_time_is_waited_for() -> None:
+    class Slow(RecordingEngine):
+        def commit(self, version: WeightVersion) -> None:
+            is_installing.set()
+            assert may_end.wait(60)
+            super().commit(version)
+
+    class Twice(DirectEngine):
+        def finish(self, version: int) -> None:
+            stranger = threading.Thread(target=self.worker.finish, args=(version,))
+            stranger.start()
+            assert is_installing.wait(60)
+            # Only once this call waits for the other's install may that end; before, it is waited for all the same.
+            threading.Timer(0.2, may_end.set).start()
+            try:
+                self.worker.finish(version)
+            finally:
+                stranger.join()
+
+    is_installing, may_end = threading.Event(), threading.Event()
+    engine = Slow()
+    client = Twice("engine", engine)
+    with Publisher(DictSource(TENSORS), engines=[client], deadline_seconds=60.0) as publisher:
+        assert publisher.publish().ok
+    assert [version.number for version in engine.versions] == [0]
+    client.close()

@@ -12,7 +12,7 @@ import torch
 import weightcast
 from core.direct import DictSource, DirectEngine, RecordingEngine
 from weightcast.control.messages import InitInfo, UpdateInfo
-from weightcast.errors import EngineBusyError, PublishError, RefusedError, StaleVersionError
+from weightcast.errors import ClosedError, EngineBusyError, PublishError, RefusedError, StaleVersionError
 from weightcast.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -109,6 +109,30 @@ def test_who_loses_its_engine_while_it_connects_is_told_who_has_it(transport: st
         assert f"run {winner.run} took engine over" in str(error)
         del caught
         assert winner.publish().ok
+    client.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_who_loses_its_engine_to_a_run_that_has_let_it_go_again_is_told_at_once(transport: str) -> None:
+    client = DirectEngine("engine", RecordingEngine())
+
+    class Overtaken(Other):
+        is_overtaken = False
+
+        def init(self, info: InitInfo) -> None:
+            super().init(info)
+            if not self.is_overtaken:
+                self.is_overtaken = True
+                with Publisher(DictSource(TWOS), transport=transport, engines=[client], takeover=True) as winner:
+                    assert winner.publish().ok
+
+    engines = [Overtaken("engine", client)]
+    with Publisher(DictSource(TENSORS), transport=transport, engines=engines, deadline_seconds=600.0) as loser:
+        with pytest.raises(PublishError) as caught:
+            loser.publish()
+        assert isinstance(caught.value.failures["engine"], ClosedError)
+        del caught
+        assert loser.publish().ok
     client.close()
 
 

@@ -162,6 +162,8 @@ def whole(rows: int, at: int = 0) -> Held:
         ([whole(2), whole(2, at=1)], r"'b' .*overlap"),
         ([whole(5)], r"'b': found a region at \[0, 0\] of sizes \[5, 3\]"),
         ([(Region((0, 0), (4, 3)), torch.ones(3, 4))], r"'b': found a view of \[3, 4\]"),
+        ([(Region((0, 0), (4, 3)), torch.ones(4, 3, device="meta"))], "'b': found a view .* on meta.*, expected"),
+        ([(Region((0, 0), (4, 3)), torch.ones(4, 3).to_sparse())], "'b': found a view .* without memory, expected"),
     ],
 )
 def test_what_does_not_tile_is_refused_by_name(held: list[Held], message: str) -> None:

@@ -249,6 +249,36 @@ def test_adapters_added_and_removed_in_between_are_noticed() -> None:
     assert taken(source).keys() == before.keys()
 
 
+def test_a_layer_whose_only_adapter_was_deleted_has_none() -> None:
+    model = adapted()
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["o_proj"]))
+    source = ModuleSource(model)
+    model.delete_adapter("other")
+    same(taken(source), merged_by_peft(model))
+
+
+def test_a_first_merge_in_inference_mode_is_like_any_other() -> None:
+    model = adapted()
+    with torch.inference_mode():
+        source = ModuleSource(model)
+        taken(source)
+    train(model, seed=3)
+    same(taken(source), merged_by_peft(model))
+
+
+def test_a_base_weight_that_is_a_buffer_is_not_written() -> None:
+    base = nn.Sequential(nn.Linear(6, 4))
+    weight = base[0].weight.detach().clone()
+    del base[0].weight
+    base[0].register_buffer("weight", weight)
+    model = get_peft_model(base, LoraConfig(target_modules=["0"], init_lora_weights=False))
+    source = ModuleSource(model)
+    expected = merged_by_peft(model)
+    for _ in range(3):
+        with untouched(model):
+            same(taken(source), expected)
+
+
 def test_wrappers_around_and_modules_beside_a_peft_model() -> None:
     model = adapted()
     expected = merged_by_peft(model)

@@ -21,14 +21,14 @@ from store.store_kit import LONG_SECONDS, OTHER_RUN, RUN, Holder, manifest_of, m
 from weightcast import cli
 from weightcast.bucket import Layout, Packer
 from weightcast.cli import exits
-from weightcast.errors import InstallError, PublishError, UpdateAbortedError
+from weightcast.errors import InstallError, IntegrityError, PublishError, StaleVersionError, UpdateAbortedError
 from weightcast.follower import Follower
 from weightcast.manifest import MAX_VERSION, TensorSpec, WeightVersion
 from weightcast.publisher import Publisher
 from weightcast.relay import Relay
 from weightcast.replay import rollback
 from weightcast.sources.store import StoreSource
-from weightcast.store.reading import StoreReader
+from weightcast.store.reading import StoreReader, pinned
 from weightcast.store.records import FORMAT, Commit, seal
 from weightcast.transports.store import StoreReceiver, StoreSender
 
@@ -93,6 +93,51 @@ def test_what_every_engine_refused_is_not_the_newest(tmp_path: Path, install: st
         assert number_in(follower_engine.held) == 2
     assert {path.name for path in (tmp_path / "slots").iterdir()} == {"0", "1"}
     assert not (tmp_path / "next.json").exists()
+
+
+@pytest.mark.parametrize("harm", ["another's", "garbage", "a link", "lost"])
+def test_a_future_pointer_that_is_not_ours_any_more_is_not_committed(tmp_path: Path, harm: str) -> None:
+    """The writer's lock was lost, say, and another's version is sealed, which its engines may refuse."""
+    source, engine, path = DictSource(model(1)), RecordingEngine(), tmp_path / "next.json"
+    commit = engine.commit
+
+    def spoil(version: WeightVersion) -> None:
+        commit(version)
+        ours = path.read_bytes()
+        path.unlink()
+        if harm == "a link":
+            path.symlink_to(tmp_path / "current.json")
+        elif harm != "lost":
+            path.write_bytes(b"no record" if harm == "garbage" else ours.replace(b'"slot":1', b'"slot":0'))
+
+    with fleet(source, engine, transport=url(tmp_path)) as (publisher, _):
+        publisher.publish()
+        engine.commit = spoil  # type: ignore[method-assign]
+        with pytest.raises((StaleVersionError, IntegrityError), match=r"next\.json"):
+            publisher.publish()
+        assert newest(tmp_path) == WeightVersion(publisher.run, 0)
+        assert number_held(tmp_path) == 1
+    with fleet(source, RecordingEngine(), transport=url(tmp_path)) as (publisher, _):
+        fill(source, 5)
+        publisher.publish()
+    assert number_held(tmp_path) == 5
+
+
+def test_a_slow_reader_of_the_oldest_slot_does_not_cost_the_version_before(tmp_path: Path) -> None:
+    source, engine, options = DictSource(model(0)), RecordingEngine(), "?num_slots=3"
+    with fleet(source, engine, transport=url(tmp_path, options)) as (publisher, _):
+        fill(source, 1)
+        publisher.publish()
+        with pinned(tmp_path, label="slow reader"):
+            for number in (2, 3):
+                fill(source, number)
+                publisher.publish()
+            engine.fail_after = 2
+            fill(source, 4)
+            with pytest.raises(PublishError):
+                publisher.publish()
+    rollback(url(tmp_path, options))
+    assert number_held(tmp_path) == 2
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "report"])

@@ -339,6 +339,17 @@ def test_w19_both_strategies_send_what_a_state_dict_has(tmp_path: Path, strategy
         assert all(torch.equal(taken.held[name], tensor) for name, tensor in expected.items())
 
 
+def test_w19_neither_numbers_nor_lists_become_tensors(tmp_path: Path) -> None:
+    sender = sender_of(Scheme(str(tmp_path / "w")))
+    for value in (3, 2.5, True, [1, 2], torch.ones(2).numpy(), {"deeper": {"still": 1}}):
+        with pytest.raises(TypeError, match=r"'a\.note(\.deeper\.still)?' is a .*, no tensor"):
+            sender.update_weights({"w": torch.ones(2), "a": {"note": value}})
+    for weights_ in ({"w": torch.ones(2), 5: torch.ones(2)}, {"w": {"x": torch.ones(2), 5: torch.ones(2)}}):
+        with pytest.raises(TypeError, match=r"5 in .* is no name of a tensor"):
+            sender.update_weights(weights_)
+    assert not (tmp_path / "w").exists()
+
+
 @pytest.mark.parametrize("value", ["x", b"x", None, object(), ["a", "b"], {"deeper": "x"}], ids=str)
 @pytest.mark.parametrize("as_tensordict", [False, True])
 def test_w19_what_is_no_tensor_is_refused_by_name(tmp_path: Path, value: Any, as_tensordict: bool) -> None:

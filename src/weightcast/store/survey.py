@@ -8,7 +8,7 @@ from pathlib import Path
 
 from weightcast.errors import ClosedError
 from weightcast.store import locks
-from weightcast.store.files import PINS, SLOTS, check_folder, slot_path
+from weightcast.store.files import PINS, SLOTS, check_folder, slot_number, slot_path
 from weightcast.store.locks import LockFile
 from weightcast.store.reading import StoreReader
 from weightcast.store.records import SlotInfo, StoreInfo
@@ -21,7 +21,7 @@ def survey(directory: Path) -> StoreInfo:
     if commit is None:
         raise ClosedError(f"{directory} does not hold any version yet")
     check_folder(directory / SLOTS)
-    numbers = sorted(int(path.name) for path in (directory / SLOTS).iterdir() if path.name.isdigit())
+    numbers = sorted(n for path in (directory / SLOTS).iterdir() if (n := slot_number(path.name)) is not None)
     name = "unknown" if writer.record is None else writer.record.describe()
     slots = [_slot(slot_path(directory, number), number) for number in numbers]
     return StoreInfo(commit.newest, commit.previous, name, writer.is_alive, slots)

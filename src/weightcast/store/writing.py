@@ -48,6 +48,7 @@ from weightcast.store.files import (
     remove,
     replace_file,
     room_for,
+    slot_number,
     slot_path,
     sync_directory,
     write_at,
@@ -248,11 +249,17 @@ class StoreWriter:
         assert attempt is not None
         assert attempt.sealed is not None
         self._check_pointer()
-        try:
-            os.replace(path, self._directory / POINTER)
-        except FileNotFoundError as exc:
-            raise IntegrityError(f"{path} is missing: somebody has removed a part of the store; publish again") from exc
-        self._seen, self._commit, self._attempt = seal(attempt.sealed), attempt.sealed, None
+        data, found = seal(attempt.sealed), read_file(path, MAX_RECORD_BYTES)
+        if found is None:
+            raise IntegrityError(f"{path} is missing: somebody has removed a part of the store; publish again")
+        if found != data:
+            # Another writer's, say, whose engines have not taken it yet, and may refuse it.
+            raise StaleVersionError(
+                f"{path} was changed by somebody else while run {self._run} had the store: there were two writers, or "
+                "the filesystem lost a lock; close all publishers and begin anew"
+            )
+        os.replace(path, self._directory / POINTER)
+        self._seen, self._commit, self._attempt = data, attempt.sealed, None
         if self._address.fsync:
             sync_directory(self._directory)
 
@@ -335,6 +342,8 @@ class StoreWriter:
             known = self._slots()
             if len(known) >= self._address.num_slots:
                 for number in self._by_age(known):
+                    if number == self._kept_slot and len(known) < self._address.max_slots:
+                        continue
                     slot = self._try_slot(number)
                     if slot is not None:
                         return slot
@@ -350,11 +359,17 @@ class StoreWriter:
                 raise self._nothing_free(known)
             time.sleep(_POLL_SECONDS)
 
+    @property
+    def _kept_slot(self) -> int | None:
+        """The version before the newest, which with more than two slots is there while the next one is written."""
+        previous = None if self._commit is None else self._commit.previous
+        return None if previous is None or self._address.num_slots == 2 else previous.slot
+
     def _slots(self) -> set[int]:
         check_folder(self._directory / SLOTS)
         make_folder(self._directory / SLOTS)
         names = (entry.name for entry in (self._directory / SLOTS).iterdir())
-        return {int(name) for name in names if name.isascii() and name.isdigit()}
+        return {number for name in names if (number := slot_number(name)) is not None}
 
     def _by_age(self, known: set[int]) -> list[int]:
         """The slots that may be overwritten: without a whole version first, the version before the newest last."""

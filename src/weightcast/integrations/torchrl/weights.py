@@ -52,8 +52,11 @@ def extract(strategy: WeightStrategy, weights: Any, merging: Merging | None = No
 def named_tensors(weights: TensorDictBase | Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The leaves of a (nested) TensorDict or dict under dotted names. Raises as `extract`."""
     if isinstance(weights, Mapping):
-        if all(issubclass(kind, torch.Tensor) for kind in set(map(type, weights.values()))):
+        are_tensors = all(issubclass(kind, torch.Tensor) for kind in set(map(type, weights.values())))
+        if are_tensors and set(map(type, weights.keys())) <= {str}:
             return dict(weights.items())  # a TensorDict looks keys up one by one, slowly
+        if not isinstance(weights, TensorDictBase):
+            _require_tensors(weights, "")
         weights = TensorDict(dict(weights), batch_size=[])
     if not isinstance(weights, TensorDictBase):
         raise TypeError(f"weights are a {type(weights).__name__}: give a module, a TensorDict or a dict of tensors")
@@ -70,6 +73,20 @@ def named_tensors(weights: TensorDictBase | Mapping[str, Any]) -> dict[str, torc
             raise ValueError(f"two tensors are called {name!r} when keys are joined by dots: rename one")
         found[name] = value
     return found
+
+
+def _require_tensors(weights: Mapping[Any, Any], prefix: str) -> None:
+    """Raises TypeError for a key that is no name, and for a number, a list or an array, which a TensorDict converts."""
+    for key, value in weights.items():
+        parts = key if isinstance(key, tuple) else (key,)
+        if not all(isinstance(part, str) for part in parts):
+            where = f"in {prefix!r} " if prefix else "in the weights "
+            raise TypeError(f"{key!r} {where}is no name of a tensor: leave it out of the weights")
+        name = prefix + ".".join(parts)
+        if isinstance(value, Mapping) and not isinstance(value, TensorDictBase):
+            _require_tensors(value, f"{name}.")
+        elif not (isinstance(value, (torch.Tensor, TensorDictBase, NonTensorData)) or name.endswith(_EXTRA_STATES)):
+            raise TypeError(f"{name!r} is a {type(value).__name__}, no tensor: leave it out of the weights")
 
 
 def _of_module(strategy: WeightStrategy, module: nn.Module) -> dict[str, torch.Tensor]:
