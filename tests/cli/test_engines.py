@@ -20,7 +20,7 @@ from weightcast.cli import exits
 
 pytestmark = pytest.mark.cluster
 
-END_SECONDS = 30
+END_SECONDS = 90
 TOKEN = "s3cret-token"
 
 

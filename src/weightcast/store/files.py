@@ -27,7 +27,6 @@ MANIFEST = "manifest.json"
 SEAL = "seal.json"
 PINS = "pins"
 PLACE_BYTES = 4096
-MAX_STORED_SLOTS = 1 << 10
 _STALE_TRIES = 4
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
@@ -48,12 +47,6 @@ def slot_path(directory: Path, slot: int) -> Path:
     check_folder(path.parent)
     check_folder(path)
     return path
-
-
-def slot_number(name: str) -> int | None:
-    """The slot that a directory of this name is; None if it is none that a pointer could name."""
-    is_number = name.isascii() and name.isdigit() and len(name) <= len(str(MAX_STORED_SLOTS))
-    return int(name) if is_number and name == str(int(name)) and int(name) < MAX_STORED_SLOTS else None
 
 
 def check_folder(path: Path) -> None:

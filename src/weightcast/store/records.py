@@ -14,15 +14,21 @@ import msgspec
 
 from weightcast.errors import IntegrityError, ManifestError
 from weightcast.manifest import MAX_BUCKETS, RunId, VersionNumber, WeightVersion, decode, encode
-from weightcast.store.files import MAX_STORED_SLOTS
 
 FORMAT = "weightcast-store-1"
 MAX_RECORD_BYTES = 64 << 10
 MAX_REASON_CHARACTERS = 2000
+MAX_STORED_SLOTS = 1 << 10
 _REMEDY = "close the publishers, remove this file, and publish again: the next version is the newest then"
 
 Hex64 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Hex32 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+
+
+def slot_number(name: str) -> int | None:
+    """The slot that a directory of this name is; None if it is none that a pointer could name."""
+    is_number = name.isascii() and name.isdigit() and len(name) <= len(str(MAX_STORED_SLOTS))
+    return int(name) if is_number and name == str(int(name)) and int(name) < MAX_STORED_SLOTS else None
 
 
 class Stored(msgspec.Struct, frozen=True):

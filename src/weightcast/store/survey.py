@@ -8,10 +8,10 @@ from pathlib import Path
 
 from weightcast.errors import ClosedError
 from weightcast.store import locks
-from weightcast.store.files import PINS, SLOTS, check_folder, slot_number, slot_path
+from weightcast.store.files import PINS, SLOTS, check_folder, slot_path
 from weightcast.store.locks import LockFile
 from weightcast.store.reading import StoreReader
-from weightcast.store.records import SlotInfo, StoreInfo
+from weightcast.store.records import SlotInfo, StoreInfo, slot_number
 
 
 def survey(directory: Path) -> StoreInfo:

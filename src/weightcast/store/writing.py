@@ -48,7 +48,6 @@ from weightcast.store.files import (
     remove,
     replace_file,
     room_for,
-    slot_number,
     slot_path,
     sync_directory,
     write_at,
@@ -63,6 +62,7 @@ from weightcast.store.records import (
     Writer,
     encodable,
     seal,
+    slot_number,
     this_writer,
     unseal,
 )
