@@ -147,7 +147,8 @@ class Member:
         """Offer a version and wait until every worker has accepted."""
         self.version = offer.version
         known, self._known_manifest = self._known_manifest, ""
-        self.client.update(_without_manifest(offer) if known == offer.manifest_digest else offer)
+        is_known = known == offer.manifest_digest
+        self.client.update(msgspec.structs.replace(offer, manifest=None) if is_known else offer)
         for link in self.links:
             link.wait(Accepted, offer.version, deadline_seconds)
         self._known_manifest = offer.manifest_digest
@@ -265,10 +266,6 @@ class Member:
 
 def _is_torn(failure: ErrorRecord) -> bool:
     return failure.torn or failure.kind == EngineTornError.__name__
-
-
-def _without_manifest(offer: Offer) -> Offer:
-    return msgspec.structs.replace(offer, manifest=None)
 
 
 class Fleet:

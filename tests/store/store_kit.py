@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -133,25 +132,6 @@ def end(process: subprocess.Popen[str]) -> None:
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()
-
-
-def in_child(call: Callable[[], str]) -> str:
-    """What `call` returns, or raises, in a process that is forked from this one."""
-    there, here = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            said = call()
-        except BaseException as exc:
-            said = f"{type(exc).__name__}: {exc}"
-        os.write(here, said.encode())
-        os._exit(0)
-    os.close(here)
-    try:
-        with open(there, encoding="utf-8") as pipe:
-            return pipe.read()
-    finally:
-        os.waitpid(pid, 0)
 
 
 @contextlib.contextmanager

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 from core.direct import DictSource, RecordingEngine, fleet
+from forking import in_child
 from store.store_kit import (
     OTHER_RUN,
     RUN,
     Holder,
     can_mount,
-    in_child,
     manifest_of,
     model,
     number_in,
