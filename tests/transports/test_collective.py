@@ -25,6 +25,7 @@ from weightcast.link import frame
 from weightcast.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.places import pages
 from weightcast.plan import plan
+from weightcast.process_group import ProcessGroup
 from weightcast.testing.leftovers import nothing_left
 from weightcast.testing.reading import Reader
 from weightcast.transports.collective_records import Joining, parse_address, parse_endpoint
@@ -295,6 +296,41 @@ def test_who_has_everything_and_waits_is_not_blamed_for_who_stands_still() -> No
             readers["stands"].go_on.set()
             with pytest.raises(Exception, match=r"gave this receiver up|has gone"):
                 readers["stands"].result()
+
+
+def test_a_broken_connection_that_nobody_notices_costs_no_member_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo wakes neither end of a connection that broke in the middle of a message: everybody waits, and answers."""
+    with nothing_left():
+        hall = Hall(deadline_seconds=1.0)
+        with hall.stack:
+            is_over = threading.Event()
+            hall.stack.callback(is_over.set)
+            receivers = {peer: hall.receiver(peer) for peer in "ab"}
+            broadcast, num_begun = ProcessGroup.broadcast, 0
+
+            def break_one(group: ProcessGroup, tensor: torch.Tensor, *, root: int) -> Any:
+                nonlocal num_begun
+                num_begun += group.rank == 2
+                if group.rank == 2 and num_begun == 6:
+                    return NeverWoken(is_over)
+                return broadcast(group, tensor, root=root)
+
+            monkeypatch.setattr(ProcessGroup, "broadcast", break_one)
+            readers = hall.update(1, receivers)
+            assert all(whole(reader, hall.manifest, 1) for reader in readers.values())
+            assert not hall.sender.failures
+            assert hall.epoch == 2
+
+
+class NeverWoken:
+    """A receive whose connection has broken."""
+
+    def __init__(self, is_over: threading.Event) -> None:
+        self._is_over = is_over
+
+    def wait(self) -> None:
+        self._is_over.wait(DEADLINE_SECONDS)
+        raise RuntimeError("Connection closed by peer")
 
 
 def test_a_bucket_that_is_delivered_twice_to_those_who_read_along_counts_once() -> None:

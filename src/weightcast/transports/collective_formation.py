@@ -282,7 +282,11 @@ class Formation:
                 self._lose(update, member, self._timed_out(member, "took no bucket"))
 
     def _slow(self, update: Update, *, is_late: bool) -> list[Member]:
-        """Ask everybody how far they are: those who don't answer, else those who don't wait for a bucket."""
+        """Ask all members how far they are: those that don't answer, else those that take none, else those behind.
+
+        Being behind is no fault at first: gloo wakes neither end of a connection that broke in the middle of a message,
+        so that a healthy member waits for bytes that can't come. Only who is behind in a new group as well is slow.
+        """
         self._num_questions += 1
         question = self._num_questions
         tell(update.members, Ask(question))
@@ -295,7 +299,7 @@ class Formation:
             return silent
         answers = {m: m.answer for m in update.members if m.answer is not None and m.answer.update == update.number}
         busy = [m for m in update.members if m not in answers or not answers[m].is_waiting]
-        if busy:
+        if busy or not update.num_fruitless:
             return busy
         furthest = max(answer.num_received for answer in answers.values())
         return [m for m, answer in answers.items() if answer.num_received < furthest]
