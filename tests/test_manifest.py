@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.errors import ManifestError
-from weightcast.manifest import (
+from weightcast.format.manifest import (
     ITEMSIZE_BYTES,
     MAX_ALIASES,
     MAX_NAME_BYTES,
@@ -23,7 +23,7 @@ from weightcast.manifest import (
     decode,
     encode,
 )
-from weightcast.plan import plan
+from weightcast.format.plan import plan
 from weightcast.testing.payloads import DTYPES, PAYLOADS, Payload
 
 

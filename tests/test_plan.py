@@ -11,8 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.errors import ManifestError
-from weightcast.manifest import ALIGNMENT_BYTES, ITEMSIZE_BYTES, Manifest, Piece, Region, TensorRecord, TensorSpec
-from weightcast.plan import align, compare_specs, plan, whole
+from weightcast.format.manifest import (
+    ALIGNMENT_BYTES,
+    ITEMSIZE_BYTES,
+    Manifest,
+    Piece,
+    Region,
+    TensorRecord,
+    TensorSpec,
+)
+from weightcast.format.plan import align, compare_specs, plan, whole
 from weightcast.testing.payloads import PAYLOADS, Payload
 
 dtypes = st.sampled_from(sorted(ITEMSIZE_BYTES))

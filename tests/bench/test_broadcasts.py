@@ -12,7 +12,7 @@ from weightcast.bench.broadcasts import Broadcasts, RawBroadcast, TensorBroadcas
 from weightcast.bench.channel import Channel, pair
 from weightcast.bench.model import build_model, fill, local_tensors
 from weightcast.engines.module import ModuleEngine
-from weightcast.manifest import TensorSpec
+from weightcast.format.manifest import TensorSpec
 from weightcast.process_group import ProcessGroup, join_store, serve_store
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from weightcast.bench.model import build_model, change, fill, local_tensors
-from weightcast.manifest import TensorSpec
+from weightcast.format.manifest import TensorSpec
 
 SPECS = (
     TensorSpec("model.embed.weight", "bfloat16", (100, 8)),

@@ -16,7 +16,7 @@ from weightcast.bench.channel import Channel, SharedBytes, pair
 from weightcast.bench.model import build_model, fill, local_tensors
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import PeerDiedError, PeerTimeoutError
-from weightcast.manifest import TensorSpec
+from weightcast.format.manifest import TensorSpec
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

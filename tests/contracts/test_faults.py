@@ -12,9 +12,9 @@ from core.direct import DictSource, DirectEngine
 from weightcast import registry
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import PublishError
-from weightcast.publisher import Publisher
 from weightcast.testing import Corrupt, Drop, Duplicate, FaultyTransport, Kill, Reorder, Stall
 from weightcast.testing.faults import SCHEME, Fault, SenderFault
+from weightcast.trainer.publisher import Publisher
 
 TRANSPORT: object = None
 """What the registry finds under `faulty://`; each test sets its own."""

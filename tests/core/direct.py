@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from weightcast.control.messages import InitInfo, UpdateInfo, WeightInfo
-from weightcast.gate import Gate
-from weightcast.interfaces import Regions
-from weightcast.manifest import TensorSpec, WeightVersion
-from weightcast.plan import whole
-from weightcast.publisher import Publisher
-from weightcast.worker import Worker
+from weightcast.engines.gate import Gate
+from weightcast.format.manifest import TensorSpec, WeightVersion
+from weightcast.format.messages import InitInfo, UpdateInfo, WeightInfo
+from weightcast.format.plan import whole
+from weightcast.seams.source import Regions
+from weightcast.serving.worker import Worker
+from weightcast.trainer.publisher import Publisher
 
 
 class DictSource:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from weightcast.control.messages import InitInfo, UpdateInfo, WeightInfo
-from weightcast.gate import Gate
-from weightcast.worker import Worker
+from weightcast.engines.gate import Gate
+from weightcast.format.messages import InitInfo, UpdateInfo, WeightInfo
+from weightcast.serving.worker import Worker
 
 
 class ParallelEngine:

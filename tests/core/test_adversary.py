@@ -12,10 +12,10 @@ import torch
 
 import weightcast
 from core.direct import DictSource, DirectEngine, RecordingEngine, fleet
-from weightcast.control.messages import WeightInfo
+from weightcast.engines.gate import Gate
 from weightcast.errors import EngineBusyError, InsufficientMemoryError, PeerTimeoutError, PublishError
-from weightcast.gate import Gate
-from weightcast.publisher import Publisher
+from weightcast.format.messages import WeightInfo
+from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -89,7 +89,7 @@ def test_a_loader_that_writes_into_its_tensors_spoils_nothing(install: str) -> N
 
 
 def test_a_refused_manifest_does_not_spoil_the_former_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightcast import worker
+    from weightcast.serving import worker
 
     source, engine = DictSource(TENSORS), RecordingEngine()
     with fleet(source, engine) as (publisher, _):
@@ -171,7 +171,7 @@ def test_another_view_of_a_parameter_is_published_as_it_is_now(change: Any) -> N
 
 
 def test_a_negated_view_keeps_its_sign() -> None:
-    from weightcast.host_copy import copy_all
+    from weightcast.host.copy import copy_all
 
     source = torch._neg_view(torch.ones(40000))
     target = torch.zeros(40000)

@@ -14,10 +14,10 @@ import torch
 from core.direct import DictSource, DirectEngine, RecordingEngine
 from core.parallel import ParallelEngine
 from weightcast.errors import PublishError
-from weightcast.manifest import WeightVersion
-from weightcast.publisher import Publisher
+from weightcast.format.manifest import WeightVersion
 from weightcast.testing.leftovers import nothing_left
-from weightcast.transports.collective_sender import CollectiveSender
+from weightcast.trainer.publisher import Publisher
+from weightcast.transports.collective.sender import CollectiveSender
 
 PATIENCE_SECONDS = 20.0
 HELD_UP_SECONDS = 1.0

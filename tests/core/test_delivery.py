@@ -7,7 +7,7 @@ import torch
 
 from core.direct import DictSource, RecordingEngine, fleet
 from weightcast.errors import IncompatibleWeightsError, PublishError, UnsupportedError
-from weightcast.manifest import Region, TensorSpec
+from weightcast.format.manifest import Region, TensorSpec
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

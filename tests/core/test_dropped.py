@@ -15,7 +15,7 @@ import torch
 import weightcast
 from core.direct import DictSource, DirectEngine, RecordingEngine
 from weightcast.errors import EngineBusyError, PublishError
-from weightcast.publisher import Publisher
+from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -92,7 +92,7 @@ def test_a_collection_in_a_thread_of_its_own_does_not_wait_for_itself() -> None:
     hold = client.worker._hold
     assert hold is not None
     del publisher, links
-    from weightcast.control.messages import Accepted
+    from weightcast.format.messages import Accepted
 
     hold.tell(Accepted(0))
     assert collected.wait(DEADLINE_SECONDS)

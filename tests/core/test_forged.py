@@ -10,10 +10,10 @@ import torch
 
 import weightcast
 from core.direct import DictSource, DirectEngine, RecordingEngine, fleet
-from weightcast.control.messages import Abort, InitInfo, Offer, Seal, UpdateInfo
 from weightcast.errors import EngineBusyError, WeightcastError
-from weightcast.manifest import WeightVersion
-from weightcast.publisher import Publisher
+from weightcast.format.manifest import WeightVersion
+from weightcast.format.messages import Abort, InitInfo, Offer, Seal, UpdateInfo
+from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 import weightcast
-from weightcast.guard import Guard, RescueRequest, Ward, rescue
+from weightcast.links.watchdog import Guard, RescueRequest, Ward, rescue
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -32,7 +32,7 @@ def test_killed_publisher_is_replaced_by_its_guard(server: weightcast.EngineServ
     server.gate.pause()
     program = textwrap.dedent(
         f"""
-        from weightcast.guard import Guard, RescueRequest
+        from weightcast.links.watchdog import Guard, RescueRequest
         guard = Guard()
         guard.hold("engine", [RescueRequest({server.url + "/resume"!r})])
         guard.hold("other", [RescueRequest({server.url + "/pause?mode=keep"!r})])

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from core.direct import DictSource, DirectEngine, RecordingEngine, fleet
-from weightcast.control.messages import Failed, Offer, Seal, UpdateInfo
 from weightcast.errors import ControlError, ErrorRecord, PublishError, StaleVersionError
-from weightcast.listener import Link
-from weightcast.publisher import Publisher
+from weightcast.format.messages import Failed, Offer, Seal, UpdateInfo
+from weightcast.links.publisher_end import Link
+from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

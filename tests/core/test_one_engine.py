@@ -11,9 +11,9 @@ import torch
 
 import weightcast
 from core.direct import DictSource, DirectEngine, RecordingEngine
-from weightcast.control.messages import InitInfo, UpdateInfo
 from weightcast.errors import ClosedError, EngineBusyError, PublishError, RefusedError, StaleVersionError
-from weightcast.publisher import Publisher
+from weightcast.format.messages import InitInfo, UpdateInfo
+from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

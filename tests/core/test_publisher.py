@@ -21,7 +21,7 @@ from weightcast.errors import (
     StaleVersionError,
     UnsupportedError,
 )
-from weightcast.publisher import Publisher
+from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -164,7 +164,7 @@ def test_token_is_needed_and_named_when_missing() -> None:
 
 
 def test_memory_is_checked_before_any_byte_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightcast import host_memory
+    from weightcast.host import memory as host_memory
 
     engine = RecordingEngine()
     with fleet(DictSource(TENSORS), engine) as (publisher, (client,)):
@@ -184,7 +184,7 @@ class Undoable(RecordingEngine):
 
 
 def test_undo_copy_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightcast import admission
+    from weightcast.serving import admission
 
     engine = Undoable()
     monkeypatch.setattr(admission, "host_memory", types.SimpleNamespace(available_bytes=lambda: 1000))
@@ -195,7 +195,7 @@ def test_undo_copy_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_worker_refuses_what_is_not_its_runs() -> None:
-    from weightcast.control.messages import Abort, InitInfo, Offer, Seal
+    from weightcast.format.messages import Abort, InitInfo, Offer, Seal
 
     engine = RecordingEngine()
     with fleet(DictSource(TENSORS), engine) as (publisher, (client,)):

@@ -13,8 +13,8 @@ import pytest
 from torch.distributed import DistNetworkError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from weightcast.errors import PeerDiedError
+from weightcast.links.group_join import Expected, Rendezvous, expected
 from weightcast.process_group import ProcessGroup, join_store, serve_store, translated
-from weightcast.rendezvous import Expected, Rendezvous, expected
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 SECONDS = 60.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weightcast.demo.events import Checked, Ended, Evaluated, Event, Saved, Stepped, Warming
 from weightcast.demo.result import Machine, Result
 from weightcast.demo.settings import Settings
-from weightcast.report import StageSeconds
+from weightcast.trainer.report import StageSeconds
 
 ENGINES = ("http://127.0.0.1:1111", "http://127.0.0.1:2222")
 

@@ -11,16 +11,16 @@ from functools import partial
 import pytest
 import torch
 
-from weightcast.control.server import EngineServer
+from weightcast.control.server.app import EngineServer
 from weightcast.demo import oracle, policy
 from weightcast.demo.grpo import Answer
 from weightcast.demo.oracle import Continuation
 from weightcast.demo.rollouts import BEFORE_ANY_UPDATE, Rollouts
 from weightcast.demo.task import Puzzle, draw
+from weightcast.engines.gate import Gate
 from weightcast.engines.module import ModuleEngine
 from weightcast.engines.transformers import TextGenerator
 from weightcast.errors import PeerDiedError
-from weightcast.gate import Gate
 
 Model = policy.Qwen3ForCausalLM
 PUZZLES = [draw(random.Random(1), 3) for _ in range(4)]

@@ -8,11 +8,11 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from weightcast.bucket import DTYPE_NAMES, TORCH_DTYPES
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError
-from weightcast.interfaces import Casting, Engine, Readable, RegionLoader, Undoable
-from weightcast.manifest import Region, WeightVersion
+from weightcast.format.bucket import DTYPE_NAMES, TORCH_DTYPES
+from weightcast.format.manifest import Region, WeightVersion
+from weightcast.seams.engine import Casting, Engine, Readable, RegionLoader, Undoable
 
 VERSION = WeightVersion("0" * 32, 7)
 

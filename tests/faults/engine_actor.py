@@ -16,7 +16,7 @@ from faults.actors import WIDTH, Actor, Stops, build_model, digests, fill, footp
 
 
 def engine_main(pipe: Connection, port: int, width: int, options: dict[str, Any]) -> None:
-    from weightcast.control.server import EngineServer
+    from weightcast.control.server.app import EngineServer
     from weightcast.engines.module import ModuleEngine
 
     settle_in(options)

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from gather.squad import CUTS, MODELS
-from weightcast.assignment import Part, Shard, assign, held_shards
-from weightcast.bucket import Layout
-from weightcast.cuts import Cuts, Runs, Sources, bucket_views, is_run, message_views
 from weightcast.errors import IncompatibleWeightsError, PeerTimeoutError, StaleVersionError
-from weightcast.host_copy import copy_all
-from weightcast.manifest import ITEMSIZE_BYTES, Region, TensorSpec, decode, encode
-from weightcast.plan import plan
-from weightcast.trainer_records import Failure
+from weightcast.format.bucket import Layout
+from weightcast.format.manifest import ITEMSIZE_BYTES, Region, TensorSpec, decode, encode
+from weightcast.format.plan import plan
+from weightcast.host.copy import copy_all
+from weightcast.trainer.group.assignment import Part, Shard, assign, held_shards
+from weightcast.trainer.group.records import Failure
+from weightcast.trainer.group.slices import Cuts, Runs, Sources, bucket_views, is_run, message_views
 
 SPEC = TensorSpec("w", "float32", (6, 4))
 

@@ -6,8 +6,8 @@ from typing import cast
 
 import pytest
 
-from weightcast.arenas import Arenas, Seat
-from weightcast.trainer_ranks import TrainerRanks
+from weightcast.trainer.group.exchange import TrainerRanks
+from weightcast.trainer.group.sender_assignment import Arenas, Seat
 
 
 def seats(*words: str, host: str = "here") -> list[Seat]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightcast.control.messages import (
+from weightcast.errors import ErrorRecord
+from weightcast.format.manifest import Manifest, Piece, Region, TensorRecord, WeightVersion
+from weightcast.format.messages import (
     Abort,
     Accepted,
     Failed,
@@ -19,8 +21,6 @@ from weightcast.control.messages import (
     UpdateInfo,
     WeightInfo,
 )
-from weightcast.errors import ErrorRecord
-from weightcast.manifest import Manifest, Piece, Region, TensorRecord, WeightVersion
 
 RUN = "0123456789abcdeffedcba9876543210"
 VERSION = WeightVersion(RUN, 7)

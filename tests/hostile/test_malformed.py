@@ -24,11 +24,11 @@ from hostile.cases import (
     Case,
 )
 
-from weightcast import manifest as manifest_module
-from weightcast.control.messages import InitInfo, LinkMessage, UpdateInfo
 from weightcast.errors import ManifestError
-from weightcast.link import Frames
-from weightcast.manifest import Manifest, decode
+from weightcast.format import manifest as manifest_module
+from weightcast.format.manifest import Manifest, decode
+from weightcast.format.messages import InitInfo, LinkMessage, UpdateInfo
+from weightcast.links.worker_end import Frames
 
 ROOT = Path(__file__).parents[2]
 

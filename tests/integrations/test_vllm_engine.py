@@ -15,10 +15,10 @@ import torch
 
 import weightcast
 from integrations.vllm_api_server import ApiServerClient, Cores
-from weightcast.control.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
-from weightcast.control.rank_calls import Init, Leave, Update
+from weightcast.control.worker_rpc import Init, Leave, Update
 from weightcast.errors import ClosedError, EngineTornError, InstallError, PeerTimeoutError, PublishError
-from weightcast.guest.turns import Turns
+from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
+from weightcast.integrations.plugin.server_mutex import Turns
 from weightcast.integrations.vllm.engine import VllmEngine
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from core.direct import DictSource
 
-from weightcast.control.messages import InitInfo, Seal, UpdateInfo, WeightInfo
-from weightcast.control.rank_calls import Ask, Init, Install, Leave, RankCall, RankReply, Settle, Update
+from weightcast.control.worker_rpc import Ask, Init, Install, Leave, RankCall, RankReply, Settle, Update
 from weightcast.errors import (
     ClosedError,
     EngineTornError,
@@ -29,11 +28,12 @@ from weightcast.errors import (
     UpdateAbortedError,
     from_record,
 )
-from weightcast.guest.rank import Agree, Rank
-from weightcast.guest.ranks import Outcome, Ranks
-from weightcast.manifest import WeightVersion
-from weightcast.publisher import Publisher
+from weightcast.format.manifest import WeightVersion
+from weightcast.format.messages import InitInfo, Seal, UpdateInfo, WeightInfo
+from weightcast.integrations.plugin.rank_consensus import Outcome, Ranks
+from weightcast.integrations.plugin.rank_worker import Agree, Rank
 from weightcast.testing.leftovers import nothing_left
+from weightcast.trainer.publisher import Publisher
 
 NUM_RANKS = 2
 TENSORS = {"a": torch.arange(1000.0), "b": torch.arange(3000.0).reshape(3, 1000)}

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from weightcast.errors import ControlError, PeerTimeoutError
-from weightcast.guest.turns import Turns
+from weightcast.integrations.plugin.server_mutex import Turns
 
 OTHER = """
 import asyncio, sys
-from weightcast.guest.turns import Turns
+from weightcast.integrations.plugin.server_mutex import Turns
 
 async def main():
     turns = Turns.of_several(2, launcher=int(sys.argv[1]), folder=sys.argv[2])

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from server.stock_vllm import FragileEngine
 
-from weightcast.control.rank_calls import METHOD
-from weightcast.guest.rank import Rank
-from weightcast.guest.ranks import Ranks
+from weightcast.control.worker_rpc import METHOD
+from weightcast.integrations.plugin.rank_consensus import Ranks
+from weightcast.integrations.plugin.rank_worker import Rank
 
 
 class Cores:

@@ -29,16 +29,16 @@ from weightcast.bench.channel import SharedBytes
 from weightcast.bench.meters import ProcessMeter
 from weightcast.bench.model import build_model
 from weightcast.bench.settings import Settings
-from weightcast.bucket import TRAILER_BYTES
 from weightcast.engines.module import ModuleEngine
-from weightcast.interfaces import Regions
-from weightcast.manifest import TensorSpec
-from weightcast.publisher import Publisher
+from weightcast.format.bucket import TRAILER_BYTES
+from weightcast.format.manifest import TensorSpec
+from weightcast.seams.source import Regions
 from weightcast.sources.megatron.families import FAMILIES
 from weightcast.sources.megatron.layouts import Axis
 from weightcast.sources.megatron.mapping import Chunk, Parallel
 from weightcast.sources.megatron.mapping import Mapping as ModelMapping
 from weightcast.sources.megatron.sizes import read_config
+from weightcast.trainer.publisher import Publisher
 
 NUM_RANKS = 4
 DEADLINE_SECONDS = 500.0

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from megatron_core import models, shards
 from megatron_core.shards import Job, Sharder, Tensors
-from weightcast.assignment import Part, assign, held_shards
-from weightcast.bucket import narrow
 from weightcast.errors import IncompatibleWeightsError
-from weightcast.manifest import TensorSpec
+from weightcast.format.bucket import narrow
+from weightcast.format.manifest import TensorSpec
 from weightcast.sources.megatron.families import FAMILIES
 from weightcast.sources.megatron.layouts import Axis, Gated, Rows
 from weightcast.sources.megatron.mapping import Chunk, Mapping, Parallel, Placed
 from weightcast.sources.megatron.rules import Family
 from weightcast.sources.megatron.sizes import read_config
+from weightcast.trainer.group.assignment import Part, assign, held_shards
 
 EXPERTS: list[shards.Experts] = ["each", "sequential", "grouped", "stacked"]
 

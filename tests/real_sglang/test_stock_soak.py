@@ -13,8 +13,8 @@ from real_vllm.trainer import GLOO, checkpoint_tensors, trainer
 from real_sglang.oracle import assert_serves
 from real_sglang.servers import STOCK, STOCK_TWO, Server, Setup
 from real_sglang.test_transactional_soak import publish_under_streams
-from weightcast.guard import Guard
-from weightcast.integrations.sglang.stock_group import StockGroup
+from weightcast.integrations.sglang.stock.group import StockGroup
+from weightcast.links.watchdog import Guard
 
 
 @on(STOCK, full=[STOCK_TWO])

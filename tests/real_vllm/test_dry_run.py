@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from weightcast.guest.dry_run import MAX_FAULTS, Outcome
+from weightcast.format.manifest import TensorSpec
+from weightcast.integrations.plugin.dry_run import MAX_FAULTS, Outcome
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.dry_run import dry_run
-from weightcast.manifest import TensorSpec
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Load = Callable[[nn.Module, Weights], None]

@@ -22,13 +22,13 @@ from weightcast.errors import (
     UnsupportedError,
     WeightcastError,
 )
-from weightcast.guest.acceptance import ByDryRun
+from weightcast.format.manifest import TensorSpec, WeightVersion
+from weightcast.format.plan import plan
+from weightcast.integrations.plugin.acceptance import ByDryRun
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.dry_run import dry_run
 from weightcast.integrations.vllm.model import VllmModel
-from weightcast.interfaces import Engine, Readable, Undoable, Validating
-from weightcast.manifest import TensorSpec, WeightVersion
-from weightcast.plan import plan
+from weightcast.seams.engine import Engine, Readable, Undoable, Validating
 from weightcast.sources.module import ModuleSource
 
 VERSION = WeightVersion("5a" * 16, 1)

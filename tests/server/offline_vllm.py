@@ -11,9 +11,9 @@ import msgspec
 import torch
 from server.stock_vllm import FragileEngine
 
-from weightcast.control.rank_calls import METHOD, Leave, RankCall
-from weightcast.guest.rank import Rank
-from weightcast.guest.ranks import Ranks
+from weightcast.control.worker_rpc import METHOD, Leave, RankCall
+from weightcast.integrations.plugin.rank_consensus import Ranks
+from weightcast.integrations.plugin.rank_worker import Rank
 
 
 class InprocClient:

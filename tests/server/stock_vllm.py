@@ -20,10 +20,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from safetensors.torch import load_file
 
-from weightcast.control.rank_calls import METHOD, Leave, RankCall
+from weightcast.control.worker_rpc import METHOD, Leave, RankCall
 from weightcast.engines.module import ModuleEngine
-from weightcast.guest.rank import Rank
-from weightcast.guest.ranks import Ranks
+from weightcast.integrations.plugin.rank_consensus import Ranks
+from weightcast.integrations.plugin.rank_worker import Rank
 
 
 class FragileEngine(ModuleEngine):

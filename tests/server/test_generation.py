@@ -11,9 +11,9 @@ import torch
 from server.tiny_qwen3 import EOS, VOCABULARY, teacher_forced
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from weightcast.engines.gate import Gate
 from weightcast.engines.transformers import Completion, Delta, QueueFullError, Request, SamplingParams, TextGenerator
 from weightcast.errors import ClosedError
-from weightcast.gate import Gate
 
 PROMPT = [5, 9, 17, 33, 2]
 TOLERANCE = 1e-2

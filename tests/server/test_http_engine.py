@@ -17,9 +17,8 @@ from server.stock_vllm import StockVllm
 
 import weightcast
 from weightcast.control.client import HttpEngine
-from weightcast.control.messages import InitInfo
-from weightcast.control.rank_calls import marked, unmarked
-from weightcast.control.server import EngineServer
+from weightcast.control.server.app import EngineServer
+from weightcast.control.worker_rpc import marked, unmarked
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import (
     ControlError,
@@ -33,6 +32,7 @@ from weightcast.errors import (
     WeightcastError,
     to_record,
 )
+from weightcast.format.messages import InitInfo
 from weightcast.integrations.vllm.http import StockServer
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

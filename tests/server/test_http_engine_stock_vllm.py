@@ -14,7 +14,7 @@ import torch
 from server.stock_vllm import StockVllm
 
 import weightcast
-from weightcast.control.server import EngineServer
+from weightcast.control.server.app import EngineServer
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import IncompatibleWeightsError, InstallError, PeerTimeoutError, PublishError, RefusedError
 

@@ -23,7 +23,7 @@ from weightcast.errors import (
     UnsupportedError,
     WeightcastError,
 )
-from weightcast.integrations.vllm.reload_folder import FOLDER
+from weightcast.integrations.vllm.stock_reload.folder import FOLDER
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

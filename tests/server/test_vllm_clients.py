@@ -17,7 +17,7 @@ from server.offline_vllm import OfflineLLM, OnlineLLM
 import weightcast
 from weightcast.errors import ControlError, InstallError, PeerDiedError, PeerTimeoutError, PublishError
 from weightcast.integrations.vllm import AsyncLLMEngine, LLMEngine, RayEngine
-from weightcast.interfaces import EngineClient, Pausable, Settling
+from weightcast.seams.client import EngineClient, Pausable, Settling
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import threading
 import urllib.parse
 from typing import Any, Literal, get_args
 
-from weightcast.integrations.sglang import stock_group
-from weightcast.integrations.sglang.stock_group import StockGroup
-from weightcast.integrations.sglang.stock_routes import StockRoutes
+from weightcast.integrations.sglang.stock import group as stock_group
+from weightcast.integrations.sglang.stock.group import StockGroup
+from weightcast.integrations.sglang.stock.routes import StockRoutes
 from weightcast.process_group import join_store
 
 Moment = Literal["before ranks connect", "when ranks wait for ours", "when ranks wait in gloo", "after the join"]

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from weightcast.bucket import DTYPE_NAMES, TRAILER_BYTES, Layout, Packer
-from weightcast.manifest import Region, WeightVersion
-from weightcast.plan import plan, whole
+from weightcast.format.bucket import DTYPE_NAMES, TRAILER_BYTES, Layout
+from weightcast.format.manifest import Region, WeightVersion
+from weightcast.format.plan import plan, whole
 from weightcast.sources.module import ModuleSource
+from weightcast.trainer.packer import Packer
 
 VERSION = WeightVersion("0" * 32, 1)
 

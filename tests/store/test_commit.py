@@ -19,17 +19,18 @@ from safetensors.torch import load_file
 from store.store_kit import LONG_SECONDS, OTHER_RUN, RUN, Holder, manifest_of, model, number_in, send, url, write
 
 from weightcast import cli
-from weightcast.bucket import Layout, Packer
 from weightcast.cli import exits
 from weightcast.errors import InstallError, IntegrityError, PublishError, StaleVersionError, UpdateAbortedError
-from weightcast.follower import Follower
-from weightcast.manifest import MAX_VERSION, TensorSpec, WeightVersion
-from weightcast.publisher import Publisher
-from weightcast.relay import Relay
-from weightcast.replay import rollback
+from weightcast.format.bucket import Layout
+from weightcast.format.manifest import MAX_VERSION, TensorSpec, WeightVersion
+from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
 from weightcast.store.reading import StoreReader, pinned
 from weightcast.store.records import FORMAT, Commit, seal
+from weightcast.trainer.packer import Packer
+from weightcast.trainer.publisher import Publisher
+from weightcast.trainer.relay import Relay
+from weightcast.trainer.rollback import rollback
 from weightcast.transports.store import StoreReceiver, StoreSender
 
 INSTALLS: tuple[Literal["staged", "streaming"], ...] = ("staged", "streaming")

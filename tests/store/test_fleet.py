@@ -11,7 +11,7 @@ from core.direct import DictSource, RecordingEngine, fleet
 from store.store_kit import Holder, number_in, url
 
 from weightcast.errors import PublishError
-from weightcast.follower import Follower
+from weightcast.serving.follower import Follower
 from weightcast.transports.store import StoreSender
 
 INSTALLS: tuple[Literal["staged", "streaming"], ...] = ("staged", "streaming")

@@ -29,23 +29,17 @@ from store.store_kit import (
     write,
 )
 
-from weightcast.errors import (
-    ClosedError,
-    EngineBusyError,
-    InsufficientMemoryError,
-    IntegrityError,
-    ManifestError,
-)
-from weightcast.follower import Follower
-from weightcast.manifest import TensorSpec, WeightVersion
-from weightcast.plan import plan
-from weightcast.publisher import Publisher
+from weightcast.errors import ClosedError, EngineBusyError, InsufficientMemoryError, IntegrityError, ManifestError
+from weightcast.format.manifest import TensorSpec, WeightVersion
+from weightcast.format.plan import plan
+from weightcast.serving.follower import Follower
 from weightcast.sources.module import ModuleSource
 from weightcast.sources.store import StoreSource
 from weightcast.store import reading
 from weightcast.store.files import room_for
 from weightcast.store.reading import StoreReader
-from weightcast.store.survey import survey
+from weightcast.store.status import survey
+from weightcast.trainer.publisher import Publisher
 from weightcast.transports.store import StoreSender
 
 Place = Callable[[Path], object]

@@ -17,13 +17,13 @@ from store.store_kit import LONG_SECONDS, RUN, model, url, write
 
 from weightcast import cli
 from weightcast.cli import exits
-from weightcast.control.server import EngineServer
+from weightcast.control.server.app import EngineServer
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import UnsupportedError
-from weightcast.export import export
 from weightcast.sources.safetensors import SafetensorsSource
 from weightcast.sources.store import StoreSource
 from weightcast.store.reading import pinned
+from weightcast.trainer.export import export
 
 
 @pytest.fixture

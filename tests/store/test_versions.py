@@ -26,7 +26,6 @@ from store.store_kit import (
     write,
 )
 
-from weightcast import host_memory
 from weightcast.errors import (
     ClosedError,
     EngineBusyError,
@@ -35,14 +34,15 @@ from weightcast.errors import (
     StaleVersionError,
     UpdateAbortedError,
 )
-from weightcast.follower import Follower
-from weightcast.manifest import TensorSpec, WeightVersion
-from weightcast.plan import plan
-from weightcast.publisher import Publisher
-from weightcast.replay import rollback
+from weightcast.format.manifest import TensorSpec, WeightVersion
+from weightcast.format.plan import plan
+from weightcast.host import memory as host_memory
+from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
 from weightcast.store.address import StoreAddress
 from weightcast.store.reading import StoreReader, pinned
+from weightcast.trainer.publisher import Publisher
+from weightcast.trainer.rollback import rollback
 from weightcast.transports.store import StoreSender
 
 

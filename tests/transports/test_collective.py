@@ -11,28 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-from weightcast import host_memory, registry
-from weightcast.bucket import slot_size_bytes, write_trailer
-from weightcast.errors import (
-    InsufficientMemoryError,
-    ManifestError,
-    PeerDiedError,
-    PeerTimeoutError,
-    UnsupportedError,
-)
-from weightcast.interfaces import Receiver
-from weightcast.link import frame
-from weightcast.manifest import Manifest, TensorSpec, WeightVersion
-from weightcast.places import pages
-from weightcast.plan import plan
+from weightcast import registry
+from weightcast.errors import InsufficientMemoryError, ManifestError, PeerDiedError, PeerTimeoutError, UnsupportedError
+from weightcast.format.arena import pages
+from weightcast.format.bucket import slot_size_bytes, write_trailer
+from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
+from weightcast.format.plan import plan
+from weightcast.host import memory as host_memory
+from weightcast.links.worker_end import frame
 from weightcast.process_group import ProcessGroup
+from weightcast.seams.transport import Receiver
 from weightcast.testing.leftovers import nothing_left
 from weightcast.testing.reading import Reader
-from weightcast.transports.collective_records import Joining, parse_address, parse_endpoint
-from weightcast.transports.collective_sender import CollectiveSender
-from weightcast.transports.collective_sharing import SharedMemory, read_along
-from weightcast.transports.collective_stream import Target
-from weightcast.transports.collective_supply import Supply
+from weightcast.transports.collective.broadcast_reader import Target
+from weightcast.transports.collective.host_fanout import SharedMemory, read_along
+from weightcast.transports.collective.receive_buffers import Supply
+from weightcast.transports.collective.records import Joining, parse_address, parse_endpoint
+from weightcast.transports.collective.sender import CollectiveSender
 
 RUN = "5a" * 16
 ENDPOINT = "gloo://127.0.0.1:0"

@@ -16,11 +16,11 @@ from transports.conftest import Ends
 from transports.transport_kit import LONG_SECONDS, RUN, Background, check, make_manifest, read_all, send_all, version
 
 from weightcast.errors import ManifestError, PeerDiedError
-from weightcast.manifest import encode
-from weightcast.places import place
+from weightcast.format.arena import place
+from weightcast.format.manifest import encode
 from weightcast.transports.ipc import IpcReceiver
-from weightcast.transports.ipc_arena import MappedSharedArena, OwnedSharedArena
-from weightcast.transports.ipc_records import Begin, Ready, SharedArena, Waiting, Welcome
+from weightcast.transports.ipc.arena import MappedSharedArena, OwnedSharedArena
+from weightcast.transports.ipc.records import Begin, Ready, SharedArena, Waiting, Welcome
 
 SIZE_BYTES = 1 << 16
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

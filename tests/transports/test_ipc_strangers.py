@@ -22,10 +22,11 @@ from transports.transport_kit import (
 )
 
 from weightcast.errors import PeerDiedError
-from weightcast.interfaces import Sender
-from weightcast.manifest import decode, encode
-from weightcast.transports import ipc_channel, ipc_listener
-from weightcast.transports.ipc_records import MAX_RECORD_BYTES, Ended, Hello, Joined, Refused, Released, ToReceiver
+from weightcast.format.manifest import decode, encode
+from weightcast.seams.transport import Sender
+from weightcast.transports.ipc import channel as ipc_channel
+from weightcast.transports.ipc import listener as ipc_listener
+from weightcast.transports.ipc.records import MAX_RECORD_BYTES, Ended, Hello, Joined, Refused, Released, ToReceiver
 
 HOSTILE_PACKETS = {
     "garbage": b"\x00\xff" * 50,

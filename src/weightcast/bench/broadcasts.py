@@ -17,9 +17,9 @@ from torch.distributed import Work
 
 from weightcast.bench.channel import Channel
 from weightcast.bench.per_tensor import Done, TensorMessage
-from weightcast.bucket import DTYPE_NAMES, TORCH_DTYPES
-from weightcast.interfaces import Engine
+from weightcast.format.bucket import DTYPE_NAMES, TORCH_DTYPES
 from weightcast.process_group import ProcessGroup, wait
+from weightcast.seams.engine import Engine
 
 NUM_BUFFERS = 2
 

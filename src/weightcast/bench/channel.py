@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from weightcast.errors import PeerDiedError, PeerTimeoutError
-from weightcast.manifest import decode, encode
+from weightcast.format.manifest import decode, encode
 
 MAX_PACKET_BYTES = 1 << 16
 

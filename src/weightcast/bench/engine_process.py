@@ -18,11 +18,11 @@ from weightcast.bench import per_tensor
 from weightcast.bench.broadcasts import Broadcasts, RawBroadcast, TensorBroadcasts
 from weightcast.bench.channel import Channel, SharedBytes
 from weightcast.bench.model import build_model
-from weightcast.control.server import EngineServer
+from weightcast.control.server.app import EngineServer
+from weightcast.engines.gate import Gate
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import PeerDiedError, PeerTimeoutError
-from weightcast.gate import Gate
-from weightcast.manifest import TensorSpec, decode
+from weightcast.format.manifest import TensorSpec, decode
 from weightcast.process_group import ProcessGroup, join_store
 
 ANSWER_SECONDS = 600.0

@@ -18,7 +18,7 @@ from weightcast.bench.engine_process import ANSWER_SECONDS, JoinGroup, PerTensor
 from weightcast.bench.model import build_model
 from weightcast.bench.processes import END_SECONDS, process, shared_specs
 from weightcast.bench.settings import Settings
-from weightcast.manifest import TensorSpec
+from weightcast.format.manifest import TensorSpec
 from weightcast.process_group import ProcessGroup, serve_store
 
 _MODULE = "weightcast.bench.engine_process"

@@ -25,11 +25,11 @@ from weightcast.bench.result import BenchResult, Bytes, Ends, Run, median
 from weightcast.bench.settings import Settings
 from weightcast.bench.trainer import Trainer, trainer
 from weightcast.control.client import HttpEngine
-from weightcast.manifest import TensorSpec
-from weightcast.plan import fitting_bucket_size
-from weightcast.publisher import Publisher
-from weightcast.report import PublishReport
-from weightcast.tensor_digest import tensor_digest
+from weightcast.format.manifest import TensorSpec
+from weightcast.format.plan import fitting_bucket_size
+from weightcast.format.tensor_digest import tensor_digest
+from weightcast.trainer.publisher import Publisher
+from weightcast.trainer.report import PublishReport
 
 Note = Callable[[str], None]
 MAX_SLOW_RUNS = 3

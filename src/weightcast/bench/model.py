@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weightcast.bucket import TORCH_DTYPES
-from weightcast.manifest import TensorSpec
+from weightcast.format.bucket import TORCH_DTYPES
+from weightcast.format.manifest import TensorSpec
 
 _TILE_ELEMENTS = 65536
 

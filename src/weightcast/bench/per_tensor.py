@@ -15,9 +15,9 @@ import msgspec
 import torch
 
 from weightcast.bench.channel import Channel, SharedBytes
-from weightcast.bucket import DTYPE_NAMES, TORCH_DTYPES, TRAILER_BYTES, check_trailer, write_trailer
-from weightcast.interfaces import Engine
-from weightcast.manifest import WeightVersion
+from weightcast.format.bucket import DTYPE_NAMES, TORCH_DTYPES, TRAILER_BYTES, check_trailer, write_trailer
+from weightcast.format.manifest import WeightVersion
+from weightcast.seams.engine import Engine
 
 VERSION = WeightVersion("0" * 32, 0)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from weightcast.bench.channel import Channel, SharedBytes, pair
-from weightcast.manifest import TensorSpec
+from weightcast.format.manifest import TensorSpec
 
 END_SECONDS = 10.0
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from weightcast.bench.model import build_model, fill, local_tensors
-from weightcast.manifest import TensorSpec
+from weightcast.format.manifest import TensorSpec
 from weightcast.process_group import Store
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"

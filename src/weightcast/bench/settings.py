@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from weightcast.control.messages import InstallMode
+from weightcast.format.messages import InstallMode
 
 COLLECTIVE = ("gloo", "nccl")
 

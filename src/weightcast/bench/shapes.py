@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from weightcast.bench.architectures import ARCHITECTURES, WIDTHS, Field
-from weightcast.checkpoint import checkpoint_tensors
-from weightcast.manifest import TensorSpec
+from weightcast.checkpoint.live import checkpoint_tensors
+from weightcast.format.manifest import TensorSpec
 
 SYNTHETIC = ("many-small", "uniform")
 NAMES = (*ARCHITECTURES, *SYNTHETIC)

@@ -19,10 +19,10 @@ from weightcast.bench.ranks import GROUP_SECONDS, default_group, return_free_mem
 from weightcast.bench.settings import Settings
 from weightcast.bench.trainer_process import Did, Open, Step, Train, What, make_publisher
 from weightcast.errors import PeerDiedError
-from weightcast.manifest import TensorSpec
+from weightcast.format.manifest import TensorSpec
 from weightcast.process_group import serve_store
-from weightcast.publisher import Publisher
-from weightcast.report import PublishReport
+from weightcast.trainer.publisher import Publisher
+from weightcast.trainer.report import PublishReport
 
 _MODULE = "weightcast.bench.trainer_process"
 _HOST = "127.0.0.1"

@@ -16,12 +16,12 @@ import torch
 from weightcast.bench.channel import Channel, SharedBytes
 from weightcast.bench.model import change, local_tensors
 from weightcast.bench.ranks import GROUP_SECONDS, default_group, return_free_memory, sharded_model, whole_tensors
-from weightcast.control.messages import InstallMode
 from weightcast.errors import PeerDiedError, WeightcastError
-from weightcast.manifest import TensorSpec, decode
+from weightcast.format.manifest import TensorSpec, decode
+from weightcast.format.messages import InstallMode
 from weightcast.process_group import join_store
-from weightcast.publisher import Publisher
 from weightcast.sources.module import ModuleSource
+from weightcast.trainer.publisher import Publisher
 
 What: TypeAlias = Literal["change", "publish", "gather_each"]
 

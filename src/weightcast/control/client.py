@@ -12,11 +12,11 @@ import msgspec
 
 from weightcast import registry
 from weightcast.control.http import HttpRoutes
-from weightcast.control.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
 from weightcast.errors import ControlError
-from weightcast.guard import RescueRequest
-from weightcast.interfaces import EngineClient, Fingerprint
-from weightcast.manifest import TensorSpec
+from weightcast.format.manifest import TensorSpec
+from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
+from weightcast.links.watchdog import RescueRequest
+from weightcast.seams.client import EngineClient, Fingerprint
 
 _PAUSE_MODES = ("keep", "wait", "abort")
 _encode = msgspec.json.encode
@@ -50,14 +50,16 @@ class HttpEngine:
         info = self._routes.probe("/weight_info", _AnyInfo)
         if info is not None and info.protocol is not None:
             return self
-        for speak in registry.http_dialects():
-            client: EngineClient | None = speak(self._routes, self._pause_mode)
+        asked = []
+        for kind, detect in registry.http_dialects():
+            client = detect(self._routes, self._pause_mode)
             if client is not None:
                 self._negotiated = client
                 return client
+            asked.append(kind)
         raise ControlError(
             f"{self.name} is no engine server that weightcast knows: it has no /weight_info of the control protocol, "
-            f"and is none of {', '.join(registry.HTTP_DIALECTS)}",
+            f"and is none of {', '.join(asked)}",
             peer=self.name,
         )
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from weightcast.control.rank_calls import unmarked
+from weightcast.control.worker_rpc import unmarked
 from weightcast.errors import (
     ClosedError,
     ControlError,
@@ -24,7 +24,7 @@ from weightcast.errors import (
     WeightcastError,
     from_record,
 )
-from weightcast.manifest import MAX_MESSAGE_BYTES, decode
+from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode
 
 T = TypeVar("T")
 

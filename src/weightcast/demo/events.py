@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from weightcast.report import StageSeconds
+from weightcast.trainer.report import StageSeconds
 
 
 class Saved(msgspec.Struct, frozen=True, tag="saved", tag_field="kind"):

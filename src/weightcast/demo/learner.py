@@ -13,8 +13,8 @@ from weightcast.demo.grpo import Batch
 from weightcast.demo.masters import MasterAdamW
 from weightcast.demo.ranks import Ranks
 from weightcast.errors import WeightcastError
-from weightcast.publisher import Publisher
-from weightcast.report import PublishReport
+from weightcast.trainer.publisher import Publisher
+from weightcast.trainer.report import PublishReport
 
 FIRST_VERSION = 0
 """What the warm start is published as; step n publishes version n."""

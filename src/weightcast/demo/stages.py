@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightcast.report import StageSeconds
+from weightcast.trainer.report import StageSeconds
 
 STAGES = ("gather", "offer", "pack", "send", "seal", "pause")
 REST = "rest"

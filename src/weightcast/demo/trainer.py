@@ -36,8 +36,8 @@ from weightcast.demo.task import draw
 from weightcast.demo.training import Training
 from weightcast.demo.warmup import warm_start
 from weightcast.errors import WeightcastError
-from weightcast.publisher import Publisher
 from weightcast.sources.module import ModuleSource
+from weightcast.trainer.publisher import Publisher
 
 WARMUP_EVENTS = 20
 NUM_THREADS = 1

@@ -20,7 +20,7 @@ from weightcast.demo.rollouts import Pending, Rollouts
 from weightcast.demo.settings import Settings
 from weightcast.demo.task import Puzzle, draw
 from weightcast.errors import WeightcastError
-from weightcast.report import PublishReport
+from weightcast.trainer.report import PublishReport
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from weightcast import host_copy
-from weightcast.bucket import DTYPE_NAMES, narrow
-from weightcast.checkpoint import CASTABLE, Buffers, LiveCheckpoint, Names
+from weightcast.checkpoint.live import CASTABLE, Buffers, LiveCheckpoint, Names
 from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError, ManifestError
-from weightcast.manifest import Region, TensorSpec, WeightVersion, check_tiling
+from weightcast.format.bucket import DTYPE_NAMES, narrow
+from weightcast.format.manifest import Region, TensorSpec, WeightVersion, check_tiling
+from weightcast.host import copy as host_copy
 
 _MAX_NAMED = 20
 

@@ -14,9 +14,9 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from weightcast.bucket import TRAILER_BYTES
 from weightcast.errors import InsufficientMemoryError, IntegrityError
-from weightcast.manifest import Manifest
+from weightcast.format.bucket import TRAILER_BYTES
+from weightcast.format.manifest import Manifest
 
 POINTER = "current.json"
 NEXT = "next.json"

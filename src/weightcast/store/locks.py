@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 
 from weightcast.errors import ManifestError, UnsupportedError
-from weightcast.forked import close_in_child
-from weightcast.manifest import decode
+from weightcast.format.manifest import decode
+from weightcast.host.fork import close_in_child
 from weightcast.store.files import open_file, unreadable
 from weightcast.store.records import Reader
 

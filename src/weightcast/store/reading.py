@@ -17,9 +17,9 @@ from types import TracebackType
 
 import torch
 
-from weightcast.bucket import TRAILER_BYTES, check_trailer, root_digest, slot_size_bytes
 from weightcast.errors import ClosedError, IntegrityError
-from weightcast.manifest import MAX_MESSAGE_BYTES, Manifest, WeightVersion
+from weightcast.format.bucket import TRAILER_BYTES, check_trailer, root_digest, slot_size_bytes
+from weightcast.format.manifest import MAX_MESSAGE_BYTES, Manifest, WeightVersion
 from weightcast.store import locks
 from weightcast.store.files import (
     MANIFEST,

@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from weightcast.errors import IntegrityError, ManifestError
-from weightcast.manifest import MAX_BUCKETS, RunId, VersionNumber, WeightVersion, decode, encode
+from weightcast.format.manifest import MAX_BUCKETS, RunId, VersionNumber, WeightVersion, decode, encode
 
 FORMAT = "weightcast-store-1"
 MAX_RECORD_BYTES = 64 << 10

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import msgspec
 
-from weightcast import host_memory
-from weightcast.bucket import root_digest
 from weightcast.errors import (
     ClosedError,
     EngineBusyError,
@@ -25,7 +23,9 @@ from weightcast.errors import (
     PeerTimeoutError,
     StaleVersionError,
 )
-from weightcast.manifest import MAX_MESSAGE_BYTES, MAX_VERSION, Manifest, WeightVersion
+from weightcast.format.bucket import root_digest
+from weightcast.format.manifest import MAX_MESSAGE_BYTES, MAX_VERSION, Manifest, WeightVersion
+from weightcast.host import memory as host_memory
 from weightcast.store import locks
 from weightcast.store.address import StoreAddress
 from weightcast.store.files import (

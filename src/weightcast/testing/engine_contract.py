@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from weightcast.errors import IncompleteUpdateError, WeightcastError
-from weightcast.interfaces import Engine, Readable, RegionLoader, Undoable
-from weightcast.manifest import Region, TensorSpec, WeightVersion
-from weightcast.plan import compare_specs
+from weightcast.format.manifest import Region, TensorSpec, WeightVersion
+from weightcast.format.plan import compare_specs
+from weightcast.seams.engine import Engine, Readable, RegionLoader, Undoable
 from weightcast.testing.payloads import PAYLOADS, Payload, random_tensor, raw_bytes
 
 ONE, TWO = (WeightVersion("5a" * 16, number) for number in (1, 2))

@@ -14,8 +14,8 @@ from typing import TypeAlias
 import torch
 
 from weightcast.errors import WeightcastError
-from weightcast.interfaces import Bucket, Receiver, Sender, Transport
-from weightcast.manifest import Manifest, WeightVersion
+from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.seams.transport import Bucket, Receiver, Sender, Transport
 
 SCHEME = "faulty"
 

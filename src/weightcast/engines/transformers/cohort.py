@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from weightcast.engines.transformers.model import CausalModel
 from weightcast.engines.transformers.request import Row
 from weightcast.engines.transformers.sampling import Sampler
-from weightcast.manifest import WeightVersion
+from weightcast.format.manifest import WeightVersion
 
 
 class Cohort:

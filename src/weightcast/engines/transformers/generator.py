@@ -14,13 +14,13 @@ from concurrent.futures import Future
 
 import torch
 
+from weightcast.engines.gate import Gate
 from weightcast.engines.transformers.cohort import Cohort
 from weightcast.engines.transformers.model import CausalModel
 from weightcast.engines.transformers.request import Completion, Delta, Request, Row, SamplingParams
 from weightcast.engines.transformers.text import Tokenizer
 from weightcast.errors import ClosedError, EngineTornError, PeerTimeoutError, WeightcastError
-from weightcast.gate import Gate
-from weightcast.manifest import WeightVersion
+from weightcast.format.manifest import WeightVersion
 
 _POLL_SECONDS = 0.1
 """How often a paused generator looks whether requests were cancelled, aborted or closed meanwhile."""

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from weightcast.engines.transformers.text import TextCursor, Tokenizer
-from weightcast.manifest import WeightVersion
+from weightcast.format.manifest import WeightVersion
 
 FinishReason = Literal["stop", "length", "abort"]
 MAX_TOP_LOGPROBS = 20

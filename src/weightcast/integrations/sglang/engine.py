@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from weightcast.control.messages import PauseMode
-from weightcast.control.rank_calls import RankCall, RankReply
-from weightcast.guest.engine import GuestEngine
-from weightcast.guest.replies import Replies
-from weightcast.guest.turns import Turns
+from weightcast.control.worker_rpc import RankCall, RankReply
+from weightcast.format.messages import PauseMode
+from weightcast.integrations.plugin.engine import GuestEngine
+from weightcast.integrations.plugin.replies import Replies
+from weightcast.integrations.plugin.server_mutex import Turns
 from weightcast.integrations.sglang import internals
 from weightcast.integrations.sglang.scheduler import FORMAT
 

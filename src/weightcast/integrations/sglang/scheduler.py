@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from weightcast.control.messages import WeightInfo
-from weightcast.control.rank_calls import RankReply
+from weightcast.control.worker_rpc import RankReply
 from weightcast.errors import ClosedError, ErrorRecord, from_record, to_record
-from weightcast.guest.rank import Rank
-from weightcast.guest.ranks import Outcome, Ranks
+from weightcast.format.messages import WeightInfo
+from weightcast.integrations.plugin.rank_consensus import Outcome, Ranks
+from weightcast.integrations.plugin.rank_worker import Rank
 from weightcast.integrations.sglang import internals
 from weightcast.integrations.sglang.model import SglangModel
 

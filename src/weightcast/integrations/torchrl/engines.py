@@ -16,10 +16,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from weightcast import host_copy, registry
-from weightcast.guest.refusal import Refusal
-from weightcast.manifest import WeightVersion
-from weightcast.relay import Relay
+from weightcast import registry
+from weightcast.format.manifest import WeightVersion
+from weightcast.host import copy as host_copy
+from weightcast.integrations.plugin.refusal import Refusal
+from weightcast.trainer.relay import Relay
 
 logger = logging.getLogger(__name__)
 

@@ -8,16 +8,16 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from tensordict import TensorDict
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
-from weightcast.follower import Follower
+from weightcast.format.manifest import WeightVersion
 from weightcast.integrations.torchrl.weights import WeightsSource, extract
-from weightcast.manifest import WeightVersion
-from weightcast.publisher import Publisher
+from weightcast.serving.follower import Follower
+from weightcast.trainer.publisher import Publisher
 
 THREADED_BUCKET_BYTES = 64 << 20
 """Larger than most tensors: with several threads, what is cut is put together for a loader that takes whole tensors."""
@@ -26,6 +26,16 @@ THREADED_BUCKET_BYTES = 64 << 20
 def store_url(directory: str | os.PathLike[str], num_threads: int) -> str:
     """The store in a directory, which may be relative, read and written by so many threads."""
     return f"{Path(directory).absolute().as_uri()}?num_threads={num_threads}"
+
+
+class SchemeOptions(Protocol):
+    """What a sender and a receiver read of the scheme that has made them."""
+
+    local_addr: str
+    num_threads: int
+    strategy_name: Literal["tensordict", "state_dict"]
+
+    def create_transport(self) -> VLLMDoubleBufferTransport: ...
 
 
 class VLLMDoubleBufferTransport:

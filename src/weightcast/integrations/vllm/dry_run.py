@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightcast.guest import dry_run as guest
-from weightcast.guest.dry_run import Outcome, present
+from weightcast.format.manifest import TensorSpec
+from weightcast.integrations.plugin import dry_run as guest
+from weightcast.integrations.plugin.dry_run import Outcome, present
 from weightcast.integrations.vllm import internals, layers
-from weightcast.manifest import TensorSpec
 
 
 def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> Outcome:

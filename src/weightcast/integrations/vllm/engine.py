@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from weightcast.control.messages import PauseMode
-from weightcast.control.rank_calls import METHOD, Ask, RankCall, numbered, replies_to
-from weightcast.guest.engine import GuestEngine
-from weightcast.guest.replies import Replies
-from weightcast.guest.turns import Turns
+from weightcast.control.worker_rpc import METHOD, Ask, RankCall, numbered, replies_to
+from weightcast.format.messages import PauseMode
+from weightcast.integrations.plugin.engine import GuestEngine
+from weightcast.integrations.plugin.replies import Replies
+from weightcast.integrations.plugin.server_mutex import Turns
 
 DEADLINE_SECONDS = 50.0
 """Less than a publisher waits for an answer by default, so that it hears why there is none."""

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from weightcast.control.http import HttpRoutes
-from weightcast.control.messages import PauseMode
-from weightcast.control.rank_calls import METHOD, Ask
+from weightcast.control.worker_rpc import METHOD, Ask
 from weightcast.errors import ControlError
-from weightcast.guard import RescueRequest
+from weightcast.format.messages import PauseMode
 from weightcast.integrations.vllm.rank_client import RankClient, Status
+from weightcast.links.watchdog import RescueRequest
 
 BACKEND = "weightcast"
 _CONFIG = '{"backend": "weightcast"}'
@@ -26,7 +26,7 @@ RESUME = "/wake_up?tags=scheduling"
 _IS_TORN = r'"torn":\s*"[^"]'
 
 
-def speak(routes: HttpRoutes, pause: PauseMode) -> StockServer | None:
+def detect(routes: HttpRoutes, pause: PauseMode) -> StockServer | None:
     """The client for a vLLM server with our backend; None for what is none. Raises ControlError if it has no routes."""
     if routes.probe("/weight_info", _WeightInfo) is None:
         version = routes.probe("/version", _Version)

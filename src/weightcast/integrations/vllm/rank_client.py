@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 from msgspec import UNSET
 
-from weightcast.control.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
-from weightcast.control.rank_calls import (
+from weightcast.control.worker_rpc import (
     Ask,
     Init,
     Install,
@@ -27,7 +26,8 @@ from weightcast.control.rank_calls import (
     replies_to,
 )
 from weightcast.errors import ClosedError, PeerError, WeightcastError, from_record
-from weightcast.guest.refusal import Refusal
+from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
+from weightcast.integrations.plugin.refusal import Refusal
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
 
-from weightcast.control.server_replies import error_reply, reply
-from weightcast.control.server_weights import Handler, guarded, pause_mode
+from weightcast.control.replies import error_reply, reply
+from weightcast.control.routes import Handler, guarded, pause_mode
 from weightcast.errors import ClosedError, EngineTornError, WeightcastError
-from weightcast.guest.routes import EngineRoutes, TornGuard, log
-from weightcast.guest.turns import Turns
+from weightcast.integrations.plugin.routes import EngineRoutes, TornGuard, log
+from weightcast.integrations.plugin.server_mutex import Turns
 from weightcast.integrations.vllm.engine import VllmEngine
 
 TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"

@@ -19,11 +19,11 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
-from weightcast.control.messages import InitInfo, UpdateInfo
-from weightcast.control.rank_calls import Init, Leave, Update, marked
+from weightcast.control.worker_rpc import Init, Leave, Update, marked
 from weightcast.errors import ClosedError, ErrorRecord, ManifestError, UnsupportedError, WeightcastError, to_record
-from weightcast.guest.rank import Rank
-from weightcast.guest.ranks import Ranks
+from weightcast.format.messages import InitInfo, UpdateInfo
+from weightcast.integrations.plugin.rank_consensus import Ranks
+from weightcast.integrations.plugin.rank_worker import Rank
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.model import VllmModel
 

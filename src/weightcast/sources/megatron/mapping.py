@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from weightcast.interfaces import Held
-from weightcast.manifest import TensorSpec
+from weightcast.format.manifest import TensorSpec
+from weightcast.seams.source import Held
 from weightcast.sources.megatron.layouts import ALONE, Axis, Part, share, unstacked
 from weightcast.sources.megatron.rules import EXPERT, Config, Family, Match, Rule, Table
 from weightcast.sources.megatron.sizes import sizes_of

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightcast.bucket import DTYPE_NAMES, narrow
-from weightcast.checkpoint import CASTABLE, require_here
-from weightcast.interfaces import Held, Regions
-from weightcast.manifest import Region, TensorSpec
+from weightcast.checkpoint.changes import Watch
+from weightcast.checkpoint.live import CASTABLE, require_here
+from weightcast.format.bucket import DTYPE_NAMES, narrow
+from weightcast.format.manifest import Region, TensorSpec
+from weightcast.seams.source import Held, Regions
 from weightcast.sources.megatron import parallel as parallel_state
 from weightcast.sources.megatron.families import FAMILIES
 from weightcast.sources.megatron.mapping import Chunk, Mapping, Parallel, Placed
 from weightcast.sources.megatron.rules import Family
 from weightcast.sources.megatron.sizes import read_config
-from weightcast.watch import Watch
 
 _MAX_LISTED = 8
 

@@ -1,0 +1,205 @@
+"""Several trainer ranks as one publisher: one rank leads a publish, the others follow, all end alike.
+
+Invariants: an error on any rank, the publishing one's engines included, ends the publish on every rank; the publishing
+rank is never silent for longer than a deadline; whichever way a publish ends, the ranks are in step for the next, or
+have disconnected and meet again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Literal
+
+import torch.distributed as dist
+
+from weightcast.format.manifest import decode
+from weightcast.process_group import Closable
+from weightcast.seams.source import Regions, Source
+from weightcast.trainer.group.exchange import TrainerRanks
+from weightcast.trainer.group.gather import Contribution
+from weightcast.trainer.group.multi_device_sender import SpreadSender
+from weightcast.trainer.group.records import Command, Row
+from weightcast.trainer.group.sender_assignment import Outlet
+from weightcast.trainer.group.shares import Agreement
+from weightcast.trainer.publish_run import Packing, Wire
+from weightcast.trainer.report import PublishReport
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """What the publishing rank's own part of a publish is made of."""
+
+    start: float
+    version: int | None
+    regions: Regions
+    wire: Wire
+    packing: Packing
+
+
+def ensemble_of(
+    trainer_group: ProcessGroup | Literal["auto"] | None,
+    source: Source,
+    deadline_seconds: float,
+    outlet: Outlet | None,
+) -> Ensemble | None:
+    """The ranks of `trainer_group`, "auto" for the default group; None if this rank is alone.
+
+    `outlet`: how other ranks than the publishing one make an arena; None: they don't. Raises ValueError if this rank is
+    not of that group.
+    """
+    if trainer_group is None or not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = None if trainer_group == "auto" else trainer_group
+    if dist.get_rank(group) < 0:
+        raise ValueError("this rank is not in trainer_group: make the publisher on its ranks only")
+    if dist.get_world_size(group) == 1:
+        return None
+    return Ensemble(TrainerRanks(group, deadline_seconds), source, outlet)
+
+
+class Ensemble:
+    """This rank's side."""
+
+    def __init__(self, ranks: TrainerRanks, source: Source, outlet: Outlet | None) -> None:
+        self._ranks = ranks
+        self._source = source
+        self._outlet = outlet
+        self._agreement = Agreement(ranks, outlet)
+        self._spread: SpreadSender | None = None
+        self.is_publishing = ranks.is_publishing
+
+    @property
+    def run(self) -> str:
+        """The publishing rank's run, once it was told; empty before."""
+        return self._agreement.run
+
+    @property
+    def version(self) -> int:
+        """The last version of the publishing rank, as far as this rank was told."""
+        return self._ranks.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._ranks.version = version
+
+    def lead(
+        self, run: str, prepare: Callable[[], Prepared], publish: Callable[[Prepared], PublishReport]
+    ) -> PublishReport:
+        """The publishing rank's publish. `publish` packs by `Packing.packer`, and need not know of other ranks."""
+        error: BaseException | None = None
+        prepared: Prepared | None = None
+        try:
+            prepared = prepare()
+            self._agreement.look(self._source, prepared.regions)
+        except BaseException as exc:
+            error = exc
+        with self._in_step():
+            rows = self._ranks.start(self._agreement.row(prepared.packing.layout if prepared else None), error)
+            assert prepared is not None
+            packing, wire = prepared.packing, prepared.wire
+            self._agreement.lead(rows, packing.layout, packing.bucket_size_bytes, run, wire.device)
+            self._speak_for_all(wire)
+            report: PublishReport | None = None
+            with self._ranks.kept_waiting():
+                try:
+                    packing.use(prepared.regions, self._agreement.packer())
+                    report = publish(prepared)
+                except BaseException as exc:
+                    error = exc
+                with contextlib.suppress(Exception):
+                    # If this fails, so does the last exchange.
+                    self._agreement.drain()
+            return self._end(report, error)
+
+    def _speak_for_all(self, wire: Wire) -> None:
+        """Have the wire's sender be that of every arena, from the first publish on that has several."""
+        arenas = self._agreement.arenas.others
+        if arenas and self._spread is None:
+            assert self._outlet is not None
+            self._spread = wire.sender = SpreadSender(wire.sender, self._ranks, self._outlet.per_device)
+        if self._spread is not None:
+            self._spread.use(arenas)
+
+    def _end(self, report: PublishReport | None, error: BaseException | None) -> PublishReport:
+        """Tell the others how the publish ended, and end it so here."""
+        if report is not None:
+            data = report.to_json()
+            self._ranks.say(Command.END, len(data))
+            self._ranks.broadcast(data, len(data))
+            return report
+        assert error is not None
+        try:
+            self._ranks.say(Command.END, error=error)
+        finally:
+            if not isinstance(error, Exception):
+                raise error
+        raise AssertionError("an exchange with an error raises")
+
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Ranks that have lost each other in between agree anew when they meet again."""
+        try:
+            yield
+        except BaseException:
+            self._ranks.give_up()
+            raise
+        finally:
+            if not self._ranks.is_connected:
+                self._agreement.forget()
+
+    def follow(self) -> PublishReport:
+        """Another rank's publish: bring what is asked for, until the publishing rank says how it ended."""
+        error: BaseException | None = None
+        try:
+            self._agreement.look(self._source, self._source.regions())
+        except BaseException as exc:
+            error = exc
+        with self._in_step():
+            rows = self._ranks.start(self._agreement.row(None), error)
+            contribution, error = self._agreement.follow(rows)
+            try:
+                return self._follow(contribution, error)
+            except BaseException as exc:
+                if self._agreement.arenas.own is not None:
+                    self._agreement.arenas.own.abort(f"{type(exc).__name__}: {exc}")
+                    # The group of arenas may have broken, and this rank alone know it.
+                    self._agreement.forget()
+                raise
+
+    def _follow(self, contribution: Contribution | None, error: BaseException | None) -> PublishReport:
+        arena = self._agreement.arenas.own
+        while True:
+            if error is None and arena is not None:
+                error = arena.error
+            command, argument, is_ready = self._ranks.hear(error, Row() if arena is None else arena.row())
+            match command:
+                case Command.END:
+                    report: PublishReport = decode(self._ranks.broadcast(b"", argument), PublishReport)
+                    return report
+                case Command.BUCKET if contribution is not None:
+                    error = contribution.send(argument)
+                case Command.OPEN if is_ready:
+                    opening = self._ranks.broadcast(b"", argument)
+                    if arena is not None:
+                        arena.open(self._agreement.manifest, opening)
+                case Command.SPREAD if is_ready and arena is not None:
+                    arena.take(argument)
+                case Command.ASK if is_ready and arena is not None:
+                    arena.tell_failures()
+                case _ if not is_ready and arena is not None:
+                    arena.wait()
+
+    @property
+    def owned(self) -> list[Closable]:
+        """What `close` closes, without what the caller gave."""
+        return [self._ranks, self._agreement.arenas]
+
+    def close(self) -> None:
+        """Disconnect from the other ranks, without a word, and free this rank's arena. Idempotent."""
+        self._ranks.close()
+        self._agreement.close()

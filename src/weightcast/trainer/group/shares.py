@@ -1,0 +1,290 @@
+"""What the trainer ranks agree on before bytes move: the same specs, who holds what, and who brings what.
+
+Invariants: ranks that differ raise the same error, all of them; nothing is exchanged beyond the first row of a publish
+while nothing has changed on any rank; the shards that a rank is asked for are ones that it said it holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import torch
+
+from weightcast.errors import IncompatibleWeightsError
+from weightcast.format.bucket import Layout
+from weightcast.format.manifest import DigestKind, Manifest, Region, RunId, TensorSpec, decode
+from weightcast.format.plan import plan
+from weightcast.seams.source import Regions, Source
+from weightcast.trainer.group.assignment import Looked, Part, Shard, assign, held_shards
+from weightcast.trainer.group.exchange import TrainerRanks
+from weightcast.trainer.group.gather import Contribution, GatheringPacker
+from weightcast.trainer.group.records import Command, Row
+from weightcast.trainer.group.sender_assignment import Arenas, Outlet, Seat, Seating
+
+
+class _HeldPart(msgspec.Struct, frozen=True, array_like=True):
+    tensor: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class _Holding(msgspec.Struct, frozen=True):
+    """A rank to the publishing one: the regions that it holds, by number of the specs, and where an arena could be."""
+
+    parts: tuple[_HeldPart, ...]
+    seat: Seat
+
+
+class Share(msgspec.Struct, frozen=True):
+    """The publishing rank to another: which of its parts it brings, and all that it takes to make the same plan."""
+
+    run: RunId
+    bucket_size_bytes: int
+    digest_kind: DigestKind
+    manifest_digest: str
+    backend: Literal["gloo", "nccl"]
+    parts: tuple[int, ...]
+    seating: Seating
+
+
+class Agreement:
+    """This rank's side, kept from publish to publish."""
+
+    def __init__(self, ranks: TrainerRanks, outlet: Outlet | None) -> None:
+        self.arenas = Arenas(ranks, outlet)
+        self._ranks = ranks
+        self._regions: Looked | None = None
+        self._specs: Sequence[TensorSpec] = ()
+        self._digest = (0, 0)
+        self._shards: list[Shard] = []
+        self._parts: list[Part] = []
+        self._assigned: tuple[int, ...] = ()
+        self._is_settled = False
+        self._contribution: Contribution | None = None
+        self._packer: GatheringPacker | None = None
+        self._layout: Layout | None = None
+        self._others: list[list[Part]] = []
+        self._via = torch.device("cpu")
+        self.run = ""
+
+    # --- what this rank has ---
+
+    def look(self, source: Source, regions: Regions) -> None:
+        """See what this rank holds now. No communication. Raises IncompatibleWeightsError."""
+        if self._regions is not None and self._regions.is_of(regions):
+            return
+        self._regions = None
+        specs = source.specs()
+        if specs is not self._specs:
+            self._specs, self._is_settled = specs, False
+            data = msgspec.json.encode([[s.name, s.dtype, s.shape, s.aliases, s.group] for s in specs])
+            low, high = struct.unpack_from("<qq", hashlib.sha256(data).digest())
+            self._digest = (low, high)
+        shards = held_shards(specs, regions)
+        parts = [Part(shard.tensor, shard.region) for shard in shards]
+        if parts != self._parts:
+            self._parts, self._is_settled = parts, False
+        self._shards, self._regions = shards, Looked(regions)
+        mine = self._own_shards() if self._is_settled else []
+        for holder in (self._contribution, self._packer):
+            if holder is not None and self._is_settled:
+                holder.rebind(mine)
+
+    def row(self, layout: Layout | None) -> Row:
+        """What this rank brings to the first exchange. `layout`: the publishing rank's plan."""
+        low, high = self._digest
+        is_news = not self._is_settled or layout is not (self._layout if self._ranks.is_publishing else None)
+        return Row(
+            command=Command.START,
+            version=self._ranks.version,
+            news=is_news,
+            digest_low=low,
+            digest_high=high,
+            device=self._device_number(),
+        )
+
+    def forget(self) -> None:
+        """Ranks lost each other: agree anew."""
+        self._is_settled = False
+
+    def close(self) -> None:
+        """Free this rank's arena, and drop what holds on to the transport's buffers."""
+        self.arenas.close()
+        self._forget_views()
+
+    def _forget_views(self) -> None:
+        if self._packer is not None:
+            self._packer.forget_views()
+
+    def _device_number(self) -> int:
+        """Tells GPUs apart, host memory is 0."""
+        device = next((shard.data.device for shard in self._shards if shard.data.is_cuda), None)
+        if device is None:
+            return 0
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        number: int = struct.unpack_from("<q", hashlib.sha256(uuid.encode()).digest())[0]
+        return number | 1
+
+    def _own_shards(self) -> list[Shard]:
+        return [self._shards[index] for index in self._assigned]
+
+    # --- the publishing rank ---
+
+    def lead(self, rows: Sequence[Row], layout: Layout, bucket_size_bytes: int, run: str, device: torch.device) -> None:
+        """After the first exchange: have every rank know its share. Raises on every rank alike.
+
+        `device`: of the publishing rank's own arena.
+        """
+        self._compare(rows)
+        if not any(row.news for row in rows):
+            return
+        self._is_settled = False
+        is_nccl = all(row.device for row in rows) and len({row.device for row in rows}) == len(rows)
+        shares, self._others, seats = self._shared_out(
+            layout, bucket_size_bytes, run, "nccl" if is_nccl else "gloo", device
+        )
+        for group_rank, share in enumerate(shares[1:], start=1):
+            self._ranks.send_message(share, group_rank)
+        self._assigned, self._layout = shares[0].parts, layout
+        self._via = self._connected(shares[0].backend)
+        self.arenas.lead(shares[0].seating, seats, device)
+        self._forget_views()
+        self._packer = None
+
+    def packer(self) -> GatheringPacker:
+        """What fills buckets in this publish."""
+        if self._packer is None:
+            assert self._layout is not None
+            self._packer = GatheringPacker(self._ranks, self._layout, self._own_shards(), self._others, via=self._via)
+            self._is_settled = True
+        return self._packer
+
+    def drain(self) -> None:
+        """Take what is still on its way to the packer. Raises PeerError."""
+        if self._packer is not None:
+            self._packer.drain()
+
+    def _shared_out(
+        self,
+        layout: Layout,
+        bucket_size_bytes: int,
+        run: str,
+        backend: Literal["gloo", "nccl"],
+        device: torch.device,
+    ) -> tuple[list[Share], list[list[Part]], list[Seat]]:
+        """Hear what the others hold: all ranks' shares, what the others bring, and where arenas could be."""
+        error: BaseException | None = None
+        others: list[_Holding] = [self._ranks.receive_message(_Holding, g) for g in range(1, self._ranks.size)]
+        held: list[list[Part]] = [self._parts]
+        assigned: list[list[int]] = []
+        try:
+            held += [[Part(p.tensor, Region(p.offsets, p.sizes)) for p in holding.parts] for holding in others]
+            assigned = assign(self._specs, held)
+        except BaseException as exc:
+            error = exc
+        self._ranks.say(Command.SETTLE, error=error)
+        manifest = layout.manifest
+        digest = manifest.digest()
+        seats = [self.arenas.seat(device), *(holding.seat for holding in others)]
+        seating = self.arenas.seating(seats)
+        shares = [
+            Share(run, bucket_size_bytes, manifest.digest_kind, digest, backend, tuple(parts), seating)
+            for parts in assigned
+        ]
+        return shares, [[held[g][index] for index in assigned[g]] for g in range(1, self._ranks.size)], seats
+
+    # --- the others ---
+
+    def follow(self, rows: Sequence[Row]) -> tuple[Contribution | None, BaseException | None]:
+        """After the first exchange: what this rank brings, or why it can't, to be told at the next exchange."""
+        self._compare(rows)
+        if self._contribution is None or any(row.news for row in rows):
+            self._is_settled = False
+            held = (_HeldPart(part.tensor, part.region.offsets, part.region.sizes) for part in self._parts)
+            self._ranks.send_message(_Holding(tuple(held), self.arenas.seat(self._device())), 0)
+            self._ranks.hear()
+            share: Share = self._ranks.receive_message(Share, 0)
+            self._assigned, self.run = share.parts, share.run
+            via = self._connected(share.backend)
+            error = self.arenas.follow(share.seating, share.run, self._device())
+            try:
+                self._layout = self._planned(share)
+                self._contribution = Contribution(self._ranks, self._layout, self._own_shards(), via=via)
+            except BaseException as exc:
+                return None, exc
+            self._is_settled = error is None
+            return self._contribution, error
+        return self._contribution, None
+
+    def _planned(self, share: Share) -> Layout:
+        manifest = plan(self._specs, share.bucket_size_bytes, digest_kind=share.digest_kind)
+        if manifest.digest() != share.manifest_digest:
+            raise IncompatibleWeightsError(
+                f"this rank's plan of buckets has the digest {manifest.digest()[:16]}, the publishing rank's "
+                f"{share.manifest_digest[:16]}: install the same weightcast on every trainer rank"
+            )
+        return Layout(manifest)
+
+    # --- both ---
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the plan that was agreed on."""
+        assert self._layout is not None
+        return self._layout.manifest
+
+    def _compare(self, rows: Sequence[Row]) -> None:
+        """Raises IncompatibleWeightsError on all ranks, naming the first difference, unless all have the same specs."""
+        digests = [(row.digest_low, row.digest_high) for row in rows]
+        if len(set(digests)) == 1:
+            return
+        self._is_settled = False
+        ranks, error = self._ranks, None
+        if ranks.is_publishing:
+            data = msgspec.json.encode(list(self._specs))
+            ranks.say(Command.SETTLE, len(data))
+            ranks.broadcast(data, len(data))
+        else:
+            num_bytes = ranks.hear().argument
+            theirs: list[TensorSpec] = decode(ranks.broadcast(b"", num_bytes), list[TensorSpec])
+            if self._digest != digests[0]:
+                error = _difference(theirs, self._specs, ranks.ranks[0], ranks.ranks[ranks.group_rank])
+        ranks.exchange(Row(command=Command.SETTLE, version=ranks.version), error)
+
+    def _connected(self, backend: Literal["gloo", "nccl"]) -> torch.device:
+        """Where messages lie; with NCCL, connect."""
+        device = self._device()
+        if backend == "gloo":
+            return torch.device("cpu")
+        self._ranks.connect_nccl(device)
+        return device
+
+    def _device(self) -> torch.device:
+        devices = (shard.data.device for shard in self._shards)
+        return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _difference(
+    theirs: Sequence[TensorSpec], ours: Sequence[TensorSpec], their_rank: int, our_rank: int
+) -> IncompatibleWeightsError:
+    number = next((i for i, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), None)
+    number = min(len(theirs), len(ours)) if number is None else number
+    error = IncompatibleWeightsError(
+        f"the trainer ranks do not describe the same model: tensor {number} is {_described(theirs, number)} on trainer "
+        f"rank {their_rank} and {_described(ours, number)} on trainer rank {our_rank}; specs() must be of the whole "
+        "model, the same on every rank"
+    )
+    error.names_trainer_ranks = True  # type: ignore[attr-defined]
+    return error
+
+
+def _described(specs: Sequence[TensorSpec], number: int) -> str:
+    if number >= len(specs):
+        return f"missing ({len(specs)} tensors)"
+    spec = specs[number]
+    more = f", aliases {list(spec.aliases)}" * bool(spec.aliases) + f", group {spec.group!r}" * bool(spec.group)
+    return f"{spec.name!r} {spec.dtype}{list(spec.shape)}{more}"

@@ -1,0 +1,397 @@
+"""One publish: the steps of an update, over the whole fleet. Made for one version and used once.
+
+Invariants: bytes are packed once; whoever fails is out of this update and nobody waits for it twice; every pause is
+lifted before `run` returns or raises, and whatever was begun on an engine is aborted there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, Protocol
+
+import torch
+
+from weightcast.errors import WeightcastError
+from weightcast.format.bucket import Layout, root_digest
+from weightcast.format.manifest import MAX_VERSION, TensorSpec, WeightVersion
+from weightcast.format.messages import Abort, InitInfo, InstallMode, Offer, Seal
+from weightcast.links.publisher_end import LinkListener
+from weightcast.links.watchdog import Guard
+from weightcast.seams.client import Fingerprint, Staging, Supply
+from weightcast.seams.source import Regions
+from weightcast.seams.transport import Attended, Replayable, Sender
+from weightcast.trainer.fleet import Fleet, Member, fail
+from weightcast.trainer.group.assignment import Looked, tiling
+from weightcast.trainer.packer import Packer
+from weightcast.trainer.report import PublishReport, StageSeconds
+
+OnProgress = Callable[[int, int], None]
+Verify = Literal["engines"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Terms:
+    """What a publisher and its engines agree on for every update of a run."""
+
+    run: str
+    install: InstallMode
+    undo: bool
+    takeover: bool
+    deadline_seconds: float
+    lease_seconds: float
+    verify: Verify | None = None
+
+
+class Wire:
+    """What connects a publisher with its engines: with their workers, and what their clients bring besides."""
+
+    def __init__(self, sender: Sender, listener: LinkListener, device: torch.device) -> None:
+        self.sender = sender
+        self.listener = listener
+        self.device = device
+        self.brought: list[Sender] = []
+        self._brings = threading.Lock()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def packing_stream(self) -> Iterator[None]:
+        """On a GPU: a side stream that starts where the trainer's is now, so that packing overlaps with its work."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def bring(self, member: Member, supply: Supply) -> None:
+        """Have the member's client bring the sender that it needs, if it needs one."""
+        with self._brings:
+            sender = member.supply(self.brought, supply)
+            if sender is not None and sender not in self.brought:
+                self.brought.append(sender)
+
+    def close(self) -> None:
+        self.listener.close()
+        for sender in (self.sender, *self.brought):
+            sender.close()
+
+
+class Packs(Protocol):
+    """Fills buckets: a Packer, or with several trainer ranks a GatheringPacker."""
+
+    def pack(self, index: int, buffer: torch.Tensor, version: WeightVersion) -> bytes | torch.Tensor: ...
+
+
+class Packing:
+    """A layout and the packer for the source's present views."""
+
+    def __init__(self, specs: Sequence[TensorSpec], layout: Layout, bucket_size_bytes: int) -> None:
+        self.specs = specs
+        self.layout = layout
+        self.bucket_size_bytes = bucket_size_bytes
+        self.manifest_digest = layout.manifest.digest()
+        self.num_bytes = layout.manifest.num_bytes
+        self._regions: Looked | None = None
+        self._packer: Packs | None = None
+
+    def is_of(self, regions: Regions) -> bool:
+        """Whether the packer was made for these very views, with which the specs can't have changed either."""
+        return self._regions is not None and self._regions.is_of(regions)
+
+    def use(self, regions: Regions, packer: Packs) -> None:
+        """Have `packer` pack these regions, which other trainer ranks complete."""
+        self._regions, self._packer = Looked(regions), packer
+
+    def packer(self, regions: Regions) -> Packs:
+        """Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile every tensor."""
+        if self._packer is None or self._regions is None or self._regions.regions is not regions:
+            self._packer = Packer(self.layout, tiling(self.specs, regions))
+            self._regions = Looked(regions)
+        return self._packer
+
+
+class Publication:
+    """One version's way to every engine of a fleet."""
+
+    def __init__(self, terms: Terms, fleet: Fleet, guard: Guard, wire: Wire, packing: Packing) -> None:
+        self.number = -1
+        self._terms = terms
+        self._fleet = fleet
+        self._guard = guard
+        self._wire = wire
+        self._packing = packing
+        self._manifest = packing.layout.manifest
+        self._seconds = StageSeconds()
+        self._fingerprints: dict[str, tuple[Member, Fingerprint]] = {}
+
+    def run(self, regions: Regions, *, above: int, number: int | None, on_progress: OnProgress | None) -> PublishReport:
+        """Publish `regions` as version `number`, by default one above `above` and above every engine's version.
+
+        Returns a report that names each engine's failure. Raises only what ends the update for everybody.
+        """
+        start, packer = time.perf_counter(), self._packing.packer(regions)
+        for member in self._fleet:
+            member.begin()
+        try:
+            with self._timed("offer"):
+                self._join()
+                sender = self._wire.sender
+                kept = sender.newest_version() if isinstance(sender, Replayable) else -1
+                newest = max((kept, *(member.newest_version for member in self._fleet)))
+                self.number = _above(newest, above) if number is None else number
+                self._offer()
+            root = self._send(packer, on_progress or _ignore)
+            with self._timed("seal"):
+                num_buckets, secret = len(self._manifest.buckets), self._wire.listener.secret
+                seal = Seal(self._terms.run, self.number, num_buckets, root, secret)
+                self._fleet.each(lambda member: member.seal(seal))
+            installed = self._healthy_of(None)
+            self._fleet.each(self._install, installed)
+            self._verify(installed)
+            for brought in self._wire.brought:
+                self._supply(brought, packer, on_progress or _ignore)
+            with self._timed("seal"):
+                self._commit(sender)
+        except BaseException as exc:
+            self._give_up(exc)
+            raise
+        finally:
+            self._fleet.each(self._resume, list(self._fleet))
+        self._abort_failed()
+        self._seconds.pause = max((m.result.pause_seconds for m in self._fleet), default=0.0)
+        self._seconds.total = time.perf_counter() - start
+        return self._report()
+
+    @contextlib.contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self._seconds, stage, getattr(self._seconds, stage) + time.perf_counter() - start)
+
+    def _join(self) -> None:
+        """Connect whoever has no link, or is lost to the sender."""
+        newcomers = [member for member in self._fleet if not (member.is_joined and self._is_attended(member))]
+        self._fleet.each(lambda member: member.ask(self._wire.listener), newcomers)
+        self._fleet.refuse_doubles(newcomers)
+        self._fleet.each(self._join_member, [member for member in newcomers if member.result.error is None])
+        for member in self._fleet:
+            for link in member.links:
+                link.forget()
+
+    def _is_attended(self, member: Member) -> bool:
+        """Whether all its workers' receivers are connected, as far as the sender can say."""
+        sender, peers = self._wire.sender, [link.peer for link in member.links]
+        return not isinstance(sender, Attended) or len(sender.connected(peers)) == len(peers)
+
+    def _join_member(self, member: Member) -> None:
+        terms, listener = self._terms, self._wire.listener
+        info = InitInfo(
+            run=terms.run,
+            engine=member.name,
+            transport=self._wire.sender.address,
+            link=listener.address,
+            secret=listener.secret,
+            lease_seconds=terms.lease_seconds,
+            takeover=terms.takeover,
+            deadline_seconds=terms.deadline_seconds,
+            publisher=f"pid {os.getpid()} on {socket.gethostname()}"[:4096],
+        )
+        member.join(listener, info, terms.deadline_seconds)
+        address, device = self._wire.sender.address, self._wire.device
+        self._wire.bring(member, Supply(address, terms.run, device, terms.deadline_seconds, self._guard))
+
+    def _offer(self) -> None:
+        terms = self._terms
+        offer = Offer(
+            terms.run,
+            self.number,
+            self._packing.manifest_digest,
+            self._manifest,
+            install=terms.install,
+            undo=terms.undo,
+            secret=self._wire.listener.secret,
+        )
+        if terms.install == "streaming":
+            self._fleet.each(self._pause, self._healthy_of(None))
+        self._fleet.each(lambda member: member.offer(offer, terms.deadline_seconds))
+
+    def _pause(self, member: Member) -> None:
+        member.pause(self._terms.run, self._guard)
+
+    def _resume(self, member: Member) -> None:
+        try:
+            member.resume(self._terms.run, self._guard)
+        except WeightcastError:
+            # What went wrong first says more; the next publish resumes it.
+            if member.result.error is None:
+                raise
+
+    def _send(self, packer: Packs, on_progress: OnProgress) -> str:
+        """Pack and send every bucket, then wait until everyone has them; return the root digest."""
+        sender, num_buckets = self._wire.sender, len(self._manifest.buckets)
+        version = WeightVersion(self._terms.run, self.number)
+        members = self._healthy_of(None)
+        peers = [link.peer for member in members for link in member.links]
+        # Who keeps versions for later does not know who takes them; but what all engines refused is not kept.
+        keeps = isinstance(sender, Replayable) and (not len(self._fleet) or bool(self._fleet.healthy()))
+        if not peers and not keeps:
+            return ""
+        with self._timed("send"):
+            sender.open(self._manifest, version, peers=peers, staged=self._terms.install == "staged")
+        digests = self._send_buckets(sender, packer, version, on_progress, set() if keeps else set(peers))
+        with self._timed("send"):
+            self._fleet.take_failures(sender.failures)
+            root, deadline = root_digest(self._packing.manifest_digest, digests), self._terms.deadline_seconds
+            self._fleet.each(lambda member: member.received(self.number, num_buckets, root, deadline))
+            self._fleet.take_failures(sender.failures)
+        return root
+
+    def _send_buckets(
+        self, sender: Sender, packer: Packs, version: WeightVersion, on_progress: OnProgress, peers: set[str]
+    ) -> list[bytes | torch.Tensor]:
+        """Pack and send every bucket, or until all of `peers` are lost; return the digests."""
+        num_buckets = len(self._manifest.buckets)
+        digests: list[bytes | torch.Tensor] = [b""] * num_buckets
+        index, ends = 0, list(itertools.accumulate(self._manifest.buckets, initial=0))
+        with self._wire.packing_stream():
+            while index < num_buckets:
+                with self._timed("send"):
+                    buffer = sender.buffer(index)
+                with self._timed("pack"):
+                    digests[index] = packer.pack(index, buffer, version)
+                with self._timed("send"):
+                    index = sender.send(index)
+                on_progress(ends[index], ends[-1])
+                if peers and sender.failures.keys() >= peers:
+                    break
+        return digests
+
+    def _commit(self, sender: Sender) -> None:
+        """Have a sender that keeps versions keep this one, if an engine has installed it, or there are none to."""
+        if not isinstance(sender, Replayable):
+            return
+        if not len(self._fleet) or any(member.result.ok for member in self._fleet):
+            sender.commit()
+        else:
+            sender.abort(f"no engine has installed version {self.number}")
+
+    def _healthy_of(self, sender: Sender | None) -> list[Member]:
+        """The members without a failure that take what this sender brings; None: the publisher's transport."""
+        return [member for member in self._fleet.healthy() if member.sender is sender]
+
+    def _supply(self, sender: Sender, packer: Packs, on_progress: OnProgress) -> None:
+        """The whole update for the engines of a sender that their clients have brought."""
+        is_staged = isinstance(sender, Staging) and sender.is_staged
+        try:
+            if not is_staged:
+                self._fleet.each(self._pause, self._healthy_of(sender))
+            peers = [member.name for member in self._healthy_of(sender)]
+            if peers:
+                version = WeightVersion(self._terms.run, self.number)
+                with self._timed("send"):
+                    sender.open(self._manifest, version, peers=peers, staged=is_staged)
+                self._send_buckets(sender, packer, version, on_progress, set(peers))
+                self._fleet.take_failures_of(sender)
+            self._fleet.each(self._finish, self._healthy_of(sender))
+            self._verify(self._healthy_of(sender))
+        finally:
+            self._fleet.each(self._resume, [member for member in self._fleet if member.sender is sender])
+
+    def _finish(self, member: Member) -> None:
+        """Install what was sent already; the engine stands still until it was compared with others."""
+        self._pause(member)
+        member.install(self.number, self._terms.run, self._terms.deadline_seconds)
+        member.hold_again(self._terms.run, self._guard)
+
+    def _verify(self, members: Sequence[Member]) -> None:
+        """Compare what engines say that they hold with the first one of the same kind."""
+        if self._terms.verify is None:
+            return
+        found: dict[str, Fingerprint | None] = {}
+
+        def ask(member: Member) -> None:
+            found[member.name] = member.fingerprint()
+
+        self._fleet.each(ask, [member for member in members if member.result.error is None])
+        for member in members:
+            fingerprint = found.get(member.name)
+            if fingerprint is None or member.result.error is not None:
+                continue
+            first, expected = self._fingerprints.setdefault(fingerprint.kind, (member, fingerprint))
+            if fingerprint != expected:
+                reason = f"it holds {fingerprint.value}, {first.name} holds {expected.value} at the same version"
+                self._fleet.each(functools.partial(Member.distrust, reason=reason), [member])
+
+    def _install(self, member: Member) -> None:
+        try:
+            self._pause(member)
+            member.install(self.number, self._terms.run, self._terms.deadline_seconds)
+        except WeightcastError as exc:
+            fail(member, exc)
+        finally:
+            self._resume(member)
+
+    def _abort_failed(self) -> None:
+        """Tell engines that failed on our side, and may be alive, to drop what they hold. Best effort."""
+        abort = self._abort("this engine's update failed at the publisher")
+        for member in self._fleet:
+            if member.result.error is not None and member.is_joined:
+                with contextlib.suppress(Exception):
+                    member.abort(abort)
+
+    def _abort(self, reason: str) -> Abort:
+        return Abort(self._terms.run, max(self.number, 0), reason, self._wire.listener.secret)
+
+    def _give_up(self, exc: BaseException) -> None:
+        """The publish itself failed: end the update everywhere. A Ctrl-C does not wait for answers."""
+        reason = f"{type(exc).__name__}: {exc}"[:4000]
+        for sender in (self._wire.sender, *self._wire.brought):
+            sender.abort(reason)
+        if not isinstance(exc, Exception):
+            for member in self._fleet:
+                self._wire.listener.drop(member.name, reason)
+            return
+        abort = self._abort(reason)
+        for member in self._fleet:
+            if member.is_joined:
+                with contextlib.suppress(Exception):
+                    member.abort(abort)
+
+    def _report(self) -> PublishReport:
+        return PublishReport(
+            run=self._terms.run,
+            version=self.number,
+            num_bytes=self._packing.num_bytes,
+            num_tensors=len(self._manifest.tensors),
+            num_buckets=len(self._manifest.buckets),
+            install=self._terms.install,
+            seconds=self._seconds,
+            engines={member.name: member.result for member in self._fleet},
+        )
+
+
+def _above(newest: int, last: int) -> int:
+    """The number after `last`, this run's, and `newest`, of whichever run, unless there can be none after that.
+
+    Raises ValueError if this run has no number left.
+    """
+    if last >= MAX_VERSION:
+        raise ValueError(
+            f"no version number is left above {last}, this publisher's last one: make another publisher, whose run may "
+            "begin anew, and leave the numbers to it"
+        )
+    return 1 + max(last, newest if newest < MAX_VERSION else -1)
+
+
+def _ignore(done_bytes: int, total_bytes: int) -> None:
+    """Nobody watches the progress."""
