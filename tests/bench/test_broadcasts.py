@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from weightcast.bench.broadcasts import Broadcasts, RawBroadcast, TensorBroadcasts
-from weightcast.bench.channel import Channel, pair
+from weightcast.bench.channel import BenchChannel, pair
 from weightcast.bench.model import build_model, fill, local_tensors
 from weightcast.engines.module import ModuleEngine
 from weightcast.format.manifest import TensorSpec
@@ -28,7 +28,7 @@ SPECS = (
 class Peer(threading.Thread):
     """The engine's end: takes part in whatever it is told, until its channel ends."""
 
-    def __init__(self, channel: Channel, port: int, num_buffers: int) -> None:
+    def __init__(self, channel: BenchChannel, port: int, num_buffers: int) -> None:
         super().__init__()
         self.model = build_model(SPECS)
         self._channel, self._port, self._num_buffers = channel, port, num_buffers
@@ -49,10 +49,10 @@ class Peer(threading.Thread):
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Broadcasts, Channel, Peer]]:
+def ends() -> Iterator[tuple[Broadcasts, BenchChannel, Peer]]:
     ours, connection = pair("the engine", deadline_seconds=SECONDS)
     store, port = serve_store(HOST, SECONDS)
-    peer = Peer(Channel(connection, peer="the bench", deadline_seconds=SECONDS), port, num_buffers=3)
+    peer = Peer(BenchChannel(connection, peer="the bench", deadline_seconds=SECONDS), port, num_buffers=3)
     peer.start()
     group = ProcessGroup("gloo", store, rank=0, size=2, timeout_seconds=SECONDS, host=HOST)
     end = Broadcasts(group, 1000, torch.device("cpu"), 2)
@@ -62,7 +62,7 @@ def ends() -> Iterator[tuple[Broadcasts, Channel, Peer]]:
     ours.close()
 
 
-def test_raw_bytes_fill_flat_buffers(ends: tuple[Broadcasts, Channel, Peer]) -> None:
+def test_raw_bytes_fill_flat_buffers(ends: tuple[Broadcasts, BenchChannel, Peer]) -> None:
     end, channel, peer = ends
     end.buffers[0].fill_(7)
     end.buffers[1].fill_(8)
@@ -72,7 +72,7 @@ def test_raw_bytes_fill_flat_buffers(ends: tuple[Broadcasts, Channel, Peer]) -> 
     assert peer.received[2].tolist() == [7] * 900 + [1] * 100
 
 
-def test_each_tensor_arrives_and_is_loaded(ends: tuple[Broadcasts, Channel, Peer]) -> None:
+def test_each_tensor_arrives_and_is_loaded(ends: tuple[Broadcasts, BenchChannel, Peer]) -> None:
     end, channel, peer = ends
     tensors = local_tensors(build_model(SPECS))
     fill(tensors.values(), seed=3)

@@ -20,7 +20,7 @@ from weightcast.bench import report
 from weightcast.bench.measure import measure
 from weightcast.bench.meters import ProcessMeter, children
 from weightcast.bench.result import BenchResult
-from weightcast.bench.settings import Settings
+from weightcast.bench.settings import BenchSettings
 from weightcast.cli import exits
 
 pytestmark = [pytest.mark.usefixtures("leaves_nothing"), pytest.mark.cluster]
@@ -48,7 +48,7 @@ MIB = 1 << 20
 DEADLINE_SECONDS = 60
 
 
-def small(**changes: object) -> Settings:
+def small(**changes: object) -> BenchSettings:
     settings = {
         "shapes": "uniform",
         "num_tensors": 64,
@@ -56,7 +56,7 @@ def small(**changes: object) -> Settings:
         "num_runs": 2,
         "bucket_size_bytes": 4 * MIB,
     }
-    return Settings(**(settings | changes))  # type: ignore[arg-type]
+    return BenchSettings(**(settings | changes))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

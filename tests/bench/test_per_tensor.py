@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from weightcast.bench import per_tensor
-from weightcast.bench.channel import Channel, SharedBytes, pair
+from weightcast.bench.channel import BenchChannel, SharedBytes, pair
 from weightcast.bench.model import build_model, fill, local_tensors
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import PeerDiedError, PeerTimeoutError
@@ -33,9 +33,9 @@ class Note(msgspec.Struct, frozen=True):
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Channel, Channel]]:
+def ends() -> Iterator[tuple[BenchChannel, BenchChannel]]:
     ours, connection = pair("the engine", deadline_seconds=5)
-    theirs = Channel(connection, peer="the bench", deadline_seconds=5)
+    theirs = BenchChannel(connection, peer="the bench", deadline_seconds=5)
     yield ours, theirs
     ours.close()
     theirs.close()
@@ -63,13 +63,13 @@ def test_every_tensor_arrives_at_every_engine() -> None:
     slot.close()
 
 
-def _receive(model: torch.nn.Module, connected: tuple[Channel, socket.socket], slot: SharedBytes) -> None:
-    channel = Channel(connected[1], peer="the bench", deadline_seconds=5)
+def _receive(model: torch.nn.Module, connected: tuple[BenchChannel, socket.socket], slot: SharedBytes) -> None:
+    channel = BenchChannel(connected[1], peer="the bench", deadline_seconds=5)
     per_tensor.receive(ModuleEngine(model), slot.tensor, channel)
     channel.close()
 
 
-def test_a_message_and_a_descriptor(ends: tuple[Channel, Channel]) -> None:
+def test_a_message_and_a_descriptor(ends: tuple[BenchChannel, BenchChannel]) -> None:
     ours, theirs = ends
     shared = SharedBytes.create(10)
     shared.tensor.fill_(7)
@@ -84,7 +84,7 @@ def test_a_message_and_a_descriptor(ends: tuple[Channel, Channel]) -> None:
     shared.close()
 
 
-def test_the_end_of_the_peer_is_an_error(ends: tuple[Channel, Channel]) -> None:
+def test_the_end_of_the_peer_is_an_error(ends: tuple[BenchChannel, BenchChannel]) -> None:
     ours, theirs = ends
     theirs.close()
     for call in (lambda: ours.receive(Note), lambda: ours.receive_with_fd(Note), lambda: ours.send(Note("x"))):

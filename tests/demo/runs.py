@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from weightcast.demo.events import Checked, Ended, Evaluated, Event, Saved, Stepped, Warming
+from weightcast.demo.events import Checked, Evaluated, Event, RunEnded, Saved, Stepped, Warming
 from weightcast.demo.result import Machine, Result
-from weightcast.demo.settings import Settings
+from weightcast.demo.settings import DemoSettings
 from weightcast.trainer.report import StageSeconds
 
 ENGINES = ("http://127.0.0.1:1111", "http://127.0.0.1:2222")
@@ -52,12 +52,12 @@ def events() -> list[Event]:
         *(step(number) for number in range(1, 5)),
         evaluated("end", 0.9),
         *(check(engine) for engine in ENGINES),
-        Ended(),
+        RunEnded(),
     ]
 
 
 def result(*happened: Event) -> Result:
-    found = Result(settings=Settings(seed=0, num_steps=4), machine=Machine.this(2), num_engines=2)
+    found = Result(settings=DemoSettings(seed=0, num_steps=4), machine=Machine.this(2), num_engines=2)
     for event in happened:
         found.add(event)
     return found

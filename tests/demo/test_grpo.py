@@ -10,7 +10,7 @@ import torch
 
 from weightcast.demo import grpo, task
 from weightcast.demo.grpo import Answer, Group
-from weightcast.demo.ranks import Ranks
+from weightcast.demo.ranks import TrainerProcesses
 from weightcast.demo.task import Puzzle, answer_ids
 
 PUZZLE = Puzzle((3, 1))
@@ -62,14 +62,14 @@ def test_what_two_ranks_make_of_their_shares_is_on_average_what_one_makes_of_all
     uniform = -math.log(len(task.WORDS))
     batch = grpo.collate([Group(PUZZLE, (answer(RIGHT, uniform), answer(SHORT, uniform), answer(WRONG, uniform)))])
 
-    def gradient(ranks: Ranks) -> torch.Tensor:
+    def gradient(ranks: TrainerProcesses) -> torch.Tensor:
         model = Table(3)
         grpo.loss(model, ranks.share(batch), num_tokens=grpo.num_tokens(batch) / ranks.size).backward()
         assert model.logits.grad is not None
         return model.logits.grad
 
-    both = (gradient(Ranks(0, 2)) + gradient(Ranks(1, 2))) / 2
-    torch.testing.assert_close(both, gradient(Ranks()))
+    both = (gradient(TrainerProcesses(0, 2)) + gradient(TrainerProcesses(1, 2))) / 2
+    torch.testing.assert_close(both, gradient(TrainerProcesses()))
 
 
 @pytest.mark.parametrize(("moved", "is_pushed"), [(1.0, False), (-1.0, True)])

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from weightcast.demo.masters import MasterAdamW
-from weightcast.demo.ranks import Ranks
+from weightcast.demo.ranks import TrainerProcesses
 
 
 def bf16_weight() -> torch.nn.Linear:
@@ -84,5 +84,5 @@ def test_shards_take_the_steps_that_the_whole_model_takes() -> None:
         norms = [optimizer.step() for optimizer in optimizers]
         assert norms[0] == pytest.approx(norms[1])
         assert norms[0] > 1, "they are clipped"
-    for name, weight in Ranks().whole(sharded).items():
+    for name, weight in TrainerProcesses().whole(sharded).items():
         assert torch.equal(weight, plain.state_dict()[name])

@@ -12,7 +12,7 @@ import pytest
 from demo import runs
 
 from weightcast.demo import page, report, svg
-from weightcast.demo.events import Checked, Ended, Evaluated, Event, Stepped
+from weightcast.demo.events import Checked, Evaluated, Event, RunEnded, Stepped
 
 VOID = {"meta", "br"}
 
@@ -33,12 +33,12 @@ def test_a_good_run_has_no_failures() -> None:
     ("events", "failure"),
     [
         ([], "ended before"),
-        (without(Ended), "ended before"),
+        (without(RunEnded), "ended before"),
         (without(Evaluated), "ended before"),
         (without(Checked), "0 of 2 engines"),
         ([*runs.events(), runs.check(runs.ENGINES[0], "another token")], "3 of 2 engines"),
         ([*without(Checked), runs.check("a"), runs.check("b", "another token")], "b: another token"),
-        ([*runs.events(), Ended(problem="PublishError: engine 1")], "PublishError: engine 1"),
+        ([*runs.events(), RunEnded(problem="PublishError: engine 1")], "PublishError: engine 1"),
         ([*runs.events(), runs.evaluated("end", 0.31)], "rose by 0.010"),
     ],
 )
@@ -48,7 +48,7 @@ def test_a_bad_run_says_why(events: list[Event], failure: str) -> None:
 
 def test_the_report_is_written_whole_and_replaces_the_last_one(tmp_path: Path) -> None:
     directory = tmp_path / "made" / "here"
-    for events in (runs.events(), [*runs.events(), Ended(problem="stopped")]):
+    for events in (runs.events(), [*runs.events(), RunEnded(problem="stopped")]):
         paths = report.write(runs.result(*events), directory)
     assert sorted(directory.iterdir()) == sorted(paths) == [directory / "report.html", directory / "report.json"]
     found = json.loads(paths[0].read_bytes())
@@ -96,7 +96,7 @@ def test_the_page_shows_the_run() -> None:
 
 
 def test_what_engines_say_is_escaped() -> None:
-    html = page.render(runs.result(*without(Ended), Ended(problem="<b>&")))
+    html = page.render(runs.result(*without(RunEnded), RunEnded(problem="<b>&")))
     assert "<b>&" not in html
     assert "&lt;b&gt;&amp;" in html
 

@@ -8,7 +8,7 @@ import pytest
 from demo import runs
 from rich.console import Console
 
-from weightcast.demo.events import Checked, Ended
+from weightcast.demo.events import Checked, RunEnded
 from weightcast.demo.table import LiveView, PlainView, describe, sparkline, view
 
 
@@ -60,8 +60,8 @@ def test_an_engine_that_did_not_take_a_version_is_seen() -> None:
 def test_descriptions() -> None:
     assert "DIFFERS" in describe(runs.check("http://x", "another token"))
     assert isinstance(runs.check("http://x"), Checked)
-    assert "time" in describe(Ended(is_early=True))
-    assert describe(Ended()) == ""
+    assert "time" in describe(RunEnded(is_early=True))
+    assert describe(RunEnded()) == ""
 
 
 @pytest.mark.parametrize(("values", "line"), [([], ""), ([0, 0.5, 1], " ▄█"), ([-1, 2], " █")])

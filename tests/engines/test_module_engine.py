@@ -12,7 +12,7 @@ from weightcast.engines.module import ModuleEngine
 from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError
 from weightcast.format.bucket import DTYPE_NAMES, TORCH_DTYPES
 from weightcast.format.manifest import Region, WeightVersion
-from weightcast.seams.engine import Casting, Engine, Readable, RegionLoader, Undoable
+from weightcast.seams.engine import Casting, Engine, ExposesTensors, RegionLoader, Undoable
 
 VERSION = WeightVersion("0" * 32, 7)
 
@@ -48,7 +48,7 @@ def update_of(engine: ModuleEngine, seed: int = 1) -> dict[str, torch.Tensor]:
 
 def test_it_has_every_ability() -> None:
     engine = ModuleEngine(make_net())
-    for ability in (Engine, RegionLoader, Undoable, Readable, Casting):
+    for ability in (Engine, RegionLoader, Undoable, ExposesTensors, Casting):
         assert isinstance(engine, ability)
 
 

@@ -7,12 +7,12 @@ from typing import cast
 import pytest
 
 from weightcast.trainer.group.exchange import TrainerRanks
-from weightcast.trainer.group.sender_assignment import Arenas, Seat
+from weightcast.trainer.group.sender_assignment import DeviceArenas, SenderLocation
 
 
-def seats(*words: str, host: str = "here") -> list[Seat]:
+def seats(*words: str, host: str = "here") -> list[SenderLocation]:
     """A rank on a CPU for each word, its label."""
-    return [Seat(host, "cpu", word) for word in words]
+    return [SenderLocation(host, "cpu", word) for word in words]
 
 
 @pytest.mark.parametrize(
@@ -26,17 +26,17 @@ def seats(*words: str, host: str = "here") -> list[Seat]:
         (seats("", ""), ()),
         (seats("a", ""), ()),
         (seats("a") + seats("b", host="there"), ()),
-        (seats("a") + [Seat("here", "cuda", "b")], ()),
+        (seats("a") + [SenderLocation("here", "cuda", "b")], ()),
         (seats("a") + seats("b", "c", host="there") + seats("c"), (0, 3)),
     ],
 )
 def test_the_first_rank_on_every_device_of_the_publishing_ranks_host(
-    held: list[Seat], expected: tuple[int, ...]
+    held: list[SenderLocation], expected: tuple[int, ...]
 ) -> None:
-    arenas = Arenas(cast(TrainerRanks, None), None)
+    arenas = DeviceArenas(cast(TrainerRanks, None), None)
     assert arenas.seating(held).group_ranks == expected
 
 
 def test_every_group_of_arenas_has_a_number_of_its_own() -> None:
-    arenas = Arenas(cast(TrainerRanks, None), None)
+    arenas = DeviceArenas(cast(TrainerRanks, None), None)
     assert [arenas.seating(seats("a", "b")).number for _ in range(3)] == [1, 2, 3]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from core.direct import DictSource
 
-from weightcast.control.worker_rpc import Ask, Init, Install, Leave, RankCall, RankReply, Settle, Update
+from weightcast.control.worker_rpc import Ask, Init, Install, Leave, RankCall, RankReply, Settle, UpdateCall
 from weightcast.errors import (
     ClosedError,
     EngineTornError,
@@ -30,8 +30,8 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import InitInfo, Seal, UpdateInfo, WeightInfo
-from weightcast.integrations.plugin.rank_consensus import Outcome, Ranks
-from weightcast.integrations.plugin.rank_worker import Agree, Rank
+from weightcast.integrations.plugin.rank_consensus import Outcome, RankConsensus
+from weightcast.integrations.plugin.rank_worker import Agree, RankWorker
 from weightcast.testing.leftovers import nothing_left
 from weightcast.trainer.publisher import Publisher
 
@@ -105,9 +105,9 @@ class Engine:
         self.replies: list[RankReply] = []
         self._run = ""
 
-    def _rank(self, rank: int, group: Any, options: dict[str, Any]) -> Rank:
-        ranks = Ranks([group], deadline_seconds=10.0)
-        return Rank(self._make_model, ranks, engine_rank=rank, world_size=NUM_RANKS, **options)
+    def _rank(self, rank: int, group: Any, options: dict[str, Any]) -> RankWorker:
+        ranks = RankConsensus([group], deadline_seconds=10.0)
+        return RankWorker(self._make_model, ranks, engine_rank=rank, world_size=NUM_RANKS, **options)
 
     def _make_model(self, agree: Agree) -> Model:
         self.models.append(Model(agree))
@@ -140,7 +140,7 @@ class Engine:
         self.require(Init(info))
 
     def update(self, info: UpdateInfo) -> None:
-        self.require(Update(info))
+        self.require(UpdateCall(info))
 
     def finish(self, version: int) -> None:
         self.require(Install(self._run, version))
@@ -366,7 +366,7 @@ def test_streaming_is_refused(engine: Engine) -> None:
 
 def test_calls_out_of_order_are_errors_that_all_ranks_share(engine: Engine) -> None:
     run = "a" * 32
-    for call in (Install(run, 3), Update(Seal(run, 3, 1, "0" * 32))):
+    for call in (Install(run, 3), UpdateCall(Seal(run, 3, 1, "0" * 32))):
         error = engine.call(call)
         assert error is not None
         assert error.kind == "ClosedError"
@@ -396,7 +396,7 @@ def test_a_rank_that_never_answers_is_an_error_by_the_deadline() -> None:
     store = dist.HashStore()
     with concurrent.futures.ThreadPoolExecutor(NUM_RANKS) as pool:
         group, _other = pool.map(lambda rank: _gloo(store, rank), range(NUM_RANKS))
-    ranks = Ranks([group], deadline_seconds=0.2)
+    ranks = RankConsensus([group], deadline_seconds=0.2)
     with pytest.raises(PeerError, match="do not answer each other"):
         ranks.exchange(Outcome())
     with pytest.raises(PeerError, match="out of step, restart it"):
@@ -408,7 +408,7 @@ def test_outcomes_of_any_length_come_in_the_order_of_ranks() -> None:
     outcomes = [Outcome(ErrorRecord("InstallError", "x" * 5000, torn=True)), Outcome(serves=True)]
 
     def exchange(rank: int) -> list[Outcome]:
-        return Ranks([_gloo(store, rank)]).exchange(outcomes[rank])
+        return RankConsensus([_gloo(store, rank)]).exchange(outcomes[rank])
 
     with concurrent.futures.ThreadPoolExecutor(NUM_RANKS) as pool:
         assert list(pool.map(exchange, range(NUM_RANKS))) == [outcomes] * NUM_RANKS

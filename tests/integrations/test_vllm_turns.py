@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from weightcast.errors import ControlError, PeerTimeoutError
-from weightcast.integrations.plugin.server_mutex import Turns
+from weightcast.integrations.plugin.server_mutex import ServerMutex
 
 OTHER = """
 import asyncio, sys
@@ -43,7 +43,7 @@ def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-async def granted(turns: Turns, deadline_seconds: float) -> bool:
+async def granted(turns: ServerMutex, deadline_seconds: float) -> bool:
     try:
         async with turns.turn(deadline_seconds):
             return True
@@ -53,7 +53,7 @@ async def granted(turns: Turns, deadline_seconds: float) -> bool:
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["given back", "killed"])
 def test_a_turn_is_had_by_one_process_at_a_time(other: subprocess.Popen[str], tmp_path: Path, is_killed: bool) -> None:
-    with contextlib.closing(Turns.of_several(2, launcher=os.getpid(), folder=str(tmp_path))) as turns:
+    with contextlib.closing(ServerMutex.of_several(2, launcher=os.getpid(), folder=str(tmp_path))) as turns:
         assert list(tmp_path.iterdir()) == [], "the last to come removes the name"
         assert turns.in_doubt
         assert not asyncio.run(granted(turns, 0.1))
@@ -69,7 +69,7 @@ def test_a_turn_is_had_by_one_process_at_a_time(other: subprocess.Popen[str], tm
 
 def test_requests_of_one_server_have_turns_too() -> None:
     async def main() -> None:
-        turns = Turns.of_one()
+        turns = ServerMutex.of_one()
         async with turns.turn(1.0):
             assert not await granted(turns, 0.05)
         assert await granted(turns, 1.0)
@@ -82,8 +82,8 @@ def test_requests_of_one_server_have_turns_too() -> None:
 
 def test_two_servers_of_other_launchers_do_not_meet(tmp_path: Path) -> None:
     async def main() -> None:
-        one = Turns.of_several(2, launcher=os.getpid(), folder=str(tmp_path))
-        two = Turns.of_several(2, launcher=os.getppid(), folder=str(tmp_path))
+        one = ServerMutex.of_several(2, launcher=os.getpid(), folder=str(tmp_path))
+        two = ServerMutex.of_several(2, launcher=os.getppid(), folder=str(tmp_path))
         async with one.turn(1.0):
             assert await granted(two, 0.5)
         one.close()
@@ -93,9 +93,9 @@ def test_two_servers_of_other_launchers_do_not_meet(tmp_path: Path) -> None:
 
 
 def test_a_place_that_is_not_theirs_is_refused(tmp_path: Path) -> None:
-    with contextlib.closing(Turns.of_several(2, launcher=os.getpid(), folder=str(tmp_path))):
+    with contextlib.closing(ServerMutex.of_several(2, launcher=os.getpid(), folder=str(tmp_path))):
         (path,) = tmp_path.iterdir()
         path.unlink()
         path.symlink_to("/dev/null")
         with pytest.raises(ControlError, match="can't meet"):
-            Turns.of_several(2, launcher=os.getpid(), folder=str(tmp_path))
+            ServerMutex.of_several(2, launcher=os.getpid(), folder=str(tmp_path))

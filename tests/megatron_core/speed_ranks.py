@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence, TensorMapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from weightcast.bench import per_tensor
 from weightcast.bench.channel import SharedBytes
 from weightcast.bench.meters import ProcessMeter
 from weightcast.bench.model import build_model
-from weightcast.bench.settings import Settings
+from weightcast.bench.settings import BenchSettings
 from weightcast.engines.module import ModuleEngine
 from weightcast.format.bucket import TRAILER_BYTES
 from weightcast.format.manifest import TensorSpec
@@ -36,7 +36,7 @@ from weightcast.seams.source import Regions
 from weightcast.sources.megatron.families import FAMILIES
 from weightcast.sources.megatron.layouts import Axis
 from weightcast.sources.megatron.mapping import Chunk, Parallel
-from weightcast.sources.megatron.mapping import Mapping as ModelMapping
+from weightcast.sources.megatron.mapping import TensorMapping as ModelMapping
 from weightcast.sources.megatron.sizes import read_config
 from weightcast.trainer.publisher import Publisher
 
@@ -61,7 +61,7 @@ def moonlight(scale: int) -> Any:
 class Shard:
     """A `Source` of what one rank of such a model holds."""
 
-    def __init__(self, hf_config: Any, rank: shards.Rank, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, hf_config: Any, rank: shards.Rank, tensors: TensorMapping[str, torch.Tensor]) -> None:
         place = Parallel(Axis(rank.tp, JOB.tp), Axis(rank.ep, JOB.ep), Axis(rank.etp, JOB.etp))
         mapping = ModelMapping(FAMILIES["deepseek_v3"], read_config(hf_config), place, dtype="bfloat16")
         chunk = Chunk(list(tensors.items()), JOB.stages[rank.stage], rank.stage == 0)
@@ -191,7 +191,7 @@ def extra_memory(source: Shard) -> list[int]:
     """What a first publish to an engine beside takes at its peak, of every rank: bytes beyond what was resident."""
     meter, extra = ProcessMeter(os.getpid()), [0] * NUM_RANKS
     with (
-        bench_engines.started(source.specs(), Settings())
+        bench_engines.started(source.specs(), BenchSettings())
         if dist.get_rank() == 0
         else contextlib.nullcontext() as beside
     ):
@@ -212,7 +212,7 @@ def measured(source: Shard, old: PerParameter) -> dict[str, Any]:
         inside = [DirectEngine("inside", ModuleEngine(build_model(specs)))] if is_first else []
         for engine in inside:
             stack.callback(engine.close)
-        beside = stack.enter_context(bench_engines.started(specs, Settings())) if is_first else []
+        beside = stack.enter_context(bench_engines.started(specs, BenchSettings())) if is_first else []
         options: dict[str, Any] = {"deadline_seconds": 120.0}
         near = stack.enter_context(Publisher(source, transport="memory://", engines=inside, **options))
         far = stack.enter_context(Publisher(source, engines=[engine.url for engine in beside], **options))

@@ -33,7 +33,7 @@ from weightcast.errors import (
     to_record,
 )
 from weightcast.format.messages import InitInfo
-from weightcast.integrations.vllm.http import StockServer
+from weightcast.integrations.vllm.http import VllmStockServer
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -93,7 +93,7 @@ def test_stock_vllm_with_the_backend_is_driven_by_its_own_routes() -> None:
     with StockVllm(2).serve() as vllm:
         engine = HttpEngine(vllm.url)
         client = engine.negotiate()
-        assert isinstance(client, StockServer)
+        assert isinstance(client, VllmStockServer)
         info = client.info()
         assert (info.weight_version, info.world_size, info.paused, info.torn) == ("default", 2, False, "")
         assert "undo" in info.abilities

@@ -38,7 +38,7 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.plan import plan
-from weightcast.integrations.sglang.stock.acceptance import Acceptance
+from weightcast.integrations.sglang.stock.acceptance import CheckpointAcceptance
 from weightcast.integrations.sglang.stock.route_tensor import _require_here
 from weightcast.process_group import serve_store
 from weightcast.seams.source import Regions
@@ -242,7 +242,7 @@ def test_the_servers_own_dtype_is_taken_as_well(start: Start) -> None:
 
 
 def test_where_no_checkpoint_can_be_read_the_first_update_is_the_measure() -> None:
-    acceptance = Acceptance(None, "float32")
+    acceptance = CheckpointAcceptance(None, "float32")
     acceptance.accept(plan(Trained().specs(), 4096))
     with pytest.raises(IncompatibleWeightsError, match=r"missing tensor 'layers\.5\.scale'"):
         acceptance.accept(plan(Tensors(wrong("missing")).specs(), 4096))

@@ -23,9 +23,9 @@ from weightcast.process_group import ProcessGroup
 from weightcast.seams.transport import Receiver
 from weightcast.testing.leftovers import nothing_left
 from weightcast.testing.reading import Reader
-from weightcast.transports.collective.broadcast_reader import Target
+from weightcast.transports.collective.broadcast_reader import BucketTarget
 from weightcast.transports.collective.host_fanout import SharedMemory, read_along
-from weightcast.transports.collective.receive_buffers import Supply
+from weightcast.transports.collective.receive_buffers import ReceiveBuffers
 from weightcast.transports.collective.records import Joining, parse_address, parse_endpoint
 from weightcast.transports.collective.sender import CollectiveSender
 
@@ -189,7 +189,7 @@ def test_what_an_engine_fails_in_by_itself_is_not_the_others_fault(hall: Hall, m
 
 
 def test_late_bytes_of_a_group_that_was_left_never_land_in_another_manifests_bucket() -> None:
-    supply = Supply(RUN, "a", torch.device("cpu"), DEADLINE_SECONDS)
+    supply = ReceiveBuffers(RUN, "a", torch.device("cpu"), DEADLINE_SECONDS)
     large = plan([TensorSpec(f"t{i}", "uint8", (32768,)) for i in range(2)], 32768)
     small = plan([TensorSpec(f"t{i}", "uint8", (2048,)) for i in range(16)], 2048)
     supply.prepare(large, staged=True)
@@ -207,7 +207,7 @@ def test_late_bytes_of_a_group_that_was_left_never_land_in_another_manifests_buc
 class StillReceiving:
     """A stream whose broadcasts go on after it was left."""
 
-    def __init__(self, *targets: Target) -> None:
+    def __init__(self, *targets: BucketTarget) -> None:
         self.targets = targets
 
     def has_ended(self, seconds: float) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch.distributed import Work
 
-from weightcast.bench.channel import Channel
+from weightcast.bench.channel import BenchChannel
 from weightcast.bench.per_tensor import Done, TensorMessage
 from weightcast.format.bucket import DTYPE_NAMES, TORCH_DTYPES
 from weightcast.process_group import ProcessGroup, wait
@@ -48,7 +48,7 @@ class Broadcasts:
         if group is not None:
             group.close()
 
-    def send_raw(self, num_bytes: int, engines: Sequence[Channel]) -> float:
+    def send_raw(self, num_bytes: int, engines: Sequence[BenchChannel]) -> float:
         """Broadcast `num_bytes`; return the seconds until every engine has them."""
         for engine in engines:
             engine.send(RawBroadcast(num_bytes))
@@ -60,13 +60,13 @@ class Broadcasts:
             engine.receive(Done)
         return time.perf_counter() - start
 
-    def take_raw(self, num_bytes: int, publisher: Channel) -> None:
+    def take_raw(self, num_bytes: int, publisher: BenchChannel) -> None:
         """The engine's end of `send_raw`."""
         publisher.send(Done())
         self._run_raw(num_bytes)
         publisher.send(Done())
 
-    def send_each(self, tensors: Mapping[str, torch.Tensor], engines: Sequence[Channel]) -> float:
+    def send_each(self, tensors: Mapping[str, torch.Tensor], engines: Sequence[BenchChannel]) -> float:
         """Send every tensor to every engine; return the seconds until all are loaded."""
         for engine in engines:
             engine.send(TensorBroadcasts())
@@ -85,7 +85,7 @@ class Broadcasts:
             engine.send(TensorMessage(""))
         return seconds
 
-    def take_each(self, engine: Engine, publisher: Channel) -> None:
+    def take_each(self, engine: Engine, publisher: BenchChannel) -> None:
         """The engine's end of `send_each`."""
         done = Done()
         publisher.send(done)

@@ -22,7 +22,7 @@ MAX_PACKET_BYTES = 1 << 16
 T = TypeVar("T")
 
 
-class Channel:
+class BenchChannel:
     """One end. `peer` is what errors call the other one."""
 
     def __init__(self, connection: socket.socket, *, peer: str, deadline_seconds: float) -> None:
@@ -84,10 +84,10 @@ class Channel:
         return PeerTimeoutError(f"{self._peer} did not answer within {self._deadline_seconds:g} s", peer=self._peer)
 
 
-def pair(peer: str, *, deadline_seconds: float) -> tuple[Channel, socket.socket]:
+def pair(peer: str, *, deadline_seconds: float) -> tuple[BenchChannel, socket.socket]:
     """A channel and the socket to hand to the other process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return Channel(ours, peer=peer, deadline_seconds=deadline_seconds), theirs
+    return BenchChannel(ours, peer=peer, deadline_seconds=deadline_seconds), theirs
 
 
 class SharedBytes:

@@ -9,7 +9,7 @@ from weightcast.bench.meters import ProcessMeter, children
 from weightcast.bench.result import Bytes, Ends
 
 
-class EndMeters:
+class UsageMeters:
     """Meters of this process and of the others; of this one alone where it holds the engines too."""
 
     def __init__(self, engine_pids: Sequence[int], other_rank_pids: Sequence[int] = ()) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from weightcast.bench import per_tensor
 from weightcast.bench.broadcasts import Broadcasts, RawBroadcast, TensorBroadcasts
-from weightcast.bench.channel import Channel, SharedBytes
+from weightcast.bench.channel import BenchChannel, SharedBytes
 from weightcast.bench.model import build_model
 from weightcast.control.server.app import EngineServer
 from weightcast.engines.gate import Gate
@@ -53,7 +53,7 @@ class JoinGroup(msgspec.Struct, frozen=True, tag=True):
     num_buffers: int
 
 
-class Ready(msgspec.Struct, frozen=True):
+class EngineReady(msgspec.Struct, frozen=True):
     """The command has been prepared; `url`: where the control routes are."""
 
     url: str
@@ -71,7 +71,7 @@ def served(model: torch.nn.Module) -> Iterator[EngineServer]:
 
 def attend(connection: socket.socket, model: torch.nn.Module, url: str) -> None:
     """Carry out the bench's commands until it closes its end of the connection; close this one."""
-    channel = Channel(connection, peer="the bench", deadline_seconds=ANSWER_SECONDS)
+    channel = BenchChannel(connection, peer="the bench", deadline_seconds=ANSWER_SECONDS)
     with contextlib.closing(channel), contextlib.closing(_Attendant(channel, model, url)) as attendant:
         attendant.run()
 
@@ -79,7 +79,7 @@ def attend(connection: socket.socket, model: torch.nn.Module, url: str) -> None:
 class _Attendant:
     """Does what the bench says, one command after the other."""
 
-    def __init__(self, channel: Channel, model: torch.nn.Module, url: str) -> None:
+    def __init__(self, channel: BenchChannel, model: torch.nn.Module, url: str) -> None:
         self._channel = channel
         self._engine = ModuleEngine(model)
         self._device = next(model.parameters()).device
@@ -113,7 +113,7 @@ class _Attendant:
 
     def _per_tensor(self, command: PerTensor, fd: int) -> None:
         with contextlib.closing(SharedBytes(fd, command.num_bytes)) as slot:
-            self._channel.send(Ready(self._url))
+            self._channel.send(EngineReady(self._url))
             per_tensor.receive(self._engine, slot.tensor, self._channel)
 
     def _join(self, command: JoinGroup) -> None:
@@ -127,20 +127,20 @@ class _Attendant:
             device=self._device if command.backend == "nccl" else None,
         )
         self._broadcasts = Broadcasts(group, command.buffer_bytes, self._device, command.num_buffers)
-        self._channel.send(Ready(self._url))
+        self._channel.send(EngineReady(self._url))
 
 
 def main(argv: list[str]) -> int:
     connection = socket.socket(fileno=int(argv[0]))
     model = _read_model(connection)
     with served(model) as server:
-        Channel(connection, peer="the bench", deadline_seconds=ANSWER_SECONDS).send(Ready(server.url))
+        BenchChannel(connection, peer="the bench", deadline_seconds=ANSWER_SECONDS).send(EngineReady(server.url))
         attend(connection, model, server.url)
     return 0
 
 
 def _read_model(connection: socket.socket) -> torch.nn.Module:
-    command, fd = Channel(connection, peer="the bench", deadline_seconds=ANSWER_SECONDS).receive_with_fd(Serve)
+    command, fd = BenchChannel(connection, peer="the bench", deadline_seconds=ANSWER_SECONDS).receive_with_fd(Serve)
     with contextlib.closing(SharedBytes(fd, command.num_bytes)) as shared:
         specs: tuple[TensorSpec, ...] = decode(shared.tensor.numpy().tobytes(), tuple[TensorSpec, ...])
     if command.device != "cpu":

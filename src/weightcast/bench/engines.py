@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from weightcast.bench.broadcasts import NUM_BUFFERS, Broadcasts
-from weightcast.bench.channel import Channel, SharedBytes, pair
-from weightcast.bench.engine_process import ANSWER_SECONDS, JoinGroup, PerTensor, Ready, Serve, attend, served
+from weightcast.bench.channel import BenchChannel, SharedBytes, pair
+from weightcast.bench.engine_process import ANSWER_SECONDS, EngineReady, JoinGroup, PerTensor, Serve, attend, served
 from weightcast.bench.model import build_model
 from weightcast.bench.processes import END_SECONDS, process, shared_specs
-from weightcast.bench.settings import Settings
+from weightcast.bench.settings import BenchSettings
 from weightcast.format.manifest import TensorSpec
 from weightcast.process_group import ProcessGroup, serve_store
 
@@ -29,12 +29,12 @@ class BenchEngine:
     """`pid` is None where the engine shares the publisher's process. `channel` speaks the baselines."""
 
     url: str
-    channel: Channel
+    channel: BenchChannel
     pid: int | None
 
 
 @contextlib.contextmanager
-def started(specs: Sequence[TensorSpec], settings: Settings) -> Iterator[list[BenchEngine]]:
+def started(specs: Sequence[TensorSpec], settings: BenchSettings) -> Iterator[list[BenchEngine]]:
     """The engines that the settings ask for; each serves a zeroed model of these specs."""
     numbers = range(settings.num_engines)
     with contextlib.ExitStack() as stack:
@@ -48,7 +48,9 @@ def started(specs: Sequence[TensorSpec], settings: Settings) -> Iterator[list[Be
         with contextlib.closing(shared_specs(specs)) as shared:
             for index, (_, channel) in enumerate(starting):
                 channel.send(Serve(shared.tensor.numel(), settings.engine_device(index)), shared.fd)
-            engines = [BenchEngine(channel.receive(Ready).url, channel, process.pid) for process, channel in starting]
+            engines = [
+                BenchEngine(channel.receive(EngineReady).url, channel, process.pid) for process, channel in starting
+            ]
         yield engines
 
 
@@ -57,10 +59,12 @@ def lend_slot(engines: Sequence[BenchEngine], slot: SharedBytes) -> None:
     for engine in engines:
         engine.channel.send(PerTensor(slot.tensor.numel()), slot.fd)
     for engine in engines:
-        engine.channel.receive(Ready)
+        engine.channel.receive(EngineReady)
 
 
-def make_group(engines: Sequence[BenchEngine], settings: Settings, buffer_bytes: int, num_bytes: int) -> Broadcasts:
+def make_group(
+    engines: Sequence[BenchEngine], settings: BenchSettings, buffer_bytes: int, num_bytes: int
+) -> Broadcasts:
     """A process group of this process (rank 0) and all engines, for the baselines of a publish of `num_bytes`."""
     backend, host, device = settings.transport, settings.host, torch.device(settings.device)
     store, port = serve_store(host, ANSWER_SECONDS)
@@ -78,7 +82,7 @@ def make_group(engines: Sequence[BenchEngine], settings: Settings, buffer_bytes:
         device=device if backend == "nccl" else None,
     )
     for engine in engines:
-        engine.channel.receive(Ready)
+        engine.channel.receive(EngineReady)
     return Broadcasts(group, buffer_bytes, device, NUM_BUFFERS)
 
 

@@ -18,11 +18,11 @@ import torch
 from weightcast import registry
 from weightcast.bench import per_tensor, shapes
 from weightcast.bench.broadcasts import Broadcasts
-from weightcast.bench.ends import EndMeters, difference
+from weightcast.bench.ends import UsageMeters, difference
 from weightcast.bench.engines import BenchEngine, lend_slot, make_group, started
 from weightcast.bench.memcpy import Memcpy
 from weightcast.bench.result import BenchResult, Bytes, Ends, Run, median
-from weightcast.bench.settings import Settings
+from weightcast.bench.settings import BenchSettings
 from weightcast.bench.trainer import Trainer, trainer
 from weightcast.control.client import HttpEngine
 from weightcast.format.manifest import TensorSpec
@@ -56,7 +56,7 @@ class _Slow:
     full_tensor: float | None = None
 
 
-def measure(settings: Settings, note: Note = lambda text: None) -> BenchResult:
+def measure(settings: BenchSettings, note: Note = lambda text: None) -> BenchResult:
     """Run the bench; `note` is told what happens next.
 
     Memory: the model once for the trainer and once for each engine, what the transport takes, and the two buffers of
@@ -90,7 +90,7 @@ class _Bench:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: BenchSettings,
         specs: Sequence[TensorSpec],
         trained: Trainer,
         engines: Sequence[BenchEngine],
@@ -114,7 +114,9 @@ class _Bench:
             self._group.close()
 
     def publish_all(self) -> _Publishes:
-        meters = EndMeters([engine.pid for engine in self._engines if engine.pid is not None], self._trainer.other_pids)
+        meters = UsageMeters(
+            [engine.pid for engine in self._engines if engine.pid is not None], self._trainer.other_pids
+        )
         meters.begin_memory()
         with self._trainer.publisher(self._settings, [engine.url for engine in self._engines]) as publisher:
             self._note("first publish")
@@ -130,7 +132,7 @@ class _Bench:
             extra_bytes, host_extra_bytes = meters.extra()
             return _Publishes(runs, report, first_seconds, extra_bytes, host_extra_bytes, meters.other_ranks_extra())
 
-    def _timed(self, publisher: Publisher, meters: EndMeters) -> tuple[Run, PublishReport]:
+    def _timed(self, publisher: Publisher, meters: UsageMeters) -> tuple[Run, PublishReport]:
         memcpy_seconds, raw_seconds = self._memcpy.seconds(), self._raw_seconds()
         before, start = meters.cpu(), time.perf_counter()
         report = self._trainer.publish(publisher)
@@ -183,14 +185,14 @@ class _Bench:
         return statistics.median([seconds() for _ in range(num_rounds)][1:])
 
 
-def bucket_size_bytes(settings: Settings, num_bytes: int) -> int:
+def bucket_size_bytes(settings: BenchSettings, num_bytes: int) -> int:
     """What was asked for, or what a publisher chooses by itself."""
     default = registry.transport(settings.transport_url).default_bucket_size_bytes[settings.device]
     return settings.bucket_size_bytes or fitting_bucket_size(num_bytes, default)
 
 
 def _result(
-    settings: Settings,
+    settings: BenchSettings,
     specs: Sequence[TensorSpec],
     publishes: _Publishes,
     memcpy: Memcpy,

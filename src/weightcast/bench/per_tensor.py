@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import torch
 
-from weightcast.bench.channel import Channel, SharedBytes
+from weightcast.bench.channel import BenchChannel, SharedBytes
 from weightcast.format.bucket import DTYPE_NAMES, TORCH_DTYPES, TRAILER_BYTES, check_trailer, write_trailer
 from weightcast.format.manifest import WeightVersion
 from weightcast.seams.engine import Engine
@@ -35,7 +35,7 @@ class Done(msgspec.Struct, frozen=True):
     """The engine has loaded it."""
 
 
-def publish(tensors: Mapping[str, torch.Tensor], slot: torch.Tensor, engines: Sequence[Channel]) -> float:
+def publish(tensors: Mapping[str, torch.Tensor], slot: torch.Tensor, engines: Sequence[BenchChannel]) -> float:
     """Send every tensor to every engine, one round trip each; return the seconds it took."""
     start = time.perf_counter()
     for index, (name, tensor) in enumerate(tensors.items()):
@@ -49,13 +49,13 @@ def publish(tensors: Mapping[str, torch.Tensor], slot: torch.Tensor, engines: Se
     return time.perf_counter() - start
 
 
-def end(engines: Sequence[Channel]) -> None:
+def end(engines: Sequence[BenchChannel]) -> None:
     """Tell the engines that no tensor follows."""
     for engine in engines:
         engine.send(TensorMessage(""))
 
 
-def receive(engine: Engine, slot: torch.Tensor, publisher: Channel) -> None:
+def receive(engine: Engine, slot: torch.Tensor, publisher: BenchChannel) -> None:
     """The engine's end of `publish`, until `end`."""
     done = Done()
     while (message := publisher.receive(TensorMessage)).name:

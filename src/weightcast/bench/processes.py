@@ -9,14 +9,16 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from weightcast.bench.channel import Channel, SharedBytes, pair
+from weightcast.bench.channel import BenchChannel, SharedBytes, pair
 from weightcast.format.manifest import TensorSpec
 
 END_SECONDS = 10.0
 
 
 @contextlib.contextmanager
-def process(module: str, *, peer: str, deadline_seconds: float) -> Iterator[tuple[subprocess.Popen[bytes], Channel]]:
+def process(
+    module: str, *, peer: str, deadline_seconds: float
+) -> Iterator[tuple[subprocess.Popen[bytes], BenchChannel]]:
     """`python -m module FD`, where FD is its end of the channel."""
     channel, theirs = pair(peer, deadline_seconds=deadline_seconds)
     command = [sys.executable, "-m", module, str(theirs.fileno())]

@@ -10,7 +10,7 @@ COLLECTIVE = ("gloo", "nccl")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class BenchSettings:
     """`num_tensors` and `num_bytes` are for the shapes `uniform` only; `bucket_size_bytes` None: the default.
 
     `host`: the address that gloo and NCCL connect at. `trainer_ranks`: processes over which the model is sharded.

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from weightcast.bench.channel import Channel
+from weightcast.bench.channel import BenchChannel
 from weightcast.bench.model import build_model, change, fill, local_tensors
 from weightcast.bench.processes import process, shared_specs
 from weightcast.bench.ranks import GROUP_SECONDS, default_group, return_free_memory, sharded_model, whole_tensors
-from weightcast.bench.settings import Settings
+from weightcast.bench.settings import BenchSettings
 from weightcast.bench.trainer_process import Did, Open, Step, Train, What, make_publisher
 from weightcast.errors import PeerDiedError
 from weightcast.format.manifest import TensorSpec
@@ -31,14 +31,14 @@ _HOST = "127.0.0.1"
 class Trainer:
     """The model of rank 0, whole or sharded, and what all ranks do with theirs."""
 
-    def __init__(self, model: nn.Module, others: Sequence[Channel] = (), other_pids: Sequence[int] = ()) -> None:
+    def __init__(self, model: nn.Module, others: Sequence[BenchChannel] = (), other_pids: Sequence[int] = ()) -> None:
         self.model = model
         self.other_pids = tuple(other_pids)
         self.tensors = local_tensors(model)
         self._others = others
 
     @contextlib.contextmanager
-    def publisher(self, settings: Settings, engines: Sequence[str]) -> Iterator[Publisher]:
+    def publisher(self, settings: BenchSettings, engines: Sequence[str]) -> Iterator[Publisher]:
         """A publisher to these engines, on every rank."""
         terms = Open(settings.transport_url, settings.install, settings.bucket_size_bytes, tuple(engines))
         for channel in self._others:
@@ -82,7 +82,7 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def trainer(specs: Sequence[TensorSpec], settings: Settings) -> Iterator[Trainer]:
+def trainer(specs: Sequence[TensorSpec], settings: BenchSettings) -> Iterator[Trainer]:
     """The trainer that the settings ask for, its weights filled; more than one rank: sharded by FSDP2, over gloo."""
     if settings.trainer_ranks == 1:
         model = build_model(specs, settings.device)

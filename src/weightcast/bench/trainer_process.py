@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 import msgspec
 import torch
 
-from weightcast.bench.channel import Channel, SharedBytes
+from weightcast.bench.channel import BenchChannel, SharedBytes
 from weightcast.bench.model import change, local_tensors
 from weightcast.bench.ranks import GROUP_SECONDS, default_group, return_free_memory, sharded_model, whole_tensors
 from weightcast.errors import PeerDiedError, WeightcastError
@@ -69,7 +69,7 @@ def make_publisher(model: torch.nn.Module, terms: Open) -> Publisher:
 
 
 def main(argv: list[str]) -> int:
-    channel = Channel(socket.socket(fileno=int(argv[0])), peer="trainer rank 0", deadline_seconds=GROUP_SECONDS)
+    channel = BenchChannel(socket.socket(fileno=int(argv[0])), peer="trainer rank 0", deadline_seconds=GROUP_SECONDS)
     with contextlib.closing(channel), contextlib.suppress(PeerDiedError):
         train, specs = _read_specs(channel)
         store = join_store(train.host, train.port, GROUP_SECONDS)
@@ -78,13 +78,13 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _read_specs(channel: Channel) -> tuple[Train, tuple[TensorSpec, ...]]:
+def _read_specs(channel: BenchChannel) -> tuple[Train, tuple[TensorSpec, ...]]:
     train, fd = channel.receive_with_fd(Train)
     with contextlib.closing(SharedBytes(fd, train.num_bytes)) as shared:
         return train, decode(shared.tensor.numpy().tobytes(), tuple[TensorSpec, ...])
 
 
-def _follow(channel: Channel, model: torch.nn.Module) -> None:
+def _follow(channel: BenchChannel, model: torch.nn.Module) -> None:
     """Do what rank 0 does until it ends."""
     return_free_memory()
     channel.send(Did())

@@ -16,7 +16,7 @@ _BATCH_TENSORS = 1024
 _LOOKS = (torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous)
 
 
-class Watch:
+class TensorChangeDetector:
     """Notices that a module has other tensors than when the watch was made.
 
     The views that were made then keep their memory alive, so an equal address is the same memory.

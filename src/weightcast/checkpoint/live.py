@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from weightcast.checkpoint import adapters, conversion, flat_shards, sharding
-from weightcast.checkpoint.changes import Watch
+from weightcast.checkpoint.changes import TensorChangeDetector
 from weightcast.checkpoint.flat_shards import Flattened, FlattenedOf
 from weightcast.checkpoint.sharding import Blocks
 from weightcast.format.bucket import DTYPE_NAMES
@@ -319,7 +319,7 @@ class LiveCheckpoint:
         self._states = flat_shards.states(self._fsdp1_wrappers)
         if self._on_adapters is not None:
             adapters.require_merged(name for spec in specs for name in spec.names)
-        self._watch = Watch(self._module, with_buffers=self._buffers != "none")
+        self._watch = TensorChangeDetector(self._module, with_buffers=self._buffers != "none")
         keys = [_key(view, blocks) for view in views.values()]
         changed = keys != self._keys or specs != self.specs
         if specs != self.specs:

@@ -57,9 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from weightcast.bench import report
     from weightcast.bench.measure import measure
-    from weightcast.bench.settings import Settings
+    from weightcast.bench.settings import BenchSettings
 
-    settings = Settings(
+    settings = BenchSettings(
         transport=args.transport,
         shapes=args.shapes,
         install=args.install,

@@ -15,7 +15,7 @@ from weightcast.control.http import HttpRoutes
 from weightcast.errors import ControlError
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
-from weightcast.links.watchdog import RescueRequest
+from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import EngineClient, Fingerprint
 
 _PAUSE_MODES = ("keep", "wait", "abort")
@@ -116,9 +116,9 @@ class HttpEngine:
         names = hashlib.sha256(_encode([name for name, _ in digests])).hexdigest()
         return Fingerprint(f"digests {names}", hashlib.sha256(_encode(digests)).hexdigest())
 
-    def rescue(self, run: str) -> list[RescueRequest]:
+    def rescue(self, run: str) -> list[RecoveryRequest]:
         """What the guard process must send in our place if this process dies while the engine is paused for `run`."""
-        return [RescueRequest(url=f"{self.name}/resume?run={run}", headers=dict(self._routes.headers))]
+        return [RecoveryRequest(url=f"{self.name}/resume?run={run}", headers=dict(self._routes.headers))]
 
     def close(self) -> None:
         """Close the connections, and the client that `negotiate` gave last. Idempotent."""

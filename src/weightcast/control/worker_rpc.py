@@ -27,7 +27,7 @@ class Init(msgspec.Struct, frozen=True, tag="init", tag_field="call"):
     info: InitInfo
 
 
-class Update(msgspec.Struct, frozen=True, tag="update", tag_field="call"):
+class UpdateCall(msgspec.Struct, frozen=True, tag="update", tag_field="call"):
     """An offer, a seal or an abort."""
 
     info: UpdateInfo
@@ -62,7 +62,7 @@ class Leave(msgspec.Struct, frozen=True, tag="leave", tag_field="call"):
     """End whichever run's hold; the engine serves on."""
 
 
-RankCall: TypeAlias = Init | Update | Install | Settle | Ask | Leave
+RankCall: TypeAlias = Init | UpdateCall | Install | Settle | Ask | Leave
 
 
 class RankReply(msgspec.Struct, frozen=True):

@@ -74,14 +74,14 @@ class Checked(msgspec.Struct, frozen=True, tag="checked", tag_field="kind"):
     problems: tuple[str, ...] = ()
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="kind"):
+class RunEnded(msgspec.Struct, frozen=True, tag="ended", tag_field="kind"):
     """The last event: everything has been done, or `problem` says why not. `is_early`: the time budget ended it."""
 
     problem: str = ""
     is_early: bool = False
 
 
-Event: TypeAlias = Saved | Warming | Evaluated | Stepped | Checked | Ended
+Event: TypeAlias = Saved | Warming | Evaluated | Stepped | Checked | RunEnded
 
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 

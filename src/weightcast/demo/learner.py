@@ -11,7 +11,7 @@ import torch
 from weightcast.demo import grpo
 from weightcast.demo.grpo import Batch
 from weightcast.demo.masters import MasterAdamW
-from weightcast.demo.ranks import Ranks
+from weightcast.demo.ranks import TrainerProcesses
 from weightcast.errors import WeightcastError
 from weightcast.trainer.publisher import Publisher
 from weightcast.trainer.report import PublishReport
@@ -23,7 +23,9 @@ FIRST_VERSION = 0
 class Learner:
     """Rank 0 is led by `Training`, which calls `learn`, `publish` and `end`; every other rank calls `follow`."""
 
-    def __init__(self, model: torch.nn.Module, publisher: Publisher, ranks: Ranks, *, learning_rate: float) -> None:
+    def __init__(
+        self, model: torch.nn.Module, publisher: Publisher, ranks: TrainerProcesses, *, learning_rate: float
+    ) -> None:
         self._model = model
         self._publisher = publisher
         self._ranks = ranks

@@ -24,7 +24,7 @@ DEADLINE_SECONDS = 300.0
 """Longer than the supervisor's patience, which is meant to come first."""
 
 
-class Ranks:
+class TrainerProcesses:
     """This process's place among `size` trainer ranks. Rank 0 leads: it alone asks engines and tells events.
 
     Everything but `take` and `share` is a collective: every rank calls it, in the same order.
@@ -90,10 +90,10 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def joined(directory: Path, trainer_rank: int, size: int) -> Iterator[Ranks]:
+def joined(directory: Path, trainer_rank: int, size: int) -> Iterator[TrainerProcesses]:
     """Meet the other trainer ranks by a file in the run directory; waits for them. Gloo, over loopback."""
     if size == 1:
-        yield Ranks()
+        yield TrainerProcesses()
         return
     dist.init_process_group(
         "gloo",
@@ -103,7 +103,7 @@ def joined(directory: Path, trainer_rank: int, size: int) -> Iterator[Ranks]:
         timeout=datetime.timedelta(seconds=DEADLINE_SECONDS),
     )
     try:
-        yield Ranks(trainer_rank, size)
+        yield TrainerProcesses(trainer_rank, size)
     finally:
         dist.destroy_process_group()
 

@@ -9,8 +9,8 @@ from statistics import median
 import msgspec
 
 from weightcast import __version__
-from weightcast.demo.events import Checked, Ended, Evaluated, Event, Saved, Stepped
-from weightcast.demo.settings import Settings
+from weightcast.demo.events import Checked, Evaluated, Event, RunEnded, Saved, Stepped
+from weightcast.demo.settings import DemoSettings
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -29,7 +29,7 @@ class Machine(msgspec.Struct, frozen=True):
 class Result(msgspec.Struct, kw_only=True):
     """Grows with each event. `problem`: why the run has failed, or empty."""
 
-    settings: Settings
+    settings: DemoSettings
     machine: Machine
     num_engines: int
     num_parameters: int = 0
@@ -55,7 +55,7 @@ class Result(msgspec.Struct, kw_only=True):
                 self.start = event
             else:
                 self.end = event
-        elif isinstance(event, Ended):
+        elif isinstance(event, RunEnded):
             self.problem, self.is_early, self.has_ended = event.problem, event.is_early, True
 
     @property

@@ -14,7 +14,7 @@ from rich.console import Console
 from weightcast.demo import report, supervisor
 from weightcast.demo.events import Event
 from weightcast.demo.result import Machine, Result
-from weightcast.demo.settings import Settings, Transport
+from weightcast.demo.settings import DemoSettings, Transport
 from weightcast.demo.table import PLAIN_WIDTH, view
 
 DEFAULT_STEPS = 40
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     return _verdict(console, result)
 
 
-def _settings(args: argparse.Namespace) -> Settings:
+def _settings(args: argparse.Namespace) -> DemoSettings:
     """Raises ValueError for numbers that make no run."""
     num_steps = args.steps if args.steps is not None else (QUICK_STEPS if args.quick else DEFAULT_STEPS)
     if num_steps < 1 or args.engines < 1:
@@ -78,7 +78,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         raise ValueError(f"--trainer-ranks is {args.trainer_ranks}; it must be 1 to {MAX_TRAINER_RANKS}")
     if not 0 <= args.seed < 1 << 31:
         raise ValueError(f"--seed is {args.seed}; it must be 0 to {(1 << 31) - 1}")
-    return (Settings.quick if args.quick else Settings)(
+    return (DemoSettings.quick if args.quick else DemoSettings)(
         seed=args.seed, num_steps=num_steps, num_trainer_ranks=args.trainer_ranks, transport=args.transport
     )
 

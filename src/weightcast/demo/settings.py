@@ -12,7 +12,7 @@ MODEL_DIRECTORY = "model"
 Transport = Literal["ipc", "gloo"]
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Travels to the trainer as JSON. The warm start ends after `warmup_seconds`, the training `budget_seconds` after
     the trainer's start, however many steps are done: a slow machine trains less, and is in time all the same.
 
@@ -46,7 +46,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return {"ipc": "ipc://", "gloo": "gloo://127.0.0.1:0"}[self.transport]
 
     @classmethod
-    def quick(cls, *, seed: int, num_steps: int, num_trainer_ranks: int = 1, transport: Transport = "ipc") -> Settings:
+    def quick(
+        cls, *, seed: int, num_steps: int, num_trainer_ranks: int = 1, transport: Transport = "ipc"
+    ) -> DemoSettings:
         """The same run in seconds of training, too short to learn much: the reward need not rise."""
         return cls(
             seed=seed,

@@ -21,9 +21,9 @@ from pathlib import Path
 import msgspec
 
 from weightcast.demo.children import Child, Children
-from weightcast.demo.events import Ended, Event, EventReader, Saved
+from weightcast.demo.events import Event, EventReader, RunEnded, Saved
 from weightcast.demo.interrupts import Interrupts
-from weightcast.demo.settings import MODEL_DIRECTORY, Settings
+from weightcast.demo.settings import MODEL_DIRECTORY, DemoSettings
 
 PREFIX = "weightcast-demo-"
 TRAINER = "weightcast.demo.trainer"
@@ -46,7 +46,7 @@ class _Failed(Exception):
     """A process did not do its part; the text says which and how."""
 
 
-def run(settings: Settings, num_engines: int, watch: Watch) -> None:
+def run(settings: DemoSettings, num_engines: int, watch: Watch) -> None:
     """Run the demo in processes of its own; `watch` is told each of the trainer's events, the last is an Ended.
 
     Blocks until every process has ended and the run directory is gone. Raises Interrupted for SIGINT, SIGTERM or
@@ -101,7 +101,7 @@ class _Run:
     """The trainer first, whose rank 0 writes the model directory; then the engines, of which every rank is told."""
 
     def __init__(
-        self, settings: Settings, num_engines: int, watch: Watch, directory: Path, children: Children, loop: _Loop
+        self, settings: DemoSettings, num_engines: int, watch: Watch, directory: Path, children: Children, loop: _Loop
     ) -> None:
         self._settings = settings
         self._num_engines = num_engines
@@ -120,7 +120,7 @@ class _Run:
                 self._start_followers()
                 self._loop.run(lambda: time.monotonic() - self._heard)
         except _Failed as exc:
-            self._watch(Ended(problem=str(exc)))
+            self._watch(RunEnded(problem=str(exc)))
 
     @contextlib.contextmanager
     def _started_leader(self) -> Iterator[None]:
@@ -166,7 +166,7 @@ class _Run:
             if isinstance(event, Saved):
                 self._start_engines()
             self._watch(event)
-            self._loop.is_over |= isinstance(event, Ended)
+            self._loop.is_over |= isinstance(event, RunEnded)
         return bool(data)
 
     def _leader_ended(self, leader: Child, reader: int) -> None:

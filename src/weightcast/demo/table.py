@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from weightcast.demo.events import Checked, Ended, Evaluated, Event, Saved, Stepped, Warming
+from weightcast.demo.events import Checked, Evaluated, Event, RunEnded, Saved, Stepped, Warming
 
 STAGE_COLUMNS = ("gather", "pack", "send", "seal", "pause")
 PLAIN_WIDTH = 120
@@ -128,7 +128,7 @@ def describe(event: Event) -> str:
         return f"reward at the {event.when} (version {event.version}): {event.reward:.3f}, {event.solved:.0%} solved"
     if isinstance(event, Checked):
         return _describe_check(event)
-    if isinstance(event, Ended) and event.is_early:
+    if isinstance(event, RunEnded) and event.is_early:
         return "the time for this run is over: the remaining steps were left out"
     return ""
 

@@ -27,11 +27,11 @@ import torch
 import transformers
 
 from weightcast.demo import oracle, policy
-from weightcast.demo.events import Ended, Event, EventWriter, Saved, Warming
+from weightcast.demo.events import Event, EventWriter, RunEnded, Saved, Warming
 from weightcast.demo.learner import Learner
-from weightcast.demo.ranks import Ranks, joined
+from weightcast.demo.ranks import TrainerProcesses, joined
 from weightcast.demo.rollouts import Rollouts
-from weightcast.demo.settings import MODEL_DIRECTORY, Settings
+from weightcast.demo.settings import MODEL_DIRECTORY, DemoSettings
 from weightcast.demo.task import draw
 from weightcast.demo.training import Training
 from weightcast.demo.warmup import warm_start
@@ -50,7 +50,7 @@ Emit = Callable[[Event], None]
 
 
 def main(argv: Sequence[str]) -> int:
-    settings, directory = msgspec.json.decode(argv[0], type=Settings), Path(argv[1])
+    settings, directory = msgspec.json.decode(argv[0], type=DemoSettings), Path(argv[1])
     trainer_rank = int(argv[2])
     # In the midst of a collective no Python runs: only the default action ends a follower that waits for rank 0.
     signal.signal(signal.SIGTERM, _unwind if trainer_rank == 0 else signal.SIG_DFL)
@@ -60,18 +60,18 @@ def main(argv: Sequence[str]) -> int:
         with joined(directory, trainer_rank, settings.num_trainer_ranks) as ranks:
             is_early = not _Trainer(settings, directory, ranks, emit).run(engines)
     except WeightcastError as exc:
-        emit(Ended(problem=f"{type(exc).__name__}: {exc}"))
+        emit(RunEnded(problem=f"{type(exc).__name__}: {exc}"))
         if trainer_rank != 0:
             raise
         return 1
-    emit(Ended(is_early=is_early))
+    emit(RunEnded(is_early=is_early))
     return 0
 
 
 class _Trainer:
     """One rank's whole run."""
 
-    def __init__(self, settings: Settings, directory: Path, ranks: Ranks, emit: Emit) -> None:
+    def __init__(self, settings: DemoSettings, directory: Path, ranks: TrainerProcesses, emit: Emit) -> None:
         self._settings = settings
         self._directory = directory
         self._ranks = ranks

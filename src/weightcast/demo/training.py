@@ -17,7 +17,7 @@ from weightcast.demo.events import Evaluated, Event, Stepped
 from weightcast.demo.grpo import Group
 from weightcast.demo.learner import FIRST_VERSION, Learner
 from weightcast.demo.rollouts import Pending, Rollouts
-from weightcast.demo.settings import Settings
+from weightcast.demo.settings import DemoSettings
 from weightcast.demo.task import Puzzle, draw
 from weightcast.errors import WeightcastError
 from weightcast.trainer.report import PublishReport
@@ -64,7 +64,7 @@ class Training:
         self,
         learner: Learner,
         rollouts: Rollouts,
-        settings: Settings,
+        settings: DemoSettings,
         *,
         rng: random.Random,
         emit: Callable[[Event], None],

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from weightcast.demo import task
 from weightcast.demo.masters import MasterAdamW
-from weightcast.demo.ranks import Ranks
+from weightcast.demo.ranks import TrainerProcesses
 
 WARMUP_STEPS = 20
 
@@ -20,7 +20,7 @@ WARMUP_STEPS = 20
 def warm_start(
     model: torch.nn.Module,
     rng: random.Random,
-    ranks: Ranks,
+    ranks: TrainerProcesses,
     *,
     num_digits: int,
     num_steps: int,

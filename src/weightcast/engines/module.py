@@ -38,7 +38,7 @@ class ModuleEngine:
         self._cast = cast
         self._live = LiveCheckpoint(model, buffers=buffers, names=names)
         self._live.require_memory()
-        self._targets = _Targets(self._live)
+        self._targets = _ParameterTargets(self._live)
         self._updating = False
         self._is_fresh = False
         self._replaced = False
@@ -161,7 +161,7 @@ class ModuleEngine:
         if has_changed:
             self._replaced = self._updating
             self._live.require_memory()
-            self._targets = _Targets(self._live)
+            self._targets = _ParameterTargets(self._live)
 
     def _check(self, numbers: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
         shapes, dtypes = self._targets.shapes, self._targets.dtypes
@@ -216,7 +216,7 @@ _shape_of = operator.attrgetter("shape")
 _dtype_of = operator.attrgetter("dtype")
 
 
-class _Targets:
+class _ParameterTargets:
     """The module's tensors by number, prepared for many checks at once."""
 
     def __init__(self, live: LiveCheckpoint) -> None:

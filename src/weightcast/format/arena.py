@@ -14,7 +14,7 @@ from weightcast.format.plan import align
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Places:
+class ArenaLayout:
     """Where the buckets of a manifest lie in an arena: bucket k in slot `slots[k]`, from byte `offsets[k]`."""
 
     slots: tuple[int, ...]
@@ -32,7 +32,7 @@ def buffer_size_bytes(manifest: Manifest, index: int) -> int:
     return align(manifest.buckets[index] + TRAILER_BYTES)
 
 
-def place(manifest: Manifest, *, num_slots: int, staged: bool, adjoining: bool = False) -> Places:
+def place(manifest: Manifest, *, num_slots: int, staged: bool, adjoining: bool = False) -> ArenaLayout:
     """Staged: every bucket has a slot of its own. Streaming: bucket k goes into slot k % num_slots. Page-aligned.
 
     `adjoining`, for what is staged: payloads lie end to end, so that a tensor that is cut over several is one piece of
@@ -43,10 +43,10 @@ def place(manifest: Manifest, *, num_slots: int, staged: bool, adjoining: bool =
     if staged:
         steps = map(align, manifest.buckets) if adjoining else map(pages, sizes)
         starts = itertools.accumulate(steps, initial=0)
-        return Places(tuple(indices), tuple(start for start, _ in zip(starts, sizes, strict=False)), sizes)
+        return ArenaLayout(tuple(indices), tuple(start for start, _ in zip(starts, sizes, strict=False)), sizes)
     slots = tuple(index % num_slots for index in indices)
     stride = pages(slot_size_bytes(manifest))
-    return Places(slots, tuple(slot * stride for slot in slots), sizes)
+    return ArenaLayout(slots, tuple(slot * stride for slot in slots), sizes)
 
 
 def pages(num_bytes: int) -> int:

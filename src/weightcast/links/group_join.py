@@ -21,7 +21,7 @@ _QUERY_BYTES = 5
 _ATTEMPT_SECONDS = 10.0
 
 
-class Expected(NamedTuple):
+class ExpectedPeer(NamedTuple):
     """A connection that a rank of gloo may wait for: where it listens, and the number by which it knows the peer."""
 
     host: str
@@ -29,7 +29,7 @@ class Expected(NamedTuple):
     number: int
 
 
-class Rendezvous:
+class GroupJoin:
     """One group in the making. `listener`: its store's, which this object closes; another process serves it."""
 
     def __init__(self, listener: socket.socket) -> None:
@@ -78,14 +78,14 @@ def _refuse(client: socket.socket) -> None:
             requests.read(1)
 
 
-def _stand_in(connection: Expected) -> None:
+def _stand_in(connection: ExpectedPeer) -> None:
     """Connect in a peer's place, and hang up."""
     address = connection.host, connection.port
     with contextlib.suppress(OSError), socket.create_connection(address, _ATTEMPT_SECONDS) as sock:
         sock.sendall(struct.pack("=q", connection.number))
 
 
-def expected(member: bytes, size: int) -> Iterator[Expected]:
+def expected(member: bytes, size: int) -> Iterator[ExpectedPeer]:
     """The connections that a rank may wait for, by what it has put into the store of a group of `size`.
 
     gloo writes its host's name and its address, each after its length, and a number for each peer unless those are the
@@ -100,6 +100,6 @@ def expected(member: bytes, size: int) -> Iterator[Expected]:
         raw = struct.unpack_from("16s" if is_ipv6 else "4s", member, start + (8 if is_ipv6 else 4))[0]
         numbers = struct.iter_unpack("=q", member[start + address_bytes :])
         for number in [number for (number,) in numbers] or range(size):
-            yield Expected(str(ipaddress.ip_address(raw)), port, number)
+            yield ExpectedPeer(str(ipaddress.ip_address(raw)), port, number)
     except struct.error:
         return

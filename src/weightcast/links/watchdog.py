@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from weightcast.host.fork import close_in_child
-from weightcast.links.group_join import Rendezvous
+from weightcast.links.group_join import GroupJoin
 
 _ATTEMPT_SECONDS = 10.0
 _GIVE_UP_SECONDS = 60.0
@@ -32,7 +32,7 @@ _MAX_REPLY_BYTES = 1 << 24
 _READ_BYTES = 1 << 16
 
 
-class RescueRequest(NamedTuple):
+class RecoveryRequest(NamedTuple):
     """One POST. `stop_if`, a regular expression: if the reply has it, or is an error, nothing is sent after it.
 
     `timeout_seconds` is how long its reply is waited for.
@@ -45,13 +45,13 @@ class RescueRequest(NamedTuple):
     timeout_seconds: float = _ATTEMPT_SECONDS
 
 
-class Guard:
+class Watchdog:
     """The publisher's handle on its guard process, which is started when it is first needed. Thread-safe."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._held: dict[str, Sequence[RescueRequest]] = {}
+        self._held: dict[str, Sequence[RecoveryRequest]] = {}
         self._groups: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
 
@@ -59,7 +59,7 @@ class Guard:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def hold(self, engine: str, requests: Sequence[RescueRequest]) -> None:
+    def hold(self, engine: str, requests: Sequence[RecoveryRequest]) -> None:
         """From now on, send these if this process dies. Returns when the guard has them in its connection."""
         with self._lock:
             self._held[engine] = requests
@@ -130,12 +130,12 @@ class Guard:
         self._socket.sendall(line)
 
 
-class Ward:
+class WatchedEngines:
     """The guard's side: what the publisher has written so far. Only whole lines count."""
 
     def __init__(self) -> None:
-        self.held: dict[str, list[RescueRequest]] = {}
-        self._groups: dict[str, Rendezvous] = {}
+        self.held: dict[str, list[RecoveryRequest]] = {}
+        self._groups: dict[str, GroupJoin] = {}
         self._members: dict[str, list[bytes]] = {}
         self._text = b""
         self._descriptors: collections.deque[int] = collections.deque()
@@ -148,13 +148,13 @@ class Ward:
 
     def _hear(self, state: dict[str, Any]) -> None:
         self.held = {
-            name: [RescueRequest(*request) for request in requests] for name, requests in state["held"].items()
+            name: [RecoveryRequest(*request) for request in requests] for name, requests in state["held"].items()
         }
         for name in self._groups.keys() - state["groups"].keys():
             self._groups.pop(name).close()
         for name, group in state["groups"].items():
             if name not in self._groups:
-                self._groups[name] = Rendezvous(socket.socket(fileno=self._descriptors.popleft()))
+                self._groups[name] = GroupJoin(socket.socket(fileno=self._descriptors.popleft()))
             self._members[name] = [bytes.fromhex(member) for member in group["members"]]
             if group["is_failing"]:
                 self._groups[name].fail(self._members[name])
@@ -164,7 +164,7 @@ class Ward:
             group.fail(self._members[name])
 
 
-def rescue(requests: Sequence[RescueRequest], give_up_seconds: float = _GIVE_UP_SECONDS) -> bool:
+def rescue(requests: Sequence[RecoveryRequest], give_up_seconds: float = _GIVE_UP_SECONDS) -> bool:
     """Send the requests in order; try again until each got an answer or time is up. True if all did."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     pending, end = list(requests), time.monotonic() + give_up_seconds
@@ -188,7 +188,7 @@ def rescue(requests: Sequence[RescueRequest], give_up_seconds: float = _GIVE_UP_
 
 def main() -> int:
     """Wait for the publisher's end, then end the groups it was making and rescue every engine it held, all at once."""
-    ward = Ward()
+    ward = WatchedEngines()
     with socket.socket(fileno=sys.stdin.fileno()) as publisher:
         while True:
             text, descriptors, _, _ = socket.recv_fds(publisher, _READ_BYTES, 1)

@@ -11,7 +11,7 @@ One update, called by the publisher:
     Settling.settle(...)                 where the workers of an engine can't agree by themselves
     Pausable.resume()
 
-Engines that bring a sender of their own (`SelfSupplied`) come after all others: paused, sent to, finished, resumed.
+Engines that bring a sender of their own (`BringsSender`) come after all others: paused, sent to, finished, resumed.
 Any failure: EngineClient.update(Abort). Optional abilities are Protocols, asked with `isinstance`.
 """
 
@@ -24,7 +24,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from weightcast.format.messages import InitInfo, UpdateInfo, WeightInfo
-from weightcast.links.watchdog import Guard, RescueRequest
+from weightcast.links.watchdog import RecoveryRequest, Watchdog
 from weightcast.seams.transport import Sender
 
 
@@ -50,7 +50,7 @@ class EngineClient(Protocol):
 
 
 @runtime_checkable
-class Negotiable(Protocol):
+class DetectsServer(Protocol):
     """A client of an address where engines of several kinds may answer: it asks, and returns the client for this one.
 
     Asked whenever a publisher connects, since another kind may have been started there. Raises ControlError.
@@ -60,7 +60,7 @@ class Negotiable(Protocol):
 
 
 @runtime_checkable
-class Settling(Protocol):
+class TwoPhaseInstall(Protocol):
     """A client whose engine's workers can't all agree on an install: it is told what became of it everywhere.
 
     Called after every `finish`, once all workers have answered or failed to. With `keep` all have installed; without,
@@ -71,30 +71,30 @@ class Settling(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Supply:
+class SenderContext:
     """What a publisher tells whoever makes a sender: its transport's URL, its run, where the weights are, its guard."""
 
     url: str
     run: str
     device: torch.device
     deadline_seconds: float
-    guard: Guard
+    guard: Watchdog
 
 
 @runtime_checkable
-class SelfSupplied(Protocol):
+class BringsSender(Protocol):
     """A client whose engine has no worker of ours and a data plane of its own: it brings the `Sender` for that.
 
     Asked whenever a publisher connects. `known` are the senders that others have brought: engines of one kind share
     one, and each sender is packed for once. Its peers are the clients' names. Such an engine stands still while it is
-    sent to, unless the sender is `Staging`; then `finish` follows as ever. Raises UnsupportedError.
+    sent to, unless the sender is `NonBlockingSend`; then `finish` follows as ever. Raises UnsupportedError.
     """
 
-    def sender(self, known: Sequence[Sender], supply: Supply) -> Sender: ...
+    def sender(self, known: Sequence[Sender], supply: SenderContext) -> Sender: ...
 
 
 @runtime_checkable
-class Staging(Protocol):
+class NonBlockingSend(Protocol):
     """A brought sender that can say whether its engines serve on until the install."""
 
     @property
@@ -117,7 +117,7 @@ class Fingerprinted(Protocol):
 
 
 @runtime_checkable
-class Distrusted(Protocol):
+class Quarantinable(Protocol):
     """A client that can keep an engine from serving weights which are not what others hold.
 
     Called before the engine is resumed, where it stands still. The next complete update heals it.
@@ -136,7 +136,7 @@ class Pausable(Protocol):
 
 
 @runtime_checkable
-class Rescuable(Protocol):
+class Recoverable(Protocol):
     """A client whose pause no lease ends: `rescue` says what the guard process sends if the publisher dies."""
 
-    def rescue(self, run: str) -> Sequence[RescueRequest]: ...
+    def rescue(self, run: str) -> Sequence[RecoveryRequest]: ...

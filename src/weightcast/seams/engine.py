@@ -80,7 +80,7 @@ class Undoable(Protocol):
 
 
 @runtime_checkable
-class Readable(Protocol):
+class ExposesTensors(Protocol):
     """An engine whose live weights can be read, in checkpoint form, while it is paused or between its steps."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]: ...

@@ -8,7 +8,7 @@ One update. P: the publisher, on the trainer. W: a worker, in the engine's proce
            Sender.buffer(k), fill, Sender.send(k), which says what comes next
                                          W  next(Receiver) -> Bucket k
     W  Receiver.end()                    when it has installed the version, or given it up
-    P  Replayable.commit()               if an engine has installed it, or there are none; else Sender.abort(reason)
+    P  VersionedSender.commit()               if an engine has installed it, or there are none; else Sender.abort(reason)
     P  Sender.close()                    only at the end of the publisher's life; W likewise Receiver.close()
 
 Any failure: P Sender.abort(reason); W Receiver.end(). Optional abilities are Protocols, asked with `isinstance`.
@@ -103,7 +103,7 @@ class Receiver(Protocol):
 
 
 @runtime_checkable
-class Replayable(Protocol):
+class VersionedSender(Protocol):
     """A sender that keeps versions for readers that come later. It knows no peers, and sends without any.
 
     With its last bucket sent, a version can be read by the engines that it was offered to; with `commit` it is the
@@ -117,7 +117,7 @@ class Replayable(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kept:
+class StoredVersion:
     """A version that a transport keeps: what an offer and a seal would have told of it. `committed_at`: Unix time."""
 
     version: WeightVersion
@@ -128,31 +128,31 @@ class Kept:
 
 
 @runtime_checkable
-class Replaying(Protocol):
+class VersionedReceiver(Protocol):
     """A receiver of a transport that keeps versions, which needs no offer to read them.
 
     `newest` gives the newest version, unless that is `known` or there is none, and holds it until `end`. Never waits.
     """
 
-    def newest(self, known: WeightVersion | None) -> Kept | None: ...
+    def newest(self, known: WeightVersion | None) -> StoredVersion | None: ...
 
 
 @runtime_checkable
-class Renewable(Protocol):
+class ReallocatesBuffers(Protocol):
     """A receiver that, after `renew`, writes into other memory: an engine keeps tensors of the last update."""
 
     def renew(self) -> None: ...
 
 
 @runtime_checkable
-class Rereadable(Protocol):
+class RefetchesBucket(Protocol):
     """A receiver whose buckets an engine may have written into by mistake: `reread` shows the sender's bytes again."""
 
     def reread(self, bucket: Bucket) -> bool: ...
 
 
 @runtime_checkable
-class Attended(Protocol):
+class TracksPeers(Protocol):
     """A sender that can say which of these peers are connected to it now. Does not wait."""
 
     def connected(self, peers: Sequence[str]) -> Sequence[str]: ...
@@ -163,7 +163,7 @@ class PerDevice(Protocol):
 
     `label` names the device that a sender's memory is on, the same in every process; empty: unknown. `join` makes the
     URL for receivers: each connects to the address of its own device's label, and to `default` if there is none. Such
-    senders are `Attended`, and never ask for a bucket again.
+    senders are `TracksPeers`, and never ask for a bucket again.
     """
 
     def label(self, device: torch.device) -> str: ...

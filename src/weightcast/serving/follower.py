@@ -21,7 +21,7 @@ from weightcast.errors import PeerTimeoutError, UpdateAbortedError, WeightcastEr
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Seal
 from weightcast.seams.engine import Engine
-from weightcast.seams.transport import Kept, Receiver, Renewable, Replaying
+from weightcast.seams.transport import ReallocatesBuffers, Receiver, StoredVersion, VersionedReceiver
 from weightcast.serving.admission import admit, check_undo
 from weightcast.serving.load_plan import LoadPlan
 from weightcast.serving.update import Update
@@ -74,14 +74,14 @@ class Follower:
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error is {on_error!r}; it must be 'raise' or 'skip'")
         receiver: Receiver = registry.transport(url).receiver(url, peer=label, run=None)
-        if not isinstance(receiver, Replaying):
+        if not isinstance(receiver, VersionedReceiver):
             receiver.close()
             raise ValueError(f"{url} keeps no versions to follow: give a store, file:///dir")
         self.gate = gate or Gate()
         self._url = url
         self._engine = engine
         self._receiver: Receiver = receiver
-        self._replaying: Replaying = receiver
+        self._replaying: VersionedReceiver = receiver
         self._undo = undo
         self._on_error = on_error
         self._install_deadline_seconds = install_deadline_seconds
@@ -131,7 +131,7 @@ class Follower:
 
     def renew(self) -> None:
         """Read into other memory from now on: the engine keeps tensors of the last version, past its `load`."""
-        if isinstance(self._receiver, Renewable):
+        if isinstance(self._receiver, ReallocatesBuffers):
             self._receiver.renew()
         if self._load_plan is not None:
             self._load_plan[1].layout.forget_views()
@@ -150,7 +150,7 @@ class Follower:
     ) -> None:
         self.close()
 
-    def _take(self, kept: Kept) -> float:
+    def _take(self, kept: StoredVersion) -> float:
         update = Update(
             kept.version,
             self._admitted(kept),
@@ -172,7 +172,7 @@ class Follower:
             update.abort(cause)
             raise
 
-    def _admitted(self, kept: Kept) -> LoadPlan:
+    def _admitted(self, kept: StoredVersion) -> LoadPlan:
         specs, known = self._engine.specs(), self._load_plan
         if known is None or known[0] != kept.manifest_digest or known[1].specs is not specs:
             known = self._load_plan = kept.manifest_digest, admit(kept.manifest, self._engine, specs)

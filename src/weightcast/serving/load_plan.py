@@ -39,7 +39,7 @@ class LoadPlan:
         self.layout = layout
         self.engine = engine
         self.specs = specs
-        self._targets = _Targets(specs)
+        self._targets = _EngineNames(specs)
         takes_regions = isinstance(engine, RegionLoader)
         spanning = _spanning_groups(layout.manifest.tensors)
         self._loads = [_BucketLoad() for _ in layout.entries]
@@ -125,7 +125,7 @@ class LoadPlan:
                 yield name, tensor
 
 
-class _Targets:
+class _EngineNames:
     """Under which names a record is handed out: the engine's own, once for each of its tensors; else all."""
 
     def __init__(self, specs: Sequence[TensorSpec] | None) -> None:

@@ -28,10 +28,10 @@ _MIN_PATIENCE_SECONDS = 60.0
 """A publisher that is silent for a while may itself wait for somebody: it is the first to give up."""
 
 
-class Hold:
+class PublisherSession:
     """A run's hold on the worker: its link, its receiver, the layouts it has sent. Connects in the background."""
 
-    def __init__(self, info: InitInfo, engine_rank: int, on_end: Callable[[Hold, str], None]) -> None:
+    def __init__(self, info: InitInfo, engine_rank: int, on_end: Callable[[PublisherSession, str], None]) -> None:
         self.info = info
         self.ended: WeightcastError | None = None
         """Why it has ended, once it has."""

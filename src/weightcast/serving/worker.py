@@ -45,10 +45,10 @@ from weightcast.format.messages import (
     UpdateInfo,
     WeightInfo,
 )
-from weightcast.seams.engine import Engine, Readable, Undoable
+from weightcast.seams.engine import Engine, ExposesTensors, Undoable
 from weightcast.serving.admission import admit, check_undo
 from weightcast.serving.load_plan import LoadPlan
-from weightcast.serving.session import Hold
+from weightcast.serving.session import PublisherSession
 from weightcast.serving.update import State, Update
 
 Observe = Callable[[str, float, bool], None]
@@ -87,7 +87,7 @@ class Worker:
         self._unsettled: Update | None = None
         self._lock = threading.RLock()
         self._init_lock = threading.Lock()
-        self._hold: Hold | None = None
+        self._hold: PublisherSession | None = None
         self._closed = False
         self.instance = secrets.token_hex(16)
 
@@ -97,7 +97,7 @@ class Worker:
         able = {
             "streaming": "streaming" in self._installs,
             "undo": isinstance(self.engine, Undoable),
-            "inspect": isinstance(self.engine, Readable),
+            "inspect": isinstance(self.engine, ExposesTensors),
         }
         return WeightInfo(
             weight_version="default" if version is None else str(version.number),
@@ -125,7 +125,7 @@ class Worker:
             former = self._require_free(info)
             if former is not None:
                 self._release(former, _replaced_by(info, former))
-            hold = Hold(info, self._engine_rank, self._on_end)
+            hold = PublisherSession(info, self._engine_rank, self._on_end)
             if former is not None and _is_same(info, former):
                 hold.last_offered = former.last_offered
             with self._lock:
@@ -136,7 +136,7 @@ class Worker:
                 self._lift_pause(former)
         hold.start()
 
-    def _require_free(self, info: InitInfo) -> Hold | None:
+    def _require_free(self, info: InitInfo) -> PublisherSession | None:
         """The hold that a publisher would replace. Raises EngineBusyError if it is another's, without takeover."""
         former = self._hold
         if former is None or _is_same(info, former) or info.takeover or former.is_abandoned:
@@ -239,7 +239,7 @@ class Worker:
 
     # --- the calls, each under a hold ---
 
-    def _call(self, stage: str, info: T, call: Callable[[Hold, T], None]) -> None:
+    def _call(self, stage: str, info: T, call: Callable[[PublisherSession, T], None]) -> None:
         with self._observed(stage):
             hold = self._require_hold(info.run)
             try:
@@ -259,7 +259,7 @@ class Worker:
         finally:
             self._observe(stage, time.perf_counter() - start, ok)
 
-    def _require_hold(self, run: str | None = None) -> Hold:
+    def _require_hold(self, run: str | None = None) -> PublisherSession:
         hold = self._hold
         if hold is None:
             raise ClosedError("no publisher holds this engine: call /init_weight_transfer_engine first")
@@ -267,7 +267,7 @@ class Worker:
             raise StaleVersionError(f"the update is of run {run}, this engine is held by run {hold.info.run}")
         return hold
 
-    def _current(self, hold: Hold, number: int) -> Update:
+    def _current(self, hold: PublisherSession, number: int) -> Update:
         update = hold.update
         if update is None or update.version.number != number:
             found = "none" if update is None else f"version {update.version.number}"
@@ -276,7 +276,7 @@ class Worker:
             raise UpdateAbortedError(f"version {number} was aborted: {update.error}")
         return update
 
-    def _offer(self, hold: Hold, offer: Offer) -> None:
+    def _offer(self, hold: PublisherSession, offer: Offer) -> None:
         receiver = hold.require_receiver()
         served = self.gate.version
         newest = max(hold.last_offered, served.number if served and served.run == offer.run else -1)
@@ -320,7 +320,7 @@ class Worker:
         hold.tell(Accepted(offer.version))
         hold.receive_in_background(functools.partial(self._receive, hold, update))
 
-    def _load_plan(self, hold: Hold, offer: Offer) -> LoadPlan:
+    def _load_plan(self, hold: PublisherSession, offer: Offer) -> LoadPlan:
         """The checked layout of an offer; a layout that this run has sent before is not checked again."""
         known = hold.load_plans.get(offer.manifest_digest)
         specs = self.engine.specs()
@@ -340,7 +340,7 @@ class Worker:
         if offer.undo:
             check_undo(load_plan.layout.manifest, self.engine)
 
-    def _receive(self, hold: Hold, update: Update) -> None:
+    def _receive(self, hold: PublisherSession, update: Update) -> None:
         start, number = time.perf_counter(), update.version.number
         try:
             root = update.receive()
@@ -356,12 +356,12 @@ class Worker:
         self._observe("receive", time.perf_counter() - start, True)
         hold.tell(Received(number, update.num_buckets, root))
 
-    def _seal(self, hold: Hold, seal: Seal) -> None:
+    def _seal(self, hold: PublisherSession, seal: Seal) -> None:
         update = self._current(hold, seal.version)
         hold.require_publisher(seal)
         update.seal(seal)
 
-    def _install(self, hold: Hold, number: int) -> None:
+    def _install(self, hold: PublisherSession, number: int) -> None:
         update = self._current(hold, number)
         try:
             seconds = update.install(deadline_seconds=self._install_deadline_seconds)
@@ -390,7 +390,7 @@ class Worker:
 
     # --- the end of a hold ---
 
-    def _on_end(self, hold: Hold, reason: str) -> None:
+    def _on_end(self, hold: PublisherSession, reason: str) -> None:
         # Released first: while its install is under way no other run may hold the engine, and write into it.
         self._release(hold, UpdateAbortedError(f"the publisher of run {hold.info.run[:8]} has gone: {reason}"))
         with self._lock:
@@ -398,7 +398,7 @@ class Worker:
                 self._hold = None
         self._lift_pause(hold)
 
-    def _release(self, hold: Hold, error: WeightcastError) -> None:
+    def _release(self, hold: PublisherSession, error: WeightcastError) -> None:
         """Abort what the hold had begun, lift its pause, disconnect. An install under way is finished first."""
         hold.ended = hold.ended or error
         if hold.update is not None:
@@ -408,27 +408,27 @@ class Worker:
         hold.close()
         self._lift_pause(hold)
 
-    def _lift_pause(self, hold: Hold) -> None:
+    def _lift_pause(self, hold: PublisherSession) -> None:
         """A run's pause ends with its hold; a run that has connected anew keeps it."""
         current = self._hold
         if current is None or current is hold or current.info.run != hold.info.run:
             self.gate.resume(owner=hold.info.run)
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[Readable]:
+    def reading(self) -> Iterator[ExposesTensors]:
         """The engine, held still between two steps, so that one version is read whole. Raises UnsupportedError."""
-        if not isinstance(self.engine, Readable):
+        if not isinstance(self.engine, ExposesTensors):
             raise UnsupportedError(f"the weights of {type(self.engine).__name__} can't be read")
         with self.gate.exclusive(deadline_seconds=self._install_deadline_seconds):
             yield self.engine
 
 
-def _is_same(info: InitInfo, former: Hold) -> bool:
+def _is_same(info: InitInfo, former: PublisherSession) -> bool:
     """Whether it is the same publisher that connects again. The run's id alone is known to anybody who asks."""
     return info.run == former.info.run and former.is_of(info.secret)
 
 
-def _replaced_by(info: InitInfo, former: Hold) -> WeightcastError:
+def _replaced_by(info: InitInfo, former: PublisherSession) -> WeightcastError:
     if _is_same(info, former):
         return UpdateAbortedError("its publisher connected again")
     return EngineBusyError(f"run {info.run} took the engine over")

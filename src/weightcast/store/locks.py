@@ -22,7 +22,7 @@ from weightcast.errors import ManifestError, UnsupportedError
 from weightcast.format.manifest import decode
 from weightcast.host.fork import close_in_child
 from weightcast.store.files import open_file, unreadable
-from weightcast.store.records import Reader
+from weightcast.store.records import ReaderRecord
 
 PIN_BYTES = 256
 NUM_PINS = 256
@@ -90,7 +90,7 @@ class LockFile:
             ) from exc
 
 
-def pin(path: Path, reader: Reader) -> LockFile | None:
+def pin(path: Path, reader: ReaderRecord) -> LockFile | None:
     """Hold a slot for reading: one record of its `pins`, which then names `reader`. None if it is being written.
 
     Where it can't be written the record stays without a name. Raises IntegrityError if there is no such file.
@@ -146,15 +146,15 @@ def readers(file: LockFile) -> list[str]:
     return sorted(found)
 
 
-def _encode(reader: Reader) -> bytes:
+def _encode(reader: ReaderRecord) -> bytes:
     data = msgspec.json.encode(reader)
     if len(data) > PIN_BYTES:
         label = reader.label.encode("ascii", "replace").decode()[:64]
-        data = msgspec.json.encode(Reader(reader.host[:64], reader.pid, label))
+        data = msgspec.json.encode(ReaderRecord(reader.host[:64], reader.pid, label))
     return data[:PIN_BYTES].ljust(PIN_BYTES)
 
 
 def _name(data: bytes) -> str:
     with contextlib.suppress(ManifestError):
-        return decode(data, Reader).describe()
+        return decode(data, ReaderRecord).describe()
     return "a reader that could not write its name"

@@ -37,7 +37,7 @@ from weightcast.store.files import (
     SLOTS,
     WRITER,
     WRITER_LOCK,
-    DataPlaces,
+    FileLayout,
     check_folder,
     data_name,
     grow,
@@ -59,7 +59,7 @@ from weightcast.store.records import (
     MAX_RECORD_BYTES,
     Commit,
     Stored,
-    Writer,
+    WriterRecord,
     encodable,
     seal,
     slot_number,
@@ -99,7 +99,7 @@ class _Attempt:
     version: WeightVersion
     manifest_digest: str
     num_buckets: int
-    places: DataPlaces
+    places: FileLayout
     slot: _Slot
     sealed: Commit | None = None
 
@@ -185,7 +185,7 @@ class StoreWriter:
             )
         self._check_pointer()  # whose slot is not ours to write
         data, digest = self._encoded(manifest)
-        places = DataPlaces(manifest, self._address.num_threads)
+        places = FileLayout(manifest, self._address.num_threads)
         slot = self._free_slot()
         try:
             remove(slot.path / SEAL)
@@ -302,11 +302,11 @@ class StoreWriter:
             f"{self._directory} is being written by {name}: close it first (asked by run {self._run})"
         )
 
-    def _former_writer(self) -> Writer | None:
+    def _former_writer(self) -> WriterRecord | None:
         path = self._directory / WRITER
         with contextlib.suppress(IntegrityError):
             data = read_file(path, MAX_RECORD_BYTES)
-            return None if data is None else unseal(data, Writer, str(path))
+            return None if data is None else unseal(data, WriterRecord, str(path))
         return None
 
     def _tell(self) -> None:
@@ -405,7 +405,7 @@ class StoreWriter:
             peer=shown,
         )
 
-    def _prepare(self, slot: _Slot, places: DataPlaces) -> None:
+    def _prepare(self, slot: _Slot, places: FileLayout) -> None:
         """Open the slot's files and make room in them. Raises InsufficientMemoryError before anything is written."""
         paths = slot.paths(places.num_files)
         for path in set(slot.path.glob(data_name("*"))).difference(paths):

@@ -10,7 +10,7 @@ import torch
 from weightcast.errors import IncompleteUpdateError, WeightcastError
 from weightcast.format.manifest import Region, TensorSpec, WeightVersion
 from weightcast.format.plan import compare_specs
-from weightcast.seams.engine import Engine, Readable, RegionLoader, Undoable
+from weightcast.seams.engine import Engine, ExposesTensors, RegionLoader, Undoable
 from weightcast.testing.payloads import PAYLOADS, Payload, random_tensor, raw_bytes
 
 ONE, TWO = (WeightVersion("5a" * 16, number) for number in (1, 2))
@@ -117,7 +117,7 @@ class EngineContract:
         assert self.raw(engine) == before
 
     def test_reading(self, engine: Engine, payload: Payload) -> None:
-        if not isinstance(engine, Readable):
+        if not isinstance(engine, ExposesTensors):
             return
         engine.load(payload.tensors().items())
         engine.commit(ONE)

@@ -31,18 +31,18 @@ from weightcast.errors import (
 from weightcast.format.manifest import MAX_VERSION
 from weightcast.format.messages import Abort, Accepted, Failed, InitInfo, Installed, Offer, Received, Seal, WeightInfo
 from weightcast.links.publisher_end import Link, LinkListener
-from weightcast.links.watchdog import Guard
+from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import (
-    Distrusted,
+    BringsSender,
+    DetectsServer,
     EngineClient,
     Fingerprint,
     Fingerprinted,
-    Negotiable,
     Pausable,
-    Rescuable,
-    SelfSupplied,
-    Settling,
-    Supply,
+    Quarantinable,
+    Recoverable,
+    SenderContext,
+    TwoPhaseInstall,
 )
 from weightcast.seams.transport import Sender
 from weightcast.trainer.report import EngineResult
@@ -52,7 +52,7 @@ _LAST_WORD_SECONDS = 1.0
 """For the word of a worker whose receiver has gone: it comes on another connection."""
 
 
-class Member:
+class FleetMember:
     """One engine: its client, the links of its workers, and its result in the update in progress."""
 
     def __init__(self, client: EngineClient, *, owned: bool) -> None:
@@ -98,7 +98,7 @@ class Member:
         listener.drop(self.name, "the publisher connects again")
         self.links, self._known_manifest = [], ""
         self._stands_still = self._is_connected = False
-        self.client = self._given.negotiate() if isinstance(self._given, Negotiable) else self._given
+        self.client = self._given.negotiate() if isinstance(self._given, DetectsServer) else self._given
         self.info = self.client.info()
         self.instance = "" if self.info.instance is UNSET else self.info.instance
 
@@ -134,9 +134,9 @@ class Member:
                 "to end the transfer, or another run took it over and has let it go too; its log says which"
             )
 
-    def supply(self, known: Sequence[Sender], supply: Supply) -> Sender | None:
+    def supply(self, known: Sequence[Sender], supply: SenderContext) -> Sender | None:
         """The sender that its client brings, one of `known` or a new one; None if it brings none."""
-        self.sender = self.client.sender(known, supply) if isinstance(self.client, SelfSupplied) else None
+        self.sender = self.client.sender(known, supply) if isinstance(self.client, BringsSender) else None
         return self.sender
 
     def disconnect(self) -> None:
@@ -163,19 +163,19 @@ class Member:
     def seal(self, seal: Seal) -> None:
         self.client.update(seal)
 
-    def pause(self, run: str, guard: Guard) -> None:
+    def pause(self, run: str, guard: Watchdog) -> None:
         """Stand still for `run`; where no lease ends that, have the guard ready to."""
         if self._stands_still or not isinstance(self.client, Pausable) or self._has("install"):
             return
-        if self.info is not None and not self._has("lease") and isinstance(self.client, Rescuable):
+        if self.info is not None and not self._has("lease") and isinstance(self.client, Recoverable):
             guard.hold(self.name, self.client.rescue(run))
         self.is_paused, self._paused_at = True, time.perf_counter()
         self.client.pause(run)
         self._stands_still = True
 
-    def hold_again(self, run: str, guard: Guard) -> None:
+    def hold_again(self, run: str, guard: Watchdog) -> None:
         """Another rescue is right from now on: it has installed what it was paused for."""
-        if self.is_paused and not self._has("lease") and isinstance(self.client, Rescuable):
+        if self.is_paused and not self._has("lease") and isinstance(self.client, Recoverable):
             guard.hold(self.name, self.client.rescue(run))
 
     def fingerprint(self) -> Fingerprint | None:
@@ -184,18 +184,18 @@ class Member:
     def distrust(self, reason: str) -> None:
         """It holds other weights than it should."""
         fail(self, IntegrityError(reason))
-        if isinstance(self.client, Distrusted):
+        if isinstance(self.client, Quarantinable):
             self.client.distrust(reason)
 
-    def resume(self, run: str, guard: Guard) -> None:
+    def resume(self, run: str, guard: Watchdog) -> None:
         """Lift the pause, but for an engine that can't refuse to serve what an install has left torn."""
         if not self.is_paused:
             return
-        if not (self._is_torn and isinstance(self.client, Settling)):
+        if not (self._is_torn and isinstance(self.client, TwoPhaseInstall)):
             assert isinstance(self.client, Pausable)
             self.client.resume(run)
             self.is_paused = self._stands_still = False
-        elif isinstance(self.client, Distrusted):
+        elif isinstance(self.client, Quarantinable):
             error = self.result.error
             self.client.distrust("not all of its workers went back" if error is None else error.message)
         self.result.pause_seconds = time.perf_counter() - self._paused_at
@@ -210,7 +210,7 @@ class Member:
         except WeightcastError:
             self._go_back(version, deadline_seconds)
             raise
-        if isinstance(self.client, Settling):
+        if isinstance(self.client, TwoPhaseInstall):
             self.client.settle(version, keep=True)
         self._is_torn = False
         self.result.ok = True
@@ -232,14 +232,14 @@ class Member:
             installed = link.wait(Installed, version, deadline_seconds)
         except (PeerTimeoutError, PeerDiedError):
             # Where workers can't agree by themselves, what one says of itself says nothing of another.
-            if isinstance(self.client, Settling) or not self._serves(run, version):
+            if isinstance(self.client, TwoPhaseInstall) or not self._serves(run, version):
                 raise
         else:
             self.result.install_seconds = max(self.result.install_seconds, installed.seconds)
 
     def _go_back(self, version: int, deadline_seconds: float) -> None:
         """Where workers can't agree by themselves: no one keeps what another did not install."""
-        if not isinstance(self.client, Settling):
+        if not isinstance(self.client, TwoPhaseInstall):
             return
         # Until each worker has said on its link what became of it.
         self._is_torn = True
@@ -272,28 +272,28 @@ class Fleet:
     """All members, driven concurrently: a call on each, the failures sorted out."""
 
     def __init__(self) -> None:
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, FleetMember] = {}
         self._pool = ThreadPoolExecutor(max_workers=_MAX_PARALLEL, thread_name_prefix="weightcast-fleet")
 
-    def __iter__(self) -> Iterator[Member]:
+    def __iter__(self) -> Iterator[FleetMember]:
         return iter(list(self._members.values()))
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def add(self, member: Member) -> None:
+    def add(self, member: FleetMember) -> None:
         """Raises ValueError if an engine of that name is there already."""
         if member.name in self._members:
             raise ValueError(f"{member.name} is in the fleet already")
         self._members[member.name] = member
 
-    def pop(self, name: str) -> Member:
+    def pop(self, name: str) -> FleetMember:
         """Raises ValueError if there is none of that name."""
         if name not in self._members:
             raise ValueError(f"{name} is not in the fleet; it has {', '.join(self._members) or 'no engines'}")
         return self._members.pop(name)
 
-    def refuse_doubles(self, newcomers: Sequence[Member]) -> None:
+    def refuse_doubles(self, newcomers: Sequence[FleetMember]) -> None:
         """One engine under two names has one place: each init would end the other's. The first name has it."""
         known = {member.instance: member for member in self if member.is_joined and member.instance}
         for member in newcomers:
@@ -303,11 +303,11 @@ class Fleet:
                     what = f"{member.name} and {first.name} are one and the same engine: name it once in `engines`"
                     fail(member, RefusedError(what))
 
-    def healthy(self) -> list[Member]:
+    def healthy(self) -> list[FleetMember]:
         """The members without a failure in this update."""
         return [member for member in self if member.result.error is None]
 
-    def each(self, call: Callable[[Member], None], members: Iterable[Member] | None = None) -> None:
+    def each(self, call: Callable[[FleetMember], None], members: Iterable[FleetMember] | None = None) -> None:
         """Run `call` on each healthy member at once; a library error becomes that member's result."""
         todo = self.healthy() if members is None else list(members)
         if len(todo) == 1:
@@ -317,7 +317,7 @@ class Fleet:
             future.result()
 
     @staticmethod
-    def _one(call: Callable[[Member], None], member: Member) -> None:
+    def _one(call: Callable[[FleetMember], None], member: FleetMember) -> None:
         try:
             call(member)
         except WeightcastError as exc:
@@ -355,7 +355,7 @@ class Fleet:
                 member.client.close()
 
 
-def fail(member: Member, error: WeightcastError) -> None:
+def fail(member: FleetMember, error: WeightcastError) -> None:
     """Note why this engine does not take the version. What its own worker said explains more than a lost peer.
 
     A peer that died or stalled loses its links: should it wake, it learns from that to give the update up.

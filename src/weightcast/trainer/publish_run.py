@@ -24,12 +24,12 @@ from weightcast.format.bucket import Layout, root_digest
 from weightcast.format.manifest import MAX_VERSION, TensorSpec, WeightVersion
 from weightcast.format.messages import Abort, InitInfo, InstallMode, Offer, Seal
 from weightcast.links.publisher_end import LinkListener
-from weightcast.links.watchdog import Guard
-from weightcast.seams.client import Fingerprint, Staging, Supply
+from weightcast.links.watchdog import Watchdog
+from weightcast.seams.client import Fingerprint, NonBlockingSend, SenderContext
 from weightcast.seams.source import Regions
-from weightcast.seams.transport import Attended, Replayable, Sender
-from weightcast.trainer.fleet import Fleet, Member, fail
-from weightcast.trainer.group.assignment import Looked, tiling
+from weightcast.seams.transport import Sender, TracksPeers, VersionedSender
+from weightcast.trainer.fleet import Fleet, FleetMember, fail
+from weightcast.trainer.group.assignment import SeenRegions, tiling
 from weightcast.trainer.packer import Packer
 from weightcast.trainer.report import PublishReport, StageSeconds
 
@@ -38,7 +38,7 @@ Verify = Literal["engines"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Terms:
+class PublishOptions:
     """What a publisher and its engines agree on for every update of a run."""
 
     run: str
@@ -50,7 +50,7 @@ class Terms:
     verify: Verify | None = None
 
 
-class Wire:
+class Connections:
     """What connects a publisher with its engines: with their workers, and what their clients bring besides."""
 
     def __init__(self, sender: Sender, listener: LinkListener, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class Wire:
         with torch.cuda.stream(self._stream):
             yield
 
-    def bring(self, member: Member, supply: Supply) -> None:
+    def bring(self, member: FleetMember, supply: SenderContext) -> None:
         """Have the member's client bring the sender that it needs, if it needs one."""
         with self._brings:
             sender = member.supply(self.brought, supply)
@@ -84,13 +84,13 @@ class Wire:
             sender.close()
 
 
-class Packs(Protocol):
+class BucketPacker(Protocol):
     """Fills buckets: a Packer, or with several trainer ranks a GatheringPacker."""
 
     def pack(self, index: int, buffer: torch.Tensor, version: WeightVersion) -> bytes | torch.Tensor: ...
 
 
-class Packing:
+class PackPlan:
     """A layout and the packer for the source's present views."""
 
     def __init__(self, specs: Sequence[TensorSpec], layout: Layout, bucket_size_bytes: int) -> None:
@@ -99,29 +99,31 @@ class Packing:
         self.bucket_size_bytes = bucket_size_bytes
         self.manifest_digest = layout.manifest.digest()
         self.num_bytes = layout.manifest.num_bytes
-        self._regions: Looked | None = None
-        self._packer: Packs | None = None
+        self._regions: SeenRegions | None = None
+        self._packer: BucketPacker | None = None
 
     def is_of(self, regions: Regions) -> bool:
         """Whether the packer was made for these very views, with which the specs can't have changed either."""
         return self._regions is not None and self._regions.is_of(regions)
 
-    def use(self, regions: Regions, packer: Packs) -> None:
+    def use(self, regions: Regions, packer: BucketPacker) -> None:
         """Have `packer` pack these regions, which other trainer ranks complete."""
-        self._regions, self._packer = Looked(regions), packer
+        self._regions, self._packer = SeenRegions(regions), packer
 
-    def packer(self, regions: Regions) -> Packs:
+    def packer(self, regions: Regions) -> BucketPacker:
         """Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile every tensor."""
         if self._packer is None or self._regions is None or self._regions.regions is not regions:
             self._packer = Packer(self.layout, tiling(self.specs, regions))
-            self._regions = Looked(regions)
+            self._regions = SeenRegions(regions)
         return self._packer
 
 
-class Publication:
+class PublishRun:
     """One version's way to every engine of a fleet."""
 
-    def __init__(self, terms: Terms, fleet: Fleet, guard: Guard, wire: Wire, packing: Packing) -> None:
+    def __init__(
+        self, terms: PublishOptions, fleet: Fleet, guard: Watchdog, wire: Connections, packing: PackPlan
+    ) -> None:
         self.number = -1
         self._terms = terms
         self._fleet = fleet
@@ -130,7 +132,7 @@ class Publication:
         self._packing = packing
         self._manifest = packing.layout.manifest
         self._seconds = StageSeconds()
-        self._fingerprints: dict[str, tuple[Member, Fingerprint]] = {}
+        self._fingerprints: dict[str, tuple[FleetMember, Fingerprint]] = {}
 
     def run(self, regions: Regions, *, above: int, number: int | None, on_progress: OnProgress | None) -> PublishReport:
         """Publish `regions` as version `number`, by default one above `above` and above every engine's version.
@@ -144,7 +146,7 @@ class Publication:
             with self._timed("offer"):
                 self._join()
                 sender = self._wire.sender
-                kept = sender.newest_version() if isinstance(sender, Replayable) else -1
+                kept = sender.newest_version() if isinstance(sender, VersionedSender) else -1
                 newest = max((kept, *(member.newest_version for member in self._fleet)))
                 self.number = _above(newest, above) if number is None else number
                 self._offer()
@@ -188,12 +190,12 @@ class Publication:
             for link in member.links:
                 link.forget()
 
-    def _is_attended(self, member: Member) -> bool:
+    def _is_attended(self, member: FleetMember) -> bool:
         """Whether all its workers' receivers are connected, as far as the sender can say."""
         sender, peers = self._wire.sender, [link.peer for link in member.links]
-        return not isinstance(sender, Attended) or len(sender.connected(peers)) == len(peers)
+        return not isinstance(sender, TracksPeers) or len(sender.connected(peers)) == len(peers)
 
-    def _join_member(self, member: Member) -> None:
+    def _join_member(self, member: FleetMember) -> None:
         terms, listener = self._terms, self._wire.listener
         info = InitInfo(
             run=terms.run,
@@ -208,7 +210,7 @@ class Publication:
         )
         member.join(listener, info, terms.deadline_seconds)
         address, device = self._wire.sender.address, self._wire.device
-        self._wire.bring(member, Supply(address, terms.run, device, terms.deadline_seconds, self._guard))
+        self._wire.bring(member, SenderContext(address, terms.run, device, terms.deadline_seconds, self._guard))
 
     def _offer(self) -> None:
         terms = self._terms
@@ -225,10 +227,10 @@ class Publication:
             self._fleet.each(self._pause, self._healthy_of(None))
         self._fleet.each(lambda member: member.offer(offer, terms.deadline_seconds))
 
-    def _pause(self, member: Member) -> None:
+    def _pause(self, member: FleetMember) -> None:
         member.pause(self._terms.run, self._guard)
 
-    def _resume(self, member: Member) -> None:
+    def _resume(self, member: FleetMember) -> None:
         try:
             member.resume(self._terms.run, self._guard)
         except WeightcastError:
@@ -236,14 +238,14 @@ class Publication:
             if member.result.error is None:
                 raise
 
-    def _send(self, packer: Packs, on_progress: OnProgress) -> str:
+    def _send(self, packer: BucketPacker, on_progress: OnProgress) -> str:
         """Pack and send every bucket, then wait until everyone has them; return the root digest."""
         sender, num_buckets = self._wire.sender, len(self._manifest.buckets)
         version = WeightVersion(self._terms.run, self.number)
         members = self._healthy_of(None)
         peers = [link.peer for member in members for link in member.links]
         # Who keeps versions for later does not know who takes them; but what all engines refused is not kept.
-        keeps = isinstance(sender, Replayable) and (not len(self._fleet) or bool(self._fleet.healthy()))
+        keeps = isinstance(sender, VersionedSender) and (not len(self._fleet) or bool(self._fleet.healthy()))
         if not peers and not keeps:
             return ""
         with self._timed("send"):
@@ -257,7 +259,7 @@ class Publication:
         return root
 
     def _send_buckets(
-        self, sender: Sender, packer: Packs, version: WeightVersion, on_progress: OnProgress, peers: set[str]
+        self, sender: Sender, packer: BucketPacker, version: WeightVersion, on_progress: OnProgress, peers: set[str]
     ) -> list[bytes | torch.Tensor]:
         """Pack and send every bucket, or until all of `peers` are lost; return the digests."""
         num_buckets = len(self._manifest.buckets)
@@ -278,20 +280,20 @@ class Publication:
 
     def _commit(self, sender: Sender) -> None:
         """Have a sender that keeps versions keep this one, if an engine has installed it, or there are none to."""
-        if not isinstance(sender, Replayable):
+        if not isinstance(sender, VersionedSender):
             return
         if not len(self._fleet) or any(member.result.ok for member in self._fleet):
             sender.commit()
         else:
             sender.abort(f"no engine has installed version {self.number}")
 
-    def _healthy_of(self, sender: Sender | None) -> list[Member]:
+    def _healthy_of(self, sender: Sender | None) -> list[FleetMember]:
         """The members without a failure that take what this sender brings; None: the publisher's transport."""
         return [member for member in self._fleet.healthy() if member.sender is sender]
 
-    def _supply(self, sender: Sender, packer: Packs, on_progress: OnProgress) -> None:
+    def _supply(self, sender: Sender, packer: BucketPacker, on_progress: OnProgress) -> None:
         """The whole update for the engines of a sender that their clients have brought."""
-        is_staged = isinstance(sender, Staging) and sender.is_staged
+        is_staged = isinstance(sender, NonBlockingSend) and sender.is_staged
         try:
             if not is_staged:
                 self._fleet.each(self._pause, self._healthy_of(sender))
@@ -307,19 +309,19 @@ class Publication:
         finally:
             self._fleet.each(self._resume, [member for member in self._fleet if member.sender is sender])
 
-    def _finish(self, member: Member) -> None:
+    def _finish(self, member: FleetMember) -> None:
         """Install what was sent already; the engine stands still until it was compared with others."""
         self._pause(member)
         member.install(self.number, self._terms.run, self._terms.deadline_seconds)
         member.hold_again(self._terms.run, self._guard)
 
-    def _verify(self, members: Sequence[Member]) -> None:
+    def _verify(self, members: Sequence[FleetMember]) -> None:
         """Compare what engines say that they hold with the first one of the same kind."""
         if self._terms.verify is None:
             return
         found: dict[str, Fingerprint | None] = {}
 
-        def ask(member: Member) -> None:
+        def ask(member: FleetMember) -> None:
             found[member.name] = member.fingerprint()
 
         self._fleet.each(ask, [member for member in members if member.result.error is None])
@@ -330,9 +332,9 @@ class Publication:
             first, expected = self._fingerprints.setdefault(fingerprint.kind, (member, fingerprint))
             if fingerprint != expected:
                 reason = f"it holds {fingerprint.value}, {first.name} holds {expected.value} at the same version"
-                self._fleet.each(functools.partial(Member.distrust, reason=reason), [member])
+                self._fleet.each(functools.partial(FleetMember.distrust, reason=reason), [member])
 
-    def _install(self, member: Member) -> None:
+    def _install(self, member: FleetMember) -> None:
         try:
             self._pause(member)
             member.install(self.number, self._terms.run, self._terms.deadline_seconds)

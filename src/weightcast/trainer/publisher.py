@@ -30,15 +30,15 @@ from weightcast.format.manifest import ALIGNMENT_BYTES, MAX_VERSION
 from weightcast.format.messages import InstallMode
 from weightcast.format.plan import fitting_bucket_size, plan
 from weightcast.links.publisher_end import LinkListener
-from weightcast.links.watchdog import Guard
+from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import Closable
 from weightcast.seams.client import EngineClient
 from weightcast.seams.source import Regions, Source
-from weightcast.seams.transport import Replayable, Sender, Transport
-from weightcast.trainer.fleet import Fleet, Member
-from weightcast.trainer.group.lead import Ensemble, Prepared, ensemble_of
-from weightcast.trainer.group.sender_assignment import Outlet
-from weightcast.trainer.publish_run import OnProgress, Packing, Publication, Terms, Verify, Wire
+from weightcast.seams.transport import Sender, Transport, VersionedSender
+from weightcast.trainer.fleet import Fleet, FleetMember
+from weightcast.trainer.group.lead import PublishInputs, TrainerGroup, ensemble_of
+from weightcast.trainer.group.sender_assignment import SenderFactory
+from weightcast.trainer.publish_run import Connections, OnProgress, PackPlan, PublishOptions, PublishRun, Verify
 from weightcast.trainer.report import PublishReport
 
 if TYPE_CHECKING:
@@ -109,15 +109,15 @@ class Publisher:
         self._transport = registry.transport(transport)
         self._token = token
         self._bucket_size_bytes = bucket_size_bytes
-        self._terms = Terms(self.run, install, undo, takeover, deadline_seconds, lease_seconds, verify)
+        self._terms = PublishOptions(self.run, install, undo, takeover, deadline_seconds, lease_seconds, verify)
         self._on_failure = on_failure
         self._lock = threading.RLock()
         self._fleet = Fleet()
-        self._guard = Guard()
-        self._wire: Wire | None = None
-        self._packing: Packing | None = None
+        self._guard = Watchdog()
+        self._wire: Connections | None = None
+        self._packing: PackPlan | None = None
         self._trainer_group = trainer_group
-        self._ensemble: Ensemble | None = None
+        self._ensemble: TrainerGroup | None = None
         self._is_joined = False
         self._closed = False
         self._process = 0
@@ -147,7 +147,7 @@ class Publisher:
                 if isinstance(engine, str)
                 else engine
             )
-            self._fleet.add(Member(client, owned=isinstance(engine, str)))
+            self._fleet.add(FleetMember(client, owned=isinstance(engine, str)))
 
     def remove_engine(self, engine: str | EngineClient) -> None:
         """Let an engine go: it keeps the version it has, and another publisher may take it. Raises ValueError."""
@@ -262,7 +262,7 @@ class Publisher:
             raise ValueError(f"version {number} is not above {self.version}, the last one of this publisher")
         return number
 
-    def _prepared(self, version: int | None) -> Prepared:
+    def _prepared(self, version: int | None) -> PublishInputs:
         """What a publish needs of this process alone: the source's regions, wire and plan. No communication."""
         start, number = time.perf_counter(), self._checked_version(version)
         regions = self._source.regions()
@@ -272,16 +272,16 @@ class Publisher:
             # Before there is a sender, which may write.
             packing.packer(regions)
         wire = self._ready_wire(device)
-        if not len(self._fleet) and not isinstance(wire.sender, Replayable):
+        if not len(self._fleet) and not isinstance(wire.sender, VersionedSender):
             raise ValueError(
                 f"there is no engine to publish to, and {self._url} keeps nothing for later: pass engines=[...], or "
                 "call add_engine first (a store, file:///DIR, needs none)"
             )
-        return Prepared(start, number, regions, wire, packing)
+        return PublishInputs(start, number, regions, wire, packing)
 
-    def _run(self, prepared: Prepared, on_progress: OnProgress | None) -> PublishReport:
+    def _run(self, prepared: PublishInputs, on_progress: OnProgress | None) -> PublishReport:
         gather_seconds = time.perf_counter() - prepared.start
-        publication = Publication(self._terms, self._fleet, self._guard, prepared.wire, prepared.packing)
+        publication = PublishRun(self._terms, self._fleet, self._guard, prepared.wire, prepared.packing)
         try:
             report = publication.run(
                 prepared.regions, above=self.version, number=prepared.version, on_progress=on_progress
@@ -292,10 +292,10 @@ class Publisher:
         report.seconds.total = time.perf_counter() - prepared.start
         return report
 
-    def _together(self, ensemble: Ensemble, version: int | None, on_progress: OnProgress | None) -> PublishReport:
+    def _together(self, ensemble: TrainerGroup, version: int | None, on_progress: OnProgress | None) -> PublishReport:
         """One publish of several trainer ranks: this one leads it or follows."""
 
-        def run(prepared: Prepared) -> PublishReport:
+        def run(prepared: PublishInputs) -> PublishReport:
             try:
                 return self._run(prepared, on_progress)
             finally:
@@ -310,7 +310,7 @@ class Publisher:
             self.version = max(self.version, ensemble.version)
             self.run = ensemble.run or self.run
 
-    def _ready_wire(self, device: torch.device) -> Wire:
+    def _ready_wire(self, device: torch.device) -> Connections:
         """The sender and the listener, made at the first publish, when the device of the weights is known."""
         if self._wire is None:
             sender = _make_sender(self._transport, self._url, self._terms.deadline_seconds, self.run, device)
@@ -320,7 +320,7 @@ class Publisher:
             except BaseException:
                 sender.close()
                 raise
-            self._wire, self._process = Wire(sender, listener, device), os.getpid()
+            self._wire, self._process = Connections(sender, listener, device), os.getpid()
             self._owned.insert(-1, self._wire)
             # Anew: this process may have been forked since this publisher was made.
             self._drop.detach()
@@ -328,16 +328,16 @@ class Publisher:
             self._drop.atexit = False
         return self._wire
 
-    def _outlet(self) -> Outlet | None:
+    def _outlet(self) -> SenderFactory | None:
         """How other trainer ranks make arenas. Staged buckets are in host memory, once for each host: in one arena."""
         per_device = self._transport.per_device
         if per_device is None or self._terms.install == "staged":
             return None
         # Without a reference to this publisher, which would keep it from being collected when it is dropped.
         make_sender = functools.partial(_make_sender, self._transport, self._url, self._terms.deadline_seconds)
-        return Outlet(per_device, make_sender, self._terms.deadline_seconds)
+        return SenderFactory(per_device, make_sender, self._terms.deadline_seconds)
 
-    def _ready_packing(self, regions: Regions, device: torch.device) -> Packing:
+    def _ready_packing(self, regions: Regions, device: torch.device) -> PackPlan:
         """The plan for the source's specs: made once, and again when they have changed."""
         if self._packing is not None and self._packing.is_of(regions):
             return self._packing
@@ -348,7 +348,7 @@ class Publisher:
             if size is None:
                 size = fitting_bucket_size(sum(spec.num_bytes for spec in specs), largest)
             manifest = plan(specs, size, digest_kind="xxh3-128" if device.type == "cpu" else "sum-64x2")
-            self._packing = Packing(specs, Layout(manifest), size)
+            self._packing = PackPlan(specs, Layout(manifest), size)
         return self._packing
 
 
@@ -363,7 +363,7 @@ def _drop(owned: list[Closable], process: int) -> None:
     if process != os.getpid() or sys.is_finalizing():
         return
     for part in owned:
-        if isinstance(part, Wire):
+        if isinstance(part, Connections):
             part.listener.end_links("the publisher was dropped")
     # In a thread of its own: a collection may come at any point of any thread, also of one that is waited for here.
     closing = threading.Thread(target=_close_all, args=(owned,), name="weightcast-dropped", daemon=True)

@@ -15,7 +15,7 @@ from weightcast.trainer.publisher import Publisher
 from weightcast.trainer.report import PublishReport
 
 
-class _Given:
+class _RelayedTensors:
     """A `Source` of the tensors that the relay was given last."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Relay:
         self._undo = undo
         self._takeover = takeover
         self._deadline_seconds = deadline_seconds
-        self._given = _Given()
+        self._given = _RelayedTensors()
         self._publisher: Publisher | None = None
 
     def specs(self) -> None:

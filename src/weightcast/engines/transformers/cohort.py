@@ -15,15 +15,15 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from weightcast.engines.transformers.model import CausalModel
-from weightcast.engines.transformers.request import Row
+from weightcast.engines.transformers.request import DecodeRow
 from weightcast.engines.transformers.sampling import Sampler
 from weightcast.format.manifest import WeightVersion
 
 
-class Cohort:
+class DecodeBatch:
     """At least one row. `step` gives every row one token."""
 
-    def __init__(self, model: CausalModel, rows: Sequence[Row]) -> None:
+    def __init__(self, model: CausalModel, rows: Sequence[DecodeRow]) -> None:
         self.rows = list(rows)
         self.version: WeightVersion | None = None
         self._model = model
@@ -102,7 +102,7 @@ class Cohort:
         if all(row.num_tokens - 1 == self._length for row in self.rows):
             self._mask = None
 
-    def try_join(self, other: Cohort) -> bool:
+    def try_join(self, other: DecodeBatch) -> bool:
         """Take over `other`'s rows, if the caches are of one version, can be joined, and little padding comes of it."""
         if self._cache is None or other._cache is None or self.version != other.version:
             return False
@@ -113,7 +113,7 @@ class Cohort:
         self._join(self._cache, other._cache, other, length)
         return True
 
-    def _join(self, cache: DynamicCache, other_cache: DynamicCache, other: Cohort, length: int) -> None:
+    def _join(self, cache: DynamicCache, other_cache: DynamicCache, other: DecodeBatch, length: int) -> None:
         mine, theirs = length - self._length, length - other._length
         if mine or theirs or self._mask is not None or other._mask is not None:
             self._mask = torch.cat([self._padded_mask(mine), other._padded_mask(theirs)])

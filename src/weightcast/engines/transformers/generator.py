@@ -15,9 +15,9 @@ from concurrent.futures import Future
 import torch
 
 from weightcast.engines.gate import Gate
-from weightcast.engines.transformers.cohort import Cohort
+from weightcast.engines.transformers.cohort import DecodeBatch
 from weightcast.engines.transformers.model import CausalModel
-from weightcast.engines.transformers.request import Completion, Delta, Request, Row, SamplingParams
+from weightcast.engines.transformers.request import Completion, DecodeRow, Delta, Request, SamplingParams
 from weightcast.engines.transformers.text import Tokenizer
 from weightcast.errors import ClosedError, EngineTornError, PeerTimeoutError, WeightcastError
 from weightcast.format.manifest import WeightVersion
@@ -56,8 +56,8 @@ class TextGenerator:
         self._max_batch_size, self._max_prefill_tokens = max_batch_size, max_prefill_tokens
         self._max_queue = max_queue
         self._condition = threading.Condition()
-        self._waiting: deque[Row] = deque()
-        self._cohorts: deque[Cohort] = deque()
+        self._waiting: deque[DecodeRow] = deque()
+        self._cohorts: deque[DecodeBatch] = deque()
         self._num_running = 0
         self._is_aborting = False
         self._has_cancelled = False
@@ -213,7 +213,7 @@ class TextGenerator:
             return
         rows = self._admit()
         if rows:
-            cohort = Cohort(self._model, rows)
+            cohort = DecodeBatch(self._model, rows)
         elif self._cohorts:
             cohort = self._cohorts.popleft()
         else:
@@ -225,9 +225,9 @@ class TextGenerator:
             for row in cohort.rows:
                 row.request.fail(exc)
 
-    def _admit(self) -> list[Row]:
+    def _admit(self) -> list[DecodeRow]:
         """Take waiting rows for one prefill. Under the lock, so that a drain sees them either waiting or running."""
-        rows: list[Row] = []
+        rows: list[DecodeRow] = []
         longest = 0
         with self._condition:
             while self._waiting and not self.gate.is_draining and self._num_running < self._max_batch_size:

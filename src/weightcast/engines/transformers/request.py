@@ -122,7 +122,7 @@ class Request:
         self.on_delta = on_delta
         self.future: Future[list[Completion]] = Future()
         self.rows = [
-            Row(self, index, prompt, TextCursor(tokenizer, sampling.stop, live=on_delta is not None))
+            DecodeRow(self, index, prompt, TextCursor(tokenizer, sampling.stop, live=on_delta is not None))
             for index, prompt in enumerate(p for prompt in prompts for p in [tuple(prompt)] * sampling.n)
         ]
         self._num_unfinished = len(self.rows)
@@ -143,7 +143,7 @@ class Request:
             self.future.set_result([row.completion() for row in self.rows])
 
 
-class Row:
+class DecodeRow:
     """One sequence in the making. Only the generator's thread touches it."""
 
     def __init__(self, request: Request, index: int, prompt: tuple[int, ...], text: TextCursor) -> None:

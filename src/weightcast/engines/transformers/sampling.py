@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from weightcast.engines.transformers.request import Row, TokenLogprobs
+from weightcast.engines.transformers.request import DecodeRow, TokenLogprobs
 
 _LOWEST_LOGPROB = -9999.0
 """JSON has no infinity: what can't be chosen is reported as this, as vLLM does."""
@@ -19,7 +19,7 @@ _LOWEST_LOGPROB = -9999.0
 class Sampler:
     """The parameters of a fixed set of rows as tensors. Make a new one when the set changes."""
 
-    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
+    def __init__(self, rows: Sequence[DecodeRow], device: torch.device) -> None:
         params = [row.request.sampling for row in rows]
         self._rows = rows
         self._device = device

@@ -24,13 +24,13 @@ from torch import nn
 from weightcast.errors import IncompatibleWeightsError, UnsupportedError
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import Manifest, TensorSpec
-from weightcast.integrations.plugin.dry_run import Outcome
+from weightcast.integrations.plugin.dry_run import DryRunOutcome
 
 _MAX_SHOWN = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Accepted:
+class AcceptedOffer:
     """An offer that fits. `names`: what the loader is to be given. `tied`: name to name of equal values.
 
     `calls`: how often a whole install calls the loaders of each module that is not loaded in place.
@@ -44,10 +44,10 @@ class Accepted:
 class Acceptance(Protocol):
     """Decides about offers. Raises IncompatibleWeightsError, naming every offender."""
 
-    def accept(self, manifest: Manifest) -> Accepted: ...
+    def accept(self, manifest: Manifest) -> AcceptedOffer: ...
 
 
-Trial: TypeAlias = Callable[[Sequence[TensorSpec]], Outcome]
+Trial: TypeAlias = Callable[[Sequence[TensorSpec]], DryRunOutcome]
 """A dry run of the model's loader on tensors like these, in this order."""
 
 
@@ -79,7 +79,7 @@ class ByReference:
             self._held[name] = dataclasses.replace(self._held[owner], is_required=False)
         self._calls = outcome.calls
 
-    def accept(self, manifest: Manifest) -> Accepted:
+    def accept(self, manifest: Manifest) -> AcceptedOffer:
         problems = []
         offered: set[str] = set()
         for record in manifest.tensors:
@@ -91,7 +91,7 @@ class ByReference:
             offered.update(known)
         missing = (h.spec for name, h in self._held.items() if h.is_required and name not in offered)
         _refuse_if([*problems, *(f"missing tensor {_shown(spec)}" for spec in missing)])
-        return Accepted(frozenset(offered - self._tied.keys()), self._tied, self._calls)
+        return AcceptedOffer(frozenset(offered - self._tied.keys()), self._tied, self._calls)
 
 
 class ByDryRun:
@@ -102,7 +102,7 @@ class ByDryRun:
         self._trial = trial
         self._is_alone = is_alone
 
-    def accept(self, manifest: Manifest) -> Accepted:
+    def accept(self, manifest: Manifest) -> AcceptedOffer:
         offered = {name: TensorSpec(name, r.dtype, r.shape) for r in manifest.tensors for name in r.names}
         tied = _tied(self._model, offered.keys())
         specs = [spec for name, spec in offered.items() if name not in tied]
@@ -121,9 +121,9 @@ class ByDryRun:
                 whole = math.prod(target.shape)
                 problems.append(f"missing tensors: {target.num_unset} of {whole} elements of {target.name} are not set")
         _refuse_if(problems)
-        return Accepted(frozenset(offered.keys() - tied.keys()), tied, outcome.calls)
+        return AcceptedOffer(frozenset(offered.keys() - tied.keys()), tied, outcome.calls)
 
-    def _misused(self, spec: TensorSpec, outcome: Outcome) -> Iterator[str]:
+    def _misused(self, spec: TensorSpec, outcome: DryRunOutcome) -> Iterator[str]:
         num_used, dtypes = outcome.used[spec.name]
         whole = math.prod(spec.shape)
         if num_used and spec.dtype not in {DTYPE_NAMES[dtype] for dtype in dtypes}:
@@ -145,7 +145,7 @@ def _tied(model: nn.Module, names: Collection[str]) -> dict[str, str]:
     return tied
 
 
-def _held(spec: TensorSpec, outcome: Outcome) -> _Held:
+def _held(spec: TensorSpec, outcome: DryRunOutcome) -> _Held:
     num_used, dtypes = outcome.used[spec.name]
     return _Held(spec, frozenset({spec.dtype, *(DTYPE_NAMES[dtype] for dtype in dtypes)}), num_used > 0)
 
@@ -165,7 +165,7 @@ def _other_than_owners(tied: Mapping[str, str], offered: Mapping[str, TensorSpec
             )
 
 
-def _faults(outcome: Outcome) -> list[str]:
+def _faults(outcome: DryRunOutcome) -> list[str]:
     return [f"{name!r}: {fault}" if name else fault for name, fault in outcome.faults.items()]
 
 

@@ -30,7 +30,7 @@ Block: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclasses.dataclass
-class Target:
+class DryRunTarget:
     """A parameter or buffer of the model in checkpoint form. `loaded`: the blocks that were set, and from which names.
 
     `padded`: blocks that the loader filled with a constant.
@@ -50,7 +50,7 @@ class Target:
 
 
 @dataclasses.dataclass
-class Outcome:
+class DryRunOutcome:
     """What the loader did: `faults` by name (the empty one: at the end), the `targets` by the model's names for them.
 
     `used`: how many elements of each name were copied into targets, and of which dtypes these are. `calls`: how often
@@ -58,12 +58,12 @@ class Outcome:
     """
 
     faults: dict[str, str]
-    targets: dict[str, Target]
+    targets: dict[str, DryRunTarget]
     used: dict[str, tuple[int, set[torch.dtype]]]
     calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> Outcome:
+def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRunOutcome:
     """Let `model.load_weights` load tensors of these names, shapes and dtypes, in this order, into nothing.
 
     What it fails at is noted and left out of another run, so that all faults are found.
@@ -74,7 +74,7 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> Outcom
         if probe.error is not None:
             faults[probe.current] = f"{type(probe.error).__name__}: {probe.error}"
         if probe.error is None or not probe.current or len(faults) == MAX_FAULTS:
-            return Outcome(faults, {t.name: t for t in probe.targets.values()}, probe.used)
+            return DryRunOutcome(faults, {t.name: t for t in probe.targets.values()}, probe.used)
 
 
 def _run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> _Probe:
@@ -90,10 +90,10 @@ def _run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> _Probe:
 
 
 @contextlib.contextmanager
-def _without_memory(model: nn.Module, form: Form) -> Iterator[dict[int, Target]]:
+def _without_memory(model: nn.Module, form: Form) -> Iterator[dict[int, DryRunTarget]]:
     """Give each module private tensors in checkpoint form; yields them by their storage's address."""
     saved: list[tuple[nn.Module, dict[str, Any]]] = []
-    targets: dict[int, Target] = {}
+    targets: dict[int, DryRunTarget] = {}
     try:
         for prefix, layer in model.named_modules():
             saved.append((layer, dict(layer.__dict__)))
@@ -103,7 +103,9 @@ def _without_memory(model: nn.Module, form: Form) -> Iterator[dict[int, Target]]
             for name, tensor in [*parameters.items(), *buffers.items()]:
                 if tensor.is_meta:
                     full = f"{prefix}.{name}" if prefix else name
-                    targets[_address(tensor)] = Target(full, tuple(tensor.shape), tensor.dtype, name in parameters)
+                    targets[_address(tensor)] = DryRunTarget(
+                        full, tuple(tensor.shape), tensor.dtype, name in parameters
+                    )
         yield targets
     finally:
         for layer, attributes in saved:
@@ -119,7 +121,7 @@ def present(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tenso
 class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows sources by their storage, through views, casts and whatever is computed from them, into targets."""
 
-    def __init__(self, targets: Mapping[int, Target]) -> None:
+    def __init__(self, targets: Mapping[int, DryRunTarget]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.targets = targets
         self.error: Exception | None = None

@@ -29,22 +29,22 @@ from weightcast.errors import (
 )
 from weightcast.format.messages import PauseMode, WeightInfo
 from weightcast.integrations.plugin.replies import Replies
-from weightcast.integrations.plugin.routes import Installed
-from weightcast.integrations.plugin.server_mutex import Turns
+from weightcast.integrations.plugin.routes import InstallAnswer
+from weightcast.integrations.plugin.server_mutex import ServerMutex
 
 T = TypeVar("T")
 _PEER = "engine"
 _UNKNOWN = "whether all ranks hold one version is not known; publish a complete one to heal it"
 
 
-class GuestEngine(abc.ABC):
+class PluginEngine(abc.ABC):
     """The engine behind `host`, the server's name in errors. For one event loop. Errors are WeightcastErrors.
 
     `turns` is shared by all API servers in front of the engine. Every wait for the host ends after `deadline_seconds`,
     but for those of an install whose pause has begun, which end with the host's.
     """
 
-    def __init__(self, host: str, turns: Turns, deadline_seconds: float) -> None:
+    def __init__(self, host: str, turns: ServerMutex, deadline_seconds: float) -> None:
         self._host = host
         self._turns = turns
         self._deadline_seconds = deadline_seconds
@@ -144,7 +144,7 @@ class GuestEngine(abc.ABC):
             await self._in_time(self._publish(replies))
         self._turns.in_doubt = False
 
-    async def install(self, number: int, mode: PauseMode, run: str = "") -> Installed:
+    async def install(self, number: int, mode: PauseMode, run: str = "") -> InstallAnswer:
         """Pause, install the sealed version on all ranks or on none, label and resume; what the engine is then.
 
         `run` is whose version it is, by default that of whichever run holds the engine.
@@ -172,7 +172,7 @@ class GuestEngine(abc.ABC):
 
     # --- an install ---
 
-    async def _installed(self, before: Replies, number: int, pause: _Pause) -> Installed:
+    async def _installed(self, before: Replies, number: int, pause: _Pause) -> InstallAnswer:
         try:
             replies = await self._install_everywhere(before, number)
         except WeightcastError as exc:
@@ -180,7 +180,7 @@ class GuestEngine(abc.ABC):
             await self._end(pause, after)
             raise _failed(exc, after.torn) from exc
         await self._end(pause, replies)
-        return Installed(replies.info.weight_version, replies.info.run, time.perf_counter() - pause.began_at)
+        return InstallAnswer(replies.info.weight_version, replies.info.run, time.perf_counter() - pause.began_at)
 
     async def _install_everywhere(self, before: Replies, number: int) -> Replies:
         """The ranks of one engine agree by themselves; several engines are told what became of it everywhere."""

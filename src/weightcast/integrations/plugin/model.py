@@ -16,7 +16,7 @@ import torch
 
 from weightcast.errors import IncompleteUpdateError, InstallError, UnsupportedError
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.integrations.plugin.acceptance import Acceptance, Accepted
+from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer
 
 Agree: TypeAlias = Callable[[BaseException | None], None]
 """Called once per step on every rank with its own error or None; raises on every rank if any had one."""
@@ -43,14 +43,14 @@ class LoaderEngine(abc.ABC):
         self._acceptance = acceptance
         self._unsupported = unsupported
         self._agree = agree
-        self._offer: tuple[str, Accepted] | None = None
+        self._offer: tuple[str, AcceptedOffer] | None = None
         self._missing: list[str] | None = None
 
     @abc.abstractmethod
     def _install(self, tensors: Tensors, calls: Mapping[str, int]) -> list[str]:
         """Load all tensors; returns when the device is done. Which layers were not filled, in words.
 
-        `calls`: as in `Accepted`.
+        `calls`: as in `AcceptedOffer`.
         """
 
     @abc.abstractmethod
@@ -136,7 +136,7 @@ class LoaderEngine(abc.ABC):
             error = None
 
 
-def _handed(tensors: Tensors, accepted: Accepted, due: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _handed(tensors: Tensors, accepted: AcceptedOffer, due: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """What the loader is to be given; takes it out of `due`. Tied names must come with equal values."""
     owners = set(accepted.tied.values())
     shared: dict[str, torch.Tensor] = {}

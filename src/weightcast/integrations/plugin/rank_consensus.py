@@ -27,7 +27,7 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     torn: str = ""
 
 
-class Ranks:
+class RankConsensus:
     """The ranks of an engine, seen from one of them. `groups` are process groups on CPUs, innermost first.
 
     `first_rank` is the engine's first in the numbering that errors use.

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import UNSET
 
-from weightcast.control.worker_rpc import Ask, Init, Install, Leave, RankCall, RankReply, Settle, Update
+from weightcast.control.worker_rpc import Ask, Init, Install, Leave, RankCall, RankReply, Settle, UpdateCall
 from weightcast.engines.gate import Gate
 from weightcast.errors import (
     EngineTornError,
@@ -37,7 +37,7 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Abort, InitInfo, Offer, UpdateInfo, WeightInfo
-from weightcast.integrations.plugin.rank_consensus import Outcome, Ranks
+from weightcast.integrations.plugin.rank_consensus import Outcome, RankConsensus
 from weightcast.seams.engine import Engine
 from weightcast.serving.worker import Worker
 
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 Agree: TypeAlias = Callable[[BaseException | None], None]
 
 
-class Rank:
+class RankWorker:
     """Answers `control.rank_calls` for one rank. One thread calls it, never while the model runs a step.
 
     `make_engine` gets the function by which the engine agrees on its steps with the other ranks' engines. `token`: what
@@ -57,7 +57,7 @@ class Rank:
     def __init__(
         self,
         make_engine: Callable[[Agree], Engine],
-        ranks: Ranks,
+        ranks: RankConsensus,
         *,
         engine_rank: int,
         world_size: int,
@@ -137,7 +137,7 @@ class Rank:
         match call:
             case Init(info):
                 return self._init(info)
-            case Update(info):
+            case UpdateCall(info):
                 return self._update(info)
             case Install(run, version, world_size, keep):
                 self._is_one_of_several = world_size > self._ranks.num_ranks

@@ -25,7 +25,7 @@ from weightcast.control.routes import (
     pause_mode,
     version_number,
 )
-from weightcast.control.worker_rpc import Init, Leave, RankCall, Update
+from weightcast.control.worker_rpc import Init, Leave, RankCall, UpdateCall
 from weightcast.errors import EngineTornError, PeerTimeoutError
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode
 from weightcast.format.messages import PauseMode, WeightInfo
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _INSTALL_SECONDS = 300.0
 
 
-class Installed(NamedTuple):
+class InstallAnswer(NamedTuple):
     """An install's outcome. `pause_seconds`: how long the engine stood still for it."""
 
     weight_version: str
@@ -51,7 +51,7 @@ class ServedEngine(Protocol):
 
     async def info(self) -> WeightInfo: ...
 
-    async def install(self, number: int, mode: PauseMode, run: str = "") -> Installed: ...
+    async def install(self, number: int, mode: PauseMode, run: str = "") -> InstallAnswer: ...
 
     async def pause(self, mode: PauseMode) -> None: ...
 
@@ -102,7 +102,7 @@ class EngineRoutes:
     async def _update(self, request: Request) -> Response:
         content = await read_body(request, MAX_MESSAGE_BYTES)
         body: UpdateBody = await asyncio.to_thread(decode, content, UpdateBody)
-        await self._find().call(Update(body.update_info))
+        await self._find().call(UpdateCall(body.update_info))
         return reply({"message": "taken"})
 
     async def _finish(self, request: Request) -> Response:

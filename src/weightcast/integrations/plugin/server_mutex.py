@@ -22,7 +22,7 @@ _NUM_SERVERS, _IN_DOUBT = 0, 1
 """Offsets in the file, a byte each: how many servers have come, and whether to ask the ranks before generating."""
 
 
-class Turns:
+class ServerMutex:
     """One API server's handle on a file that all of them have open; its content is theirs alone. For one event loop."""
 
     def __init__(self, fd: int) -> None:
@@ -31,13 +31,13 @@ class Turns:
         self._lock = asyncio.Lock()
 
     @classmethod
-    def of_one(cls) -> Turns:
+    def of_one(cls) -> ServerMutex:
         """For a server that has its engines to itself."""
         with tempfile.TemporaryFile() as file:
             return cls(os.dup(file.fileno()))
 
     @classmethod
-    def of_several(cls, num_servers: int, *, launcher: int, folder: str | None = None) -> Turns:
+    def of_several(cls, num_servers: int, *, launcher: int, folder: str | None = None) -> ServerMutex:
         """Meet the other servers that process `launcher` started; the last one to come removes the file's name.
 
         Raises ControlError if somebody else has taken the place.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from weightcast.control.http import HttpRoutes
 from weightcast.errors import UnsupportedError
 from weightcast.format.messages import PauseMode
-from weightcast.integrations.sglang.stock.routes import ModelInfo, ServerInfo, SglangPause, StockRoutes
+from weightcast.integrations.sglang.stock.routes import ModelInfo, ServerInfo, SglangPause, SglangRoutes
 from weightcast.integrations.sglang.stock.sender import StockSender
-from weightcast.integrations.sglang.stock.server import StockServer
+from weightcast.integrations.sglang.stock.server import SglangStockServer
 from weightcast.seams.client import EngineClient
 
 _PAUSES: dict[PauseMode, SglangPause] = {"keep": "retract", "abort": "abort"}
@@ -22,7 +22,7 @@ def detect(routes: HttpRoutes, pause: PauseMode) -> EngineClient | None:
     if server is None:
         return None
     _require_supported(routes.name, server, pause)
-    return StockServer(StockRoutes(routes), model, server, pause=_PAUSES[pause], sender_type=StockSender)
+    return SglangStockServer(SglangRoutes(routes), model, server, pause=_PAUSES[pause], sender_type=StockSender)
 
 
 def _require_supported(name: str, server: ServerInfo, pause: PauseMode) -> None:

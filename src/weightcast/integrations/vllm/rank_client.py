@@ -21,7 +21,7 @@ from weightcast.control.worker_rpc import (
     RankCall,
     RankReply,
     Settle,
-    Update,
+    UpdateCall,
     numbered,
     replies_to,
 )
@@ -64,7 +64,7 @@ class Control(Protocol):
 
 
 class RankClient:
-    """An `EngineClient` over a `Control`, also `Pausable`, `Settling` and `Distrusted`. `name`: as errors call it.
+    """An `EngineClient` over a `Control`, also `Pausable`, `TwoPhaseInstall` and `Quarantinable`. `name`: as errors call it.
 
     `refusal`: that of the object of this process by which callers generate. `token` is what the engine's processes have
     as WEIGHTCAST_TOKEN. `pause`: what becomes of requests, see HttpEngine.
@@ -112,7 +112,7 @@ class RankClient:
         self._run = info.run
 
     def update(self, info: UpdateInfo) -> None:
-        self._required(Update(info))
+        self._required(UpdateCall(info))
 
     def finish(self, version: int) -> None:
         """Install on every rank. Raises the first error; ranks of other data-parallel engines say theirs on links."""

@@ -16,9 +16,9 @@ import torch
 
 from weightcast.errors import WeightcastError, to_record
 from weightcast.format.manifest import Manifest, WeightVersion, decode
-from weightcast.seams.transport import Attended, Sender
+from weightcast.seams.transport import Sender, TracksPeers
 from weightcast.trainer.group.exchange import TrainerRanks
-from weightcast.trainer.group.records import Lost, Opening, Peers, Row
+from weightcast.trainer.group.records import ConnectedPeers, LostPeers, Opening, RankStatus
 
 
 class RankArena:
@@ -28,13 +28,13 @@ class RankArena:
     """
 
     def __init__(self, ranks: TrainerRanks, sender: Sender, *, run: str, device: torch.device, deadline_seconds: float):
-        assert isinstance(sender, Attended)
+        assert isinstance(sender, TracksPeers)
         self.run = run
         self.device = device
         self.address = sender.address
         self._ranks = ranks
         self._sender = sender
-        self._attended: Attended = sender
+        self._attended: TracksPeers = sender
         self._deadline_seconds = deadline_seconds
         self._pool = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-arena")
         self._task: futures.Future[None] | None = None
@@ -52,12 +52,12 @@ class RankArena:
         """What went wrong in the update in progress, once that has ended."""
         return self._error if self._is_open and not self._is_busy else None
 
-    def row(self) -> Row:
+    def row(self) -> RankStatus:
         """What this rank brings to an exchange. If it is not busy, its workers are given a sign of life."""
         if self._is_busy:
-            return Row(is_busy=True)
+            return RankStatus(is_busy=True)
         self._failures = dict(self._sender.failures)
-        return Row(num_failures=len(self._failures))
+        return RankStatus(num_failures=len(self._failures))
 
     def wait(self) -> None:
         """Wait until this rank is not busy, at most for a quarter of the deadline: the others wait meanwhile."""
@@ -74,8 +74,8 @@ class RankArena:
         """Say which peers are here, be told which of them to serve, and begin the update. Raises PeerError."""
         opening: Opening = decode(data, Opening)
         self._is_open, self._error, self._num_buckets = True, None, len(manifest.buckets)
-        self._ranks.send_message(Peers(tuple(self._attended.connected(opening.peers))), 0)
-        peers: Peers = self._ranks.receive_message(Peers, 0)
+        self._ranks.send_message(ConnectedPeers(tuple(self._attended.connected(opening.peers))), 0)
+        peers: ConnectedPeers = self._ranks.receive_message(ConnectedPeers, 0)
         version = WeightVersion(self.run, opening.version)
         self._begin(functools.partial(self._open, manifest, version, peers.names, staged=opening.staged))
 
@@ -85,7 +85,7 @@ class RankArena:
 
     def tell_failures(self) -> None:
         """Raises PeerError."""
-        self._ranks.send_message(Lost({name: to_record(error) for name, error in self._failures.items()}), 0)
+        self._ranks.send_message(LostPeers({name: to_record(error) for name, error in self._failures.items()}), 0)
 
     def abort(self, reason: str) -> None:
         """The publish has failed: end the update, after what is under way."""

@@ -25,7 +25,7 @@ _TOGETHER = "the ranks of trainer_group together must hold every element: pass t
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class HeldRegion:
     """A region of tensor number `tensor` of the specs."""
 
     tensor: int
@@ -33,7 +33,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Shard(Part):
+class Shard(HeldRegion):
     """A part that this rank holds, and its memory."""
 
     data: torch.Tensor
@@ -66,7 +66,7 @@ def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
     return shards
 
 
-class Looked:
+class SeenRegions:
     """Regions that a source gave, and where the memory of their views was."""
 
     def __init__(self, regions: Regions) -> None:
@@ -91,7 +91,7 @@ def _addresses(regions: Regions) -> list[int]:
     return [data.data_ptr() for held in regions.values() for _, data in held]
 
 
-def assign(specs: Sequence[TensorSpec], held: Sequence[Sequence[Part]]) -> list[list[int]]:
+def assign(specs: Sequence[TensorSpec], held: Sequence[Sequence[HeldRegion]]) -> list[list[int]]:
     """Who brings what: for each rank, the indices into `held[rank]`. The first rank brings all that it holds.
 
     What several others hold goes to the one that has the least to send. Raises IncompatibleWeightsError unless the

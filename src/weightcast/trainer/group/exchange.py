@@ -20,15 +20,15 @@ from torch.distributed import Work
 from weightcast.errors import ManifestError, PeerDiedError, PeerError, PeerTimeoutError
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode, encode
 from weightcast.process_group import ProcessGroup, wait
-from weightcast.trainer.group.records import MAX_RECORD_BYTES, Command, Failure, Heard, Row
-from weightcast.trainer.group.rendezvous import Meetings, late, named
+from weightcast.trainer.group.records import MAX_RECORD_BYTES, Failure, Instruction, NextInstruction, RankStatus
+from weightcast.trainer.group.rendezvous import Rendezvous, late, named
 
 _ROLL_CALL_SECONDS = 2.0
 _MAX_SILENCE_SECONDS = 10.0
 """Of the publishing rank. Arena ranks give receivers a sign of life when they hear of it: well under their deadline."""
 
 
-_NOTHING = Row()
+_NOTHING = RankStatus()
 
 
 class _GivenUpError(PeerDiedError):
@@ -39,8 +39,8 @@ class TrainerRanks:
     """This rank's side. One thread calls it, besides the publishing rank's own `kept_waiting`, and `catch`."""
 
     def __init__(self, trainer_group: Any, deadline_seconds: float) -> None:
-        """`trainer_group` as for `Meetings`. Nothing is connected before the first `start`."""
-        self._meetings = Meetings(trainer_group, deadline_seconds)
+        """`trainer_group` as for `Rendezvous`. Nothing is connected before the first `start`."""
+        self._meetings = Rendezvous(trainer_group, deadline_seconds)
         self.ranks = self._meetings.ranks
         self.group_rank = self._meetings.group_rank
         self.size = len(self.ranks)
@@ -55,8 +55,8 @@ class TrainerRanks:
         self._verdict: BaseException | None = None
         self._is_kept = False
         self._last_exchange = 0.0
-        self._row = torch.zeros(len(Row._fields), dtype=torch.int64)
-        self._rows = torch.zeros(self.size, len(Row._fields), dtype=torch.int64)
+        self._row = torch.zeros(len(RankStatus._fields), dtype=torch.int64)
+        self._rows = torch.zeros(self.size, len(RankStatus._fields), dtype=torch.int64)
 
     @property
     def is_connected(self) -> bool:
@@ -65,7 +65,7 @@ class TrainerRanks:
 
     # --- exchanges ---
 
-    def start(self, row: Row, error: BaseException | None) -> list[Row]:
+    def start(self, row: RankStatus, error: BaseException | None) -> list[RankStatus]:
         """The first exchange of a publish; connects where there is no group. Blocks until all ranks publish.
 
         A group that another rank has given up before is replaced, once.
@@ -77,14 +77,14 @@ class TrainerRanks:
             self._group = self._meetings.meet()
             return self._start(row, error, is_kept=False)
 
-    def _start(self, row: Row, error: BaseException | None, *, is_kept: bool) -> list[Row]:
+    def _start(self, row: RankStatus, error: BaseException | None, *, is_kept: bool) -> list[RankStatus]:
         self._verdict, self._is_kept = None, is_kept
         try:
             return self.exchange(row, error)
         finally:
             self._is_kept = False
 
-    def exchange(self, row: Row, error: BaseException | None = None) -> list[Row]:
+    def exchange(self, row: RankStatus, error: BaseException | None = None) -> list[RankStatus]:
         """Every rank's row, by group rank; blocks until all have come. One collective.
 
         Raises on every rank the error that a rank has brought: there its own, elsewhere one that names that rank.
@@ -107,17 +107,17 @@ class TrainerRanks:
                 raise self._verdict
             raise self._verdict from error
 
-    def say(self, command: Command, argument: int = 0, *, error: BaseException | None = None) -> None:
+    def say(self, command: Instruction, argument: int = 0, *, error: BaseException | None = None) -> None:
         """The publishing rank's exchange: what all do next."""
-        self.exchange(Row(command=command, argument=argument, version=self.version), error)
+        self.exchange(RankStatus(command=command, argument=argument, version=self.version), error)
 
-    def say_when_ready(self, command: Command, argument: int = 0, data: bytes = b"") -> list[Row]:
+    def say_when_ready(self, command: Instruction, argument: int = 0, data: bytes = b"") -> list[RankStatus]:
         """`say`, repeated until no rank is busy: only then the command counts. Returns the rows of that exchange.
 
         `data`, if there is any, is broadcast with it; `argument` is then its length. Blocks as long as a rank is busy:
         whatever it is busy with has deadlines of its own.
         """
-        row = Row(command=command, argument=len(data) or argument)
+        row = RankStatus(command=command, argument=len(data) or argument)
         while True:
             with self._lock:
                 rows = self.exchange(row._replace(version=self.version))
@@ -126,10 +126,10 @@ class TrainerRanks:
                         self.broadcast(data, len(data))
                     return rows
 
-    def hear(self, error: BaseException | None = None, row: Row = _NOTHING) -> Heard:
+    def hear(self, error: BaseException | None = None, row: RankStatus = _NOTHING) -> NextInstruction:
         """Another rank's exchange: bring `row` and `error`, and be told what to do next."""
         rows = self.exchange(row, error)
-        return Heard(Command(rows[0].command), rows[0].argument, not any(each.is_busy for each in rows))
+        return NextInstruction(Instruction(rows[0].command), rows[0].argument, not any(each.is_busy for each in rows))
 
     @contextlib.contextmanager
     def kept_waiting(self) -> Iterator[None]:
@@ -150,7 +150,7 @@ class TrainerRanks:
                 if over.is_set() or self._last_exchange + interval > time.monotonic():
                     continue
                 try:
-                    self.say(Command.WAIT)
+                    self.say(Instruction.WAIT)
                 except BaseException:
                     # The next exchange of the caller raises it.
                     return
@@ -289,10 +289,10 @@ class TrainerRanks:
         lost = "nor does their store answer, which trainer rank 0 usually serves" if missing is None else sign
         return type(exc)(f"the trainer ranks lost each other ({lost}): {exc}", peer=names or "trainer")
 
-    def _exchanged(self, group: ProcessGroup, row: Row) -> list[Row]:
+    def _exchanged(self, group: ProcessGroup, row: RankStatus) -> list[RankStatus]:
         self._row.copy_(torch.tensor(row))
         wait(group.all_gather(list(self._rows.unbind()), self._row))
-        rows = [Row(*numbers) for numbers in self._rows.tolist()]
+        rows = [RankStatus(*numbers) for numbers in self._rows.tolist()]
         if not self.is_publishing:
             self.version = rows[0].version
         return rows

@@ -17,10 +17,19 @@ from torch.distributed import Work
 from weightcast.format.bucket import Layout, write_trailer
 from weightcast.format.manifest import WeightVersion
 from weightcast.host.copy import copy_all
-from weightcast.trainer.group.assignment import Part, Shard
+from weightcast.trainer.group.assignment import HeldRegion, Shard
 from weightcast.trainer.group.exchange import TrainerRanks
-from weightcast.trainer.group.records import Command
-from weightcast.trainer.group.slices import Cut, Cuts, Runs, Sources, bucket_views, is_run, message_views, start_bytes
+from weightcast.trainer.group.records import Instruction
+from weightcast.trainer.group.slices import (
+    CopyRuns,
+    ShardSlice,
+    ShardSlices,
+    SliceSources,
+    bucket_views,
+    is_run,
+    message_views,
+    start_bytes,
+)
 
 _ALIGNMENT_BYTES = 64
 """Of each rank's place in the staging buffer; what one rank sends has no gaps."""
@@ -39,17 +48,17 @@ class Contribution:
     def __init__(self, ranks: TrainerRanks, layout: Layout, shards: Sequence[Shard], *, via: torch.device) -> None:
         """`shards`: what was assigned to this rank, in the order of its own list. `via`: where messages lie."""
         self._ranks = ranks
-        self._cuts = Cuts(layout, shards)
+        self._cuts = ShardSlices(layout, shards)
         size = _aligned(max(self._cuts.sizes, default=0))
         device = shards[0].data.device if shards else via
         self._packed = _buffer(size, device, pinned=False)
         self._message = self._packed if device.type == via.type else _buffer(size, via, pinned=True)
         self._targets: dict[int, list[torch.Tensor]] = {}
-        self._sources = Sources(self._cuts, shards)
+        self._sources = SliceSources(self._cuts, shards)
 
     def rebind(self, shards: Sequence[Shard]) -> None:
         """The same regions lie in other memory now."""
-        self._sources = Sources(self._cuts, shards)
+        self._sources = SliceSources(self._cuts, shards)
 
     @torch.no_grad()
     def send(self, index: int) -> BaseException | None:
@@ -79,7 +88,7 @@ class Contribution:
 
 
 @dataclasses.dataclass(slots=True)
-class _Stretch:
+class _StagingSlot:
     """One rank's place in the staging buffer for one bucket."""
 
     group_rank: int
@@ -88,11 +97,11 @@ class _Stretch:
 
 
 @dataclasses.dataclass(slots=True)
-class _Arrivals:
+class _IncomingShards:
     """Where what comes for one bucket goes: `runs` of bytes, and views of the cuts that lie scattered in `buffer`."""
 
-    runs: Runs = dataclasses.field(default_factory=Runs)
-    scattered: list[Cut] = dataclasses.field(default_factory=list)
+    runs: CopyRuns = dataclasses.field(default_factory=CopyRuns)
+    scattered: list[ShardSlice] = dataclasses.field(default_factory=list)
     sources: list[torch.Tensor] = dataclasses.field(default_factory=list)
     buffer: torch.Tensor | None = None
     targets: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -109,28 +118,28 @@ class GatheringPacker:
         ranks: TrainerRanks,
         layout: Layout,
         shards: Sequence[Shard],
-        others: Sequence[Sequence[Part]],
+        others: Sequence[Sequence[HeldRegion]],
         *,
         via: torch.device,
     ) -> None:
         """`others[r]`: what was assigned to group rank r + 1. `via`: where messages arrive."""
         self._ranks, self._layout = ranks, layout
-        self._own = Cuts(layout, shards)
-        self._others = [Cuts(layout, parts) for parts in others]
-        self._sources = Sources(self._own, shards)
+        self._own = ShardSlices(layout, shards)
+        self._others = [ShardSlices(layout, parts) for parts in others]
+        self._sources = SliceSources(self._own, shards)
         self._stretches = [self._laid_out(index) for index in range(len(layout.entries))]
         ends = (_aligned(s.start + s.num_bytes) for stretches in self._stretches for s in stretches)
         self._via, self._size = via, max(ends, default=0)
         self._staging: torch.Tensor | None = None
         self._landed: torch.Tensor | None = None
-        self._arrivals: dict[int, _Arrivals] = {}
+        self._arrivals: dict[int, _IncomingShards] = {}
         self._targets: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._works: list[Work] = []
         self._coming = -1
 
     def rebind(self, shards: Sequence[Shard]) -> None:
         """The same regions lie in other memory now."""
-        self._sources = Sources(self._own, shards)
+        self._sources = SliceSources(self._own, shards)
 
     @torch.no_grad()
     def pack(self, index: int, buffer: torch.Tensor, version: WeightVersion) -> bytes | torch.Tensor:
@@ -149,7 +158,7 @@ class GatheringPacker:
         if index + 1 < len(self._layout.entries):
             self._call(index + 1)
         else:
-            self._ranks.say(Command.WAIT)
+            self._ranks.say(Instruction.WAIT)
         manifest = self._layout.manifest
         return write_trailer(buffer, manifest.buckets[index], version, index, manifest.digest_kind)
 
@@ -166,7 +175,7 @@ class GatheringPacker:
     def _call(self, index: int) -> None:
         """Have every rank send its part of a bucket. All of them have packed the one before without an error."""
         self.drain()
-        self._ranks.say(Command.BUCKET, index)
+        self._ranks.say(Instruction.BUCKET, index)
         self._coming = index
         staging = self._ready_staging()
         for stretch in self._stretches[index]:
@@ -188,11 +197,11 @@ class GatheringPacker:
         self._landed[:num_bytes].copy_(staging[:num_bytes])
         return self._landed
 
-    def _laid_out(self, index: int) -> list[_Stretch]:
+    def _laid_out(self, index: int) -> list[_StagingSlot]:
         stretches, start = [], 0
         for group_rank, cuts in enumerate(self._others, start=1):
             if num_bytes := cuts.sizes[index]:
-                stretches.append(_Stretch(group_rank, start, num_bytes))
+                stretches.append(_StagingSlot(group_rank, start, num_bytes))
                 start = _aligned(start + num_bytes)
         return stretches
 
@@ -219,8 +228,8 @@ class GatheringPacker:
                 arrivals.targets = bucket_views(arrivals.scattered, self._layout.entries[index], buffer)
             copy_all(arrivals.targets, arrivals.sources)
 
-    def _sorted_out(self, index: int, staging: torch.Tensor) -> _Arrivals:
-        arrivals, entries = _Arrivals(), self._layout.entries[index]
+    def _sorted_out(self, index: int, staging: torch.Tensor) -> _IncomingShards:
+        arrivals, entries = _IncomingShards(), self._layout.entries[index]
         for stretch in self._stretches[index]:
             scattered = []
             for cut in self._others[stretch.group_rank - 1].of(index):

@@ -19,11 +19,11 @@ from weightcast.process_group import Closable
 from weightcast.seams.source import Regions, Source
 from weightcast.trainer.group.exchange import TrainerRanks
 from weightcast.trainer.group.gather import Contribution
-from weightcast.trainer.group.multi_device_sender import SpreadSender
-from weightcast.trainer.group.records import Command, Row
-from weightcast.trainer.group.sender_assignment import Outlet
-from weightcast.trainer.group.shares import Agreement
-from weightcast.trainer.publish_run import Packing, Wire
+from weightcast.trainer.group.multi_device_sender import MultiDeviceSender
+from weightcast.trainer.group.records import Instruction, RankStatus
+from weightcast.trainer.group.sender_assignment import SenderFactory
+from weightcast.trainer.group.shares import Shares
+from weightcast.trainer.publish_run import Connections, PackPlan
 from weightcast.trainer.report import PublishReport
 
 if TYPE_CHECKING:
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Prepared:
+class PublishInputs:
     """What the publishing rank's own part of a publish is made of."""
 
     start: float
     version: int | None
     regions: Regions
-    wire: Wire
-    packing: Packing
+    wire: Connections
+    packing: PackPlan
 
 
 def ensemble_of(
     trainer_group: ProcessGroup | Literal["auto"] | None,
     source: Source,
     deadline_seconds: float,
-    outlet: Outlet | None,
-) -> Ensemble | None:
+    outlet: SenderFactory | None,
+) -> TrainerGroup | None:
     """The ranks of `trainer_group`, "auto" for the default group; None if this rank is alone.
 
     `outlet`: how other ranks than the publishing one make an arena; None: they don't. Raises ValueError if this rank is
@@ -59,18 +59,18 @@ def ensemble_of(
         raise ValueError("this rank is not in trainer_group: make the publisher on its ranks only")
     if dist.get_world_size(group) == 1:
         return None
-    return Ensemble(TrainerRanks(group, deadline_seconds), source, outlet)
+    return TrainerGroup(TrainerRanks(group, deadline_seconds), source, outlet)
 
 
-class Ensemble:
+class TrainerGroup:
     """This rank's side."""
 
-    def __init__(self, ranks: TrainerRanks, source: Source, outlet: Outlet | None) -> None:
+    def __init__(self, ranks: TrainerRanks, source: Source, outlet: SenderFactory | None) -> None:
         self._ranks = ranks
         self._source = source
         self._outlet = outlet
-        self._agreement = Agreement(ranks, outlet)
-        self._spread: SpreadSender | None = None
+        self._agreement = Shares(ranks, outlet)
+        self._spread: MultiDeviceSender | None = None
         self.is_publishing = ranks.is_publishing
 
     @property
@@ -88,11 +88,11 @@ class Ensemble:
         self._ranks.version = version
 
     def lead(
-        self, run: str, prepare: Callable[[], Prepared], publish: Callable[[Prepared], PublishReport]
+        self, run: str, prepare: Callable[[], PublishInputs], publish: Callable[[PublishInputs], PublishReport]
     ) -> PublishReport:
-        """The publishing rank's publish. `publish` packs by `Packing.packer`, and need not know of other ranks."""
+        """The publishing rank's publish. `publish` packs by `PackPlan.packer`, and need not know of other ranks."""
         error: BaseException | None = None
-        prepared: Prepared | None = None
+        prepared: PublishInputs | None = None
         try:
             prepared = prepare()
             self._agreement.look(self._source, prepared.regions)
@@ -116,12 +116,12 @@ class Ensemble:
                     self._agreement.drain()
             return self._end(report, error)
 
-    def _speak_for_all(self, wire: Wire) -> None:
+    def _speak_for_all(self, wire: Connections) -> None:
         """Have the wire's sender be that of every arena, from the first publish on that has several."""
         arenas = self._agreement.arenas.others
         if arenas and self._spread is None:
             assert self._outlet is not None
-            self._spread = wire.sender = SpreadSender(wire.sender, self._ranks, self._outlet.per_device)
+            self._spread = wire.sender = MultiDeviceSender(wire.sender, self._ranks, self._outlet.per_device)
         if self._spread is not None:
             self._spread.use(arenas)
 
@@ -129,12 +129,12 @@ class Ensemble:
         """Tell the others how the publish ended, and end it so here."""
         if report is not None:
             data = report.to_json()
-            self._ranks.say(Command.END, len(data))
+            self._ranks.say(Instruction.END, len(data))
             self._ranks.broadcast(data, len(data))
             return report
         assert error is not None
         try:
-            self._ranks.say(Command.END, error=error)
+            self._ranks.say(Instruction.END, error=error)
         finally:
             if not isinstance(error, Exception):
                 raise error
@@ -176,20 +176,20 @@ class Ensemble:
         while True:
             if error is None and arena is not None:
                 error = arena.error
-            command, argument, is_ready = self._ranks.hear(error, Row() if arena is None else arena.row())
+            command, argument, is_ready = self._ranks.hear(error, RankStatus() if arena is None else arena.row())
             match command:
-                case Command.END:
+                case Instruction.END:
                     report: PublishReport = decode(self._ranks.broadcast(b"", argument), PublishReport)
                     return report
-                case Command.BUCKET if contribution is not None:
+                case Instruction.BUCKET if contribution is not None:
                     error = contribution.send(argument)
-                case Command.OPEN if is_ready:
+                case Instruction.OPEN if is_ready:
                     opening = self._ranks.broadcast(b"", argument)
                     if arena is not None:
                         arena.open(self._agreement.manifest, opening)
-                case Command.SPREAD if is_ready and arena is not None:
+                case Instruction.SPREAD if is_ready and arena is not None:
                     arena.take(argument)
-                case Command.ASK if is_ready and arena is not None:
+                case Instruction.ASK if is_ready and arena is not None:
                     arena.tell_failures()
                 case _ if not is_ready and arena is not None:
                     arena.wait()

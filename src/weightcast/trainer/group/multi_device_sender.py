@@ -15,13 +15,13 @@ import torch
 
 from weightcast.errors import WeightcastError, from_record
 from weightcast.format.manifest import Manifest, WeightVersion, encode
-from weightcast.seams.transport import Attended, PerDevice, Sender
+from weightcast.seams.transport import PerDevice, Sender, TracksPeers
 from weightcast.trainer.group.exchange import TrainerRanks
-from weightcast.trainer.group.records import Command, Lost, Opening, Peers, Row
+from weightcast.trainer.group.records import ConnectedPeers, Instruction, LostPeers, Opening, RankStatus
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Arena:
+class DeviceArena:
     """Another rank's arena, as receivers find it."""
 
     group_rank: int
@@ -29,24 +29,24 @@ class Arena:
     address: str
 
 
-class SpreadSender:
+class MultiDeviceSender:
     """Implements `interfaces.Sender`, on the publishing rank. `own` closes with it; the others' are their ranks'."""
 
     def __init__(self, own: Sender, ranks: TrainerRanks, per_device: PerDevice) -> None:
-        assert isinstance(own, Attended)
+        assert isinstance(own, TracksPeers)
         self.address = own.address
         self._own = own
-        self._attended: Attended = own
+        self._attended: TracksPeers = own
         self._ranks = ranks
         self._per_device = per_device
-        self._arenas: Sequence[Arena] = ()
+        self._arenas: Sequence[DeviceArena] = ()
         self._homes: dict[str, int] = {}
         self._lost: dict[int, dict[str, WeightcastError]] = {}
         self._num_buckets = 0
         self._is_whole = False
         self._buffer: torch.Tensor | None = None
 
-    def use(self, arenas: Sequence[Arena]) -> None:
+    def use(self, arenas: Sequence[DeviceArena]) -> None:
         """Speak for these from now on; their ranks are connected."""
         self._arenas = arenas
         self.address = self._per_device.join(self._own.address, {arena.label: arena.address for arena in arenas})
@@ -69,22 +69,22 @@ class SpreadSender:
             self._own.open(manifest, version, peers=peers, staged=staged)
             return
         self._ranks.version = version.number
-        self._ranks.say_when_ready(Command.OPEN, data=encode(Opening(version.number, tuple(peers), staged)))
+        self._ranks.say_when_ready(Instruction.OPEN, data=encode(Opening(version.number, tuple(peers), staged)))
         own = self._assigned(peers)
         self._own.open(manifest, version, peers=own, staged=staged)
-        self._ranks.say_when_ready(Command.WAIT)
+        self._ranks.say_when_ready(Instruction.WAIT)
 
     def _assigned(self, peers: Sequence[str]) -> list[str]:
         """Tell every arena rank which peers it serves; return those of the publishing rank."""
         homes = {name: home for name in peers if (home := self._homes.get(name)) is not None}
         for arena in self._arenas:
-            there: Peers = self._ranks.receive_message(Peers, arena.group_rank)
+            there: ConnectedPeers = self._ranks.receive_message(ConnectedPeers, arena.group_rank)
             homes |= dict.fromkeys(there.names, arena.group_rank)
         homes |= dict.fromkeys(self._attended.connected(peers), 0)
         self._homes = homes
         for arena in self._arenas:
             names = tuple(name for name in peers if homes.get(name) == arena.group_rank)
-            self._ranks.send_message(Peers(names), arena.group_rank)
+            self._ranks.send_message(ConnectedPeers(names), arena.group_rank)
         others = {arena.group_rank for arena in self._arenas}
         return [name for name in peers if homes.get(name) not in others]
 
@@ -99,20 +99,20 @@ class SpreadSender:
         following = self._own.send(index)
         if self._arenas:
             assert buffer is not None
-            rows = self._ranks.say_when_ready(Command.SPREAD, index)
+            rows = self._ranks.say_when_ready(Instruction.SPREAD, index)
             self._ranks.spread(buffer)
             self._notice(rows)
             self._is_whole = following == self._num_buckets
         return following
 
-    def _notice(self, rows: Sequence[Row]) -> None:
+    def _notice(self, rows: Sequence[RankStatus]) -> None:
         if any(rows[rank].num_failures > len(lost) for rank, lost in self._lost.items()):
             self._ask()
 
     def _ask(self) -> None:
-        self._ranks.say_when_ready(Command.ASK)
+        self._ranks.say_when_ready(Instruction.ASK)
         for rank in self._lost:
-            lost: Lost = self._ranks.receive_message(Lost, rank)
+            lost: LostPeers = self._ranks.receive_message(LostPeers, rank)
             self._lost[rank] = {name: from_record(record) for name, record in lost.failures.items()}
 
     def abort(self, reason: str) -> None:

@@ -12,7 +12,7 @@ from weightcast.errors import MAX_TEXT_CHARACTERS, ErrorRecord, from_record, to_
 MAX_RECORD_BYTES = 4 << 20
 
 
-class Command(enum.IntEnum):
+class Instruction(enum.IntEnum):
     """What an exchange is about; the publishing rank says it."""
 
     START = 1
@@ -25,7 +25,7 @@ class Command(enum.IntEnum):
     ASK = 8
 
 
-class Row(NamedTuple):
+class RankStatus(NamedTuple):
     """What one rank brings to an exchange: fixed numbers. `num_error_bytes` of its failure's record, or 0.
 
     `argument`, `version`: the publishing rank's. `news`, `digest_low`, `digest_high`, `device`: see `agreement`.
@@ -44,10 +44,10 @@ class Row(NamedTuple):
     num_failures: int = 0
 
 
-class Heard(NamedTuple):
+class NextInstruction(NamedTuple):
     """What the publishing rank said at an exchange. `is_ready`: no rank was busy with what it had said before."""
 
-    command: Command
+    command: Instruction
     argument: int
     is_ready: bool
 
@@ -60,13 +60,13 @@ class Opening(msgspec.Struct, frozen=True):
     staged: bool
 
 
-class Peers(msgspec.Struct, frozen=True):
+class ConnectedPeers(msgspec.Struct, frozen=True):
     """An arena rank to the publishing one: which of the peers are connected to it; back: which it is to serve."""
 
     names: tuple[str, ...]
 
 
-class Lost(msgspec.Struct, frozen=True):
+class LostPeers(msgspec.Struct, frozen=True):
     """An arena rank to the publishing one: its sender's failures, by peer."""
 
     failures: dict[str, ErrorRecord]

@@ -28,7 +28,7 @@ _num_publishers: Counter[tuple[int, ...]] = Counter()
 T = TypeVar("T")
 
 
-class Meetings:
+class Rendezvous:
     """Where the ranks of one publisher meet, epoch after epoch. For use by one thread at a time."""
 
     def __init__(self, trainer_group: Any, deadline_seconds: float) -> None:

@@ -17,11 +17,11 @@ from weightcast.host.memory import host_identity
 from weightcast.seams.transport import PerDevice, Sender
 from weightcast.trainer.group.arena_rank import RankArena
 from weightcast.trainer.group.exchange import TrainerRanks
-from weightcast.trainer.group.multi_device_sender import Arena
+from weightcast.trainer.group.multi_device_sender import DeviceArena
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outlet:
+class SenderFactory:
     """How a trainer rank makes an arena of its own: `make_sender(run, device)`."""
 
     per_device: PerDevice
@@ -29,7 +29,7 @@ class Outlet:
     deadline_seconds: float
 
 
-class Seat(msgspec.Struct, frozen=True):
+class SenderLocation(msgspec.Struct, frozen=True):
     """A rank to the publishing one: where its arena would be. Without a `label` it has none of its own."""
 
     host: str
@@ -37,7 +37,7 @@ class Seat(msgspec.Struct, frozen=True):
     label: str
 
 
-class Seating(msgspec.Struct, frozen=True):
+class SenderAssignment(msgspec.Struct, frozen=True):
     """The publishing rank to all: the group ranks with an arena, itself first, or none; each time another `number`."""
 
     group_ranks: tuple[int, ...] = ()
@@ -50,23 +50,23 @@ class _Address(msgspec.Struct, frozen=True):
     address: str
 
 
-class Arenas:
+class DeviceArenas:
     """This rank's side. `others`: on the publishing rank, those of other ranks; `own`: on another rank, its own."""
 
-    def __init__(self, ranks: TrainerRanks, outlet: Outlet | None) -> None:
+    def __init__(self, ranks: TrainerRanks, outlet: SenderFactory | None) -> None:
         """`outlet`: None where one arena serves all."""
-        self.others: list[Arena] = []
+        self.others: list[DeviceArena] = []
         self.own: RankArena | None = None
         self._ranks = ranks
         self._outlet = outlet
         self._num_seatings = 0
 
-    def seat(self, device: torch.device) -> Seat:
+    def seat(self, device: torch.device) -> SenderLocation:
         """Where this rank's arena is or would be. `device`: of its weights, which may be another one by now."""
         if self.own is not None:
             device = self.own.device
         label = "" if self._outlet is None else self._outlet.per_device.label(device)
-        return Seat(host_identity(), device.type, label)
+        return SenderLocation(host_identity(), device.type, label)
 
     def close(self) -> None:
         """Free this rank's arena. Idempotent."""
@@ -76,7 +76,7 @@ class Arenas:
 
     # --- the publishing rank ---
 
-    def seating(self, seats: Sequence[Seat]) -> Seating:
+    def seating(self, seats: Sequence[SenderLocation]) -> SenderAssignment:
         """Who has an arena: the publishing rank, and the first rank on every other device of its host."""
         first = seats[0]
         found = {first.label: 0}
@@ -84,11 +84,11 @@ class Arenas:
             if seat.label and (seat.host, seat.device_type) == (first.host, first.device_type):
                 found.setdefault(seat.label, group_rank)
         if len(found) == 1:
-            return Seating()
+            return SenderAssignment()
         self._num_seatings += 1
-        return Seating(tuple(found.values()), self._num_seatings)
+        return SenderAssignment(tuple(found.values()), self._num_seatings)
 
-    def lead(self, seating: Seating, seats: Sequence[Seat], device: torch.device) -> None:
+    def lead(self, seating: SenderAssignment, seats: Sequence[SenderLocation], device: torch.device) -> None:
         """Connect with the other arena ranks, and hear where receivers find their senders. Raises PeerError."""
         self.others = []
         if not seating.group_ranks:
@@ -96,11 +96,11 @@ class Arenas:
         self._ranks.connect_arenas(seating.group_ranks, seating.number, device)
         for group_rank in seating.group_ranks[1:]:
             told: _Address = self._ranks.receive_message(_Address, group_rank)
-            self.others.append(Arena(group_rank, seats[group_rank].label, told.address))
+            self.others.append(DeviceArena(group_rank, seats[group_rank].label, told.address))
 
     # --- the others ---
 
-    def follow(self, seating: Seating, run: str, device: torch.device) -> BaseException | None:
+    def follow(self, seating: SenderAssignment, run: str, device: torch.device) -> BaseException | None:
         """Have an arena if this rank is to have one; returns why it could not be made. Raises PeerError."""
         if self._ranks.group_rank not in seating.group_ranks:
             self.close()

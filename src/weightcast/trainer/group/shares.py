@@ -19,11 +19,11 @@ from weightcast.format.bucket import Layout
 from weightcast.format.manifest import DigestKind, Manifest, Region, RunId, TensorSpec, decode
 from weightcast.format.plan import plan
 from weightcast.seams.source import Regions, Source
-from weightcast.trainer.group.assignment import Looked, Part, Shard, assign, held_shards
+from weightcast.trainer.group.assignment import HeldRegion, SeenRegions, Shard, assign, held_shards
 from weightcast.trainer.group.exchange import TrainerRanks
 from weightcast.trainer.group.gather import Contribution, GatheringPacker
-from weightcast.trainer.group.records import Command, Row
-from weightcast.trainer.group.sender_assignment import Arenas, Outlet, Seat, Seating
+from weightcast.trainer.group.records import Instruction, RankStatus
+from weightcast.trainer.group.sender_assignment import DeviceArenas, SenderAssignment, SenderFactory, SenderLocation
 
 
 class _HeldPart(msgspec.Struct, frozen=True, array_like=True):
@@ -32,14 +32,14 @@ class _HeldPart(msgspec.Struct, frozen=True, array_like=True):
     sizes: tuple[int, ...]
 
 
-class _Holding(msgspec.Struct, frozen=True):
+class _HeldShards(msgspec.Struct, frozen=True):
     """A rank to the publishing one: the regions that it holds, by number of the specs, and where an arena could be."""
 
     parts: tuple[_HeldPart, ...]
-    seat: Seat
+    seat: SenderLocation
 
 
-class Share(msgspec.Struct, frozen=True):
+class ShardAssignment(msgspec.Struct, frozen=True):
     """The publishing rank to another: which of its parts it brings, and all that it takes to make the same plan."""
 
     run: RunId
@@ -48,26 +48,26 @@ class Share(msgspec.Struct, frozen=True):
     manifest_digest: str
     backend: Literal["gloo", "nccl"]
     parts: tuple[int, ...]
-    seating: Seating
+    seating: SenderAssignment
 
 
-class Agreement:
+class Shares:
     """This rank's side, kept from publish to publish."""
 
-    def __init__(self, ranks: TrainerRanks, outlet: Outlet | None) -> None:
-        self.arenas = Arenas(ranks, outlet)
+    def __init__(self, ranks: TrainerRanks, outlet: SenderFactory | None) -> None:
+        self.arenas = DeviceArenas(ranks, outlet)
         self._ranks = ranks
-        self._regions: Looked | None = None
+        self._regions: SeenRegions | None = None
         self._specs: Sequence[TensorSpec] = ()
         self._digest = (0, 0)
         self._shards: list[Shard] = []
-        self._parts: list[Part] = []
+        self._parts: list[HeldRegion] = []
         self._assigned: tuple[int, ...] = ()
         self._is_settled = False
         self._contribution: Contribution | None = None
         self._packer: GatheringPacker | None = None
         self._layout: Layout | None = None
-        self._others: list[list[Part]] = []
+        self._others: list[list[HeldRegion]] = []
         self._via = torch.device("cpu")
         self.run = ""
 
@@ -85,21 +85,21 @@ class Agreement:
             low, high = struct.unpack_from("<qq", hashlib.sha256(data).digest())
             self._digest = (low, high)
         shards = held_shards(specs, regions)
-        parts = [Part(shard.tensor, shard.region) for shard in shards]
+        parts = [HeldRegion(shard.tensor, shard.region) for shard in shards]
         if parts != self._parts:
             self._parts, self._is_settled = parts, False
-        self._shards, self._regions = shards, Looked(regions)
+        self._shards, self._regions = shards, SeenRegions(regions)
         mine = self._own_shards() if self._is_settled else []
         for holder in (self._contribution, self._packer):
             if holder is not None and self._is_settled:
                 holder.rebind(mine)
 
-    def row(self, layout: Layout | None) -> Row:
+    def row(self, layout: Layout | None) -> RankStatus:
         """What this rank brings to the first exchange. `layout`: the publishing rank's plan."""
         low, high = self._digest
         is_news = not self._is_settled or layout is not (self._layout if self._ranks.is_publishing else None)
-        return Row(
-            command=Command.START,
+        return RankStatus(
+            command=Instruction.START,
             version=self._ranks.version,
             news=is_news,
             digest_low=low,
@@ -134,7 +134,9 @@ class Agreement:
 
     # --- the publishing rank ---
 
-    def lead(self, rows: Sequence[Row], layout: Layout, bucket_size_bytes: int, run: str, device: torch.device) -> None:
+    def lead(
+        self, rows: Sequence[RankStatus], layout: Layout, bucket_size_bytes: int, run: str, device: torch.device
+    ) -> None:
         """After the first exchange: have every rank know its share. Raises on every rank alike.
 
         `device`: of the publishing rank's own arena.
@@ -175,39 +177,39 @@ class Agreement:
         run: str,
         backend: Literal["gloo", "nccl"],
         device: torch.device,
-    ) -> tuple[list[Share], list[list[Part]], list[Seat]]:
+    ) -> tuple[list[ShardAssignment], list[list[HeldRegion]], list[SenderLocation]]:
         """Hear what the others hold: all ranks' shares, what the others bring, and where arenas could be."""
         error: BaseException | None = None
-        others: list[_Holding] = [self._ranks.receive_message(_Holding, g) for g in range(1, self._ranks.size)]
-        held: list[list[Part]] = [self._parts]
+        others: list[_HeldShards] = [self._ranks.receive_message(_HeldShards, g) for g in range(1, self._ranks.size)]
+        held: list[list[HeldRegion]] = [self._parts]
         assigned: list[list[int]] = []
         try:
-            held += [[Part(p.tensor, Region(p.offsets, p.sizes)) for p in holding.parts] for holding in others]
+            held += [[HeldRegion(p.tensor, Region(p.offsets, p.sizes)) for p in holding.parts] for holding in others]
             assigned = assign(self._specs, held)
         except BaseException as exc:
             error = exc
-        self._ranks.say(Command.SETTLE, error=error)
+        self._ranks.say(Instruction.SETTLE, error=error)
         manifest = layout.manifest
         digest = manifest.digest()
         seats = [self.arenas.seat(device), *(holding.seat for holding in others)]
         seating = self.arenas.seating(seats)
         shares = [
-            Share(run, bucket_size_bytes, manifest.digest_kind, digest, backend, tuple(parts), seating)
+            ShardAssignment(run, bucket_size_bytes, manifest.digest_kind, digest, backend, tuple(parts), seating)
             for parts in assigned
         ]
         return shares, [[held[g][index] for index in assigned[g]] for g in range(1, self._ranks.size)], seats
 
     # --- the others ---
 
-    def follow(self, rows: Sequence[Row]) -> tuple[Contribution | None, BaseException | None]:
+    def follow(self, rows: Sequence[RankStatus]) -> tuple[Contribution | None, BaseException | None]:
         """After the first exchange: what this rank brings, or why it can't, to be told at the next exchange."""
         self._compare(rows)
         if self._contribution is None or any(row.news for row in rows):
             self._is_settled = False
             held = (_HeldPart(part.tensor, part.region.offsets, part.region.sizes) for part in self._parts)
-            self._ranks.send_message(_Holding(tuple(held), self.arenas.seat(self._device())), 0)
+            self._ranks.send_message(_HeldShards(tuple(held), self.arenas.seat(self._device())), 0)
             self._ranks.hear()
-            share: Share = self._ranks.receive_message(Share, 0)
+            share: ShardAssignment = self._ranks.receive_message(ShardAssignment, 0)
             self._assigned, self.run = share.parts, share.run
             via = self._connected(share.backend)
             error = self.arenas.follow(share.seating, share.run, self._device())
@@ -220,7 +222,7 @@ class Agreement:
             return self._contribution, error
         return self._contribution, None
 
-    def _planned(self, share: Share) -> Layout:
+    def _planned(self, share: ShardAssignment) -> Layout:
         manifest = plan(self._specs, share.bucket_size_bytes, digest_kind=share.digest_kind)
         if manifest.digest() != share.manifest_digest:
             raise IncompatibleWeightsError(
@@ -237,7 +239,7 @@ class Agreement:
         assert self._layout is not None
         return self._layout.manifest
 
-    def _compare(self, rows: Sequence[Row]) -> None:
+    def _compare(self, rows: Sequence[RankStatus]) -> None:
         """Raises IncompatibleWeightsError on all ranks, naming the first difference, unless all have the same specs."""
         digests = [(row.digest_low, row.digest_high) for row in rows]
         if len(set(digests)) == 1:
@@ -246,14 +248,14 @@ class Agreement:
         ranks, error = self._ranks, None
         if ranks.is_publishing:
             data = msgspec.json.encode(list(self._specs))
-            ranks.say(Command.SETTLE, len(data))
+            ranks.say(Instruction.SETTLE, len(data))
             ranks.broadcast(data, len(data))
         else:
             num_bytes = ranks.hear().argument
             theirs: list[TensorSpec] = decode(ranks.broadcast(b"", num_bytes), list[TensorSpec])
             if self._digest != digests[0]:
                 error = _difference(theirs, self._specs, ranks.ranks[0], ranks.ranks[ranks.group_rank])
-        ranks.exchange(Row(command=Command.SETTLE, version=ranks.version), error)
+        ranks.exchange(RankStatus(command=Instruction.SETTLE, version=ranks.version), error)
 
     def _connected(self, backend: Literal["gloo", "nccl"]) -> torch.device:
         """Where messages lie; with NCCL, connect."""

@@ -21,10 +21,10 @@ from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow
 from weightcast.format.manifest import ITEMSIZE_BYTES, Region
 from weightcast.format.plan import common, relative
 from weightcast.host.copy import PLAIN_BYTES, copy_all
-from weightcast.trainer.group.assignment import Part, Shard
+from weightcast.trainer.group.assignment import HeldRegion, Shard
 
 
-class Cut(NamedTuple):
+class ShardSlice(NamedTuple):
     """What of one piece a part brings: `region` of the tensor, from part number `part`, at `offset_bytes` of a message.
 
     `entry`: the piece's number in its bucket.
@@ -38,19 +38,19 @@ class Cut(NamedTuple):
     offset_bytes: int = 0
 
 
-class Cuts:
+class ShardSlices:
     """One rank's parts, cut at the pieces of each bucket; the same on the rank itself and on the publishing rank."""
 
-    def __init__(self, layout: Layout, parts: Sequence[Part]) -> None:
+    def __init__(self, layout: Layout, parts: Sequence[HeldRegion]) -> None:
         self._layout = layout
         self._parts: defaultdict[int, list[tuple[int, Region]]] = defaultdict(list)
         for number, part in enumerate(parts):
             self._parts[part.tensor].append((number, part.region))
         self.sizes = [sum(cut.num_bytes for cut in self._found(index)) for index in range(len(layout.entries))]
         """Bytes of the message for each bucket."""
-        self._last: tuple[int, list[Cut]] = (-1, [])
+        self._last: tuple[int, list[ShardSlice]] = (-1, [])
 
-    def of(self, index: int) -> list[Cut]:
+    def of(self, index: int) -> list[ShardSlice]:
         """The cuts of bucket `index` in the order of the message: wide dtypes first, so that all lie aligned.
 
         Only the last bucket's are kept: views are made of them once, and there may be many.
@@ -61,20 +61,20 @@ class Cuts:
             self._last = index, [cut._replace(offset_bytes=end) for cut, end in zip(found, ends, strict=False)]
         return self._last[1]
 
-    def _found(self, index: int) -> Iterator[Cut]:
+    def _found(self, index: int) -> Iterator[ShardSlice]:
         for number, entry in enumerate(self._layout.entries[index]):
             piece, dtype = entry.piece.region, entry.record.dtype
             for part, region in self._parts.get(entry.tensor, ()):
                 shared = piece if region == piece else common(piece, region)
                 if shared is not None:
-                    yield Cut(number, part, shared, dtype, shared.numel * ITEMSIZE_BYTES[dtype])
+                    yield ShardSlice(number, part, shared, dtype, shared.numel * ITEMSIZE_BYTES[dtype])
 
 
 def _strides(sizes: Sequence[int]) -> list[int]:
     return [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
 
 
-def start_bytes(entry: Entry, cut: Cut) -> int:
+def start_bytes(entry: Entry, cut: ShardSlice) -> int:
     """Where in its bucket the first element of a cut lies."""
     piece = entry.piece.region
     elements: int = sum(map(operator.mul, relative(cut.region, piece).offsets, _strides(piece.sizes)))
@@ -102,7 +102,7 @@ class _Typed:
         return typed.as_strided(sizes, strides, typed.storage_offset() + offset_bytes // ITEMSIZE_BYTES[dtype])
 
 
-def message_views(cuts: Sequence[Cut], buffer: torch.Tensor, start: int = 0) -> list[torch.Tensor]:
+def message_views(cuts: Sequence[ShardSlice], buffer: torch.Tensor, start: int = 0) -> list[torch.Tensor]:
     """One view for each cut into a message that lies in `buffer` from byte `start` on."""
     typed = _Typed(buffer)
     return [
@@ -110,7 +110,7 @@ def message_views(cuts: Sequence[Cut], buffer: torch.Tensor, start: int = 0) -> 
     ]
 
 
-def bucket_views(cuts: Sequence[Cut], entries: Sequence[Entry], buffer: torch.Tensor) -> list[torch.Tensor]:
+def bucket_views(cuts: Sequence[ShardSlice], entries: Sequence[Entry], buffer: torch.Tensor) -> list[torch.Tensor]:
     """One view for each cut into a bucket's buffer."""
     typed = _Typed(buffer)
     return [
@@ -124,10 +124,10 @@ def bucket_views(cuts: Sequence[Cut], entries: Sequence[Entry], buffer: torch.Te
     ]
 
 
-class Sources:
+class SliceSources:
     """Views of a rank's own shards, cut for each bucket; made once."""
 
-    def __init__(self, cuts: Cuts, shards: Sequence[Shard]) -> None:
+    def __init__(self, cuts: ShardSlices, shards: Sequence[Shard]) -> None:
         self._cuts, self._shards = cuts, shards
         self._views: dict[int, list[torch.Tensor]] = {}
 
@@ -142,7 +142,7 @@ class Sources:
         return views
 
 
-class Runs:
+class CopyRuns:
     """Bytes that go from the staging buffer to a bucket as they are: runs, joined where they meet on both sides."""
 
     def __init__(self) -> None:

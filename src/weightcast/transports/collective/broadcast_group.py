@@ -14,7 +14,7 @@ import torch
 
 from weightcast.errors import WeightcastError, from_record, to_record
 from weightcast.process_group import ProcessGroup, Store, in_background, serve_store, translated
-from weightcast.transports.collective.members import Member, tell
+from weightcast.transports.collective.members import GroupMember, tell
 from weightcast.transports.collective.records import Join, ReadAlong
 
 _ALL = 1 << 62
@@ -26,7 +26,7 @@ until then its thread, its sockets and where it writes to are kept.
 """
 
 
-class Flight:
+class Broadcast:
     """A broadcast under way. `error`: how it failed, once `is_over`. On a CPU its end is told to `condition`."""
 
     def __init__(self, group: ProcessGroup, buffer: torch.Tensor, condition: threading.Condition) -> None:
@@ -56,7 +56,7 @@ class Flight:
             self._condition.notify_all()
 
 
-class Epoch:
+class BroadcastGroup:
     """A group of the sender (rank 0) and `joined`; `readers` says who reads along with each of these."""
 
     def __init__(
@@ -64,14 +64,14 @@ class Epoch:
         number: int,
         backend: str,
         host: str,
-        readers: Mapping[Member, Sequence[Member]],
+        readers: Mapping[GroupMember, Sequence[GroupMember]],
         deadline_seconds: float,
     ) -> None:
         """Serve the group's store; `invite` says what the members need to connect."""
         self.number = number
         self.joined = tuple(readers)
         self.readers = {member: tuple(others) for member, others in readers.items()}
-        self.flights: dict[int, Flight] = {}
+        self.flights: dict[int, Broadcast] = {}
         self._backend = backend
         self._host = host
         self._deadline_seconds = deadline_seconds
@@ -80,7 +80,7 @@ class Epoch:
         self._group: ProcessGroup | None = None
         self._store, self._port = serve_store(host, deadline_seconds)
 
-    def is_of(self, readers: Mapping[Member, Sequence[Member]]) -> bool:
+    def is_of(self, readers: Mapping[GroupMember, Sequence[GroupMember]]) -> bool:
         return self.readers == {member: tuple(others) for member, others in readers.items()}
 
     def invite(self) -> None:
@@ -136,7 +136,7 @@ class Epoch:
     def send(self, index: int, buffer: torch.Tensor, condition: threading.Condition) -> None:
         """Begin to broadcast a bucket. Raises PeerError if the group is broken."""
         assert self._group is not None
-        self.flights[index] = Flight(self._group, buffer, condition)
+        self.flights[index] = Broadcast(self._group, buffer, condition)
 
     def error(self) -> WeightcastError | None:
         """How a broadcast has failed, if one has."""

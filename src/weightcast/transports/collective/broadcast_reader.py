@@ -1,6 +1,6 @@
 """A receiver's part in one group: a thread that connects to it and takes its broadcasts in order, two at a time.
 
-Invariants: it touches the receiver only through `Sink`, which ignores a stream that was left; it ends when its group
+Invariants: it touches the receiver only through `BucketSink`, which ignores a stream that was left; it ends when its group
 does, or at the next bucket after `leave`; a broadcast that nobody answers any more ends with the sender's side of it.
 """
 
@@ -22,7 +22,7 @@ from weightcast.transports.collective.slots import NUM_UNDER_WAY
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Target:
+class BucketTarget:
     """Where the next bucket of `num_bytes` payload bytes goes; `staging`: and to where in host memory from there."""
 
     index: int
@@ -36,28 +36,28 @@ class Target:
         return self.buffer if self.staging is None else self.staging
 
 
-class Sink(Protocol):
+class BucketSink(Protocol):
     """What a stream fills."""
 
-    def next_target(self, stream: Stream, *, wait: bool) -> Target | None:
+    def next_target(self, stream: BroadcastReader, *, wait: bool) -> BucketTarget | None:
         """Where the next bucket goes; None if none can be received now. With `wait` only once the stream was left."""
         ...
 
-    def on_received(self, stream: Stream, target: Target) -> None: ...
+    def on_received(self, stream: BroadcastReader, target: BucketTarget) -> None: ...
 
-    def on_broken(self, stream: Stream, error: WeightcastError, *, is_own: bool) -> None:
+    def on_broken(self, stream: BroadcastReader, error: WeightcastError, *, is_own: bool) -> None:
         """`is_own`: it is this receiver's own failure, and not the group's."""
         ...
 
 
-class Stream:
+class BroadcastReader:
     """Made when the sender invites to a group; `position` is the sink's own note of which target comes next."""
 
-    def __init__(self, sink: Sink, join: Join, backend: str, *, host: str, device: torch.device) -> None:
+    def __init__(self, sink: BucketSink, join: Join, backend: str, *, host: str, device: torch.device) -> None:
         self.epoch = join.epoch
         self.position = 0
         self.is_left = False
-        self.targets: tuple[Target, ...] = ()
+        self.targets: tuple[BucketTarget, ...] = ()
         """What broadcasts may be writing to, in order."""
         self._is_in_group = True
         self._sink = sink

@@ -16,20 +16,20 @@ import msgspec
 from weightcast.errors import PeerDiedError, UpdateAbortedError, WeightcastError
 from weightcast.links.publisher_end import Link, LinkListener
 from weightcast.transports.collective.records import (
-    Answer,
-    Ended,
+    AllReceived,
     FromReceiver,
-    Here,
+    HostIdentity,
     JoinFailed,
     Joining,
+    KeepAlive,
     Opened,
-    Waiting,
-    Whole,
+    Progress,
+    UpdateEnded,
 )
 
 
 @dataclasses.dataclass(eq=False)
-class Member:
+class GroupMember:
     """One receiver's connection and what it has told."""
 
     name: str
@@ -40,7 +40,7 @@ class Member:
     whole_update: int = 0
     joining: Joining = dataclasses.field(default_factory=lambda: Joining(epoch=0))
     join_failed: JoinFailed | None = None
-    answer: Answer | None = None
+    answer: Progress | None = None
 
     @property
     def engine(self) -> str:
@@ -57,7 +57,7 @@ class Member:
 
     def _take(self, message: Any) -> None:
         match message:
-            case Here():
+            case HostIdentity():
                 self.host = message.host
             case Opened():
                 self.declined = None
@@ -65,13 +65,13 @@ class Member:
                 self.joining, self.join_failed = message, None
             case JoinFailed():
                 self.join_failed = message
-            case Whole():
+            case AllReceived():
                 self.whole_update = message.update
-            case Ended(update=0):
+            case UpdateEnded(update=0):
                 self.declined = message.version
-            case Ended():
+            case UpdateEnded():
                 self.ended_update = message.update
-            case Answer():
+            case Progress():
                 self.answer = message
 
     def has_left(self, epoch: int) -> bool:
@@ -100,12 +100,12 @@ class Member:
         return None
 
 
-def tell(members: Iterable[Member], message: msgspec.Struct) -> None:
+def tell(members: Iterable[GroupMember], message: msgspec.Struct) -> None:
     for member in members:
         member.link.send(message)
 
 
-class Members:
+class GroupMembers:
     """Every receiver that has connected, by name."""
 
     def __init__(self, run: str, host: str, port: int, sign_seconds: float) -> None:
@@ -113,16 +113,16 @@ class Members:
         self.sign_seconds = sign_seconds
         self.listener = LinkListener(run, host=host, port=port, heartbeat_seconds=sign_seconds, messages=FromReceiver)
         self.condition: threading.Condition = self.listener.condition
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, GroupMember] = {}
 
-    def get(self, name: str) -> Member | None:
+    def get(self, name: str) -> GroupMember | None:
         """The member of that name, if it is connected now and has said where it is; with all that it has said."""
         links = self.listener.links(name)
         if not links:
             return None
         member = self._members.get(name)
         if member is None or member.link is not links[-1]:
-            member = self._members[name] = Member(name, links[-1])
+            member = self._members[name] = GroupMember(name, links[-1])
         member.hear()
         return member if member.host else None
 
@@ -131,9 +131,9 @@ class Members:
         member = self._members.get(name)
         return member is not None and bool(member.host) and not member.link.is_alive
 
-    def give_sign(self, members: Iterable[Member]) -> None:
+    def give_sign(self, members: Iterable[GroupMember]) -> None:
         """Tell them that the sender waits, and lives."""
-        tell((member for member in members if member.link.is_alive), Waiting())
+        tell((member for member in members if member.link.is_alive), KeepAlive())
 
     def close(self) -> None:
         self.listener.close()

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from weightcast.errors import PeerDiedError, PeerError, PeerTimeoutError, UpdateAbortedError, WeightcastError
-from weightcast.format.arena import Places
+from weightcast.format.arena import ArenaLayout
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.transports.collective.broadcast_group import Epoch
-from weightcast.transports.collective.members import Member, Members, tell
-from weightcast.transports.collective.records import Aborted, Ask, Begin, Connect
+from weightcast.transports.collective.broadcast_group import BroadcastGroup
+from weightcast.transports.collective.members import GroupMember, GroupMembers, tell
+from weightcast.transports.collective.records import BeginUpdate, Connect, ProgressQuestion, UpdateAborted
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +30,15 @@ _POLL_SECONDS = 0.002
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Update:
+class GroupUpdate:
     """The sender's update. `next` is the bucket to be sent next, `members` are those who still take it."""
 
     number: int
     version: WeightVersion
     manifest: Manifest
     staged: bool
-    places: Places
-    members: list[Member]
+    places: ArenaLayout
+    members: list[GroupMember]
     next: int = 0
     is_open: bool = True
     is_rewound: bool = False
@@ -53,10 +53,10 @@ class Update:
     def is_whole(self) -> bool:
         return self.next >= self.num_buckets
 
-    def readers(self) -> dict[Member, list[Member]]:
+    def readers(self) -> dict[GroupMember, list[GroupMember]]:
         """Who joins the group, and who reads along with each: staged, the other workers of an engine on its host."""
-        joined: dict[object, Member] = {}
-        readers: dict[Member, list[Member]] = {}
+        joined: dict[object, GroupMember] = {}
+        readers: dict[GroupMember, list[GroupMember]] = {}
         for member in sorted(self.members, key=lambda m: (m.engine, m.engine_rank)):
             first = joined.setdefault((member.engine, member.host) if self.staged else member, member)
             readers.setdefault(first, [])
@@ -65,14 +65,14 @@ class Update:
         return readers
 
 
-class Formation:
+class Membership:
     """The sender's group, kept from update to update. `failures` since the last `begin`."""
 
     def __init__(
-        self, members: Members, backend: str, host: str, *, device: torch.device, deadline_seconds: float
+        self, members: GroupMembers, backend: str, host: str, *, device: torch.device, deadline_seconds: float
     ) -> None:
         self.failures: dict[str, WeightcastError] = {}
-        self.epoch: Epoch | None = None
+        self.epoch: BroadcastGroup | None = None
         self.num_epochs = 0
         self.slots_are_lost = False
         """A broadcast of a group that was left may still be reading the slots."""
@@ -85,7 +85,7 @@ class Formation:
         self._sign_seconds = members.sign_seconds
         self._num_questions = 0
 
-    def connected(self, names: Sequence[str]) -> list[Member]:
+    def connected(self, names: Sequence[str]) -> list[GroupMember]:
         """The members of these names; waits for those that were never there, and notes who is missing."""
         end = time.monotonic() + self._deadline_seconds
 
@@ -105,7 +105,7 @@ class Formation:
                 self.failures[name] = PeerTimeoutError(f"{name} did not connect within {waited}", peer=name)
         return [member for member in found.values() if member is not None]
 
-    def form(self, update: Update) -> None:
+    def form(self, update: GroupUpdate) -> None:
         """Have a group of exactly the update's members, and tell them where the update goes on."""
         self._drop_lost(update)
         while update.members and not (self.epoch is not None and self.epoch.is_of(update.readers())):
@@ -119,7 +119,7 @@ class Formation:
         update.next = min(have) if update.next else 0
         if update.next > update.resumed_at:
             update.resumed_at, update.num_fruitless = update.next, 0
-        begin = Begin(
+        begin = BeginUpdate(
             epoch=epoch.number,
             update=update.number,
             version=update.version.number,
@@ -136,7 +136,7 @@ class Formation:
             self.slots_are_lost |= not epoch.is_quiet()
             epoch.close()
 
-    def recover(self, update: Update, *, is_late: bool) -> None:
+    def recover(self, update: GroupUpdate, *, is_late: bool) -> None:
         """Find out who was lost, and go on without them in a new group: `update.next` is what comes then."""
         num_before, error = len(update.members), self.epoch and self.epoch.error()
         self._find_lost(update, is_late=is_late)
@@ -146,7 +146,7 @@ class Formation:
         update.is_rewound = True
         self.form(update)
 
-    def is_in_trouble(self, update: Update) -> bool:
+    def is_in_trouble(self, update: GroupUpdate) -> bool:
         """Whether the group can't go on as it is."""
         epoch = self.epoch
         if epoch is not None and (epoch.error() is not None or any(m.has_left(epoch.number) for m in update.members)):
@@ -154,7 +154,12 @@ class Formation:
         return self._has_losses(update)
 
     def wait(
-        self, update: Update, is_done: Callable[[], bool], *, seconds: float | None = None, in_trouble: bool = False
+        self,
+        update: GroupUpdate,
+        is_done: Callable[[], bool],
+        *,
+        seconds: float | None = None,
+        in_trouble: bool = False,
     ) -> bool:
         """Wait until it is done or there is trouble; False at the deadline. `in_trouble`: wait for losses only."""
         end = time.monotonic() + (self._deadline_seconds if seconds is None else seconds)
@@ -176,11 +181,11 @@ class Formation:
 
     # --- one group ---
 
-    def _make_epoch(self, update: Update) -> None:
+    def _make_epoch(self, update: GroupUpdate) -> None:
         """Invite everybody; connect if all answer, else drop who does not."""
         self.num_epochs += 1
         try:
-            epoch = Epoch(self.num_epochs, self._backend, self._host, update.readers(), self._deadline_seconds)
+            epoch = BroadcastGroup(self.num_epochs, self._backend, self._host, update.readers(), self._deadline_seconds)
         except PeerError as exc:
             self._count_fruitless(update, exc)
             return
@@ -203,7 +208,7 @@ class Formation:
             if self.epoch is not epoch:
                 epoch.close()
 
-    def _have_answered(self, update: Update, members: Sequence[Member], epoch: int) -> bool:
+    def _have_answered(self, update: GroupUpdate, members: Sequence[GroupMember], epoch: int) -> bool:
         """Wait for answers to an invitation; drop who gives none. Whether everybody did."""
         self.wait(update, lambda: all(member.has_joined(epoch) or member.has_left(epoch) for member in members))
         self._drop_lost(update)
@@ -214,7 +219,7 @@ class Formation:
                 self._lose(update, member, error or self._timed_out(member, "answered no invitation to a group"))
         return not silent
 
-    def _blame_for_connecting(self, update: Update, epoch: Epoch) -> None:
+    def _blame_for_connecting(self, update: GroupUpdate, epoch: BroadcastGroup) -> None:
         """Who has died; else who could not connect: with a dead member nobody can."""
         num_before = len(update.members)
         self._drop_lost(update)
@@ -226,12 +231,12 @@ class Formation:
             late = PeerTimeoutError(f"no group within {self._deadline_seconds:g} s")
             self._count_fruitless(update, epoch.connect_error or late)
 
-    def _could_not_join(self, member: Member) -> PeerDiedError:
+    def _could_not_join(self, member: GroupMember) -> PeerDiedError:
         assert member.join_failed is not None
         text = f"{member.name} could not connect to the group: {member.join_failed.reason}"
         return PeerDiedError(text, peer=member.name)
 
-    def _count_fruitless(self, update: Update, cause: WeightcastError) -> None:
+    def _count_fruitless(self, update: GroupUpdate, cause: WeightcastError) -> None:
         update.num_fruitless += 1
         if update.num_fruitless > 1:
             for member in list(update.members):
@@ -239,10 +244,10 @@ class Formation:
 
     # --- losses ---
 
-    def _has_losses(self, update: Update) -> bool:
+    def _has_losses(self, update: GroupUpdate) -> bool:
         return any(m.loss(update.number, update.version.number) is not None for m in update.members)
 
-    def _drop_lost(self, update: Update) -> None:
+    def _drop_lost(self, update: GroupUpdate) -> None:
         """Note who has gone, or takes no more of it."""
         for member in update.members:
             member.hear()
@@ -250,7 +255,7 @@ class Formation:
         for member, loss in losses:
             self._lose(update, member, loss)
 
-    def _lose(self, update: Update, member: Member, error: WeightcastError) -> None:
+    def _lose(self, update: GroupUpdate, member: GroupMember, error: WeightcastError) -> None:
         logger.warning("%s", error)
         self.failures[member.name] = error
         if isinstance(error, PeerTimeoutError):
@@ -260,9 +265,9 @@ class Formation:
         for other in others:
             reason = f"{member.name}, of the same engine, was lost: {error}"
             self.failures.setdefault(other.name, UpdateAbortedError(reason))
-            tell([other], Aborted(update.number, reason))
+            tell([other], UpdateAborted(update.number, reason))
 
-    def _find_lost(self, update: Update, *, is_late: bool) -> None:
+    def _find_lost(self, update: GroupUpdate, *, is_late: bool) -> None:
         """Drop whoever has gone or left; if nobody has, whoever does not answer or holds the others up."""
         epoch = self.epoch
         has_left = epoch is not None and any(member.has_left(epoch.number) for member in update.members)
@@ -281,7 +286,7 @@ class Formation:
             if member in update.members:
                 self._lose(update, member, self._timed_out(member, "took no bucket"))
 
-    def _slow(self, update: Update, *, is_late: bool) -> list[Member]:
+    def _slow(self, update: GroupUpdate, *, is_late: bool) -> list[GroupMember]:
         """Ask all members how far they are: those that don't answer, else those that take none, else those behind.
 
         Being behind is no fault at first: gloo wakes neither end of a connection that broke in the middle of a message,
@@ -289,7 +294,7 @@ class Formation:
         """
         self._num_questions += 1
         question = self._num_questions
-        tell(update.members, Ask(question))
+        tell(update.members, ProgressQuestion(question))
         patience = min(_MAX_ANSWER_SECONDS, self._deadline_seconds)
         self.wait(
             update, lambda: all(m.has_answered(question) for m in update.members), seconds=patience, in_trouble=True
@@ -304,6 +309,6 @@ class Formation:
         furthest = max(answer.num_received for answer in answers.values())
         return [m for m, answer in answers.items() if answer.num_received < furthest]
 
-    def _timed_out(self, member: Member, what: str) -> PeerTimeoutError:
+    def _timed_out(self, member: GroupMember, what: str) -> PeerTimeoutError:
         text = f"{member.name} {what} for {self._deadline_seconds:g} s and was dropped"
         return PeerTimeoutError(text, peer=member.name)

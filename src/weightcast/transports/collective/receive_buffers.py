@@ -15,10 +15,10 @@ from weightcast.errors import PeerTimeoutError
 from weightcast.format.arena import place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.seams.transport import Receiver
-from weightcast.transports.collective.broadcast_reader import Stream, Target
+from weightcast.transports.collective.broadcast_reader import BroadcastReader, BucketTarget
 from weightcast.transports.collective.host_fanout import SharedMemory, read_along
-from weightcast.transports.collective.records import Begin
-from weightcast.transports.collective.slots import NUM_SLOTS, Memory
+from weightcast.transports.collective.records import BeginUpdate
+from weightcast.transports.collective.slots import NUM_SLOTS, ReceiveSlots
 
 READERS_PATIENCE = 10.0
 """A reader waits that many deadlines for the worker that receives: its own link says whether the publisher lives."""
@@ -26,13 +26,13 @@ _STREAM_END_SECONDS = 5.0
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Wanted:
+class WantedUpdate:
     """An update that the worker waits for; `begin` once the sender has begun it, in its latest form."""
 
     manifest: Manifest
     version: WeightVersion
     staged: bool
-    begin: Begin | None = None
+    begin: BeginUpdate | None = None
     num_received: int = 0
     num_taken: int = 0
     num_released: int = 0
@@ -47,7 +47,7 @@ class Wanted:
         return 0 if self.begin is None else self.begin.update
 
 
-class Supply:
+class ReceiveBuffers:
     """`reader` is set while another worker, or this one for others, receives into shared memory."""
 
     def __init__(self, run: str, peer: str, device: torch.device, deadline_seconds: float) -> None:
@@ -55,10 +55,10 @@ class Supply:
         self._run, self._peer = run, peer
         self._device = device
         self._deadline_seconds = deadline_seconds
-        self._memory: Memory | None = None
+        self._memory: ReceiveSlots | None = None
         self._shared: SharedMemory | None = None
         self._address = ""
-        self._left: list[Stream] = []
+        self._left: list[BroadcastReader] = []
 
     def prepare(self, manifest: Manifest, *, staged: bool) -> None:
         """Have memory for an update, unless it is shared. Raises InsufficientMemoryError."""
@@ -70,7 +70,7 @@ class Supply:
             self._memory.use(places)
             return
         self._memory = None
-        self._memory = Memory(manifest, staged=staged, device=self._device)
+        self._memory = ReceiveSlots(manifest, staged=staged, device=self._device)
 
     def buffer(self, index: int) -> torch.Tensor:
         """A bucket that has come in, in memory of our own."""
@@ -118,7 +118,9 @@ class Supply:
         """Whether others read along: then one bucket is received after the other."""
         return self._shared is not None
 
-    def target(self, update: int, manifest: Manifest, version: WeightVersion, index: int, *, is_here: bool) -> Target:
+    def target(
+        self, update: int, manifest: Manifest, version: WeightVersion, index: int, *, is_here: bool
+    ) -> BucketTarget:
         """Where bucket `index` is to be received. `is_here`: it is here already, and only passes by.
 
         Raises PeerError: somebody who reads along was lost, or a broadcast that was left does not end.
@@ -127,8 +129,8 @@ class Supply:
         buffer = None if is_here else self._place(update, manifest, version, index)
         if buffer is None or buffer.device != self._device:
             landing = torch.empty(num_bytes + 4096, dtype=torch.uint8, device=self._device)
-            return Target(index, landing, num_bytes, staging=buffer)
-        return Target(index, buffer, num_bytes)
+            return BucketTarget(index, landing, num_bytes, staging=buffer)
+        return BucketTarget(index, buffer, num_bytes)
 
     def _place(self, update: int, manifest: Manifest, version: WeightVersion, index: int) -> torch.Tensor | None:
         self._left = [stream for stream in self._left if not stream.has_ended(0)]
@@ -148,7 +150,7 @@ class Supply:
         if self._shared is not None:
             self._shared.deliver(index)
 
-    def leave(self, stream: Stream) -> None:
+    def leave(self, stream: BroadcastReader) -> None:
         """A broadcast of this stream may go on for a while."""
         self._left.append(stream)
 

@@ -21,25 +21,25 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import Hello
 from weightcast.host.memory import host_identity
 from weightcast.links.worker_end import WorkerLink
-from weightcast.seams.transport import Bucket, Receiver, Rereadable
-from weightcast.transports.collective.broadcast_reader import Stream, Target
-from weightcast.transports.collective.receive_buffers import Supply, Wanted
+from weightcast.seams.transport import Bucket, Receiver, RefetchesBucket
+from weightcast.transports.collective.broadcast_reader import BroadcastReader, BucketTarget
+from weightcast.transports.collective.receive_buffers import ReceiveBuffers, WantedUpdate
 from weightcast.transports.collective.records import (
     MAX_REASON_CHARACTERS,
-    Aborted,
-    Answer,
-    Ask,
-    Begin,
+    AllReceived,
+    BeginUpdate,
     Connect,
-    Ended,
-    Here,
+    HostIdentity,
     Join,
     JoinFailed,
     Joining,
     Opened,
+    Progress,
+    ProgressQuestion,
     ReadAlong,
     ToReceiver,
-    Whole,
+    UpdateAborted,
+    UpdateEnded,
     parse_address,
 )
 from weightcast.transports.collective.slots import NUM_SLOTS
@@ -51,7 +51,7 @@ _PATIENCE = 2.0
 
 
 class CollectiveReceiver:
-    """Implements `interfaces.Receiver`, and `collective_stream.Sink`.
+    """Implements `interfaces.Receiver`, and `collective_stream.BucketSink`.
 
     Memory: staged, the whole version, in host memory, once for all workers of the engine on this host; streaming, three
     buckets, on the GPU with NCCL. Besides, two buckets where they can't arrive in their place: staged with NCCL, and
@@ -69,11 +69,11 @@ class CollectiveReceiver:
         self._run = run
         self._deadline_seconds = deadline_seconds
         self._condition = threading.Condition()
-        self._supply = Supply(run, peer, self._device, deadline_seconds)
+        self._supply = ReceiveBuffers(run, peer, self._device, deadline_seconds)
         self._epoch = 0
-        self._wanted: Wanted | None = None
-        self._pending: Begin | None = None
-        self._stream: Stream | None = None
+        self._wanted: WantedUpdate | None = None
+        self._pending: BeginUpdate | None = None
+        self._stream: BroadcastReader | None = None
         self._ended = ""
         self._closed = False
         self._heard_at = 0.0
@@ -91,7 +91,7 @@ class CollectiveReceiver:
             messages=ToReceiver,
             connect_seconds=connect_seconds,
         )
-        self._tell(Here(host_identity()))
+        self._tell(HostIdentity(host_identity()))
         self._ready.set()
         try:
             # What is offered to this worker may be sent at once: by then the sender must know of it.
@@ -109,7 +109,7 @@ class CollectiveReceiver:
             self._require_connection()
             self._supply.prepare(manifest, staged=staged)
             self._heard_at = time.monotonic()
-            self._wanted = Wanted(manifest, version, staged)
+            self._wanted = WantedUpdate(manifest, version, staged)
             self._tell(Opened(version.number))
             self._match()
             self._condition.notify_all()
@@ -128,7 +128,7 @@ class CollectiveReceiver:
             reader = self._supply.reader
         yield from self._own_buckets(wanted) if reader is None else self._shared_buckets(wanted, reader)
 
-    def _own_buckets(self, wanted: Wanted) -> Iterator[Bucket]:
+    def _own_buckets(self, wanted: WantedUpdate) -> Iterator[Bucket]:
         while wanted.num_taken < wanted.num_buckets:
             with self._condition:
                 self._await(wanted, lambda: wanted.num_received > wanted.num_taken)
@@ -142,7 +142,7 @@ class CollectiveReceiver:
                 wanted.num_released = wanted.num_taken
                 self._condition.notify_all()
 
-    def _shared_buckets(self, wanted: Wanted, reader: Receiver) -> Iterator[Bucket]:
+    def _shared_buckets(self, wanted: WantedUpdate, reader: Receiver) -> Iterator[Bucket]:
         try:
             for bucket in reader:
                 wanted.num_taken += 1
@@ -160,7 +160,7 @@ class CollectiveReceiver:
     def reread(self, bucket: Bucket) -> bool:
         """With shared memory, what this worker wrote over a bucket is dropped; else every update arrives anew."""
         reader: object = self._supply.reader
-        return isinstance(reader, Rereadable) and reader.reread(bucket)
+        return isinstance(reader, RefetchesBucket) and reader.reread(bucket)
 
     def end(self) -> None:
         """Give the update up or be done with it; wakes an iteration, which raises UpdateAbortedError. Idempotent."""
@@ -169,7 +169,7 @@ class CollectiveReceiver:
             if wanted is None or self._closed:
                 return
             if wanted.num_received < wanted.num_buckets:
-                self._tell(Ended(wanted.version.number, wanted.update))
+                self._tell(UpdateEnded(wanted.version.number, wanted.update))
                 self._leave()
             if self._supply.reader is not None:
                 self._supply.reader.end()
@@ -210,12 +210,12 @@ class CollectiveReceiver:
                         self._stream.start()
                 case ReadAlong():
                     self._on_read_along(message)
-                case Begin():
+                case BeginUpdate():
                     self._pending = message
                     self._match()
-                case Aborted():
+                case UpdateAborted():
                     self._on_aborted(message)
-                case Ask():
+                case ProgressQuestion():
                     self._on_ask(message)
             self._condition.notify_all()
 
@@ -230,7 +230,7 @@ class CollectiveReceiver:
             self._tell(JoinFailed(join.epoch, str(exc)[:MAX_REASON_CHARACTERS]))
             return
         self._epoch = join.epoch
-        self._stream = Stream(self, join, self._backend, host=self._link.local_host, device=self._device)
+        self._stream = BroadcastReader(self, join, self._backend, host=self._link.local_host, device=self._device)
         update, num_received = (0, 0) if wanted is None else (wanted.update, wanted.num_received)
         self._tell(Joining(join.epoch, update, num_received, shared))
 
@@ -245,7 +245,7 @@ class CollectiveReceiver:
         self._epoch = other.epoch
         self._tell(Joining(other.epoch))
 
-    def _on_aborted(self, aborted: Aborted) -> None:
+    def _on_aborted(self, aborted: UpdateAborted) -> None:
         if self._pending is not None and self._pending.update == aborted.update:
             self._pending = None
         if self._wanted is not None and self._wanted.update == aborted.update:
@@ -254,12 +254,12 @@ class CollectiveReceiver:
                 self._supply.reader.end()
         self._leave()
 
-    def _on_ask(self, ask: Ask) -> None:
+    def _on_ask(self, ask: ProgressQuestion) -> None:
         wanted, stream = self._wanted, self._stream
         is_whole = wanted is not None and wanted.num_received == wanted.num_buckets
         is_waiting = stream is None or bool(stream.targets) or is_whole
         update, num_received = (0, 0) if wanted is None else (wanted.update, wanted.num_received)
-        self._tell(Answer(ask.question, update, num_received, is_waiting))
+        self._tell(Progress(ask.question, update, num_received, is_waiting))
 
     def _match(self) -> None:
         """Join what the sender has begun with what is wanted; what isn't wanted is declined at once."""
@@ -288,16 +288,16 @@ class CollectiveReceiver:
         if self._stream is not None:
             self._stream.position = begin.first
         if wanted.num_received == wanted.num_buckets:
-            self._tell(Whole(begin.update))
+            self._tell(AllReceived(begin.update))
 
-    def _decline(self, begin: Begin) -> None:
+    def _decline(self, begin: BeginUpdate) -> None:
         self._pending = None
-        self._tell(Ended(begin.version, begin.update))
+        self._tell(UpdateEnded(begin.version, begin.update))
         self._leave()
 
     # --- what the stream does, in its own thread ---
 
-    def next_target(self, stream: Stream, *, wait: bool) -> Target | None:
+    def next_target(self, stream: BroadcastReader, *, wait: bool) -> BucketTarget | None:
         with self._condition:
             if wait:
                 self._condition.wait_for(lambda: stream.is_left or self._has_room(stream))
@@ -310,7 +310,7 @@ class CollectiveReceiver:
             is_here = index < wanted.num_received
         return self._supply.target(wanted.update, wanted.manifest, wanted.version, index, is_here=is_here)
 
-    def _has_room(self, stream: Stream) -> bool:
+    def _has_room(self, stream: BroadcastReader) -> bool:
         wanted = self._wanted
         if wanted is None or wanted.begin is None or wanted.begin.epoch != stream.epoch:
             return False
@@ -318,7 +318,7 @@ class CollectiveReceiver:
             return False
         return wanted.staged or stream.position < wanted.num_released + NUM_SLOTS
 
-    def on_received(self, stream: Stream, target: Target) -> None:
+    def on_received(self, stream: BroadcastReader, target: BucketTarget) -> None:
         with self._condition:
             wanted = self._wanted
             if stream.is_left or wanted is None:
@@ -334,11 +334,11 @@ class CollectiveReceiver:
                 self._on_whole(wanted)
             self._condition.notify_all()
 
-    def _on_whole(self, wanted: Wanted) -> None:
+    def _on_whole(self, wanted: WantedUpdate) -> None:
         wanted.num_received = wanted.num_buckets
-        self._tell(Whole(wanted.update))
+        self._tell(AllReceived(wanted.update))
 
-    def on_broken(self, stream: Stream, error: WeightcastError, *, is_own: bool = False) -> None:
+    def on_broken(self, stream: BroadcastReader, error: WeightcastError, *, is_own: bool = False) -> None:
         with self._condition:
             if not stream.is_left:
                 # The sender finds out who was lost, and invites to another group.
@@ -356,7 +356,7 @@ class CollectiveReceiver:
 
     # --- waiting ---
 
-    def _await(self, wanted: Wanted, is_done: Callable[[], bool]) -> None:
+    def _await(self, wanted: WantedUpdate, is_done: Callable[[], bool]) -> None:
         """Wait until it is done. Raises whatever ends the update, PeerTimeoutError if nothing is heard."""
         start = time.monotonic()
         while True:
@@ -369,7 +369,7 @@ class CollectiveReceiver:
                 raise PeerTimeoutError(f"nothing was heard of the publisher for {patience:g} s", peer=_PUBLISHER)
             self._condition.wait(remaining)
 
-    def _check_live(self, wanted: Wanted) -> None:
+    def _check_live(self, wanted: WantedUpdate) -> None:
         self._require_open()
         if self._wanted is not wanted:
             raise UpdateAbortedError(f"version {wanted.version.number} was ended on this side")

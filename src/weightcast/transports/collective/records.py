@@ -53,7 +53,7 @@ class ReadAlong(msgspec.Struct, frozen=True, tag="read_along", tag_field="kind")
     address: ShortText
 
 
-class Begin(msgspec.Struct, frozen=True, tag="begin", tag_field="kind"):
+class BeginUpdate(msgspec.Struct, frozen=True, tag="begin", tag_field="kind"):
     """From now on group `epoch` is sent the buckets of a version, from bucket `first` on.
 
     The same `update` again, after another `Join`: it goes on there; buckets that a receiver has are sent once more.
@@ -67,30 +67,32 @@ class Begin(msgspec.Struct, frozen=True, tag="begin", tag_field="kind"):
     first: Index = 0
 
 
-class Aborted(msgspec.Struct, frozen=True, tag="aborted", tag_field="kind"):
+class UpdateAborted(msgspec.Struct, frozen=True, tag="aborted", tag_field="kind"):
     """The update is over; its group is being closed."""
 
     update: Index
     reason: ShortText
 
 
-class Waiting(msgspec.Struct, frozen=True, tag="waiting", tag_field="kind"):
+class KeepAlive(msgspec.Struct, frozen=True, tag="waiting", tag_field="kind"):
     """The sender waits for somebody, and lives."""
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask", tag_field="kind"):
+class ProgressQuestion(msgspec.Struct, frozen=True, tag="ask", tag_field="kind"):
     """How far are you?"""
 
     question: Index
 
 
-ToReceiver: TypeAlias = Heartbeat | Join | Connect | ReadAlong | Begin | Aborted | Waiting | Ask
+ToReceiver: TypeAlias = (
+    Heartbeat | Join | Connect | ReadAlong | BeginUpdate | UpdateAborted | KeepAlive | ProgressQuestion
+)
 
 
 # --- receiver -> sender -----------------------------------------------------------------------
 
 
-class Here(msgspec.Struct, frozen=True, tag="here", tag_field="kind"):
+class HostIdentity(msgspec.Struct, frozen=True, tag="here", tag_field="kind"):
     """The first after the hello. Receivers of equal `host` can share memory."""
 
     host: ShortText
@@ -122,21 +124,21 @@ class JoinFailed(msgspec.Struct, frozen=True, tag="join_failed", tag_field="kind
     is_own: bool = False
 
 
-class Whole(msgspec.Struct, frozen=True, tag="whole", tag_field="kind"):
+class AllReceived(msgspec.Struct, frozen=True, tag="whole", tag_field="kind"):
     """Every bucket of `update` has arrived here."""
 
     update: Index
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="kind"):
+class UpdateEnded(msgspec.Struct, frozen=True, tag="ended", tag_field="kind"):
     """The receiver takes no more of `update`, or of a `version` that it had opened and that has not begun (0)."""
 
     version: VersionNumber
     update: Index
 
 
-class Answer(msgspec.Struct, frozen=True, tag="answer", tag_field="kind"):
-    """To `Ask`. `is_waiting`: it waits for its next bucket, and is not itself what the others wait for."""
+class Progress(msgspec.Struct, frozen=True, tag="answer", tag_field="kind"):
+    """To `ProgressQuestion`. `is_waiting`: it waits for its next bucket, and is not itself what the others wait for."""
 
     question: Index
     update: Index
@@ -144,7 +146,7 @@ class Answer(msgspec.Struct, frozen=True, tag="answer", tag_field="kind"):
     is_waiting: bool
 
 
-FromReceiver: TypeAlias = Hello | Here | Opened | Joining | JoinFailed | Whole | Ended | Answer
+FromReceiver: TypeAlias = Hello | HostIdentity | Opened | Joining | JoinFailed | AllReceived | UpdateEnded | Progress
 
 
 # --- addresses --------------------------------------------------------------------------------

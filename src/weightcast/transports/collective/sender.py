@@ -16,10 +16,10 @@ from weightcast.errors import ClosedError, PeerError, UnsupportedError, UpdateAb
 from weightcast.format.arena import Buffers, place
 from weightcast.format.bucket import TRAILER_BYTES
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.transports.collective.broadcast_group import Epoch
-from weightcast.transports.collective.members import Members, tell
-from weightcast.transports.collective.membership import Formation, Update
-from weightcast.transports.collective.records import MAX_REASON_CHARACTERS, Aborted, Address, parse_endpoint
+from weightcast.transports.collective.broadcast_group import BroadcastGroup
+from weightcast.transports.collective.members import GroupMembers, tell
+from weightcast.transports.collective.membership import GroupUpdate, Membership
+from weightcast.transports.collective.records import MAX_REASON_CHARACTERS, Address, UpdateAborted, parse_endpoint
 
 _NUM_SLOTS = 2
 _SIGNS_PER_DEADLINE = 4
@@ -51,12 +51,12 @@ class CollectiveSender:
         self._members = _listen(url, run, host, port, sign_seconds)
         listener = self._members.listener
         self.address = Address(backend, host, listener.port, listener.secret).url
-        self._formation = Formation(
+        self._formation = Membership(
             self._members, backend, host, device=self._device, deadline_seconds=deadline_seconds
         )
         self._slots: Buffers | None = None
         self._slots_bytes = 0
-        self._update: Update | None = None
+        self._update: GroupUpdate | None = None
         self._num_updates = 0
         self._closed = False
         process_group.close_at_exit(self)
@@ -79,7 +79,7 @@ class CollectiveSender:
         self._num_updates += 1
         places = place(manifest, num_slots=_NUM_SLOTS, staged=False)
         members = self._formation.connected(peers)
-        self._update = update = Update(self._num_updates, version, manifest, staged, places, members)
+        self._update = update = GroupUpdate(self._num_updates, version, manifest, staged, places, members)
         self._formation.form(update)
         self._prepare_slots(update)
 
@@ -105,7 +105,7 @@ class CollectiveSender:
         update.is_rewound = False
         return update.next
 
-    def _send(self, update: Update, index: int) -> None:
+    def _send(self, update: GroupUpdate, index: int) -> None:
         epoch, is_late = self._formation.epoch, False
         assert epoch is not None
         try:
@@ -121,7 +121,7 @@ class CollectiveSender:
         elif update.is_whole:
             epoch.land()
 
-    def _recover(self, update: Update, *, is_late: bool) -> None:
+    def _recover(self, update: GroupUpdate, *, is_late: bool) -> None:
         self._formation.recover(update, is_late=is_late)
         self._prepare_slots(update)
 
@@ -132,7 +132,7 @@ class CollectiveSender:
             return
         update.is_open = False
         if not update.is_whole and update.members:
-            tell(update.members, Aborted(update.number, reason[:MAX_REASON_CHARACTERS]))
+            tell(update.members, UpdateAborted(update.number, reason[:MAX_REASON_CHARACTERS]))
             self._formation.leave()
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class CollectiveSender:
 
     # --- slots ---
 
-    def _prepare_slots(self, update: Update) -> None:
+    def _prepare_slots(self, update: GroupUpdate) -> None:
         places, formation = update.places, self._formation
         if self._slots is None or formation.slots_are_lost or self._slots_bytes < places.size_bytes:
             formation.slots_are_lost = False
@@ -156,7 +156,7 @@ class CollectiveSender:
         else:
             self._slots.forget_above(len(places.slots))
 
-    def _slot(self, update: Update, index: int) -> torch.Tensor:
+    def _slot(self, update: GroupUpdate, index: int) -> torch.Tensor:
         assert self._slots is not None
         return self._slots.get(index, update.places.offsets[index], update.places.sizes_bytes[index])
 
@@ -164,7 +164,7 @@ class CollectiveSender:
         if self._closed:
             raise ClosedError("this sender was closed")
 
-    def _require_update(self, index: int) -> Update:
+    def _require_update(self, index: int) -> GroupUpdate:
         self._require_open()
         update = self._update
         if update is None or not update.is_open:
@@ -174,14 +174,14 @@ class CollectiveSender:
         return update
 
 
-def _is_over(update: Update, epoch: Epoch) -> bool:
+def _is_over(update: GroupUpdate, epoch: BroadcastGroup) -> bool:
     """Whether everybody has everything, and no broadcast is under way."""
     return epoch.is_quiet() and all(member.whole_update == update.number for member in update.members)
 
 
-def _listen(url: str, run: str, host: str, port: int, sign_seconds: float) -> Members:
+def _listen(url: str, run: str, host: str, port: int, sign_seconds: float) -> GroupMembers:
     try:
-        return Members(run, host, port, sign_seconds)
+        return GroupMembers(run, host, port, sign_seconds)
     except OSError as exc:
         what = f"{url!r} can't be listened at: {exc.strerror}; write an address of this host and a free port, or 0"
         raise OSError(exc.errno, what) from exc

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from weightcast.errors import InsufficientMemoryError
-from weightcast.format.arena import Buffers, Places, place
+from weightcast.format.arena import ArenaLayout, Buffers, place
 from weightcast.format.manifest import Manifest
 from weightcast.host import memory as host_memory
 
@@ -19,7 +19,7 @@ NUM_SLOTS = 1 + NUM_UNDER_WAY
 """Streaming: one that is read, and those that arrive."""
 
 
-class Memory:
+class ReceiveSlots:
     """Costs `size_bytes`: staged, the whole version in host memory; streaming, `NUM_SLOTS` buckets on `device`."""
 
     def __init__(self, manifest: Manifest, *, staged: bool, device: torch.device) -> None:
@@ -30,10 +30,10 @@ class Memory:
         self._buffers = Buffers(_allocate(self.size_bytes, self.device))
         self._replaced: dict[int, torch.Tensor] = {}
 
-    def fits(self, places: Places, device: torch.device) -> bool:
+    def fits(self, places: ArenaLayout, device: torch.device) -> bool:
         return self.device == device and self.size_bytes >= places.size_bytes and not self._replaced
 
-    def use(self, places: Places) -> None:
+    def use(self, places: ArenaLayout) -> None:
         """Lay it out for another manifest."""
         self.places = places
         self._buffers.forget_above(len(places.slots))

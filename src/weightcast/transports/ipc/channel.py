@@ -21,7 +21,7 @@ from weightcast.errors import ManifestError, PeerDiedError, PeerTimeoutError, fr
 from weightcast.format.manifest import decode, encode
 from weightcast.host.fork import close_in_child
 from weightcast.links.worker_end import check_same_user
-from weightcast.transports.ipc.records import MAX_RECORD_BYTES, Hello, Refused, ToReceiver, Welcome
+from weightcast.transports.ipc.records import MAX_RECORD_BYTES, IpcHello, Refused, ToReceiver, Welcome
 
 SCHEME = "ipc://"
 PUBLISHER = "trainer"
@@ -115,7 +115,7 @@ def _close_all(descriptors: list[int]) -> None:
             os.close(descriptor)
 
 
-def connect(url: str, hello: Hello, deadline_seconds: float) -> Channel:
+def connect(url: str, hello: IpcHello, deadline_seconds: float) -> Channel:
     """Connect to a sender's address and be welcomed. Raises PeerDiedError, PeerTimeoutError or what it refuses with."""
     name = url.removeprefix(SCHEME)
     if not url.startswith(SCHEME) or not name.startswith("@"):

@@ -19,7 +19,7 @@ from weightcast.errors import ManifestError, RefusedError, StaleVersionError, Un
 from weightcast.format.manifest import PROTOCOL
 from weightcast.links.worker_end import check_same_user
 from weightcast.transports.ipc.channel import SCHEME, Channel, adopt, packet_socket
-from weightcast.transports.ipc.records import Hello, Refused, ToSender, Welcome
+from weightcast.transports.ipc.records import IpcHello, Refused, ToSender, Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class Listener:
             channel.send(Refused(to_record(refusal)))
             channel.close()
             return
-        assert isinstance(record, Hello)
+        assert isinstance(record, IpcHello)
         with self._lock:
             # Under the lock, so that whoever has been welcomed is among the arrivals.
             channel.send(Welcome())
@@ -143,7 +143,7 @@ class Listener:
             os.eventfd_write(self.arrived, 1)
 
     def _refusal(self, record: object) -> RefusedError | None:
-        if not isinstance(record, Hello):
+        if not isinstance(record, IpcHello):
             return UnsupportedError(f"the first record must be a hello, not {type(record).__name__}")
         if record.protocol != PROTOCOL:
             return UnsupportedError(f"protocol {record.protocol} was offered, {PROTOCOL} is spoken: update one end")

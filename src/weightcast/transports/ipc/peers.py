@@ -19,14 +19,14 @@ import msgspec
 from weightcast.errors import ManifestError, PeerDiedError, PeerTimeoutError, WeightcastError
 from weightcast.transports.ipc.channel import Channel
 from weightcast.transports.ipc.listener import Listener
-from weightcast.transports.ipc.records import ToSender, Waiting
+from weightcast.transports.ipc.records import IpcWaiting, ToSender
 
 _SIGNS_PER_DEADLINE = 4
 _MAX_SIGN_SECONDS = 10.0
 """Well under a receiver's own deadline, however patient the sender is."""
 
 
-class Watcher(Protocol):
+class PeerObserver(Protocol):
     """What is told of the peers; neither call may wait."""
 
     def on_record(self, name: str, record: Any) -> None: ...
@@ -41,10 +41,10 @@ class _Peer:
     generation: int = -1
 
 
-class Peers:
+class IpcPeers:
     """All connected receivers, by name. `waiting` are those to be told that the sender is alive."""
 
-    def __init__(self, listener: Listener, watcher: Watcher, deadline_seconds: float) -> None:
+    def __init__(self, listener: Listener, watcher: PeerObserver, deadline_seconds: float) -> None:
         self.waiting: Iterable[str] = ()
         self._listener = listener
         self._watcher = watcher
@@ -177,7 +177,7 @@ class Peers:
         for name in list(self.waiting):
             # No room, or gone: noticed where something is waited for.
             with contextlib.suppress(EOFError, KeyError):
-                self._peers[name].channel.send(Waiting())
+                self._peers[name].channel.send(IpcWaiting())
 
     def _timed_out(self, name: str, what: str) -> PeerTimeoutError:
         return PeerTimeoutError(f"{name} {what} for {self._deadline_seconds:g} s and was dropped", peer=name)

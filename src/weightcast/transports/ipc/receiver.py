@@ -35,13 +35,13 @@ from weightcast.transports.ipc.channel import PUBLISHER, connect
 from weightcast.transports.ipc.cuda import MappedCudaArena
 from weightcast.transports.ipc.devices import choose
 from weightcast.transports.ipc.records import (
-    Aborted,
-    Begin,
+    Awaiting,
+    BucketReady,
     CudaArena,
-    Ended,
-    Hello,
-    Joined,
-    Ready,
+    IpcAborted,
+    IpcBegin,
+    IpcEnded,
+    IpcHello,
     Released,
     SharedArena,
     ToReceiver,
@@ -57,14 +57,14 @@ _CONNECT_SECONDS = 15.0
 class _Incoming:
     """An update that the sender has begun, as far as it has told of it. `is_over`: this end has done with it."""
 
-    begin: Begin
-    ready: collections.deque[tuple[Ready, _Arena]] = dataclasses.field(default_factory=collections.deque)
+    begin: IpcBegin
+    ready: collections.deque[tuple[BucketReady, _Arena]] = dataclasses.field(default_factory=collections.deque)
     aborted: str | None = None
     is_over: bool = False
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Wanted:
+class _IpcUpdate:
     """An update that the worker waits for."""
 
     manifest: Manifest
@@ -90,13 +90,13 @@ class IpcReceiver:
         self._num_waiting = 0
         self._arena: _Arena | None = None
         self._incoming: _Incoming | None = None
-        self._wanted: _Wanted | None = None
+        self._wanted: _IpcUpdate | None = None
         self._ended = ""
         self._closed = False
         self._heard_at = 0.0
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
-            self._channel = connect(choose(url), Hello(run, peer), min(deadline_seconds, _CONNECT_SECONDS))
+            self._channel = connect(choose(url), IpcHello(run, peer), min(deadline_seconds, _CONNECT_SECONDS))
         except BaseException:
             os.close(self._wake)
             raise
@@ -116,8 +116,8 @@ class IpcReceiver:
             self._heard_at = time.monotonic()
             self._listen()
             self._require_connection()
-            self._wanted = _Wanted(manifest, version, staged)
-            self._tell(Joined(version.number))
+            self._wanted = _IpcUpdate(manifest, version, staged)
+            self._tell(Awaiting(version.number))
             self._match()
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -155,7 +155,7 @@ class IpcReceiver:
             if self._arena is not None and not wanted.is_whole:
                 self._reset(self._arena)
             if wanted.incoming is None:
-                self._tell(Ended(wanted.version.number, 0))
+                self._tell(IpcEnded(wanted.version.number, 0))
             else:
                 self._be_done(wanted.incoming)
 
@@ -178,19 +178,19 @@ class IpcReceiver:
 
     # --- waiting ---
 
-    def _next(self, wanted: _Wanted) -> tuple[Ready, _Arena]:
+    def _next(self, wanted: _IpcUpdate) -> tuple[BucketReady, _Arena]:
         with self._lock:
             start = time.monotonic()
             while (found := self._poll(wanted)) is None:
                 self._wait(self._end_of_patience(wanted, start))
         return found
 
-    def _poll(self, wanted: _Wanted) -> tuple[Ready, _Arena] | None:
+    def _poll(self, wanted: _IpcUpdate) -> tuple[BucketReady, _Arena] | None:
         self._check_live(wanted)
         incoming = wanted.incoming
         return incoming.ready.popleft() if incoming is not None and incoming.ready else None
 
-    def _check_live(self, wanted: _Wanted) -> None:
+    def _check_live(self, wanted: _IpcUpdate) -> None:
         """Hear what there is to hear. Raises if the update is over for any reason."""
         with self._lock:
             self._require_open()
@@ -201,7 +201,7 @@ class IpcReceiver:
                 raise UpdateAbortedError(wanted.incoming.aborted)
             self._require_connection()
 
-    def _end_of_patience(self, wanted: _Wanted, start: float) -> float:
+    def _end_of_patience(self, wanted: _IpcUpdate, start: float) -> float:
         # Before an update begins the sender may itself wait for somebody else, up to its deadline.
         patience = self._deadline_seconds * (2 if wanted.incoming is None else 1)
         end = max(start, self._heard_at) + patience
@@ -252,16 +252,16 @@ class IpcReceiver:
                 self._set_arena(MappedSharedArena(record, descriptor))
             case CudaArena():
                 self._set_arena(MappedCudaArena(record))
-            case Begin():
+            case IpcBegin():
                 self._on_begin(record)
-            case Ready() | Aborted():
+            case BucketReady() | IpcAborted():
                 self._on_progress(record)
 
-    def _on_progress(self, record: Ready | Aborted) -> None:
+    def _on_progress(self, record: BucketReady | IpcAborted) -> None:
         incoming, arena = self._incoming, self._arena
         if incoming is None or incoming.is_over or incoming.begin.update != record.update:
             return
-        if isinstance(record, Aborted):
+        if isinstance(record, IpcAborted):
             incoming.aborted = record.reason
             return
         if arena is None or record.generation != arena.generation:
@@ -269,7 +269,7 @@ class IpcReceiver:
         # With its arena: the sender may announce a new one before this bucket's turn.
         incoming.ready.append((record, arena))
 
-    def _on_begin(self, begin: Begin) -> None:
+    def _on_begin(self, begin: IpcBegin) -> None:
         former, self._incoming = self._incoming, _Incoming(begin)
         wanted = self._wanted
         if wanted is not None and wanted.incoming is former and not wanted.num_taken:
@@ -304,7 +304,7 @@ class IpcReceiver:
         except WeightcastError as exc:
             self._give_up(f"it was disconnected: {exc}")
 
-    def _take(self, wanted: _Wanted, ready: Ready, arena: _Arena) -> Bucket:
+    def _take(self, wanted: _IpcUpdate, ready: BucketReady, arena: _Arena) -> Bucket:
         """Find the bytes that a record speaks of. Raises ManifestError if they aren't the next bucket's."""
         index = wanted.num_taken
         size_bytes = buffer_size_bytes(wanted.manifest, index)
@@ -318,7 +318,7 @@ class IpcReceiver:
         wanted.num_taken += 1
         return Bucket(index, arena.buffers.get(index, ready.offset_bytes, size_bytes))
 
-    def _release(self, wanted: _Wanted, ready: Ready) -> None:
+    def _release(self, wanted: _IpcUpdate, ready: BucketReady) -> None:
         with self._lock:
             if self._wanted is wanted:
                 self._tell(Released(ready.version, ready.update, ready.generation, ready.index))
@@ -327,7 +327,7 @@ class IpcReceiver:
         if not incoming.is_over:
             incoming.is_over = True
             incoming.ready.clear()
-            self._tell(Ended(incoming.begin.version, incoming.begin.update))
+            self._tell(IpcEnded(incoming.begin.version, incoming.begin.update))
 
     def _tell(self, record: msgspec.Struct) -> None:
         if self._ended:

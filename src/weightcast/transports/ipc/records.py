@@ -22,7 +22,7 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 Handle = Annotated[str, msgspec.Meta(max_length=1 << 15)]
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello", tag_field="kind"):
+class IpcHello(msgspec.Struct, frozen=True, tag="hello", tag_field="kind"):
     """Receiver to sender, its first record: who it is, and which publisher it means."""
 
     run: RunId
@@ -30,7 +30,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", tag_field="kind"):
     protocol: int = PROTOCOL
 
 
-class Joined(msgspec.Struct, frozen=True, tag="joined", tag_field="kind"):
+class Awaiting(msgspec.Struct, frozen=True, tag="joined", tag_field="kind"):
     """Receiver to sender: it waits for this version."""
 
     version: VersionNumber
@@ -45,14 +45,14 @@ class Released(msgspec.Struct, frozen=True, tag="released", tag_field="kind"):
     index: Count
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="kind"):
+class IpcEnded(msgspec.Struct, frozen=True, tag="ended", tag_field="kind"):
     """Receiver to sender: it has done with every bucket of an update. `update` is 0 if it saw no Begin of it."""
 
     version: VersionNumber
     update: Count
 
 
-ToSender: TypeAlias = Hello | Joined | Released | Ended
+ToSender: TypeAlias = IpcHello | Awaiting | Released | IpcEnded
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", tag_field="kind"):
@@ -90,7 +90,7 @@ class CudaArena(msgspec.Struct, frozen=True, tag="cuda_arena", tag_field="kind")
     event_sync_required: bool
 
 
-class Begin(msgspec.Struct, frozen=True, tag="begin", tag_field="kind"):
+class IpcBegin(msgspec.Struct, frozen=True, tag="begin", tag_field="kind"):
     """Sender to receiver: an update that it takes part in."""
 
     version: VersionNumber
@@ -99,7 +99,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin", tag_field="kind"):
     num_buckets: Count
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="kind"):
+class BucketReady(msgspec.Struct, frozen=True, tag="ready", tag_field="kind"):
     """Sender to receiver: a bucket is whole. `event`: base64 handle of the CUDA event that says so, or empty."""
 
     version: VersionNumber
@@ -110,11 +110,11 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="kind"):
     event: Handle = ""
 
 
-class Waiting(msgspec.Struct, frozen=True, tag="waiting", tag_field="kind"):
+class IpcWaiting(msgspec.Struct, frozen=True, tag="waiting", tag_field="kind"):
     """Sender to receiver: it is alive and waits for somebody else."""
 
 
-class Aborted(msgspec.Struct, frozen=True, tag="aborted", tag_field="kind"):
+class IpcAborted(msgspec.Struct, frozen=True, tag="aborted", tag_field="kind"):
     """Sender to receiver: the update was given up."""
 
     version: VersionNumber
@@ -122,4 +122,4 @@ class Aborted(msgspec.Struct, frozen=True, tag="aborted", tag_field="kind"):
     reason: ShortText
 
 
-ToReceiver: TypeAlias = Welcome | Refused | SharedArena | CudaArena | Begin | Ready | Waiting | Aborted
+ToReceiver: TypeAlias = Welcome | Refused | SharedArena | CudaArena | IpcBegin | BucketReady | IpcWaiting | IpcAborted

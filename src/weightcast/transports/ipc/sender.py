@@ -16,25 +16,33 @@ from typing import Any
 import torch
 
 from weightcast.errors import ClosedError, PeerDiedError, PeerTimeoutError, UpdateAbortedError, WeightcastError
-from weightcast.format.arena import Places, place
+from weightcast.format.arena import ArenaLayout, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.transports.ipc.arena import OwnedSharedArena
 from weightcast.transports.ipc.channel import SCHEME
 from weightcast.transports.ipc.cuda import OwnedCudaArena
 from weightcast.transports.ipc.listener import Listener
-from weightcast.transports.ipc.peers import Peers
-from weightcast.transports.ipc.records import MAX_REASON_CHARACTERS, Aborted, Begin, Ended, Joined, Ready, Released
+from weightcast.transports.ipc.peers import IpcPeers
+from weightcast.transports.ipc.records import (
+    MAX_REASON_CHARACTERS,
+    Awaiting,
+    BucketReady,
+    IpcAborted,
+    IpcBegin,
+    IpcEnded,
+    Released,
+)
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True)
-class _Update:
+class _OpenUpdate:
     """The update in progress, or the last one, whose buckets may still be held."""
 
     number: int
     version: WeightVersion
-    places: Places
+    places: ArenaLayout
     device: torch.device
     peers: set[str]
     num_sent: int = 0
@@ -73,14 +81,14 @@ class IpcSender:
         self._generation = 0
         self._readers: dict[int, set[str]] = {}
         self._lost_slots: set[int] = set()
-        self._update: _Update | None = None
+        self._update: _OpenUpdate | None = None
         self._num_updates = 0
         self._failures: dict[str, WeightcastError] = {}
         self._declined: dict[str, int] = {}
         self._closed = False
         listener = Listener(run)
         self.address = listener.address
-        self._peers = Peers(listener, self, deadline_seconds)
+        self._peers = IpcPeers(listener, self, deadline_seconds)
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]:
@@ -119,13 +127,13 @@ class IpcSender:
         self._begin(version, places, device, [name for name in peers if name not in self._failures], staged)
 
     def _begin(
-        self, version: WeightVersion, places: Places, device: torch.device, names: Sequence[str], staged: bool
+        self, version: WeightVersion, places: ArenaLayout, device: torch.device, names: Sequence[str], staged: bool
     ) -> None:
         self._num_updates += 1
-        self._update = update = _Update(self._num_updates, version, places, device, set(names))
+        self._update = update = _OpenUpdate(self._num_updates, version, places, device, set(names))
         self._peers.waiting = update.peers
         for name in names:
-            self._peers.post(name, Begin(version.number, update.number, staged, len(places.slots)))
+            self._peers.post(name, IpcBegin(version.number, update.number, staged, len(places.slots)))
 
     def buffer(self, index: int) -> torch.Tensor:
         """Where bucket `index`, the next one, is to be packed. Waits until its slot is free."""
@@ -144,7 +152,7 @@ class IpcSender:
         arena, slot = self._arena, update.places.slots[index]
         assert arena is not None
         offset_bytes, event = update.places.offsets[index], arena.mark_ready(slot)
-        ready = Ready(update.version.number, update.number, arena.generation, index, offset_bytes, event)
+        ready = BucketReady(update.version.number, update.number, arena.generation, index, offset_bytes, event)
         update.num_sent += 1
         for name in sorted(update.peers):
             if self._peers.generation(name) != arena.generation:
@@ -163,7 +171,7 @@ class IpcSender:
             return
         self._peers.pump(0)
         update.is_open = False
-        aborted = Aborted(update.version.number, update.number, reason[:MAX_REASON_CHARACTERS])
+        aborted = IpcAborted(update.version.number, update.number, reason[:MAX_REASON_CHARACTERS])
         for name in sorted(update.peers):
             self._peers.post_now(name, aborted)
         update.peers.clear()
@@ -184,23 +192,23 @@ class IpcSender:
     def on_record(self, name: str, record: Any) -> None:
         update = self._update
         match record:
-            case Joined():
+            case Awaiting():
                 self._declined.pop(name, None)
-            case Ended(update=0):
+            case IpcEnded(update=0):
                 self._declined[name] = record.version
                 if update is not None and update.version.number == record.version:
                     self._on_ended(name, update)
-            case Ended() if update is not None and record.update == update.number:
+            case IpcEnded() if update is not None and record.update == update.number:
                 self._on_ended(name, update)
             case Released() if update is not None and record.update == update.number:
                 if self._arena is not None and record.generation == self._arena.generation:
                     self._on_released(name, update, record.index)
 
-    def _on_released(self, name: str, update: _Update, index: int) -> None:
+    def _on_released(self, name: str, update: _OpenUpdate, index: int) -> None:
         if index < len(update.places.slots):
             self._readers.get(update.places.slots[index], set()).discard(name)
 
-    def _on_ended(self, name: str, update: _Update) -> None:
+    def _on_ended(self, name: str, update: _OpenUpdate) -> None:
         self._forget_reader(name)
         if name in update.peers and not update.is_whole:
             self._failures[name] = _left(name, update)
@@ -246,7 +254,7 @@ class IpcSender:
 
     # --- the arena ---
 
-    def _prepare_arena(self, places: Places, device: torch.device) -> None:
+    def _prepare_arena(self, places: ArenaLayout, device: torch.device) -> None:
         arena, needed = self._arena, places.size_bytes
         self._readers.clear()
         if arena is not None and not self._lost_slots and arena.device == device and arena.size_bytes >= needed:
@@ -271,7 +279,7 @@ class IpcSender:
         if self._closed:
             raise ClosedError("this sender was closed")
 
-    def _require_update(self, index: int) -> _Update:
+    def _require_update(self, index: int) -> _OpenUpdate:
         self._require_open()
         update = self._update
         if update is None or not update.is_open:
@@ -281,6 +289,6 @@ class IpcSender:
         return update
 
 
-def _left(name: str, update: _Update) -> UpdateAbortedError:
+def _left(name: str, update: _OpenUpdate) -> UpdateAbortedError:
     num_buckets = len(update.places.slots)
     return UpdateAbortedError(f"{name} left the update after {update.num_sent} of {num_buckets} buckets were sent")

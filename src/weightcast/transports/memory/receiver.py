@@ -22,20 +22,20 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.seams.transport import Bucket
-from weightcast.transports.memory.sender import SCHEME, Update, senders
+from weightcast.transports.memory.sender import SCHEME, SentUpdate, senders
 
 _PUBLISHER = "trainer"
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Wanted:
+class _MemoryUpdate:
     """An update that the worker waits for."""
 
     manifest: Manifest
     version: WeightVersion
     staged: bool
     num_taken: int = 0
-    update: Update | None = None
+    update: SentUpdate | None = None
 
 
 class MemoryReceiver:
@@ -52,7 +52,7 @@ class MemoryReceiver:
             raise StaleVersionError(f"the receiver is of run {run}, the publisher of {sender.run}: init again")
         self._sender = sender
         self._deadline_seconds = deadline_seconds
-        self._wanted: _Wanted | None = None
+        self._wanted: _MemoryUpdate | None = None
         self._closed = False
         with sender.condition:
             self._seat = sender.take_seat(peer)
@@ -66,7 +66,7 @@ class MemoryReceiver:
             self._require_connection()
             self._release_foreign(version)
             self._seat.declined = None
-            self._wanted = _Wanted(manifest, version, staged)
+            self._wanted = _MemoryUpdate(manifest, version, staged)
 
     def __iter__(self) -> Iterator[Bucket]:
         """Every bucket in order, once."""
@@ -101,7 +101,7 @@ class MemoryReceiver:
                 self._closed, self._wanted = True, None
                 self._sender.leave_seat(self._seat)
 
-    def _next(self, wanted: _Wanted) -> torch.Tensor:
+    def _next(self, wanted: _MemoryUpdate) -> torch.Tensor:
         start = time.monotonic()
         while True:
             self._check_live(wanted)
@@ -116,7 +116,7 @@ class MemoryReceiver:
                 raise PeerTimeoutError(f"nothing was heard of the publisher for {patience:g} s", peer=_PUBLISHER)
             self._sender.condition.wait(remaining)
 
-    def _check_live(self, wanted: _Wanted) -> None:
+    def _check_live(self, wanted: _MemoryUpdate) -> None:
         self._require_open()
         if self._wanted is not wanted:
             raise UpdateAbortedError(f"version {wanted.version.number} was ended on this side")
@@ -127,7 +127,7 @@ class MemoryReceiver:
         if wanted.update is not None and wanted.update is not self._sender.update:
             raise UpdateAbortedError("the publisher went on to another update")
 
-    def _match(self, wanted: _Wanted) -> None:
+    def _match(self, wanted: _MemoryUpdate) -> None:
         update = self._sender.update
         if wanted.update is not None or update is None or update.number <= self._seat.last_ended:
             return

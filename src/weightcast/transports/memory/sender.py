@@ -37,7 +37,7 @@ senders: dict[str, MemorySender] = {}
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Seat:
+class PeerState:
     """A receiver's place at its sender. `gone` says why it has none any more, `declined` which version it gave up."""
 
     peer: str
@@ -48,14 +48,14 @@ class Seat:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Update:
+class SentUpdate:
     """The update in progress, or the last one, whose buffers may still be held."""
 
     number: int
     version: WeightVersion
     manifest: Manifest
     staged: bool
-    seats: set[Seat]
+    seats: set[PeerState]
     sent: list[torch.Tensor] = dataclasses.field(default_factory=list)
     aborted: str | None = None
 
@@ -83,15 +83,15 @@ class MemorySender:
         self.address = f"{SCHEME}{secrets.token_hex(16)}"
         self.run = run
         self.condition = threading.Condition()
-        self.seats: dict[str, Seat] = {}
-        self.update: Update | None = None
+        self.seats: dict[str, PeerState] = {}
+        self.update: SentUpdate | None = None
         self.alive_at = time.monotonic()
         self._deadline_seconds = deadline_seconds
         self._sign_seconds = min(deadline_seconds / _SIGNS_PER_DEADLINE, _MAX_SIGN_SECONDS)
         self._num_slots = num_slots
         self._device = torch.device(device or "cpu")
         self._buffers: dict[int, torch.Tensor] = {}
-        self._readers: dict[int, set[Seat]] = {}
+        self._readers: dict[int, set[PeerState]] = {}
         self._left: set[str] = set()
         self._failures: dict[str, WeightcastError] = {}
         self._num_updates = 0
@@ -115,7 +115,7 @@ class MemorySender:
             self._gather_peers(peers, version)
             self._num_updates += 1
             seats = {self.seats[name] for name in peers if name not in self._failures}
-            self.update = Update(self._num_updates, version, manifest, staged, seats)
+            self.update = SentUpdate(self._num_updates, version, manifest, staged, seats)
             self._wake()
 
     def buffer(self, index: int) -> torch.Tensor:
@@ -160,29 +160,29 @@ class MemorySender:
 
     # --- for receivers; the caller holds the condition ---
 
-    def take_seat(self, peer: str) -> Seat:
+    def take_seat(self, peer: str) -> PeerState:
         """Let a receiver in; one of the same name is replaced."""
         former = self.seats.get(peer)
         if former is not None:
             error = PeerDiedError(f"{peer} connected anew in the middle of an update", peer=peer)
             self._drop(former, error, may_be_reading=True)
         self._left.discard(peer)
-        self.seats[peer] = seat = Seat(peer, time.monotonic())
+        self.seats[peer] = seat = PeerState(peer, time.monotonic())
         self._wake()
         return seat
 
-    def leave_seat(self, seat: Seat) -> None:
+    def leave_seat(self, seat: PeerState) -> None:
         """A receiver disconnects."""
         self._drop(seat, PeerDiedError(f"the receiver of {seat.peer} has gone", peer=seat.peer), may_be_reading=False)
         self._wake()
 
-    def release(self, seat: Seat, update: Update, index: int) -> None:
+    def release(self, seat: PeerState, update: SentUpdate, index: int) -> None:
         if update is self.update:
             self._readers.get(self._slot(update, index), set()).discard(seat)
         seat.progress_at = time.monotonic()
         self.condition.notify_all()
 
-    def end(self, seat: Seat, update: Update | None, version: WeightVersion) -> None:
+    def end(self, seat: PeerState, update: SentUpdate | None, version: WeightVersion) -> None:
         """A receiver has done with an update, or with a version that has not begun."""
         current = self.update
         if update is None:
@@ -211,7 +211,7 @@ class MemorySender:
             former.seats.clear()
         self._failures = {}
 
-    def _wait_released(self, holders: Callable[[], set[Seat]]) -> None:
+    def _wait_released(self, holders: Callable[[], set[PeerState]]) -> None:
         start = time.monotonic()
         while seats := set(holders()):
             ends = {seat: max(start, seat.progress_at) + self._deadline_seconds for seat in seats}
@@ -227,7 +227,7 @@ class MemorySender:
                 )
             )
 
-    def _drop(self, seat: Seat, error: WeightcastError, *, may_be_reading: bool) -> None:
+    def _drop(self, seat: PeerState, error: WeightcastError, *, may_be_reading: bool) -> None:
         if self.seats.get(seat.peer) is not seat:
             return
         del self.seats[seat.peer]
@@ -276,14 +276,14 @@ class MemorySender:
                 waited = f"within {self._deadline_seconds:g} s"
                 self._failures[name] = PeerTimeoutError(f"{name} did not connect {waited}", peer=name)
 
-    def _slot(self, update: Update, index: int) -> int:
+    def _slot(self, update: SentUpdate, index: int) -> int:
         return index if update.staged else index % self._num_slots
 
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("this sender was closed")
 
-    def _require_update(self, index: int) -> Update:
+    def _require_update(self, index: int) -> SentUpdate:
         self._require_open()
         update = self.update
         if update is None or update.aborted is not None:

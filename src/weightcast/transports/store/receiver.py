@@ -26,10 +26,10 @@ from weightcast.errors import (
     StaleVersionError,
     UpdateAbortedError,
 )
-from weightcast.format.arena import Buffers, Places, place
+from weightcast.format.arena import ArenaLayout, Buffers, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import memory as host_memory
-from weightcast.seams.transport import Bucket, Kept
+from weightcast.seams.transport import Bucket, StoredVersion
 from weightcast.store.address import MAX_BUFFERS, StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader, WriterState
 
@@ -39,7 +39,7 @@ _LONGEST_PAUSE_SECONDS = 0.05
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Wanted:
+class _StoreUpdate:
     """An update that the worker waits for. `attempt`: the writer's last one when it was opened.
 
     `num_ahead`: how many buckets are read while one is taken.
@@ -47,7 +47,7 @@ class _Wanted:
 
     manifest: Manifest
     version: WeightVersion
-    places: Places
+    places: ArenaLayout
     attempt: int
     num_ahead: int
     num_taken: int = 0
@@ -56,7 +56,7 @@ class _Wanted:
 
 
 class StoreReceiver:
-    """Implements `interfaces.Receiver`, `Replaying` and `Renewable`.
+    """Implements `interfaces.Receiver`, `VersionedReceiver` and `ReallocatesBuffers`.
 
     Memory, kept between updates: staged, the whole version, in every process that reads; streaming, one bucket, with
     several threads one more for each, but no more than there are, and at most `MAX_BUFFERS`.
@@ -78,11 +78,11 @@ class StoreReceiver:
         self._arena = _Arena()
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._wanted: _Wanted | None = None
+        self._wanted: _StoreUpdate | None = None
         self._newest: PinnedVersion | None = None
         self._closed = False
 
-    def newest(self, known: WeightVersion | None) -> Kept | None:
+    def newest(self, known: WeightVersion | None) -> StoredVersion | None:
         """The newest version, unless it is `known` or there is none, pinned until `end`. Raises IntegrityError."""
         with self._lock:
             self._require_open()
@@ -96,7 +96,9 @@ class StoreReceiver:
                 return None
             self._let_go()
             self._newest, stored = pinned, pinned.stored
-            return Kept(stored.version, pinned.manifest, stored.manifest_digest, stored.root, stored.committed_at)
+            return StoredVersion(
+                stored.version, pinned.manifest, stored.manifest_digest, stored.root, stored.committed_at
+            )
 
     def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
         """Read `version` from now on, or wait for it. Raises InsufficientMemoryError if its memory does not fit."""
@@ -112,7 +114,7 @@ class StoreReceiver:
             places = place(manifest, num_slots=num_ahead + 1, staged=staged, adjoining=num_ahead == 0)
             self._arena.prepare(places)
             record = self._reader.writer().record
-            wanted = _Wanted(manifest, version, places, 0 if record is None else record.attempt, num_ahead)
+            wanted = _StoreUpdate(manifest, version, places, 0 if record is None else record.attempt, num_ahead)
             newest = self._newest
             if newest is not None and newest.stored.version == version:
                 self._newest, wanted.pinned = None, newest
@@ -158,7 +160,7 @@ class StoreReceiver:
 
     # --- waiting ---
 
-    def _await(self, wanted: _Wanted) -> None:
+    def _await(self, wanted: _StoreUpdate) -> None:
         """Wait until the version is in the store, and pin it."""
         start, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
         while True:
@@ -179,7 +181,7 @@ class StoreReceiver:
             self._wake.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def _pin(self, wanted: _Wanted) -> PinnedVersion | None:
+    def _pin(self, wanted: _StoreUpdate) -> PinnedVersion | None:
         """The version, if it is there. Raises if it will not come."""
         # In this order: a writer commits before it lets go.
         writer, pinned = self._reader.writer(), self._reader.pin_version(wanted.version)
@@ -194,7 +196,7 @@ class StoreReceiver:
         self._check_writer(wanted, writer)
         return None
 
-    def _check_writer(self, wanted: _Wanted, writer: WriterState) -> None:
+    def _check_writer(self, wanted: _StoreUpdate, writer: WriterState) -> None:
         record, version = writer.record, wanted.version
         if record is None or record.run != version.run or not writer.is_alive:
             what = f"the publisher of run {version.run} has let go of the store {self._address.directory}"
@@ -202,19 +204,19 @@ class StoreReceiver:
         if record.aborted and record.number == version.number and record.attempt > wanted.attempt:
             raise UpdateAbortedError(record.aborted)
 
-    def _check_fits(self, wanted: _Wanted, pinned: PinnedVersion) -> None:
+    def _check_fits(self, wanted: _StoreUpdate, pinned: PinnedVersion) -> None:
         if pinned.manifest is not wanted.manifest and pinned.manifest.buckets != wanted.manifest.buckets:
             found, expected = len(pinned.manifest.buckets), len(wanted.manifest.buckets)
             raise ManifestError(f"the store has another plan ({found} buckets) than was offered ({expected} buckets)")
 
-    def _check_live(self, wanted: _Wanted) -> None:
+    def _check_live(self, wanted: _StoreUpdate) -> None:
         self._require_open()
         if self._wanted is not wanted:
             raise UpdateAbortedError(f"version {wanted.version.number} was ended on this side")
 
     # --- reading; the caller holds the lock ---
 
-    def _next(self, wanted: _Wanted) -> Bucket:
+    def _next(self, wanted: _StoreUpdate) -> Bucket:
         with self._lock:
             self._check_live(wanted)
             assert wanted.pinned is not None
@@ -268,7 +270,7 @@ class _Arena:
         self._size_bytes = 0
         self._buffers = Buffers(torch.empty(0, dtype=torch.uint8))
 
-    def prepare(self, places: Places) -> None:
+    def prepare(self, places: ArenaLayout) -> None:
         """Make room. Raises InsufficientMemoryError."""
         needed = places.size_bytes
         if needed > self._size_bytes:
@@ -285,5 +287,5 @@ class _Arena:
             self._buffers, self._size_bytes = Buffers(torch.frombuffer(mapping, dtype=torch.uint8)), needed
         self._buffers.forget_above(len(places.slots))
 
-    def buffer(self, places: Places, index: int) -> torch.Tensor:
+    def buffer(self, places: ArenaLayout, index: int) -> torch.Tensor:
         return self._buffers.get(index, places.offsets[index], places.sizes_bytes[index])

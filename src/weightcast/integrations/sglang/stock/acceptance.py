@@ -15,7 +15,7 @@ from weightcast.integrations.plugin.checkpoint_header import reference
 _MAX_SHOWN = 8
 
 
-class Acceptance:
+class CheckpointAcceptance:
     """Holds offers against what a server has. `dtype` is the one that it computes in, which is taken as well."""
 
     def __init__(self, reference: dict[str, TensorSpec] | None, dtype: str) -> None:
@@ -44,7 +44,7 @@ class Acceptance:
             )
 
 
-def acceptance(model_path: str, dtype: str) -> Acceptance:
+def acceptance(model_path: str, dtype: str) -> CheckpointAcceptance:
     """For a server that serves this model. Warns in the log if its checkpoint can't be read here."""
     known = reference(model_path, revision=None, cache_dir=None)
-    return Acceptance(None if known is None else {spec.name: spec for spec in known}, dtype)
+    return CheckpointAcceptance(None if known is None else {spec.name: spec for spec in known}, dtype)

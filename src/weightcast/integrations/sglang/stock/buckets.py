@@ -23,7 +23,7 @@ _CAPACITY_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class FlatPart:
     """A piece of the publisher's bucket, entry `entry`, and the tensor of the flattened bucket that it belongs to."""
 
     entry: int
@@ -68,11 +68,13 @@ def _names(record: TensorRecord, wanted: Collection[str]) -> list[str]:
     return [record.name, *(alias for alias in record.aliases if alias in wanted)]
 
 
-def _parts(entries: Sequence[Entry], homes: dict[str, list[tuple[int, FlatTensor]]]) -> list[tuple[int, list[Part]]]:
-    held: dict[int, list[Part]] = {}
+def _parts(
+    entries: Sequence[Entry], homes: dict[str, list[tuple[int, FlatTensor]]]
+) -> list[tuple[int, list[FlatPart]]]:
+    held: dict[int, list[FlatPart]] = {}
     for index, entry in enumerate(entries):
         for number, place in homes[entry.record.name]:
-            held.setdefault(number, []).append(Part(index, place))
+            held.setdefault(number, []).append(FlatPart(index, place))
     return sorted(held.items())
 
 
@@ -88,12 +90,12 @@ class Filler:
         """Where flattened bucket `number` lies."""
         return self.slots[number % len(self.slots)][: self.flat.sizes[number]]
 
-    def brings(self, index: int) -> Iterator[tuple[int, list[Part]]]:
+    def brings(self, index: int) -> Iterator[tuple[int, list[FlatPart]]]:
         """Which flattened buckets the publisher's bucket `index` has something of, in order."""
         yield from self.flat.parts[index]
 
     @torch.no_grad()
-    def copy(self, index: int, buffer: torch.Tensor, number: int, parts: Sequence[Part]) -> None:
+    def copy(self, index: int, buffer: torch.Tensor, number: int, parts: Sequence[FlatPart]) -> None:
         """Copy these parts of the publisher's bucket `index`, packed in `buffer`. On a GPU this is only queued."""
         entries, views = self.flat.layout.entries[index], self.flat.layout.views(index, buffer)
         targets = self._targets.get((index, number))

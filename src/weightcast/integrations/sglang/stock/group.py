@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, Work  # type: ignore[attr-defined]
 
 from weightcast.errors import PeerDiedError, PeerTimeoutError, WeightcastError, from_record, to_record
 from weightcast.host.fork import close_in_child
-from weightcast.links.watchdog import Guard
+from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import ProcessGroup, Store, in_background, serve_shared_store, translated, wait
 
 _POLL_SECONDS = 0.0002
@@ -30,7 +30,7 @@ _POLL_SECONDS = 0.0002
 class StockGroup:
     """Rank 0's end of the group `name`, of `size` members. `connect` once every other has been told to join."""
 
-    def __init__(self, name: str, backend: str, host: str, size: int, deadline_seconds: float, guard: Guard) -> None:
+    def __init__(self, name: str, backend: str, host: str, size: int, deadline_seconds: float, guard: Watchdog) -> None:
         """Serve the store; `port` is where the others find it. Raises PeerError."""
         self.name = name
         self.size = size

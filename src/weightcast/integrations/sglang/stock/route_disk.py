@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from weightcast.errors import UnsupportedError
-from weightcast.integrations.sglang.stock.server import Servers
 from weightcast.integrations.sglang.stock.flattened import FlatTensor, view
-from weightcast.seams.client import Supply
+from weightcast.integrations.sglang.stock.server import Servers
+from weightcast.seams.client import SenderContext
 
 FOLDER = "sglang"
 _NUM_KEPT = 2
@@ -31,7 +31,7 @@ class DiskRoute:
 
     is_staged = True
 
-    def __init__(self, supply: Supply) -> None:
+    def __init__(self, supply: SenderContext) -> None:
         self.device = torch.device("cpu")
         self._folder = Path(urllib.parse.unquote(urllib.parse.urlsplit(supply.url).path)) / FOLDER
         self._run = supply.run

@@ -18,12 +18,11 @@ import torch
 
 from weightcast import registry
 from weightcast.errors import ControlError, PeerDiedError, UnsupportedError
-from weightcast.integrations.sglang.stock.server import MAX_PARALLEL, Servers
 from weightcast.integrations.sglang.stock.flattened import FlatTensor
 from weightcast.integrations.sglang.stock.group import StockGroup
-from weightcast.integrations.sglang.stock.server import StockServer
+from weightcast.integrations.sglang.stock.server import MAX_PARALLEL, Servers, SglangStockServer
 from weightcast.process_group import require
-from weightcast.seams.client import Supply
+from weightcast.seams.client import SenderContext
 
 _MAX_TRIES = 3
 _OF_GROUPS = ("Failed to receive weights", "Failed to initialize custom process group")
@@ -35,7 +34,7 @@ class DistributedRoute:
 
     is_staged = False
 
-    def __init__(self, supply: Supply) -> None:
+    def __init__(self, supply: SenderContext) -> None:
         """Raises UnsupportedError where torch lacks the backend."""
         self._backend, self._host = registry.scheme(supply.url), registry.host(supply.url)
         require(self._backend)
@@ -45,7 +44,7 @@ class DistributedRoute:
         self._run, self._guard = supply.run, supply.guard
         self._deadline_seconds = supply.deadline_seconds / 2
         self._numbers = itertools.count(1)
-        self._groups: dict[StockServer, StockGroup] = {}
+        self._groups: dict[SglangStockServer, StockGroup] = {}
         self._unanswered: dict[str, list[StockGroup]] = {}
         """By name, groups that a server was told to join, and has not said whether it did."""
         # Each server needs two threads more while it is sent to.
@@ -63,14 +62,14 @@ class DistributedRoute:
     def ship(self, servers: Servers, places: Sequence[FlatTensor], flat: torch.Tensor, *, is_last: bool) -> None:
         """One bucket to every server; returns when each has loaded it, or was dropped."""
 
-        def bring(server: StockServer) -> None:
+        def bring(server: SglangStockServer) -> None:
             group = self._group_of(server)
             receive = functools.partial(server.routes.receive, places, group.name, is_last=is_last)
             self._both(server, group, receive, functools.partial(group.broadcast, flat))
 
         servers.each(lambda server: self._retried(server, bring))
 
-    def _group_of(self, server: StockServer) -> StockGroup:
+    def _group_of(self, server: SglangStockServer) -> StockGroup:
         """The server's group; made if there is none. Raises PeerError."""
         group = self._groups.get(server)
         if group is None:
@@ -85,7 +84,7 @@ class DistributedRoute:
                 former.end()
         return group
 
-    def _retried(self, server: StockServer, call: Callable[[StockServer], object]) -> None:
+    def _retried(self, server: SglangStockServer, call: Callable[[SglangStockServer], object]) -> None:
         """Call again where only a group broke. Raises PeerError."""
         for number in range(_MAX_TRIES):
             try:
@@ -99,7 +98,7 @@ class DistributedRoute:
                     ) from exc
 
     def _both(
-        self, server: StockServer, group: StockGroup, ask: Callable[[], None], beside: Callable[[], None]
+        self, server: SglangStockServer, group: StockGroup, ask: Callable[[], None], beside: Callable[[], None]
     ) -> None:
         """A request, and our own part of what it has the server do. Raises _Broken, or why the server failed.
 

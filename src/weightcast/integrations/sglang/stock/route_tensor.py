@@ -15,11 +15,10 @@ from pathlib import Path
 import torch
 
 from weightcast.errors import UnsupportedError
-from weightcast.integrations.sglang.stock.server import Servers
 from weightcast.integrations.sglang.stock.flattened import FlatTensor
 from weightcast.integrations.sglang.stock.handle import handle, shared
-from weightcast.integrations.sglang.stock.server import StockServer
-from weightcast.seams.client import Supply
+from weightcast.integrations.sglang.stock.server import Servers, SglangStockServer
+from weightcast.seams.client import SenderContext
 
 _LISTENS = "0A"
 
@@ -29,7 +28,7 @@ class TensorRoute:
 
     is_staged = False
 
-    def __init__(self, supply: Supply) -> None:
+    def __init__(self, supply: SenderContext) -> None:
         self.device = supply.device
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -44,7 +43,7 @@ class TensorRoute:
     def ship(self, servers: Servers, places: Sequence[FlatTensor], flat: torch.Tensor, *, is_last: bool) -> None:
         """One bucket to every server; returns when each has loaded it, or was dropped."""
 
-        def map_it(server: StockServer) -> None:
+        def map_it(server: SglangStockServer) -> None:
             server.routes.map([handle(flat, places) for _ in range(server.num_ranks)], is_last=is_last)
 
         servers.each(map_it)
@@ -53,7 +52,7 @@ class TensorRoute:
         """Nothing stays on a server."""
 
 
-def _require_here(server: StockServer) -> None:
+def _require_here(server: SglangStockServer) -> None:
     """Raises UnsupportedError unless a process of this user listens at the server's address on this host."""
     parts = urllib.parse.urlsplit(server.name)
     port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -53,7 +53,7 @@ class Checksums(msgspec.Struct):
     per_engine_checksum: str
 
 
-class StockRoutes:
+class SglangRoutes:
     """The routes of the server at `routes`. Every call has a deadline; raises PeerError. Thread-safe."""
 
     def __init__(self, routes: HttpRoutes) -> None:

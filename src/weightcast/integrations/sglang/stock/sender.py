@@ -17,13 +17,12 @@ from weightcast.errors import ClosedError, UnsupportedError, UpdateAbortedError,
 from weightcast.format.bucket import slot_size_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.integrations.sglang.stock.buckets import Filler, FlatBuckets
-from weightcast.integrations.sglang.stock.server import MAX_PARALLEL, Servers
 from weightcast.integrations.sglang.stock.flattened import FlatTensor
 from weightcast.integrations.sglang.stock.route_disk import DiskRoute
 from weightcast.integrations.sglang.stock.route_distributed import DistributedRoute
 from weightcast.integrations.sglang.stock.route_tensor import TensorRoute
-from weightcast.integrations.sglang.stock.server import StockServer
-from weightcast.seams.client import Supply
+from weightcast.integrations.sglang.stock.server import MAX_PARALLEL, Servers, SglangStockServer
+from weightcast.seams.client import SenderContext
 
 _NUM_SLOTS = 2
 _ROUTES: Mapping[str, Any] = {
@@ -53,16 +52,16 @@ class Route(Protocol):
 
 
 class StockSender:
-    """Implements `interfaces.Sender` and `Staging`. Memory: one of the publisher's buckets, two flattened ones."""
+    """Implements `interfaces.Sender` and `NonBlockingSend`. Memory: one of the publisher's buckets, two flattened ones."""
 
-    def __init__(self, supply: Supply) -> None:
+    def __init__(self, supply: SenderContext) -> None:
         """Raises UnsupportedError for a transport that SGLang has no route for."""
         scheme = registry.scheme(supply.url)
         if scheme not in _ROUTES:
             raise UnsupportedError(f"stock SGLang takes no weights over {scheme}://: use {', '.join(_ROUTES)}")
         self.address = supply.url
         self._route: Route = _ROUTES[scheme](supply)
-        self._known: dict[str, StockServer] = {}
+        self._known: dict[str, SglangStockServer] = {}
         self._pool = ThreadPoolExecutor(max_workers=MAX_PARALLEL, thread_name_prefix="weightcast-sglang")
         self._shipper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-ship")
         self._servers = Servers((), self._pool)
@@ -78,7 +77,7 @@ class StockSender:
     def is_staged(self) -> bool:
         return self._route.is_staged
 
-    def add(self, server: StockServer) -> None:
+    def add(self, server: SglangStockServer) -> None:
         """Serve this one too, in the place of a former one of its name."""
         self._known[server.name] = server
 
@@ -96,7 +95,7 @@ class StockSender:
         self._ready_filler(manifest, names)
         self._route.open(self._servers, version.number)
         if not self._route.is_staged:
-            self._servers.each(StockServer.begin)
+            self._servers.each(SglangStockServer.begin)
         self._current, self._is_open = -1, True
 
     def _ready_filler(self, manifest: Manifest, names: frozenset[str]) -> None:

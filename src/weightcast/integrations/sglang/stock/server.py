@@ -19,12 +19,20 @@ from typing import Protocol
 
 import msgspec
 
-from weightcast.errors import ControlError, IncompleteUpdateError, InstallError, UnsupportedError, WeightcastError, from_record, to_record
+from weightcast.errors import (
+    ControlError,
+    IncompleteUpdateError,
+    InstallError,
+    UnsupportedError,
+    WeightcastError,
+    from_record,
+    to_record,
+)
 from weightcast.format.messages import InitInfo, Offer, UpdateInfo, WeightInfo
-from weightcast.integrations.sglang.stock.acceptance import Acceptance, acceptance
-from weightcast.integrations.sglang.stock.routes import Checksums, ModelInfo, ServerInfo, SglangPause, StockRoutes
-from weightcast.links.watchdog import RescueRequest
-from weightcast.seams.client import Fingerprint, Supply
+from weightcast.integrations.sglang.stock.acceptance import CheckpointAcceptance, acceptance
+from weightcast.integrations.sglang.stock.routes import Checksums, ModelInfo, ServerInfo, SglangPause, SglangRoutes
+from weightcast.links.watchdog import RecoveryRequest
+from weightcast.seams.client import Fingerprint, SenderContext
 from weightcast.seams.transport import Sender
 
 INCOMPLETE = "incomplete, was "
@@ -37,17 +45,17 @@ logger = logging.getLogger(__name__)
 class ServerSender(Sender, Protocol):
     """The sender that all stock servers of a publisher share."""
 
-    def __init__(self, supply: Supply) -> None: ...
+    def __init__(self, supply: SenderContext) -> None: ...
 
-    def add(self, server: StockServer) -> None: ...
+    def add(self, server: SglangStockServer) -> None: ...
 
 
-class StockServer:
-    """Implements `EngineClient`, and `Pausable`, `Rescuable`, `SelfSupplied`, `Fingerprinted` and `Distrusted`."""
+class SglangStockServer:
+    """Implements `EngineClient`, and `Pausable`, `Recoverable`, `BringsSender`, `Fingerprinted` and `Quarantinable`."""
 
     def __init__(
         self,
-        routes: StockRoutes,
+        routes: SglangRoutes,
         model: ModelInfo,
         server: ServerInfo,
         *,
@@ -66,7 +74,7 @@ class StockServer:
         self._server = server
         self._pause_mode: SglangPause = pause
         self._sender_type = sender_type
-        self._acceptance: Acceptance = acceptance(model.model_path, server.dtype)
+        self._acceptance: CheckpointAcceptance = acceptance(model.model_path, server.dtype)
         self._label = model.weight_version
         self._run = self._version_run = ""
         self._known_manifest = ""
@@ -125,7 +133,7 @@ class StockServer:
             # While it serves, and not in the pause; after an update they are known.
             self._checksums = self.routes.checksums()
 
-    def sender(self, known: Sequence[Sender], supply: Supply) -> Sender:
+    def sender(self, known: Sequence[Sender], supply: SenderContext) -> Sender:
         """The one sender for all stock servers of a publisher."""
         shared = next((other for other in known if isinstance(other, self._sender_type)), None)
         sender = self._sender_type(supply) if shared is None else shared
@@ -191,21 +199,21 @@ class StockServer:
         self._label, self._is_torn = label, False
         return True
 
-    def rescue(self, run: str) -> list[RescueRequest]:
+    def rescue(self, run: str) -> list[RecoveryRequest]:
         """End the session; if the weights are those of the former version, say so again and resume, else leave it."""
         headers, label = self.routes.headers, self._label.removeprefix(INCOMPLETE)
         known = "" if self._checksums is None else self._checksums.per_engine_checksum
         # Whatever is not the known checksum.
         other = rf'"per_engine_checksum":\s*"(?!{re.escape(known)}")' if known else "."
         return [
-            RescueRequest(f"{self.name}/end_weight_update", headers, "{}"),
-            RescueRequest(f"{self.name}/weights_checker", headers, '{"action": "checksum"}', stop_if=other),
-            RescueRequest(
+            RecoveryRequest(f"{self.name}/end_weight_update", headers, "{}"),
+            RecoveryRequest(f"{self.name}/weights_checker", headers, '{"action": "checksum"}', stop_if=other),
+            RecoveryRequest(
                 f"{self.name}/update_weight_version",
                 headers,
                 _encode({"new_version": label, "abort_all_requests": False}).decode(),
             ),
-            RescueRequest(f"{self.name}/continue_generation", headers, '{"torch_empty_cache": false}'),
+            RecoveryRequest(f"{self.name}/continue_generation", headers, '{"torch_empty_cache": false}'),
         ]
 
     def fingerprint(self) -> Fingerprint:
@@ -250,12 +258,12 @@ def _is_alike(checksums: Checksums, name: str) -> bool:
 class Servers:
     """The servers of one update, called all at once. `living` are still in it; `failures` says why others are not."""
 
-    def __init__(self, servers: Iterable[StockServer], pool: ThreadPoolExecutor) -> None:
+    def __init__(self, servers: Iterable[SglangStockServer], pool: ThreadPoolExecutor) -> None:
         self.living = list(servers)
         self.failures: dict[str, WeightcastError] = {}
         self._pool = pool
 
-    def each(self, call: Callable[[StockServer], object]) -> None:
+    def each(self, call: Callable[[SglangStockServer], object]) -> None:
         """Call each that lives, and wait; whoever fails is dropped."""
         calls = [(self._pool.submit(call, server), server) for server in self.living]
         for future, server in calls:
@@ -263,7 +271,7 @@ class Servers:
             if error is not None:
                 self.drop(server, error)
 
-    def drop(self, server: StockServer, error: BaseException) -> None:
+    def drop(self, server: SglangStockServer, error: BaseException) -> None:
         """Leave it out, for this reason: a copy, whose traceback keeps nothing."""
         self.failures.setdefault(server.name, from_record(to_record(error)))
         self.living = [other for other in self.living if other is not server]

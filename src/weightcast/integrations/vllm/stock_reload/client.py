@@ -25,10 +25,11 @@ from weightcast.errors import ControlError, EngineTornError, IncompleteUpdateErr
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.messages import InitInfo, Offer, PauseMode, Seal, UpdateInfo, WeightInfo
 from weightcast.format.plan import compare_specs
-from weightcast.integrations.vllm.http import RESUME, StockRoutes
+from weightcast.integrations.vllm.http import RESUME, VllmRoutes
 from weightcast.integrations.vllm.reference import reference
+from weightcast.integrations.vllm.replies import RankResults, WeightInfoReply, WorldSizeReply
 from weightcast.integrations.vllm.stock_reload import folder as reload_folder
-from weightcast.links.watchdog import RescueRequest
+from weightcast.links.watchdog import RecoveryRequest
 from weightcast.serving.admission import require_fit
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ _encode = msgspec.json.encode
 
 def detect(routes: HttpRoutes, pause: PauseMode) -> ReloadServer | None:
     """The client for a vLLM server with development routes; None for what is none."""
-    if routes.probe("/weight_info", _WeightInfo) is None:
+    if routes.probe("/weight_info", WeightInfoReply) is None:
         return None
     config = _config(routes)
     return None if config is None else ReloadServer(routes, config, pause=pause)
@@ -58,7 +59,7 @@ class ReloadServer:
     def __init__(self, routes: HttpRoutes, config: VllmConfig, *, pause: PauseMode) -> None:
         self.name = routes.name
         self._routes = routes
-        self._control = StockRoutes(routes)
+        self._control = VllmRoutes(routes)
         self._config = config
         self._pause_mode: PauseMode = pause
         self._store = ""
@@ -119,7 +120,7 @@ class ReloadServer:
             return
         self._control.resume()
 
-    def rescue(self, run: str) -> list[RescueRequest]:
+    def rescue(self, run: str) -> list[RecoveryRequest]:
         """Do the install from its beginning, whether it had begun or not: its version was sealed. Then resume."""
         if self._folder is None:
             return []
@@ -137,10 +138,10 @@ class ReloadServer:
         self._release()
         self._routes.close()
 
-    def _request(self, path: str, body: Any, *, stop_if: str = "") -> RescueRequest:
+    def _request(self, path: str, body: Any, *, stop_if: str = "") -> RecoveryRequest:
         text = "" if body is None else _encode(body).decode()
         headers = dict(self._routes.headers)
-        return RescueRequest(f"{self.name}{path}", headers, text, stop_if=stop_if, timeout_seconds=_RESCUE_SECONDS)
+        return RecoveryRequest(f"{self.name}{path}", headers, text, stop_if=stop_if, timeout_seconds=_RESCUE_SECONDS)
 
     def _check(self, offer: Offer) -> None:
         """Raises UnsupportedError, IncompatibleWeightsError, or EngineTornError if only a restart helps."""
@@ -165,7 +166,7 @@ class ReloadServer:
         """It may have been started anew since this client was made; and be torn."""
         if _config(self._routes) != self._config:
             raise ControlError(f"{self.name} is another server now: publish again", peer=self.name)
-        num_ranks = self._routes.get("/get_world_size", _WorldSize).world_size
+        num_ranks = self._routes.get("/get_world_size", WorldSizeReply).world_size
         if num_ranks > 1 and self.info().torn:
             raise EngineTornError(
                 f"a reload has failed on {self.name}: vLLM answers for its {num_ranks} ranks out of step since then, "
@@ -194,7 +195,7 @@ class ReloadServer:
 
     def _reload(self, folder: Path) -> None:
         try:
-            results = self._routes.post_for("/collective_rpc", _encode(_reload_call(folder)), _Results).results
+            results = self._routes.post_for("/collective_rpc", _encode(_reload_call(folder)), RankResults).results
         except ControlError as exc:
             raise InstallError(
                 f"{self.name} could not reload {folder} (does it see this path?): {exc}; it stays paused until a "
@@ -224,25 +225,13 @@ class ReloadServer:
 
 
 def _config(routes: HttpRoutes) -> VllmConfig | None:
-    info = routes.probe("/server_info?config_format=json", _ServerInfo)
+    info = routes.probe("/server_info?config_format=json", _ServerConfig)
     return None if info is None else info.vllm_config
 
 
 def _reload_call(folder: Path) -> Mapping[str, Any]:
     # Never with vLLM's own `timeout`: one that passes leaves a reply behind, which the next step would read.
     return {"method": "reload_weights", "kwargs": {"weights_path": str(folder), "is_checkpoint_format": True}}
-
-
-class _WeightInfo(msgspec.Struct):
-    weight_version: str
-
-
-class _WorldSize(msgspec.Struct):
-    world_size: int
-
-
-class _Results(msgspec.Struct):
-    results: list[Any]
 
 
 class _Backend(msgspec.Struct):
@@ -272,5 +261,5 @@ class VllmConfig(msgspec.Struct):
     weight_transfer_config: _Backend | None = None
 
 
-class _ServerInfo(msgspec.Struct):
+class _ServerConfig(msgspec.Struct):
     vllm_config: VllmConfig
