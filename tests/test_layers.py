@@ -12,7 +12,7 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src" / "weightcast"
 
-# A folder, or a file at the top, imports only from rows above its own, and from `errors`, which imports nothing of ours.
+# A folder, or a file at the top, imports only from rows above its own, and from `errors`.
 ROWS: tuple[tuple[str, ...], ...] = (
     ("host", "format", "process_group"),
     ("links",),

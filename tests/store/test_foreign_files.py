@@ -38,7 +38,7 @@ from weightcast.sources.store import StoreSource
 from weightcast.store import reading
 from weightcast.store.files import room_for
 from weightcast.store.reading import StoreReader
-from weightcast.store.status import survey
+from weightcast.store.status import store_status
 from weightcast.trainer.publisher import Publisher
 from weightcast.transports.store import StoreSender
 
@@ -262,7 +262,7 @@ def test_a_folder_that_is_something_else_is_refused(tmp_path: Path, depth: str, 
     before = content_of(elsewhere)
     path.symlink_to(elsewhere) if intruder == "link" else INTRUDERS[intruder][0](path)
     expected = rf"{path} is {INTRUDERS[intruder][1]}, a directory was expected.*remove"
-    for attempt in (lambda: StoreSource(url(store)), lambda: write(store, 3), lambda: survey(store)):
+    for attempt in (lambda: StoreSource(url(store)), lambda: write(store, 3), lambda: store_status(store)):
         with pytest.raises(IntegrityError, match=expected):
             attempt()
     assert content_of(elsewhere) == before
@@ -275,7 +275,7 @@ def test_a_folder_that_no_pointer_could_name_is_no_slot(tmp_path: Path, name: st
     for number in range(2, 6):
         write(tmp_path, number)
         assert number_held(tmp_path) == number
-        assert survey(tmp_path).newest.version.number == number
+        assert store_status(tmp_path).newest.version.number == number
     assert not any((tmp_path / "slots" / name).iterdir())
 
 
@@ -288,7 +288,7 @@ def test_a_store_may_itself_be_behind_a_link(tmp_path: Path) -> None:
             write(tmp_path / "store", number)
             assert follower.poll() is not None
             assert number_in(engine.held) == number
-    assert survey(tmp_path / "store").newest.number == 3
+    assert store_status(tmp_path / "store").newest.number == 3
     assert number_held(tmp_path / "disk") == 3
 
 

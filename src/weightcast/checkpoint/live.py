@@ -283,12 +283,12 @@ class LiveCheckpoint:
         memory is not noticed.
         """
         sharding.reshard(self._fsdp_modules)
-        is_other = self._watch.has_changed() or self._states != flat_shards.states(self._fsdp1_wrappers)
+        is_other = self._changes.has_changed() or self._states != flat_shards.states(self._fsdp1_wrappers)
         return ((merge and self._is_adapted) or is_other) and self._derive()
 
     def refresh_members(self) -> bool:
         """As `refresh`, for tensors and modules that were exchanged only: it does not look at their memory."""
-        return self._watch.has_other_members() and self._derive()
+        return self._changes.has_other_members() and self._derive()
 
     def require_memory(self) -> None:
         """Raises ValueError if a tensor is on the meta device."""
@@ -319,7 +319,7 @@ class LiveCheckpoint:
         self._states = flat_shards.states(self._fsdp1_wrappers)
         if self._on_adapters is not None:
             adapters.require_merged(name for spec in specs for name in spec.names)
-        self._watch = TensorChangeDetector(self._module, with_buffers=self._buffers != "none")
+        self._changes = TensorChangeDetector(self._module, with_buffers=self._buffers != "none")
         keys = [_key(view, blocks) for view in views.values()]
         changed = keys != self._keys or specs != self.specs
         if specs != self.specs:

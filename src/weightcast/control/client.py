@@ -27,7 +27,7 @@ class HttpEngine:
 
     `pause` is how its requests are treated during an install: `keep` freezes them and goes on with the new weights
     (the answer says which tokens came from which), `wait` finishes them first, `abort` ends them. `token` is the
-    server's. The methods speak the native protocol; `negotiate` has the client for a server of another dialect.
+    server's. The methods speak the native protocol; `detect_server` has the client for a server of another dialect.
     Requests go straight to the engine, never through a proxy that the environment names. Thread-safe.
     """
 
@@ -42,7 +42,7 @@ class HttpEngine:
         self._negotiated: EngineClient | None = None
         self._run = ""
 
-    def negotiate(self) -> EngineClient:
+    def detect_server(self) -> EngineClient:
         """Ask what answers here now; return the client that speaks to it: this one, or one of a registered dialect.
 
         Raises PeerError; ControlError if it is no engine server, or one that lacks something, which is named.
@@ -116,12 +116,12 @@ class HttpEngine:
         names = hashlib.sha256(_encode([name for name, _ in digests])).hexdigest()
         return Fingerprint(f"digests {names}", hashlib.sha256(_encode(digests)).hexdigest())
 
-    def rescue(self, run: str) -> list[RecoveryRequest]:
+    def recovery_requests(self, run: str) -> list[RecoveryRequest]:
         """What the guard process must send in our place if this process dies while the engine is paused for `run`."""
         return [RecoveryRequest(url=f"{self.name}/resume?run={run}", headers=dict(self._routes.headers))]
 
     def close(self) -> None:
-        """Close the connections, and the client that `negotiate` gave last. Idempotent."""
+        """Close the connections, and the client that `detect_server` gave last. Idempotent."""
         if self._negotiated is not None:
             self._negotiated.close()
         self._routes.close()

@@ -56,7 +56,7 @@ class DetectsServer(Protocol):
     Asked whenever a publisher connects, since another kind may have been started there. Raises ControlError.
     """
 
-    def negotiate(self) -> EngineClient: ...
+    def detect_server(self) -> EngineClient: ...
 
 
 @runtime_checkable
@@ -78,7 +78,7 @@ class SenderContext:
     run: str
     device: torch.device
     deadline_seconds: float
-    guard: Watchdog
+    watchdog: Watchdog
 
 
 @runtime_checkable
@@ -90,7 +90,7 @@ class BringsSender(Protocol):
     sent to, unless the sender is `NonBlockingSend`; then `finish` follows as ever. Raises UnsupportedError.
     """
 
-    def sender(self, known: Sequence[Sender], supply: SenderContext) -> Sender: ...
+    def sender(self, known: Sequence[Sender], context: SenderContext) -> Sender: ...
 
 
 @runtime_checkable
@@ -123,7 +123,7 @@ class Quarantinable(Protocol):
     Called before the engine is resumed, where it stands still. The next complete update heals it.
     """
 
-    def distrust(self, reason: str) -> None: ...
+    def quarantine(self, reason: str) -> None: ...
 
 
 @runtime_checkable
@@ -137,6 +137,6 @@ class Pausable(Protocol):
 
 @runtime_checkable
 class Recoverable(Protocol):
-    """A client whose pause no lease ends: `rescue` says what the guard process sends if the publisher dies."""
+    """A client whose pause no lease ends. The watchdog process sends `recovery_requests` if the publisher dies."""
 
-    def rescue(self, run: str) -> Sequence[RecoveryRequest]: ...
+    def recovery_requests(self, run: str) -> Sequence[RecoveryRequest]: ...

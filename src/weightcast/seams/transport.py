@@ -8,7 +8,7 @@ One update. P: the publisher, on the trainer. W: a worker, in the engine's proce
            Sender.buffer(k), fill, Sender.send(k), which says what comes next
                                          W  next(Receiver) -> Bucket k
     W  Receiver.end()                    when it has installed the version, or given it up
-    P  VersionedSender.commit()               if an engine has installed it, or there are none; else Sender.abort(reason)
+    P  VersionedSender.commit()          if an engine has installed it, or there are none; else Sender.abort(reason)
     P  Sender.close()                    only at the end of the publisher's life; W likewise Receiver.close()
 
 Any failure: P Sender.abort(reason); W Receiver.end(). Optional abilities are Protocols, asked with `isinstance`.

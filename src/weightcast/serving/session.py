@@ -136,7 +136,7 @@ class PublisherSession:
         assert self.receiver is not None
         return self.receiver
 
-    def tell(self, message: LinkMessage) -> None:
+    def send(self, message: LinkMessage) -> None:
         """Send over the link; a publisher that has gone is noticed by the link itself."""
         if self._link is not None:
             with contextlib.suppress(OSError):

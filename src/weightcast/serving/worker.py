@@ -87,13 +87,13 @@ class Worker:
         self._unsettled: Update | None = None
         self._lock = threading.RLock()
         self._init_lock = threading.Lock()
-        self._hold: PublisherSession | None = None
+        self._session: PublisherSession | None = None
         self._closed = False
         self.instance = secrets.token_hex(16)
 
     def info(self) -> WeightInfo:
         """What this engine is and does now."""
-        version, hold = self.gate.version, self._hold
+        version, session = self.gate.version, self._session
         able = {
             "streaming": "streaming" in self._installs,
             "undo": isinstance(self.engine, Undoable),
@@ -102,7 +102,7 @@ class Worker:
         return WeightInfo(
             weight_version="default" if version is None else str(version.number),
             run="" if version is None else version.run,
-            holder="" if hold is None else hold.info.run,
+            holder="" if session is None else session.info.run,
             paused=self.gate.is_paused,
             torn=self.gate.torn,
             world_size=self._world_size,
@@ -125,20 +125,20 @@ class Worker:
             former = self._require_free(info)
             if former is not None:
                 self._release(former, _replaced_by(info, former))
-            hold = PublisherSession(info, self._engine_rank, self._on_end)
+            session = PublisherSession(info, self._engine_rank, self._on_end)
             if former is not None and _is_same(info, former):
-                hold.last_offered = former.last_offered
+                session.last_offered = former.last_offered
             with self._lock:
                 if self._closed:
                     raise ClosedError("this engine is shutting down")
-                self._hold = hold
+                self._session = session
             if former is not None:
                 self._lift_pause(former)
-        hold.start()
+        session.start()
 
     def _require_free(self, info: InitInfo) -> PublisherSession | None:
         """The hold that a publisher would replace. Raises EngineBusyError if it is another's, without takeover."""
-        former = self._hold
+        former = self._session
         if former is None or _is_same(info, former) or info.takeover or former.is_abandoned:
             return former
         raise EngineBusyError(
@@ -164,12 +164,12 @@ class Worker:
         Anybody may say so: what is sealed is to be installed. Raises IncompleteUpdateError (not sealed), InstallError,
         StaleVersionError (another number, or not of `run`, which holds the engine where none is named).
         """
-        hold = self._require_hold(run or None)
-        version = WeightVersion(hold.info.run, number)
+        session = self._require_session(run or None)
+        version = WeightVersion(session.info.run, number)
         if self.gate.version != version or self.gate.torn:
             try:
                 with self._observed("install"):
-                    self._install(hold, number)
+                    self._install(session, number)
             except IncompleteUpdateError:
                 # Another caller's install of it may have ended while this one waited.
                 if self.gate.version != version or self.gate.torn:
@@ -181,10 +181,10 @@ class Worker:
 
         Raises what `finish` would, with nothing done: ClosedError, UpdateAbortedError, IncompleteUpdateError.
         """
-        hold = self._require_hold()
-        if hold.update is None:
+        session = self._require_session()
+        if session.update is None:
             raise IncompleteUpdateError("nothing was offered: there is no update to install")
-        update = self._current(hold, hold.update.version.number)
+        update = self._current(session, session.update.version.number)
         if update.state not in (State.SEALED, State.INSTALLED):
             raise update.unsealed()
         return update.version
@@ -208,17 +208,17 @@ class Worker:
 
     def tell_failed(self, version: WeightVersion, error: WeightcastError) -> None:
         """Say on the link what became of a version, where others than this worker decided it."""
-        hold = self._hold
-        if hold is not None and hold.info.run == version.run:
-            hold.tell(Failed(version.number, to_record(error)))
+        session = self._session
+        if session is not None and session.info.run == version.run:
+            session.send(Failed(version.number, to_record(error)))
 
     def pause(self, mode: str, run: str = "") -> None:
         """Close the gate for a run, whose pause ends with its hold, or for a person (empty)."""
         if run:
-            self._require_hold(run)
+            self._require_session(run)
         self.gate.pause(mode, owner=run, deadline_seconds=self._install_deadline_seconds)
-        hold = self._hold
-        if run and (hold is None or hold.info.run != run):
+        session = self._session
+        if run and (session is None or session.info.run != run):
             self.gate.resume(owner=run)
             raise ClosedError(f"the hold of run {run} ended while it paused")
 
@@ -227,9 +227,9 @@ class Worker:
 
     def shutdown(self) -> None:
         """End the hold of whichever run has it. Idempotent; the engine serves on."""
-        hold = self._hold
-        if hold is not None:
-            self._on_end(hold, "the engine was told to end the transfer")
+        session = self._session
+        if session is not None:
+            self._on_end(session, "the engine was told to end the transfer")
 
     def close(self) -> None:
         """The engine ends. Idempotent."""
@@ -241,13 +241,13 @@ class Worker:
 
     def _call(self, stage: str, info: T, call: Callable[[PublisherSession, T], None]) -> None:
         with self._observed(stage):
-            hold = self._require_hold(info.run)
+            session = self._require_session(info.run)
             try:
-                call(hold, info)
+                call(session, info)
             except Exception as exc:
-                if hold.is_of(info.secret):
-                    hold.tell(Failed(info.version, to_record(exc)))
-                hold.require_going_on()
+                if session.is_of(info.secret):
+                    session.send(Failed(info.version, to_record(exc)))
+                session.require_going_on()
                 raise
 
     @contextlib.contextmanager
@@ -259,16 +259,16 @@ class Worker:
         finally:
             self._observe(stage, time.perf_counter() - start, ok)
 
-    def _require_hold(self, run: str | None = None) -> PublisherSession:
-        hold = self._hold
-        if hold is None:
+    def _require_session(self, run: str | None = None) -> PublisherSession:
+        session = self._session
+        if session is None:
             raise ClosedError("no publisher holds this engine: call /init_weight_transfer_engine first")
-        if run is not None and hold.info.run != run:
-            raise StaleVersionError(f"the update is of run {run}, this engine is held by run {hold.info.run}")
-        return hold
+        if run is not None and session.info.run != run:
+            raise StaleVersionError(f"the update is of run {run}, this engine is held by run {session.info.run}")
+        return session
 
-    def _current(self, hold: PublisherSession, number: int) -> Update:
-        update = hold.update
+    def _current(self, session: PublisherSession, number: int) -> Update:
+        update = session.update
         if update is None or update.version.number != number:
             found = "none" if update is None else f"version {update.version.number}"
             raise StaleVersionError(f"version {number} is not the update in progress ({found})")
@@ -276,10 +276,10 @@ class Worker:
             raise UpdateAbortedError(f"version {number} was aborted: {update.error}")
         return update
 
-    def _offer(self, hold: PublisherSession, offer: Offer) -> None:
-        receiver = hold.require_receiver()
+    def _offer(self, session: PublisherSession, offer: Offer) -> None:
+        receiver = session.require_receiver()
         served = self.gate.version
-        newest = max(hold.last_offered, served.number if served and served.run == offer.run else -1)
+        newest = max(session.last_offered, served.number if served and served.run == offer.run else -1)
         if offer.version <= newest:
             raise StaleVersionError(f"version {offer.version} was offered, version {newest} has been seen: replayed?")
         if offer.install not in self._installs:
@@ -289,14 +289,14 @@ class Worker:
             )
         if offer.base is not None:
             raise UnsupportedError(f"a delta on version {offer.base} was offered; this engine takes full updates only")
-        hold.require_publisher(offer)
-        load_plan = self._load_plan(hold, offer)
+        session.require_publisher(offer)
+        load_plan = self._load_plan(session, offer)
         self._check_undo(offer, load_plan)
-        hold.last_offered = offer.version
-        hold.end_update(UpdateAbortedError(f"version {offer.version} was offered in its place"))
+        session.last_offered = offer.version
+        session.end_update(UpdateAbortedError(f"version {offer.version} was offered in its place"))
         if self._unsettled is not None:
             self.settle(self._unsettled.version, keep=True)
-        hold.update = update = Update(
+        session.update = update = Update(
             WeightVersion(offer.run, offer.version),
             load_plan,
             offer.manifest_digest,
@@ -312,17 +312,17 @@ class Worker:
             if offer.install == "streaming":
                 self.gate.begin_writing(update.name, deadline_seconds=self._install_deadline_seconds)
             # Whoever ended the hold may have looked before there was an update to end.
-            hold.require_going_on()
+            session.require_going_on()
         except Exception as exc:
             update.abort(from_record(to_record(exc)))
             self._end_streaming(update)
             raise
-        hold.tell(Accepted(offer.version))
-        hold.receive_in_background(functools.partial(self._receive, hold, update))
+        session.send(Accepted(offer.version))
+        session.receive_in_background(functools.partial(self._receive, session, update))
 
-    def _load_plan(self, hold: PublisherSession, offer: Offer) -> LoadPlan:
+    def _load_plan(self, session: PublisherSession, offer: Offer) -> LoadPlan:
         """The checked layout of an offer; a layout that this run has sent before is not checked again."""
-        known = hold.load_plans.get(offer.manifest_digest)
+        known = session.load_plans.get(offer.manifest_digest)
         specs = self.engine.specs()
         if known is not None and known.specs is specs:
             return known
@@ -333,14 +333,14 @@ class Worker:
         if known is None and manifest.digest() != offer.manifest_digest:
             raise ManifestError(f"the manifest's digest is {manifest.digest()}, the offer says {offer.manifest_digest}")
         load_plan = admit(manifest, self.engine, specs)
-        hold.load_plans = {offer.manifest_digest: load_plan}
+        session.load_plans = {offer.manifest_digest: load_plan}
         return load_plan
 
     def _check_undo(self, offer: Offer, load_plan: LoadPlan) -> None:
         if offer.undo:
             check_undo(load_plan.layout.manifest, self.engine)
 
-    def _receive(self, hold: PublisherSession, update: Update) -> None:
+    def _receive(self, session: PublisherSession, update: Update) -> None:
         start, number = time.perf_counter(), update.version.number
         try:
             root = update.receive()
@@ -349,38 +349,38 @@ class Worker:
             record = to_record(exc)
             update.abort(from_record(record))
             self._end_streaming(update)
-            hold.tell(Failed(number, record))
+            session.send(Failed(number, record))
             self._observe("receive", time.perf_counter() - start, False)
             logger.warning("version %d was not received: %s", number, record.message)
             return
         self._observe("receive", time.perf_counter() - start, True)
-        hold.tell(Received(number, update.num_buckets, root))
+        session.send(Received(number, update.num_buckets, root))
 
-    def _seal(self, hold: PublisherSession, seal: Seal) -> None:
-        update = self._current(hold, seal.version)
-        hold.require_publisher(seal)
+    def _seal(self, session: PublisherSession, seal: Seal) -> None:
+        update = self._current(session, seal.version)
+        session.require_publisher(seal)
         update.seal(seal)
 
-    def _install(self, hold: PublisherSession, number: int) -> None:
-        update = self._current(hold, number)
+    def _install(self, session: PublisherSession, number: int) -> None:
+        update = self._current(session, number)
         try:
             seconds = update.install(deadline_seconds=self._install_deadline_seconds)
         except Exception as exc:
             # Whoever asks too early is told so alone: the update goes on.
             if update.state is State.ABORTED:
-                hold.tell(Failed(number, to_record(exc)))
+                session.send(Failed(number, to_record(exc)))
             raise
         finally:
             if update.state in (State.INSTALLED, State.ABORTED):
                 self._end_streaming(update)
         self._unsettled = update if self._settles else None
         self._observe("update", time.perf_counter() - update.offered_at, True)
-        hold.tell(Installed(number, seconds))
+        session.send(Installed(number, seconds))
 
     def _abort(self, abort: Abort) -> None:
-        hold = self._require_hold(abort.run)
-        hold.require_publisher(abort)
-        update = hold.update
+        session = self._require_session(abort.run)
+        session.require_publisher(abort)
+        update = session.update
         if update is not None and update.version.number == abort.version:
             update.abort(UpdateAbortedError(f"the publisher gave it up: {abort.reason}"))
             self._end_streaming(update)
@@ -390,29 +390,29 @@ class Worker:
 
     # --- the end of a hold ---
 
-    def _on_end(self, hold: PublisherSession, reason: str) -> None:
+    def _on_end(self, session: PublisherSession, reason: str) -> None:
         # Released first: while its install is under way no other run may hold the engine, and write into it.
-        self._release(hold, UpdateAbortedError(f"the publisher of run {hold.info.run[:8]} has gone: {reason}"))
+        self._release(session, UpdateAbortedError(f"the publisher of run {session.info.run[:8]} has gone: {reason}"))
         with self._lock:
-            if self._hold is hold:
-                self._hold = None
-        self._lift_pause(hold)
+            if self._session is session:
+                self._session = None
+        self._lift_pause(session)
 
-    def _release(self, hold: PublisherSession, error: WeightcastError) -> None:
+    def _release(self, session: PublisherSession, error: WeightcastError) -> None:
         """Abort what the hold had begun, lift its pause, disconnect. An install under way is finished first."""
-        hold.ended = hold.ended or error
-        if hold.update is not None:
-            if hold.update.abort(error):
-                hold.tell(Failed(hold.update.version.number, to_record(error)))
-            self._end_streaming(hold.update)
-        hold.close()
-        self._lift_pause(hold)
+        session.ended = session.ended or error
+        if session.update is not None:
+            if session.update.abort(error):
+                session.send(Failed(session.update.version.number, to_record(error)))
+            self._end_streaming(session.update)
+        session.close()
+        self._lift_pause(session)
 
-    def _lift_pause(self, hold: PublisherSession) -> None:
+    def _lift_pause(self, session: PublisherSession) -> None:
         """A run's pause ends with its hold; a run that has connected anew keeps it."""
-        current = self._hold
-        if current is None or current is hold or current.info.run != hold.info.run:
-            self.gate.resume(owner=hold.info.run)
+        current = self._session
+        if current is None or current is session or current.info.run != session.info.run:
+            self.gate.resume(owner=session.info.run)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[ExposesTensors]:

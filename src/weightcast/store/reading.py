@@ -200,7 +200,7 @@ class PinnedVersion:
         self.stored = stored
         self.manifest = manifest
         self._lock = lock
-        self._places = FileLayout(manifest, stored.num_files)
+        self._arena_layout = FileLayout(manifest, stored.num_files)
         self._paths = [slot / data_name(file) for file in range(stored.num_files)]
         self._descriptors: list[int] = []
         try:
@@ -212,7 +212,7 @@ class PinnedVersion:
 
     def read(self, index: int, buffer: torch.Tensor) -> None:
         """Read bucket `index` with its trailer into the beginning of `buffer`, unchecked. Raises IntegrityError."""
-        file, offset = self._places.at(index)
+        file, offset = self._arena_layout.at(index)
         size = self.manifest.buckets[index] + TRAILER_BYTES
         read_at(self._descriptors[file], buffer.numpy().data[:size], offset, self._paths[file])
 

@@ -14,7 +14,7 @@ from weightcast.store.reading import StoreReader
 from weightcast.store.records import SlotInfo, StoreInfo, slot_number
 
 
-def survey(directory: Path) -> StoreInfo:
+def store_status(directory: Path) -> StoreInfo:
     """Raises ClosedError if there is no version, IntegrityError if a record is damaged."""
     reader = StoreReader(directory)
     commit, writer = reader.commit(), reader.writer()

@@ -99,7 +99,7 @@ class _Attempt:
     version: WeightVersion
     manifest_digest: str
     num_buckets: int
-    places: FileLayout
+    arena_layout: FileLayout
     slot: _Slot
     sealed: Commit | None = None
 
@@ -185,14 +185,14 @@ class StoreWriter:
             )
         self._check_pointer()  # whose slot is not ours to write
         data, digest = self._encoded(manifest)
-        places = FileLayout(manifest, self._address.num_threads)
+        arena_layout = FileLayout(manifest, self._address.num_threads)
         slot = self._free_slot()
         try:
             remove(slot.path / SEAL)
-            self._prepare(slot, places)
+            self._prepare(slot, arena_layout)
             if not _holds(slot.path / MANIFEST, data):
                 replace_file(slot.path / MANIFEST, data, fsync=self._address.fsync)
-            self._attempt = _Attempt(version, digest, len(manifest.buckets), places, slot)
+            self._attempt = _Attempt(version, digest, len(manifest.buckets), arena_layout, slot)
             self._record = msgspec.structs.replace(
                 self._record, attempt=self._record.attempt + 1, number=version.number, aborted=""
             )
@@ -206,7 +206,7 @@ class StoreWriter:
         """Write bucket `index` with its trailer. Raises InsufficientMemoryError, OSError."""
         attempt = self._attempt
         assert attempt is not None
-        file, offset = attempt.places.at(index)
+        file, offset = attempt.arena_layout.at(index)
         with room_for(attempt.slot.path / data_name(file)):
             write_at(attempt.slot.descriptors[file], data, offset)
 
@@ -221,7 +221,7 @@ class StoreWriter:
             run=attempt.version.run,
             number=attempt.version.number,
             slot=attempt.slot.number,
-            num_files=attempt.places.num_files,
+            num_files=attempt.arena_layout.num_files,
             num_buckets=attempt.num_buckets,
             manifest_digest=attempt.manifest_digest,
             root=root_digest(attempt.manifest_digest, digests),
@@ -405,16 +405,16 @@ class StoreWriter:
             peer=shown,
         )
 
-    def _prepare(self, slot: _Slot, places: FileLayout) -> None:
+    def _prepare(self, slot: _Slot, arena_layout: FileLayout) -> None:
         """Open the slot's files and make room in them. Raises InsufficientMemoryError before anything is written."""
-        paths = slot.paths(places.num_files)
+        paths = slot.paths(arena_layout.num_files)
         for path in set(slot.path.glob(data_name("*"))).difference(paths):
             remove(path)
         for path in paths:
             slot.descriptors.append(open_file(path, os.O_RDWR | os.O_CREAT))
         needed = sum(
             max(0, size - os.fstat(descriptor).st_blocks * 512)
-            for descriptor, size in zip(slot.descriptors, places.sizes_bytes, strict=True)
+            for descriptor, size in zip(slot.descriptors, arena_layout.sizes_bytes, strict=True)
         )
         if needed and is_in_memory(slot.path) and needed > (available := host_memory.available_bytes()):
             raise InsufficientMemoryError(
@@ -425,7 +425,7 @@ class StoreWriter:
         grow(
             [slot.path / PINS, *paths],
             [slot.lock.descriptor, *slot.descriptors],
-            [locks.PINS_BYTES, *places.sizes_bytes],
+            [locks.PINS_BYTES, *arena_layout.sizes_bytes],
         )
 
 

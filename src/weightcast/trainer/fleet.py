@@ -98,7 +98,7 @@ class FleetMember:
         listener.drop(self.name, "the publisher connects again")
         self.links, self._known_manifest = [], ""
         self._stands_still = self._is_connected = False
-        self.client = self._given.negotiate() if isinstance(self._given, DetectsServer) else self._given
+        self.client = self._given.detect_server() if isinstance(self._given, DetectsServer) else self._given
         self.info = self.client.info()
         self.instance = "" if self.info.instance is UNSET else self.info.instance
 
@@ -134,9 +134,9 @@ class FleetMember:
                 "to end the transfer, or another run took it over and has let it go too; its log says which"
             )
 
-    def supply(self, known: Sequence[Sender], supply: SenderContext) -> Sender | None:
+    def make_sender(self, known: Sequence[Sender], context: SenderContext) -> Sender | None:
         """The sender that its client brings, one of `known` or a new one; None if it brings none."""
-        self.sender = self.client.sender(known, supply) if isinstance(self.client, BringsSender) else None
+        self.sender = self.client.sender(known, context) if isinstance(self.client, BringsSender) else None
         return self.sender
 
     def disconnect(self) -> None:
@@ -163,31 +163,31 @@ class FleetMember:
     def seal(self, seal: Seal) -> None:
         self.client.update(seal)
 
-    def pause(self, run: str, guard: Watchdog) -> None:
+    def pause(self, run: str, watchdog: Watchdog) -> None:
         """Stand still for `run`; where no lease ends that, have the guard ready to."""
         if self._stands_still or not isinstance(self.client, Pausable) or self._has("install"):
             return
         if self.info is not None and not self._has("lease") and isinstance(self.client, Recoverable):
-            guard.hold(self.name, self.client.rescue(run))
+            watchdog.hold(self.name, self.client.recovery_requests(run))
         self.is_paused, self._paused_at = True, time.perf_counter()
         self.client.pause(run)
         self._stands_still = True
 
-    def hold_again(self, run: str, guard: Watchdog) -> None:
+    def renew_recovery(self, run: str, watchdog: Watchdog) -> None:
         """Another rescue is right from now on: it has installed what it was paused for."""
         if self.is_paused and not self._has("lease") and isinstance(self.client, Recoverable):
-            guard.hold(self.name, self.client.rescue(run))
+            watchdog.hold(self.name, self.client.recovery_requests(run))
 
     def fingerprint(self) -> Fingerprint | None:
         return self.client.fingerprint() if isinstance(self.client, Fingerprinted) else None
 
-    def distrust(self, reason: str) -> None:
+    def quarantine(self, reason: str) -> None:
         """It holds other weights than it should."""
         fail(self, IntegrityError(reason))
         if isinstance(self.client, Quarantinable):
-            self.client.distrust(reason)
+            self.client.quarantine(reason)
 
-    def resume(self, run: str, guard: Watchdog) -> None:
+    def resume(self, run: str, watchdog: Watchdog) -> None:
         """Lift the pause, but for an engine that can't refuse to serve what an install has left torn."""
         if not self.is_paused:
             return
@@ -197,9 +197,9 @@ class FleetMember:
             self.is_paused = self._stands_still = False
         elif isinstance(self.client, Quarantinable):
             error = self.result.error
-            self.client.distrust("not all of its workers went back" if error is None else error.message)
+            self.client.quarantine("not all of its workers went back" if error is None else error.message)
         self.result.pause_seconds = time.perf_counter() - self._paused_at
-        guard.release(self.name)
+        watchdog.release(self.name)
 
     def install(self, version: int, run: str, deadline_seconds: float) -> None:
         """Have the engine install the version; a lost reply is made good by asking."""

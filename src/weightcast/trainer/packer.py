@@ -75,8 +75,8 @@ class Packer:
 
     def _targets(self, index: int, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Where each source goes. Parts of pieces are not kept: they are few, and the layout can't forget them."""
-        views, cuts = self._layout.views(index, buffer), self._cuts[index]
-        return [views[n] if region is None else narrow(views[n], region) for n, region in cuts] if cuts else views
+        views, slices = self._layout.views(index, buffer), self._cuts[index]
+        return [views[n] if region is None else narrow(views[n], region) for n, region in slices] if slices else views
 
     def _pack_plain(
         self,
@@ -116,8 +116,8 @@ class Packer:
 
     def _ends(self, index: int) -> list[int | None]:
         """Up to which byte the bucket is whole after each copy; None in the middle of a piece."""
-        entries, cuts = self._layout.entries[index], self._cuts[index]
-        numbers = [number for number, _ in cuts] if cuts else range(len(entries))
+        entries, slices = self._layout.entries[index], self._cuts[index]
+        numbers = [number for number, _ in slices] if slices else range(len(entries))
         ends: list[int | None] = [_end_bytes(entries[number]) for number in numbers]
         for place, (number, after) in enumerate(itertools.pairwise(numbers)):
             if number == after:

@@ -57,8 +57,8 @@ class Connections:
         self.sender = sender
         self.listener = listener
         self.device = device
-        self.brought: list[Sender] = []
-        self._brings = threading.Lock()
+        self.client_senders: list[Sender] = []
+        self._senders_lock = threading.Lock()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
@@ -71,16 +71,16 @@ class Connections:
         with torch.cuda.stream(self._stream):
             yield
 
-    def bring(self, member: FleetMember, supply: SenderContext) -> None:
+    def add_client_sender(self, member: FleetMember, context: SenderContext) -> None:
         """Have the member's client bring the sender that it needs, if it needs one."""
-        with self._brings:
-            sender = member.supply(self.brought, supply)
-            if sender is not None and sender not in self.brought:
-                self.brought.append(sender)
+        with self._senders_lock:
+            sender = member.make_sender(self.client_senders, context)
+            if sender is not None and sender not in self.client_senders:
+                self.client_senders.append(sender)
 
     def close(self) -> None:
         self.listener.close()
-        for sender in (self.sender, *self.brought):
+        for sender in (self.sender, *self.client_senders):
             sender.close()
 
 
@@ -122,15 +122,15 @@ class PublishRun:
     """One version's way to every engine of a fleet."""
 
     def __init__(
-        self, terms: PublishOptions, fleet: Fleet, guard: Watchdog, wire: Connections, packing: PackPlan
+        self, options: PublishOptions, fleet: Fleet, watchdog: Watchdog, connections: Connections, pack_plan: PackPlan
     ) -> None:
         self.number = -1
-        self._terms = terms
+        self._options = options
         self._fleet = fleet
-        self._guard = guard
-        self._wire = wire
-        self._packing = packing
-        self._manifest = packing.layout.manifest
+        self._watchdog = watchdog
+        self._connections = connections
+        self._pack_plan = pack_plan
+        self._manifest = pack_plan.layout.manifest
         self._seconds = StageSeconds()
         self._fingerprints: dict[str, tuple[FleetMember, Fingerprint]] = {}
 
@@ -139,27 +139,27 @@ class PublishRun:
 
         Returns a report that names each engine's failure. Raises only what ends the update for everybody.
         """
-        start, packer = time.perf_counter(), self._packing.packer(regions)
+        start, packer = time.perf_counter(), self._pack_plan.packer(regions)
         for member in self._fleet:
             member.begin()
         try:
             with self._timed("offer"):
                 self._join()
-                sender = self._wire.sender
+                sender = self._connections.sender
                 kept = sender.newest_version() if isinstance(sender, VersionedSender) else -1
                 newest = max((kept, *(member.newest_version for member in self._fleet)))
                 self.number = _above(newest, above) if number is None else number
                 self._offer()
             root = self._send(packer, on_progress or _ignore)
             with self._timed("seal"):
-                num_buckets, secret = len(self._manifest.buckets), self._wire.listener.secret
-                seal = Seal(self._terms.run, self.number, num_buckets, root, secret)
+                num_buckets, secret = len(self._manifest.buckets), self._connections.listener.secret
+                seal = Seal(self._options.run, self.number, num_buckets, root, secret)
                 self._fleet.each(lambda member: member.seal(seal))
             installed = self._healthy_of(None)
             self._fleet.each(self._install, installed)
             self._verify(installed)
-            for brought in self._wire.brought:
-                self._supply(brought, packer, on_progress or _ignore)
+            for client_sender in self._connections.client_senders:
+                self._publish_by_client_sender(client_sender, packer, on_progress or _ignore)
             with self._timed("seal"):
                 self._commit(sender)
         except BaseException as exc:
@@ -183,7 +183,7 @@ class PublishRun:
     def _join(self) -> None:
         """Connect whoever has no link, or is lost to the sender."""
         newcomers = [member for member in self._fleet if not (member.is_joined and self._is_attended(member))]
-        self._fleet.each(lambda member: member.ask(self._wire.listener), newcomers)
+        self._fleet.each(lambda member: member.ask(self._connections.listener), newcomers)
         self._fleet.refuse_doubles(newcomers)
         self._fleet.each(self._join_member, [member for member in newcomers if member.result.error is None])
         for member in self._fleet:
@@ -192,47 +192,49 @@ class PublishRun:
 
     def _is_attended(self, member: FleetMember) -> bool:
         """Whether all its workers' receivers are connected, as far as the sender can say."""
-        sender, peers = self._wire.sender, [link.peer for link in member.links]
+        sender, peers = self._connections.sender, [link.peer for link in member.links]
         return not isinstance(sender, TracksPeers) or len(sender.connected(peers)) == len(peers)
 
     def _join_member(self, member: FleetMember) -> None:
-        terms, listener = self._terms, self._wire.listener
+        options, listener = self._options, self._connections.listener
         info = InitInfo(
-            run=terms.run,
+            run=options.run,
             engine=member.name,
-            transport=self._wire.sender.address,
+            transport=self._connections.sender.address,
             link=listener.address,
             secret=listener.secret,
-            lease_seconds=terms.lease_seconds,
-            takeover=terms.takeover,
-            deadline_seconds=terms.deadline_seconds,
+            lease_seconds=options.lease_seconds,
+            takeover=options.takeover,
+            deadline_seconds=options.deadline_seconds,
             publisher=f"pid {os.getpid()} on {socket.gethostname()}"[:4096],
         )
-        member.join(listener, info, terms.deadline_seconds)
-        address, device = self._wire.sender.address, self._wire.device
-        self._wire.bring(member, SenderContext(address, terms.run, device, terms.deadline_seconds, self._guard))
+        member.join(listener, info, options.deadline_seconds)
+        address, device = self._connections.sender.address, self._connections.device
+        self._connections.add_client_sender(
+            member, SenderContext(address, options.run, device, options.deadline_seconds, self._watchdog)
+        )
 
     def _offer(self) -> None:
-        terms = self._terms
+        options = self._options
         offer = Offer(
-            terms.run,
+            options.run,
             self.number,
-            self._packing.manifest_digest,
+            self._pack_plan.manifest_digest,
             self._manifest,
-            install=terms.install,
-            undo=terms.undo,
-            secret=self._wire.listener.secret,
+            install=options.install,
+            undo=options.undo,
+            secret=self._connections.listener.secret,
         )
-        if terms.install == "streaming":
+        if options.install == "streaming":
             self._fleet.each(self._pause, self._healthy_of(None))
-        self._fleet.each(lambda member: member.offer(offer, terms.deadline_seconds))
+        self._fleet.each(lambda member: member.offer(offer, options.deadline_seconds))
 
     def _pause(self, member: FleetMember) -> None:
-        member.pause(self._terms.run, self._guard)
+        member.pause(self._options.run, self._watchdog)
 
     def _resume(self, member: FleetMember) -> None:
         try:
-            member.resume(self._terms.run, self._guard)
+            member.resume(self._options.run, self._watchdog)
         except WeightcastError:
             # What went wrong first says more; the next publish resumes it.
             if member.result.error is None:
@@ -240,8 +242,8 @@ class PublishRun:
 
     def _send(self, packer: BucketPacker, on_progress: OnProgress) -> str:
         """Pack and send every bucket, then wait until everyone has them; return the root digest."""
-        sender, num_buckets = self._wire.sender, len(self._manifest.buckets)
-        version = WeightVersion(self._terms.run, self.number)
+        sender, num_buckets = self._connections.sender, len(self._manifest.buckets)
+        version = WeightVersion(self._options.run, self.number)
         members = self._healthy_of(None)
         peers = [link.peer for member in members for link in member.links]
         # Who keeps versions for later does not know who takes them; but what all engines refused is not kept.
@@ -249,11 +251,11 @@ class PublishRun:
         if not peers and not keeps:
             return ""
         with self._timed("send"):
-            sender.open(self._manifest, version, peers=peers, staged=self._terms.install == "staged")
+            sender.open(self._manifest, version, peers=peers, staged=self._options.install == "staged")
         digests = self._send_buckets(sender, packer, version, on_progress, set() if keeps else set(peers))
         with self._timed("send"):
             self._fleet.take_failures(sender.failures)
-            root, deadline = root_digest(self._packing.manifest_digest, digests), self._terms.deadline_seconds
+            root, deadline = root_digest(self._pack_plan.manifest_digest, digests), self._options.deadline_seconds
             self._fleet.each(lambda member: member.received(self.number, num_buckets, root, deadline))
             self._fleet.take_failures(sender.failures)
         return root
@@ -265,7 +267,7 @@ class PublishRun:
         num_buckets = len(self._manifest.buckets)
         digests: list[bytes | torch.Tensor] = [b""] * num_buckets
         index, ends = 0, list(itertools.accumulate(self._manifest.buckets, initial=0))
-        with self._wire.packing_stream():
+        with self._connections.packing_stream():
             while index < num_buckets:
                 with self._timed("send"):
                     buffer = sender.buffer(index)
@@ -291,7 +293,7 @@ class PublishRun:
         """The members without a failure that take what this sender brings; None: the publisher's transport."""
         return [member for member in self._fleet.healthy() if member.sender is sender]
 
-    def _supply(self, sender: Sender, packer: BucketPacker, on_progress: OnProgress) -> None:
+    def _publish_by_client_sender(self, sender: Sender, packer: BucketPacker, on_progress: OnProgress) -> None:
         """The whole update for the engines of a sender that their clients have brought."""
         is_staged = isinstance(sender, NonBlockingSend) and sender.is_staged
         try:
@@ -299,7 +301,7 @@ class PublishRun:
                 self._fleet.each(self._pause, self._healthy_of(sender))
             peers = [member.name for member in self._healthy_of(sender)]
             if peers:
-                version = WeightVersion(self._terms.run, self.number)
+                version = WeightVersion(self._options.run, self.number)
                 with self._timed("send"):
                     sender.open(self._manifest, version, peers=peers, staged=is_staged)
                 self._send_buckets(sender, packer, version, on_progress, set(peers))
@@ -312,12 +314,12 @@ class PublishRun:
     def _finish(self, member: FleetMember) -> None:
         """Install what was sent already; the engine stands still until it was compared with others."""
         self._pause(member)
-        member.install(self.number, self._terms.run, self._terms.deadline_seconds)
-        member.hold_again(self._terms.run, self._guard)
+        member.install(self.number, self._options.run, self._options.deadline_seconds)
+        member.renew_recovery(self._options.run, self._watchdog)
 
     def _verify(self, members: Sequence[FleetMember]) -> None:
         """Compare what engines say that they hold with the first one of the same kind."""
-        if self._terms.verify is None:
+        if self._options.verify is None:
             return
         found: dict[str, Fingerprint | None] = {}
 
@@ -332,12 +334,12 @@ class PublishRun:
             first, expected = self._fingerprints.setdefault(fingerprint.kind, (member, fingerprint))
             if fingerprint != expected:
                 reason = f"it holds {fingerprint.value}, {first.name} holds {expected.value} at the same version"
-                self._fleet.each(functools.partial(FleetMember.distrust, reason=reason), [member])
+                self._fleet.each(functools.partial(FleetMember.quarantine, reason=reason), [member])
 
     def _install(self, member: FleetMember) -> None:
         try:
             self._pause(member)
-            member.install(self.number, self._terms.run, self._terms.deadline_seconds)
+            member.install(self.number, self._options.run, self._options.deadline_seconds)
         except WeightcastError as exc:
             fail(member, exc)
         finally:
@@ -352,16 +354,16 @@ class PublishRun:
                     member.abort(abort)
 
     def _abort(self, reason: str) -> Abort:
-        return Abort(self._terms.run, max(self.number, 0), reason, self._wire.listener.secret)
+        return Abort(self._options.run, max(self.number, 0), reason, self._connections.listener.secret)
 
     def _give_up(self, exc: BaseException) -> None:
         """The publish itself failed: end the update everywhere. A Ctrl-C does not wait for answers."""
         reason = f"{type(exc).__name__}: {exc}"[:4000]
-        for sender in (self._wire.sender, *self._wire.brought):
+        for sender in (self._connections.sender, *self._connections.client_senders):
             sender.abort(reason)
         if not isinstance(exc, Exception):
             for member in self._fleet:
-                self._wire.listener.drop(member.name, reason)
+                self._connections.listener.drop(member.name, reason)
             return
         abort = self._abort(reason)
         for member in self._fleet:
@@ -371,12 +373,12 @@ class PublishRun:
 
     def _report(self) -> PublishReport:
         return PublishReport(
-            run=self._terms.run,
+            run=self._options.run,
             version=self.number,
-            num_bytes=self._packing.num_bytes,
+            num_bytes=self._pack_plan.num_bytes,
             num_tensors=len(self._manifest.tensors),
             num_buckets=len(self._manifest.buckets),
-            install=self._terms.install,
+            install=self._options.install,
             seconds=self._seconds,
             engines={member.name: member.result for member in self._fleet},
         )

@@ -36,7 +36,7 @@ from weightcast.seams.client import EngineClient
 from weightcast.seams.source import Regions, Source
 from weightcast.seams.transport import Sender, Transport, VersionedSender
 from weightcast.trainer.fleet import Fleet, FleetMember
-from weightcast.trainer.group.lead import PublishInputs, TrainerGroup, ensemble_of
+from weightcast.trainer.group.lead import PublishInputs, TrainerGroup, trainer_group_of
 from weightcast.trainer.group.sender_assignment import SenderFactory
 from weightcast.trainer.publish_run import Connections, OnProgress, PackPlan, PublishOptions, PublishRun, Verify
 from weightcast.trainer.report import PublishReport
@@ -109,20 +109,20 @@ class Publisher:
         self._transport = registry.transport(transport)
         self._token = token
         self._bucket_size_bytes = bucket_size_bytes
-        self._terms = PublishOptions(self.run, install, undo, takeover, deadline_seconds, lease_seconds, verify)
+        self._options = PublishOptions(self.run, install, undo, takeover, deadline_seconds, lease_seconds, verify)
         self._on_failure = on_failure
         self._lock = threading.RLock()
         self._fleet = Fleet()
-        self._guard = Watchdog()
-        self._wire: Connections | None = None
-        self._packing: PackPlan | None = None
+        self._watchdog = Watchdog()
+        self._connections: Connections | None = None
+        self._pack_plan: PackPlan | None = None
         self._trainer_group = trainer_group
-        self._ensemble: TrainerGroup | None = None
+        self._group: TrainerGroup | None = None
         self._is_joined = False
         self._closed = False
         self._process = 0
         """The one that has the connections; 0 while there are none."""
-        self._owned: list[Closable] = [self._guard]
+        self._owned: list[Closable] = [self._watchdog]
         """What has connections, threads or processes, in the order in which they are closed, the guard last. Nothing of
         the caller's, which may refer to this publisher."""
         self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
@@ -143,7 +143,7 @@ class Publisher:
             if self._is_following:
                 return
             client: EngineClient = (
-                registry.http_client(engine, token=self._token, timeout_seconds=self._terms.deadline_seconds)
+                registry.http_client(engine, token=self._token, timeout_seconds=self._options.deadline_seconds)
                 if isinstance(engine, str)
                 else engine
             )
@@ -156,12 +156,12 @@ class Publisher:
             if self._is_following:
                 return
             member = self._fleet.pop(name)
-            if self._wire is not None:
-                self._wire.listener.drop(name, "the engine was removed from the fleet")
+            if self._connections is not None:
+                self._connections.listener.drop(name, "the engine was removed from the fleet")
             with contextlib.suppress(Exception):
                 # Only one that did not answer is paused still. Nobody asks it again after this.
-                member.resume(self.run, self._guard)
-            self._guard.release(name)
+                member.resume(self.run, self._watchdog)
+            self._watchdog.release(name)
             if member.owned:
                 member.client.close()
 
@@ -174,15 +174,15 @@ class Publisher:
                 return
             self._closed = True
             self._drop.detach()
-            if self._ensemble is not None:
-                self._ensemble.close()
-            if self._wire is not None:
-                self._wire.close()
-            if self._packing is not None:
+            if self._group is not None:
+                self._group.close()
+            if self._connections is not None:
+                self._connections.close()
+            if self._pack_plan is not None:
                 # An exception that somebody keeps may hold on to the layout; its views would keep the arena mapped.
-                self._packing.layout.forget_views()
+                self._pack_plan.layout.forget_views()
             self._fleet.close()
-            self._guard.close()
+            self._watchdog.close()
 
     def __enter__(self) -> Publisher:
         return self
@@ -195,7 +195,7 @@ class Publisher:
     @property
     def _is_following(self) -> bool:
         """Whether another trainer rank publishes: engines are its concern."""
-        return self._ensemble is not None and not self._ensemble.is_publishing
+        return self._group is not None and not self._group.is_publishing
 
     def _require_open(self) -> None:
         if self._closed:
@@ -238,16 +238,16 @@ class Publisher:
             self._require_open()
             if not self._is_joined:
                 # At the first publish, not before: torch.distributed may be initialised after this publisher is made.
-                self._ensemble = ensemble_of(
-                    self._trainer_group, self._source, self._terms.deadline_seconds, self._outlet()
+                self._group = trainer_group_of(
+                    self._trainer_group, self._source, self._options.deadline_seconds, self._sender_factory()
                 )
                 self._is_joined = True
-                if self._ensemble is not None:
-                    self._owned[:0] = self._ensemble.owned
-            if self._ensemble is None:
+                if self._group is not None:
+                    self._owned[:0] = self._group.owned
+            if self._group is None:
                 report = self._run(self._prepared(version), on_progress)
             else:
-                report = self._together(self._ensemble, version, on_progress)
+                report = self._together(self._group, version, on_progress)
         if not report.ok and self._on_failure == "raise":
             raise _publish_error(report)
         return report
@@ -266,90 +266,92 @@ class Publisher:
         """What a publish needs of this process alone: the source's regions, wire and plan. No communication."""
         start, number = time.perf_counter(), self._checked_version(version)
         regions = self._source.regions()
-        device = _device_of(regions) if self._wire is None else self._wire.device
-        packing = self._ready_packing(regions, device)
-        if self._ensemble is None:
+        device = _device_of(regions) if self._connections is None else self._connections.device
+        pack_plan = self._ready_pack_plan(regions, device)
+        if self._group is None:
             # Before there is a sender, which may write.
-            packing.packer(regions)
-        wire = self._ready_wire(device)
-        if not len(self._fleet) and not isinstance(wire.sender, VersionedSender):
+            pack_plan.packer(regions)
+        connections = self._ready_connections(device)
+        if not len(self._fleet) and not isinstance(connections.sender, VersionedSender):
             raise ValueError(
                 f"there is no engine to publish to, and {self._url} keeps nothing for later: pass engines=[...], or "
                 "call add_engine first (a store, file:///DIR, needs none)"
             )
-        return PublishInputs(start, number, regions, wire, packing)
+        return PublishInputs(start, number, regions, connections, pack_plan)
 
     def _run(self, prepared: PublishInputs, on_progress: OnProgress | None) -> PublishReport:
         gather_seconds = time.perf_counter() - prepared.start
-        publication = PublishRun(self._terms, self._fleet, self._guard, prepared.wire, prepared.packing)
+        publish_run = PublishRun(self._options, self._fleet, self._watchdog, prepared.connections, prepared.pack_plan)
         try:
-            report = publication.run(
+            report = publish_run.run(
                 prepared.regions, above=self.version, number=prepared.version, on_progress=on_progress
             )
         finally:
-            self.version = max(self.version, publication.number)
+            self.version = max(self.version, publish_run.number)
         report.seconds.gather = gather_seconds
         report.seconds.total = time.perf_counter() - prepared.start
         return report
 
-    def _together(self, ensemble: TrainerGroup, version: int | None, on_progress: OnProgress | None) -> PublishReport:
+    def _together(
+        self, trainer_group: TrainerGroup, version: int | None, on_progress: OnProgress | None
+    ) -> PublishReport:
         """One publish of several trainer ranks: this one leads it or follows."""
 
         def run(prepared: PublishInputs) -> PublishReport:
             try:
                 return self._run(prepared, on_progress)
             finally:
-                ensemble.version = self.version
+                trainer_group.version = self.version
 
-        ensemble.version = self.version
+        trainer_group.version = self.version
         try:
-            if ensemble.is_publishing:
-                return ensemble.lead(self.run, lambda: self._prepared(version), run)
-            return ensemble.follow()
+            if trainer_group.is_publishing:
+                return trainer_group.lead(self.run, lambda: self._prepared(version), run)
+            return trainer_group.follow()
         finally:
-            self.version = max(self.version, ensemble.version)
-            self.run = ensemble.run or self.run
+            self.version = max(self.version, trainer_group.version)
+            self.run = trainer_group.run or self.run
 
-    def _ready_wire(self, device: torch.device) -> Connections:
+    def _ready_connections(self, device: torch.device) -> Connections:
         """The sender and the listener, made at the first publish, when the device of the weights is known."""
-        if self._wire is None:
-            sender = _make_sender(self._transport, self._url, self._terms.deadline_seconds, self.run, device)
+        if self._connections is None:
+            sender = _make_sender(self._transport, self._url, self._options.deadline_seconds, self.run, device)
             try:
                 host = None if self._transport.same_host else registry.host(self._url)
-                listener = LinkListener(self.run, host=host, heartbeat_seconds=self._terms.lease_seconds / 4)
+                listener = LinkListener(self.run, host=host, heartbeat_seconds=self._options.lease_seconds / 4)
             except BaseException:
                 sender.close()
                 raise
-            self._wire, self._process = Connections(sender, listener, device), os.getpid()
-            self._owned.insert(-1, self._wire)
+            self._connections, self._process = Connections(sender, listener, device), os.getpid()
+            self._owned.insert(-1, self._connections)
             # Anew: this process may have been forked since this publisher was made.
             self._drop.detach()
             self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
             self._drop.atexit = False
-        return self._wire
+        return self._connections
 
-    def _outlet(self) -> SenderFactory | None:
+    def _sender_factory(self) -> SenderFactory | None:
         """How other trainer ranks make arenas. Staged buckets are in host memory, once for each host: in one arena."""
         per_device = self._transport.per_device
-        if per_device is None or self._terms.install == "staged":
+        if per_device is None or self._options.install == "staged":
             return None
         # Without a reference to this publisher, which would keep it from being collected when it is dropped.
-        make_sender = functools.partial(_make_sender, self._transport, self._url, self._terms.deadline_seconds)
-        return SenderFactory(per_device, make_sender, self._terms.deadline_seconds)
+        make_sender = functools.partial(_make_sender, self._transport, self._url, self._options.deadline_seconds)
+        return SenderFactory(per_device, make_sender, self._options.deadline_seconds)
 
-    def _ready_packing(self, regions: Regions, device: torch.device) -> PackPlan:
+    def _ready_pack_plan(self, regions: Regions, device: torch.device) -> PackPlan:
         """The plan for the source's specs: made once, and again when they have changed."""
-        if self._packing is not None and self._packing.is_of(regions):
-            return self._packing
+        if self._pack_plan is not None and self._pack_plan.is_of(regions):
+            return self._pack_plan
         specs = self._source.specs()
-        if self._packing is None or self._packing.specs is not specs:
+        if self._pack_plan is None or self._pack_plan.specs is not specs:
             largest = self._transport.default_bucket_size_bytes[device.type]
             size = self._bucket_size_bytes
             if size is None:
                 size = fitting_bucket_size(sum(spec.num_bytes for spec in specs), largest)
             manifest = plan(specs, size, digest_kind="xxh3-128" if device.type == "cpu" else "sum-64x2")
-            self._packing = PackPlan(specs, Layout(manifest), size)
-        return self._packing
+            self._pack_plan = PackPlan(specs, Layout(manifest), size)
+        return self._pack_plan
 
 
 def _device_of(regions: Regions) -> torch.device:

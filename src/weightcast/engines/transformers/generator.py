@@ -15,7 +15,7 @@ from concurrent.futures import Future
 import torch
 
 from weightcast.engines.gate import Gate
-from weightcast.engines.transformers.cohort import DecodeBatch
+from weightcast.engines.transformers.batch import DecodeBatch
 from weightcast.engines.transformers.model import CausalModel
 from weightcast.engines.transformers.request import Completion, DecodeRow, Delta, Request, SamplingParams
 from weightcast.engines.transformers.text import Tokenizer
@@ -213,16 +213,16 @@ class TextGenerator:
             return
         rows = self._admit()
         if rows:
-            cohort = DecodeBatch(self._model, rows)
+            batch = DecodeBatch(self._model, rows)
         elif self._cohorts:
-            cohort = self._cohorts.popleft()
+            batch = self._cohorts.popleft()
         else:
             return
-        self._cohorts.append(cohort)
+        self._cohorts.append(batch)
         try:
-            cohort.step(version)
+            batch.step(version)
         except Exception as exc:  # Whatever the model raises is these requests' answer, not the generator's end.
-            for row in cohort.rows:
+            for row in batch.rows:
                 row.request.fail(exc)
 
     def _admit(self) -> list[DecodeRow]:
@@ -244,17 +244,17 @@ class TextGenerator:
     def _settle(self) -> None:
         """Between steps: let ended rows go, join what can be joined, tell a drain that waits."""
         if self._is_aborting:
-            for row in (row for cohort in self._cohorts for row in cohort.rows):
+            for row in (row for batch in self._cohorts for row in batch.rows):
                 row.abort(self.gate.version)
-        for cohort in self._cohorts:
-            cohort.drop_ended()
-        self._cohorts = deque(cohort for cohort in self._cohorts if cohort.rows)
+        for batch in self._cohorts:
+            batch.drop_ended()
+        self._cohorts = deque(batch for batch in self._cohorts if batch.rows)
         if len(self._cohorts) > 1:
             newest = self._cohorts.pop()
-            if not any(cohort.try_join(newest) for cohort in self._cohorts):
+            if not any(batch.try_join(newest) for batch in self._cohorts):
                 self._cohorts.append(newest)
         with self._condition:
-            self._num_running = sum(len(cohort.rows) for cohort in self._cohorts)
+            self._num_running = sum(len(batch.rows) for batch in self._cohorts)
             if not self._num_running:
                 self._is_aborting = False
             if self._has_cancelled:
@@ -264,7 +264,7 @@ class TextGenerator:
 
     def _fail_all(self, error: Exception) -> None:
         with self._condition:
-            rows = [*self._waiting, *(row for cohort in self._cohorts for row in cohort.rows)]
+            rows = [*self._waiting, *(row for batch in self._cohorts for row in batch.rows)]
             self._waiting.clear()
             self._cohorts.clear()
             self._num_running = 0

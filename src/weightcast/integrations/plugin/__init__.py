@@ -1,1 +1,4 @@
-"""weightcast as a guest in an engine with a control plane and a loader of its own: what all such engines share."""
+"""weightcast inside somebody else's engine: ranks that agree on an install, trials of a loader, undo, routes.
+
+Here belongs what engines with a control plane and a loader of their own have in common. No framework is imported.
+"""

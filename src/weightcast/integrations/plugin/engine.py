@@ -40,13 +40,13 @@ _UNKNOWN = "whether all ranks hold one version is not known; publish a complete 
 class PluginEngine(abc.ABC):
     """The engine behind `host`, the server's name in errors. For one event loop. Errors are WeightcastErrors.
 
-    `turns` is shared by all API servers in front of the engine. Every wait for the host ends after `deadline_seconds`,
+    `mutex` is shared by all API servers in front of the engine. Every wait for the host ends after `deadline_seconds`,
     but for those of an install whose pause has begun, which end with the host's.
     """
 
-    def __init__(self, host: str, turns: ServerMutex, deadline_seconds: float) -> None:
+    def __init__(self, host: str, mutex: ServerMutex, deadline_seconds: float) -> None:
         self._host = host
-        self._turns = turns
+        self._mutex = mutex
         self._deadline_seconds = deadline_seconds
 
     # --- the host's side: what goes wrong there may be any exception ---
@@ -100,7 +100,7 @@ class PluginEngine(abc.ABC):
                 asyncio.gather(self._replies(Ask()), self._label(), self._is_stopped())
             )
             if replies.torn:
-                self._turns.in_doubt = True
+                self._mutex.in_doubt = True
         info = replies.info
         version = label if info.torn or info.weight_version == "default" else info.weight_version
         return msgspec.structs.replace(info, weight_version=version, paused=paused)
@@ -110,7 +110,7 @@ class PluginEngine(abc.ABC):
 
         Where the answer can't be had in time, it is empty: a request then waits in the engine, which stands still.
         """
-        if not self._turns.in_doubt:
+        if not self._mutex.in_doubt:
             return ""
         with contextlib.suppress(WeightcastError):
             async with self._alone():
@@ -118,7 +118,7 @@ class PluginEngine(abc.ABC):
         return ""
 
     async def _why_torn(self) -> str:
-        is_settled = not self._turns.in_doubt
+        is_settled = not self._mutex.in_doubt
         return "" if is_settled else (await self._in_time(self._replies(Ask()))).torn
 
     async def is_paused(self) -> bool:
@@ -138,11 +138,11 @@ class PluginEngine(abc.ABC):
     async def _require_whole(self, replies: Replies) -> None:
         """Before it generates again, with the label of what its ranks hold. Raises EngineTornError."""
         if replies.torn:
-            self._turns.in_doubt = True
+            self._mutex.in_doubt = True
             raise EngineTornError(f"the engine can't generate, and stays paused: {replies.torn}")
-        if self._turns.in_doubt:
+        if self._mutex.in_doubt:
             await self._in_time(self._publish(replies))
-        self._turns.in_doubt = False
+        self._mutex.in_doubt = False
 
     async def install(self, number: int, mode: PauseMode, run: str = "") -> InstallAnswer:
         """Pause, install the sealed version on all ranks or on none, label and resume; what the engine is then.
@@ -159,7 +159,7 @@ class PluginEngine(abc.ABC):
             if run not in ("", before.info.holder):
                 raise StaleVersionError(f"the update is of run {run}, this engine is held by run {before.info.holder}")
             pause = _Pause(is_lifted=bool(before.torn) or not was_paused)
-            self._turns.in_doubt = True
+            self._mutex.in_doubt = True
             try:
                 await self._pause(mode)
             except WeightcastError:
@@ -209,7 +209,7 @@ class PluginEngine(abc.ABC):
             await self._publish(replies)
             if pause.is_lifted:
                 await self._go_on()
-        self._turns.in_doubt = False
+        self._mutex.in_doubt = False
 
     async def _publish(self, replies: Replies) -> None:
         if replies.info.weight_version != "default":
@@ -229,7 +229,7 @@ class PluginEngine(abc.ABC):
             return await self._ask(call)
 
     def _alone(self) -> AbstractAsyncContextManager[None]:
-        return self._turns.turn(self._deadline_seconds)
+        return self._mutex.turn(self._deadline_seconds)
 
     async def _in_time(self, awaitable: Awaitable[T]) -> T:
         try:

@@ -20,9 +20,9 @@ class VllmEngine(PluginEngine):
     """The engine behind `client`, vLLM's EngineClient. By default one API server is in front of it."""
 
     def __init__(
-        self, client: Any, turns: ServerMutex | None = None, *, deadline_seconds: float = DEADLINE_SECONDS
+        self, client: Any, mutex: ServerMutex | None = None, *, deadline_seconds: float = DEADLINE_SECONDS
     ) -> None:
-        super().__init__("vLLM", ServerMutex.of_one() if turns is None else turns, deadline_seconds)
+        super().__init__("vLLM", ServerMutex.of_one() if mutex is None else mutex, deadline_seconds)
         self._client = client
 
     def world_size(self, *, with_data_parallel: bool) -> int:

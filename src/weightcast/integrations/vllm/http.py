@@ -54,7 +54,7 @@ class VllmStockServer(RankClient):
         super().__init__(routes.name, VllmRoutes(routes), pause=pause, token=routes.token)
         self._routes = routes
 
-    def rescue(self, run: str) -> list[RecoveryRequest]:
+    def recovery_requests(self, run: str) -> list[RecoveryRequest]:
         """Ask whether a rank is torn (that waits for an install under way); if none is, resume."""
         headers = dict(self._routes.headers)
         ask = _encode(_rank_call(msgspec.to_builtins(Ask()))).decode()

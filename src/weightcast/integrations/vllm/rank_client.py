@@ -64,7 +64,7 @@ class Control(Protocol):
 
 
 class RankClient:
-    """An `EngineClient` over a `Control`, also `Pausable`, `TwoPhaseInstall` and `Quarantinable`. `name`: as errors call it.
+    """An `EngineClient` over a `Control`; `Pausable`, `TwoPhaseInstall`, `Quarantinable`. `name`: as errors call it.
 
     `refusal`: that of the object of this process by which callers generate. `token` is what the engine's processes have
     as WEIGHTCAST_TOKEN. `pause`: what becomes of requests, see HttpEngine.
@@ -141,15 +141,15 @@ class RankClient:
                     self._control.set_label(infos[0].weight_version)
                 self._control.resume()
         except WeightcastError as exc:
-            self.distrust(f"it could not be resumed: {exc}")
+            self.quarantine(f"it could not be resumed: {exc}")
             raise
         if torn:
-            self.distrust(torn)
+            self.quarantine(torn)
             logger.warning("%s stays paused until a complete update heals it: %s", self.name, torn)
         elif self._refusal is not None:
             self._refusal.end()
 
-    def distrust(self, reason: str) -> None:
+    def quarantine(self, reason: str) -> None:
         """Have requests refused, where the engine is an object of this process, until it is resumed."""
         if self._refusal is not None:
             self._refusal.begin(reason)

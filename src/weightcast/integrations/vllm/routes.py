@@ -67,8 +67,8 @@ class WeightcastRoutes:
             return
         num_servers = getattr(args, "api_server_count", None) or 1
         # Several API servers are children of one process.
-        turns = ServerMutex.of_several(num_servers, launcher=os.getppid()) if num_servers > 1 else ServerMutex.of_one()
-        self._engine = VllmEngine(engine_client, turns)
+        mutex = ServerMutex.of_several(num_servers, launcher=os.getppid()) if num_servers > 1 else ServerMutex.of_one()
+        self._engine = VllmEngine(engine_client, mutex)
 
     def _require_engine(self) -> VllmEngine:
         if self._engine is None:

@@ -1,4 +1,4 @@
-"""The backend "weightcast" of vLLM's weight transfer: in each worker, vLLM's stock calls over that worker's `RankWorker`.
+"""The backend "weightcast" of vLLM's weight transfer: in each worker, vLLM's stock calls over its `RankWorker`.
 
 Invariants: no call waits for the publisher; a call that failed on any rank raises on the last one only, since vLLM
 stops reading its ranks' replies at the first that raises and answers later calls with the rest. For the same reason

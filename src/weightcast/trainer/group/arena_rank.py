@@ -52,7 +52,7 @@ class RankArena:
         """What went wrong in the update in progress, once that has ended."""
         return self._error if self._is_open and not self._is_busy else None
 
-    def row(self) -> RankStatus:
+    def status(self) -> RankStatus:
         """What this rank brings to an exchange. If it is not busy, its workers are given a sign of life."""
         if self._is_busy:
             return RankStatus(is_busy=True)
@@ -83,7 +83,7 @@ class RankArena:
         """Take bucket `index` from the publishing rank, and have it read."""
         self._begin(functools.partial(self._take, index))
 
-    def tell_failures(self) -> None:
+    def announce_failures(self) -> None:
         """Raises PeerError."""
         self._ranks.send_message(LostPeers({name: to_record(error) for name, error in self._failures.items()}), 0)
 
@@ -118,7 +118,7 @@ class RankArena:
     def _take(self, index: int) -> None:
         buffer, self._buffer = self._buffer, None
         assert buffer is not None
-        self._ranks.catch(buffer)
+        self._ranks.receive_bucket(buffer)
         self._sender.send(index)
         self._ready(index + 1)
 

@@ -121,10 +121,10 @@ def tiling(specs: Sequence[TensorSpec], regions: Regions) -> dict[str, torch.Ten
     """
     shards = held_shards(specs, regions)
     (assigned,) = assign(specs, [shards])
-    brought: dict[str, list[Held]] = {}
+    by_name: dict[str, list[Held]] = {}
     for shard in (shards[index] for index in assigned):
-        brought.setdefault(specs[shard.tensor].name, []).append((shard.region, shard.data))
-    return {name: parts[0][1] if len(parts) == 1 else parts for name, parts in brought.items()}
+        by_name.setdefault(specs[shard.tensor].name, []).append((shard.region, shard.data))
+    return {name: parts[0][1] if len(parts) == 1 else parts for name, parts in by_name.items()}
 
 
 def _gap(spec: TensorSpec, regions: list[Region]) -> str:

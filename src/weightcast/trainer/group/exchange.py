@@ -36,13 +36,13 @@ class _GivenUpError(PeerDiedError):
 
 
 class TrainerRanks:
-    """This rank's side. One thread calls it, besides the publishing rank's own `kept_waiting`, and `catch`."""
+    """This rank's connections to the others. One thread calls it, besides `keeping_alive` and `receive_bucket`."""
 
     def __init__(self, trainer_group: Any, deadline_seconds: float) -> None:
         """`trainer_group` as for `Rendezvous`. Nothing is connected before the first `start`."""
-        self._meetings = Rendezvous(trainer_group, deadline_seconds)
-        self.ranks = self._meetings.ranks
-        self.group_rank = self._meetings.group_rank
+        self._rendezvous = Rendezvous(trainer_group, deadline_seconds)
+        self.ranks = self._rendezvous.ranks
+        self.group_rank = self._rendezvous.group_rank
         self.size = len(self.ranks)
         self.is_publishing = self.group_rank == 0
         self.version = -1
@@ -55,7 +55,7 @@ class TrainerRanks:
         self._verdict: BaseException | None = None
         self._is_kept = False
         self._last_exchange = 0.0
-        self._row = torch.zeros(len(RankStatus._fields), dtype=torch.int64)
+        self._status = torch.zeros(len(RankStatus._fields), dtype=torch.int64)
         self._rows = torch.zeros(self.size, len(RankStatus._fields), dtype=torch.int64)
 
     @property
@@ -65,7 +65,7 @@ class TrainerRanks:
 
     # --- exchanges ---
 
-    def start(self, row: RankStatus, error: BaseException | None) -> list[RankStatus]:
+    def start(self, status: RankStatus, error: BaseException | None) -> list[RankStatus]:
         """The first exchange of a publish; connects where there is no group. Blocks until all ranks publish.
 
         A group that another rank has given up before is replaced, once.
@@ -73,18 +73,18 @@ class TrainerRanks:
         with self._lock:
             if self._group is not None:
                 with contextlib.suppress(_GivenUpError):
-                    return self._start(row, error, is_kept=True)
-            self._group = self._meetings.meet()
-            return self._start(row, error, is_kept=False)
+                    return self._start(status, error, is_kept=True)
+            self._group = self._rendezvous.join()
+            return self._start(status, error, is_kept=False)
 
-    def _start(self, row: RankStatus, error: BaseException | None, *, is_kept: bool) -> list[RankStatus]:
+    def _start(self, status: RankStatus, error: BaseException | None, *, is_kept: bool) -> list[RankStatus]:
         self._verdict, self._is_kept = None, is_kept
         try:
-            return self.exchange(row, error)
+            return self.exchange(status, error)
         finally:
             self._is_kept = False
 
-    def exchange(self, row: RankStatus, error: BaseException | None = None) -> list[RankStatus]:
+    def exchange(self, status: RankStatus, error: BaseException | None = None) -> list[RankStatus]:
         """Every rank's row, by group rank; blocks until all have come. One collective.
 
         Raises on every rank the error that a rank has brought: there its own, elsewhere one that names that rank.
@@ -95,47 +95,49 @@ class TrainerRanks:
                 raise self._verdict
             with self._unbroken() as group:
                 failure = b"" if error is None else encode(Failure.of(error))
-                rows = self._exchanged(group, row._replace(num_error_bytes=len(failure)))
+                statuses = self._exchanged(group, status._replace(num_error_bytes=len(failure)))
                 self._last_exchange = time.monotonic()
-                failing = next((g for g, each in enumerate(rows) if each.num_error_bytes), None)
+                failing = next((g for g, each in enumerate(statuses) if each.num_error_bytes), None)
                 if failing is None:
-                    return rows
-                data = self._broadcast(group, failure, failing, rows[failing].num_error_bytes)
+                    return statuses
+                data = self._broadcast(group, failure, failing, statuses[failing].num_error_bytes)
                 is_own = failing == self.group_rank
-                self._verdict = error if error is not None and is_own else _heard(data, self.ranks[failing])
+                self._verdict = error if error is not None and is_own else _error_of(data, self.ranks[failing])
             if error is None or error is self._verdict:
                 raise self._verdict
             raise self._verdict from error
 
-    def say(self, command: Instruction, argument: int = 0, *, error: BaseException | None = None) -> None:
+    def announce(self, command: Instruction, argument: int = 0, *, error: BaseException | None = None) -> None:
         """The publishing rank's exchange: what all do next."""
         self.exchange(RankStatus(command=command, argument=argument, version=self.version), error)
 
-    def say_when_ready(self, command: Instruction, argument: int = 0, data: bytes = b"") -> list[RankStatus]:
-        """`say`, repeated until no rank is busy: only then the command counts. Returns the rows of that exchange.
+    def announce_when_idle(self, command: Instruction, argument: int = 0, data: bytes = b"") -> list[RankStatus]:
+        """`announce`, repeated until no rank is busy: only then the command counts. Returns the rows of that exchange.
 
         `data`, if there is any, is broadcast with it; `argument` is then its length. Blocks as long as a rank is busy:
         whatever it is busy with has deadlines of its own.
         """
-        row = RankStatus(command=command, argument=len(data) or argument)
+        status = RankStatus(command=command, argument=len(data) or argument)
         while True:
             with self._lock:
-                rows = self.exchange(row._replace(version=self.version))
-                if not any(each.is_busy for each in rows):
+                statuses = self.exchange(status._replace(version=self.version))
+                if not any(each.is_busy for each in statuses):
                     if data:
                         self.broadcast(data, len(data))
-                    return rows
+                    return statuses
 
-    def hear(self, error: BaseException | None = None, row: RankStatus = _NOTHING) -> NextInstruction:
-        """Another rank's exchange: bring `row` and `error`, and be told what to do next."""
-        rows = self.exchange(row, error)
-        return NextInstruction(Instruction(rows[0].command), rows[0].argument, not any(each.is_busy for each in rows))
+    def next_instruction(self, error: BaseException | None = None, status: RankStatus = _NOTHING) -> NextInstruction:
+        """Another rank's exchange: bring `status` and `error`, and be told what to do next."""
+        statuses = self.exchange(status, error)
+        return NextInstruction(
+            Instruction(statuses[0].command), statuses[0].argument, not any(each.is_busy for each in statuses)
+        )
 
     @contextlib.contextmanager
-    def kept_waiting(self) -> Iterator[None]:
+    def keeping_alive(self) -> Iterator[None]:
         """On the publishing rank: tell the others to wait on, as often as it takes, in a thread of its own."""
         over = threading.Event()
-        thread = threading.Thread(target=self._keep_waiting, args=(over,), name="weightcast-ranks", daemon=True)
+        thread = threading.Thread(target=self._keep_alive, args=(over,), name="weightcast-ranks", daemon=True)
         thread.start()
         try:
             yield
@@ -143,14 +145,14 @@ class TrainerRanks:
             over.set()
             thread.join()
 
-    def _keep_waiting(self, over: threading.Event) -> None:
+    def _keep_alive(self, over: threading.Event) -> None:
         interval = min(self._deadline_seconds / 3, _MAX_SILENCE_SECONDS)
         while not over.wait(max(0.0, self._last_exchange + interval - time.monotonic())):
             with self._lock:
                 if over.is_set() or self._last_exchange + interval > time.monotonic():
                     continue
                 try:
-                    self.say(Instruction.WAIT)
+                    self.announce(Instruction.WAIT)
                 except BaseException:
                     # The next exchange of the caller raises it.
                     return
@@ -183,7 +185,7 @@ class TrainerRanks:
         """A group for bytes on GPUs, for `send` and `receive` of CUDA tensors. Every rank calls it."""
         with self._unbroken():
             if self._nccl is None:
-                self._nccl = self._meetings.nccl(device)
+                self._nccl = self._rendezvous.nccl(device)
 
     def send(self, tensor: torch.Tensor, group_rank: int) -> None:
         """Send a contiguous tensor; blocks until it has gone."""
@@ -213,22 +215,22 @@ class TrainerRanks:
             works.clear()
 
     def connect_arenas(self, group_ranks: Sequence[int], number: int, device: torch.device) -> None:
-        """A group of these ranks alone, in the place of a former one, for `spread` and `catch` of bytes on `device`.
+        """Connect a group of these ranks alone for `broadcast_bucket` and `receive_bucket`; it replaces the former one.
 
-        Every rank calls it. `number`: another one for each such group.
+        The buckets are on `device`. Every rank calls it. `number`: another one for each such group.
         """
         with self._unbroken():
             self._close_arenas()
             if self.group_rank in group_ranks:
-                self._arenas = self._meetings.part(group_ranks, f"arenas/{number}", device)
+                self._arenas = self._rendezvous.part(group_ranks, f"arenas/{number}", device)
 
-    def spread(self, tensor: torch.Tensor) -> None:
+    def broadcast_bucket(self, tensor: torch.Tensor) -> None:
         """The publishing rank: give a contiguous tensor to every arena rank. Blocks until it has gone, or is queued."""
         with self._lock, self._unbroken():
             assert self._arenas is not None
             wait(self._arenas.broadcast(tensor, root=0))
 
-    def catch(self, tensor: torch.Tensor) -> None:
+    def receive_bucket(self, tensor: torch.Tensor) -> None:
         """Another arena rank: take what is spread; blocks until it is there. For a thread of its own.
 
         Raises PeerError, which leaves this rank's other groups as they are: the group of arenas is of no more use.
@@ -244,7 +246,7 @@ class TrainerRanks:
         """This rank can't go on, and can't say why: disconnect, unless all know already how the publish has ended."""
         if self._verdict is None and self._group is not None:
             self.close()
-            self._meetings.leave()
+            self._rendezvous.leave()
 
     def close(self) -> None:
         """Disconnect, without a word. Idempotent."""
@@ -276,12 +278,12 @@ class TrainerRanks:
 
     def _broken(self, exc: BaseException) -> BaseException:
         self.close()
-        self._meetings.leave()
+        self._rendezvous.leave()
         if not isinstance(exc, PeerError):
             return exc
         if self._is_kept and isinstance(exc, PeerDiedError):
             return _GivenUpError(str(exc))
-        missing = self._meetings.missing(min(_ROLL_CALL_SECONDS, self._deadline_seconds / 4))
+        missing = self._rendezvous.missing(min(_ROLL_CALL_SECONDS, self._deadline_seconds / 4))
         if missing and self._is_kept:
             return late(missing, self._deadline_seconds)
         names = named(missing or ())
@@ -289,13 +291,13 @@ class TrainerRanks:
         lost = "nor does their store answer, which trainer rank 0 usually serves" if missing is None else sign
         return type(exc)(f"the trainer ranks lost each other ({lost}): {exc}", peer=names or "trainer")
 
-    def _exchanged(self, group: ProcessGroup, row: RankStatus) -> list[RankStatus]:
-        self._row.copy_(torch.tensor(row))
-        wait(group.all_gather(list(self._rows.unbind()), self._row))
-        rows = [RankStatus(*numbers) for numbers in self._rows.tolist()]
+    def _exchanged(self, group: ProcessGroup, status: RankStatus) -> list[RankStatus]:
+        self._status.copy_(torch.tensor(status))
+        wait(group.all_gather(list(self._rows.unbind()), self._status))
+        statuses = [RankStatus(*numbers) for numbers in self._rows.tolist()]
         if not self.is_publishing:
-            self.version = rows[0].version
-        return rows
+            self.version = statuses[0].version
+        return statuses
 
     def _broadcast(self, group: ProcessGroup, data: bytes, root: int, num_bytes: int) -> bytes:
         if not 0 < num_bytes <= MAX_MESSAGE_BYTES:
@@ -319,6 +321,6 @@ def _bytes_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _heard(data: bytes, trainer_rank: int) -> Exception:
+def _error_of(data: bytes, trainer_rank: int) -> Exception:
     failure: Failure = decode(data, Failure, max_bytes=MAX_RECORD_BYTES)
     return failure.error(trainer_rank)

@@ -98,7 +98,7 @@ class _StagingSlot:
 
 @dataclasses.dataclass(slots=True)
 class _IncomingShards:
-    """Where what comes for one bucket goes: `runs` of bytes, and views of the cuts that lie scattered in `buffer`."""
+    """Where what comes for one bucket goes: `runs` of bytes, and views of the slices that lie scattered in `buffer`."""
 
     runs: CopyRuns = dataclasses.field(default_factory=CopyRuns)
     scattered: list[ShardSlice] = dataclasses.field(default_factory=list)
@@ -158,7 +158,7 @@ class GatheringPacker:
         if index + 1 < len(self._layout.entries):
             self._call(index + 1)
         else:
-            self._ranks.say(Instruction.WAIT)
+            self._ranks.announce(Instruction.WAIT)
         manifest = self._layout.manifest
         return write_trailer(buffer, manifest.buckets[index], version, index, manifest.digest_kind)
 
@@ -175,12 +175,12 @@ class GatheringPacker:
     def _call(self, index: int) -> None:
         """Have every rank send its part of a bucket. All of them have packed the one before without an error."""
         self.drain()
-        self._ranks.say(Instruction.BUCKET, index)
+        self._ranks.announce(Instruction.BUCKET, index)
         self._coming = index
         staging = self._ready_staging()
-        for stretch in self._stretches[index]:
-            place = staging[stretch.start : stretch.start + stretch.num_bytes]
-            self._works.append(self._ranks.receive(place, stretch.group_rank))
+        for staging_slot in self._stretches[index]:
+            place = staging[staging_slot.start : staging_slot.start + staging_slot.num_bytes]
+            self._works.append(self._ranks.receive(place, staging_slot.group_rank))
 
     def _ready_staging(self) -> torch.Tensor:
         if self._staging is None:
@@ -199,8 +199,8 @@ class GatheringPacker:
 
     def _laid_out(self, index: int) -> list[_StagingSlot]:
         stretches, start = [], 0
-        for group_rank, cuts in enumerate(self._others, start=1):
-            if num_bytes := cuts.sizes[index]:
+        for group_rank, slices in enumerate(self._others, start=1):
+            if num_bytes := slices.sizes[index]:
                 stretches.append(_StagingSlot(group_rank, start, num_bytes))
                 start = _aligned(start + num_bytes)
         return stretches
@@ -230,16 +230,16 @@ class GatheringPacker:
 
     def _sorted_out(self, index: int, staging: torch.Tensor) -> _IncomingShards:
         arrivals, entries = _IncomingShards(), self._layout.entries[index]
-        for stretch in self._stretches[index]:
+        for staging_slot in self._stretches[index]:
             scattered = []
-            for cut in self._others[stretch.group_rank - 1].of(index):
+            for cut in self._others[staging_slot.group_rank - 1].of(index):
                 if is_run(entries[cut.entry].piece.region, cut.region):
                     target = start_bytes(entries[cut.entry], cut)
-                    arrivals.runs.add(target, stretch.start + cut.offset_bytes, cut.num_bytes)
+                    arrivals.runs.add(target, staging_slot.start + cut.offset_bytes, cut.num_bytes)
                 else:
                     scattered.append(cut)
             arrivals.scattered += scattered
-            arrivals.sources += message_views(scattered, staging, stretch.start)
+            arrivals.sources += message_views(scattered, staging, staging_slot.start)
         return arrivals
 
 

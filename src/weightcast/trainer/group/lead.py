@@ -37,20 +37,20 @@ class PublishInputs:
     start: float
     version: int | None
     regions: Regions
-    wire: Connections
-    packing: PackPlan
+    connections: Connections
+    pack_plan: PackPlan
 
 
-def ensemble_of(
+def trainer_group_of(
     trainer_group: ProcessGroup | Literal["auto"] | None,
     source: Source,
     deadline_seconds: float,
-    outlet: SenderFactory | None,
+    sender_factory: SenderFactory | None,
 ) -> TrainerGroup | None:
     """The ranks of `trainer_group`, "auto" for the default group; None if this rank is alone.
 
-    `outlet`: how other ranks than the publishing one make an arena; None: they don't. Raises ValueError if this rank is
-    not of that group.
+    `sender_factory` makes senders on other ranks than the publishing one; None: they have none. Raises ValueError if
+    this rank is not in that group.
     """
     if trainer_group is None or not (dist.is_available() and dist.is_initialized()):
         return None
@@ -59,17 +59,17 @@ def ensemble_of(
         raise ValueError("this rank is not in trainer_group: make the publisher on its ranks only")
     if dist.get_world_size(group) == 1:
         return None
-    return TrainerGroup(TrainerRanks(group, deadline_seconds), source, outlet)
+    return TrainerGroup(TrainerRanks(group, deadline_seconds), source, sender_factory)
 
 
 class TrainerGroup:
-    """This rank's side."""
+    """One rank's part in publishing together: the first rank leads, the others follow."""
 
-    def __init__(self, ranks: TrainerRanks, source: Source, outlet: SenderFactory | None) -> None:
+    def __init__(self, ranks: TrainerRanks, source: Source, sender_factory: SenderFactory | None) -> None:
         self._ranks = ranks
         self._source = source
-        self._outlet = outlet
-        self._agreement = Shares(ranks, outlet)
+        self._sender_factory = sender_factory
+        self._agreement = Shares(ranks, sender_factory)
         self._spread: MultiDeviceSender | None = None
         self.is_publishing = ranks.is_publishing
 
@@ -99,15 +99,15 @@ class TrainerGroup:
         except BaseException as exc:
             error = exc
         with self._in_step():
-            rows = self._ranks.start(self._agreement.row(prepared.packing.layout if prepared else None), error)
+            statuses = self._ranks.start(self._agreement.status(prepared.pack_plan.layout if prepared else None), error)
             assert prepared is not None
-            packing, wire = prepared.packing, prepared.wire
-            self._agreement.lead(rows, packing.layout, packing.bucket_size_bytes, run, wire.device)
-            self._speak_for_all(wire)
+            pack_plan, connections = prepared.pack_plan, prepared.connections
+            self._agreement.lead(statuses, pack_plan.layout, pack_plan.bucket_size_bytes, run, connections.device)
+            self._send_from_all_devices(connections)
             report: PublishReport | None = None
-            with self._ranks.kept_waiting():
+            with self._ranks.keeping_alive():
                 try:
-                    packing.use(prepared.regions, self._agreement.packer())
+                    pack_plan.use(prepared.regions, self._agreement.packer())
                     report = publish(prepared)
                 except BaseException as exc:
                     error = exc
@@ -116,12 +116,14 @@ class TrainerGroup:
                     self._agreement.drain()
             return self._end(report, error)
 
-    def _speak_for_all(self, wire: Connections) -> None:
+    def _send_from_all_devices(self, connections: Connections) -> None:
         """Have the wire's sender be that of every arena, from the first publish on that has several."""
         arenas = self._agreement.arenas.others
         if arenas and self._spread is None:
-            assert self._outlet is not None
-            self._spread = wire.sender = MultiDeviceSender(wire.sender, self._ranks, self._outlet.per_device)
+            assert self._sender_factory is not None
+            self._spread = connections.sender = MultiDeviceSender(
+                connections.sender, self._ranks, self._sender_factory.per_device
+            )
         if self._spread is not None:
             self._spread.use(arenas)
 
@@ -129,12 +131,12 @@ class TrainerGroup:
         """Tell the others how the publish ended, and end it so here."""
         if report is not None:
             data = report.to_json()
-            self._ranks.say(Instruction.END, len(data))
+            self._ranks.announce(Instruction.END, len(data))
             self._ranks.broadcast(data, len(data))
             return report
         assert error is not None
         try:
-            self._ranks.say(Instruction.END, error=error)
+            self._ranks.announce(Instruction.END, error=error)
         finally:
             if not isinstance(error, Exception):
                 raise error
@@ -160,8 +162,8 @@ class TrainerGroup:
         except BaseException as exc:
             error = exc
         with self._in_step():
-            rows = self._ranks.start(self._agreement.row(None), error)
-            contribution, error = self._agreement.follow(rows)
+            statuses = self._ranks.start(self._agreement.status(None), error)
+            contribution, error = self._agreement.follow(statuses)
             try:
                 return self._follow(contribution, error)
             except BaseException as exc:
@@ -176,7 +178,9 @@ class TrainerGroup:
         while True:
             if error is None and arena is not None:
                 error = arena.error
-            command, argument, is_ready = self._ranks.hear(error, RankStatus() if arena is None else arena.row())
+            command, argument, is_ready = self._ranks.next_instruction(
+                error, RankStatus() if arena is None else arena.status()
+            )
             match command:
                 case Instruction.END:
                     report: PublishReport = decode(self._ranks.broadcast(b"", argument), PublishReport)
@@ -190,7 +194,7 @@ class TrainerGroup:
                 case Instruction.SPREAD if is_ready and arena is not None:
                     arena.take(argument)
                 case Instruction.ASK if is_ready and arena is not None:
-                    arena.tell_failures()
+                    arena.announce_failures()
                 case _ if not is_ready and arena is not None:
                     arena.wait()
 

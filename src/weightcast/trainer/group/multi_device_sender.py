@@ -30,7 +30,7 @@ class DeviceArena:
 
 
 class MultiDeviceSender:
-    """Implements `interfaces.Sender`, on the publishing rank. `own` closes with it; the others' are their ranks'."""
+    """Implements `Sender`, on the publishing rank. `own` closes with it; the others' are their ranks'."""
 
     def __init__(self, own: Sender, ranks: TrainerRanks, per_device: PerDevice) -> None:
         assert isinstance(own, TracksPeers)
@@ -69,10 +69,10 @@ class MultiDeviceSender:
             self._own.open(manifest, version, peers=peers, staged=staged)
             return
         self._ranks.version = version.number
-        self._ranks.say_when_ready(Instruction.OPEN, data=encode(Opening(version.number, tuple(peers), staged)))
+        self._ranks.announce_when_idle(Instruction.OPEN, data=encode(Opening(version.number, tuple(peers), staged)))
         own = self._assigned(peers)
         self._own.open(manifest, version, peers=own, staged=staged)
-        self._ranks.say_when_ready(Instruction.WAIT)
+        self._ranks.announce_when_idle(Instruction.WAIT)
 
     def _assigned(self, peers: Sequence[str]) -> list[str]:
         """Tell every arena rank which peers it serves; return those of the publishing rank."""
@@ -99,18 +99,18 @@ class MultiDeviceSender:
         following = self._own.send(index)
         if self._arenas:
             assert buffer is not None
-            rows = self._ranks.say_when_ready(Instruction.SPREAD, index)
-            self._ranks.spread(buffer)
-            self._notice(rows)
+            statuses = self._ranks.announce_when_idle(Instruction.SPREAD, index)
+            self._ranks.broadcast_bucket(buffer)
+            self._notice(statuses)
             self._is_whole = following == self._num_buckets
         return following
 
-    def _notice(self, rows: Sequence[RankStatus]) -> None:
-        if any(rows[rank].num_failures > len(lost) for rank, lost in self._lost.items()):
+    def _notice(self, statuses: Sequence[RankStatus]) -> None:
+        if any(statuses[rank].num_failures > len(lost) for rank, lost in self._lost.items()):
             self._ask()
 
     def _ask(self) -> None:
-        self._ranks.say_when_ready(Instruction.ASK)
+        self._ranks.announce_when_idle(Instruction.ASK)
         for rank in self._lost:
             lost: LostPeers = self._ranks.receive_message(LostPeers, rank)
             self._lost[rank] = {name: from_record(record) for name, record in lost.failures.items()}

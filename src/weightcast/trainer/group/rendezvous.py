@@ -46,7 +46,7 @@ class Rendezvous:
         self._is_unwanted = False
         self._background: threading.Thread | None = None
 
-    def meet(self) -> ProcessGroup:
+    def join(self) -> ProcessGroup:
         """Connect with all other ranks; waits for them, at most for two deadlines.
 
         Raises PeerTimeoutError that names the ranks which did not come.
@@ -59,7 +59,7 @@ class Rendezvous:
             raise
 
     def leave(self) -> None:
-        """This rank's group is broken: never come back to it. Nothing waits; the others learn it at the next `meet`."""
+        """This rank's group is broken: never come back to it. Nothing waits; the others learn it at the next `join`."""
         self._has_left = True
 
     def missing(self, patience_seconds: float) -> tuple[int, ...] | None:

@@ -53,19 +53,19 @@ class _Address(msgspec.Struct, frozen=True):
 class DeviceArenas:
     """This rank's side. `others`: on the publishing rank, those of other ranks; `own`: on another rank, its own."""
 
-    def __init__(self, ranks: TrainerRanks, outlet: SenderFactory | None) -> None:
-        """`outlet`: None where one arena serves all."""
+    def __init__(self, ranks: TrainerRanks, sender_factory: SenderFactory | None) -> None:
+        """`sender_factory`: None where one arena serves all."""
         self.others: list[DeviceArena] = []
         self.own: RankArena | None = None
         self._ranks = ranks
-        self._outlet = outlet
+        self._sender_factory = sender_factory
         self._num_seatings = 0
 
-    def seat(self, device: torch.device) -> SenderLocation:
+    def location(self, device: torch.device) -> SenderLocation:
         """Where this rank's arena is or would be. `device`: of its weights, which may be another one by now."""
         if self.own is not None:
             device = self.own.device
-        label = "" if self._outlet is None else self._outlet.per_device.label(device)
+        label = "" if self._sender_factory is None else self._sender_factory.per_device.label(device)
         return SenderLocation(host_identity(), device.type, label)
 
     def close(self) -> None:
@@ -76,33 +76,33 @@ class DeviceArenas:
 
     # --- the publishing rank ---
 
-    def seating(self, seats: Sequence[SenderLocation]) -> SenderAssignment:
+    def assignment(self, locations: Sequence[SenderLocation]) -> SenderAssignment:
         """Who has an arena: the publishing rank, and the first rank on every other device of its host."""
-        first = seats[0]
+        first = locations[0]
         found = {first.label: 0}
-        for group_rank, seat in enumerate(seats):
-            if seat.label and (seat.host, seat.device_type) == (first.host, first.device_type):
-                found.setdefault(seat.label, group_rank)
+        for group_rank, location in enumerate(locations):
+            if location.label and (location.host, location.device_type) == (first.host, first.device_type):
+                found.setdefault(location.label, group_rank)
         if len(found) == 1:
             return SenderAssignment()
         self._num_seatings += 1
         return SenderAssignment(tuple(found.values()), self._num_seatings)
 
-    def lead(self, seating: SenderAssignment, seats: Sequence[SenderLocation], device: torch.device) -> None:
+    def lead(self, assignment: SenderAssignment, locations: Sequence[SenderLocation], device: torch.device) -> None:
         """Connect with the other arena ranks, and hear where receivers find their senders. Raises PeerError."""
         self.others = []
-        if not seating.group_ranks:
+        if not assignment.group_ranks:
             return
-        self._ranks.connect_arenas(seating.group_ranks, seating.number, device)
-        for group_rank in seating.group_ranks[1:]:
+        self._ranks.connect_arenas(assignment.group_ranks, assignment.number, device)
+        for group_rank in assignment.group_ranks[1:]:
             told: _Address = self._ranks.receive_message(_Address, group_rank)
-            self.others.append(DeviceArena(group_rank, seats[group_rank].label, told.address))
+            self.others.append(DeviceArena(group_rank, locations[group_rank].label, told.address))
 
     # --- the others ---
 
-    def follow(self, seating: SenderAssignment, run: str, device: torch.device) -> BaseException | None:
+    def follow(self, assignment: SenderAssignment, run: str, device: torch.device) -> BaseException | None:
         """Have an arena if this rank is to have one; returns why it could not be made. Raises PeerError."""
-        if self._ranks.group_rank not in seating.group_ranks:
+        if self._ranks.group_rank not in assignment.group_ranks:
             self.close()
             return None
         if self.own is not None and self.own.run != run:
@@ -113,11 +113,15 @@ class DeviceArenas:
                 self.own = self._made(run, device)
         except BaseException as exc:
             error = exc
-        self._ranks.connect_arenas(seating.group_ranks, seating.number, device if self.own is None else self.own.device)
+        self._ranks.connect_arenas(
+            assignment.group_ranks, assignment.number, device if self.own is None else self.own.device
+        )
         self._ranks.send_message(_Address("" if self.own is None else self.own.address), 0)
         return error
 
     def _made(self, run: str, device: torch.device) -> RankArena:
-        assert self._outlet is not None
-        sender = self._outlet.make_sender(run, device)
-        return RankArena(self._ranks, sender, run=run, device=device, deadline_seconds=self._outlet.deadline_seconds)
+        assert self._sender_factory is not None
+        sender = self._sender_factory.make_sender(run, device)
+        return RankArena(
+            self._ranks, sender, run=run, device=device, deadline_seconds=self._sender_factory.deadline_seconds
+        )

@@ -36,7 +36,7 @@ class _HeldShards(msgspec.Struct, frozen=True):
     """A rank to the publishing one: the regions that it holds, by number of the specs, and where an arena could be."""
 
     parts: tuple[_HeldPart, ...]
-    seat: SenderLocation
+    location: SenderLocation
 
 
 class ShardAssignment(msgspec.Struct, frozen=True):
@@ -48,14 +48,14 @@ class ShardAssignment(msgspec.Struct, frozen=True):
     manifest_digest: str
     backend: Literal["gloo", "nccl"]
     parts: tuple[int, ...]
-    seating: SenderAssignment
+    assignment: SenderAssignment
 
 
 class Shares:
     """This rank's side, kept from publish to publish."""
 
-    def __init__(self, ranks: TrainerRanks, outlet: SenderFactory | None) -> None:
-        self.arenas = DeviceArenas(ranks, outlet)
+    def __init__(self, ranks: TrainerRanks, sender_factory: SenderFactory | None) -> None:
+        self.arenas = DeviceArenas(ranks, sender_factory)
         self._ranks = ranks
         self._regions: SeenRegions | None = None
         self._specs: Sequence[TensorSpec] = ()
@@ -94,7 +94,7 @@ class Shares:
             if holder is not None and self._is_settled:
                 holder.rebind(mine)
 
-    def row(self, layout: Layout | None) -> RankStatus:
+    def status(self, layout: Layout | None) -> RankStatus:
         """What this rank brings to the first exchange. `layout`: the publishing rank's plan."""
         low, high = self._digest
         is_news = not self._is_settled or layout is not (self._layout if self._ranks.is_publishing else None)
@@ -135,25 +135,27 @@ class Shares:
     # --- the publishing rank ---
 
     def lead(
-        self, rows: Sequence[RankStatus], layout: Layout, bucket_size_bytes: int, run: str, device: torch.device
+        self, statuses: Sequence[RankStatus], layout: Layout, bucket_size_bytes: int, run: str, device: torch.device
     ) -> None:
         """After the first exchange: have every rank know its share. Raises on every rank alike.
 
         `device`: of the publishing rank's own arena.
         """
-        self._compare(rows)
-        if not any(row.news for row in rows):
+        self._compare(statuses)
+        if not any(status.news for status in statuses):
             return
         self._is_settled = False
-        is_nccl = all(row.device for row in rows) and len({row.device for row in rows}) == len(rows)
-        shares, self._others, seats = self._shared_out(
+        is_nccl = all(status.device for status in statuses) and len({status.device for status in statuses}) == len(
+            statuses
+        )
+        shares, self._others, locations = self._shared_out(
             layout, bucket_size_bytes, run, "nccl" if is_nccl else "gloo", device
         )
-        for group_rank, share in enumerate(shares[1:], start=1):
-            self._ranks.send_message(share, group_rank)
+        for group_rank, shard_assignment in enumerate(shares[1:], start=1):
+            self._ranks.send_message(shard_assignment, group_rank)
         self._assigned, self._layout = shares[0].parts, layout
         self._via = self._connected(shares[0].backend)
-        self.arenas.lead(shares[0].seating, seats, device)
+        self.arenas.lead(shares[0].assignment, locations, device)
         self._forget_views()
         self._packer = None
 
@@ -188,33 +190,33 @@ class Shares:
             assigned = assign(self._specs, held)
         except BaseException as exc:
             error = exc
-        self._ranks.say(Instruction.SETTLE, error=error)
+        self._ranks.announce(Instruction.SETTLE, error=error)
         manifest = layout.manifest
         digest = manifest.digest()
-        seats = [self.arenas.seat(device), *(holding.seat for holding in others)]
-        seating = self.arenas.seating(seats)
+        locations = [self.arenas.location(device), *(holding.location for holding in others)]
+        assignment = self.arenas.assignment(locations)
         shares = [
-            ShardAssignment(run, bucket_size_bytes, manifest.digest_kind, digest, backend, tuple(parts), seating)
+            ShardAssignment(run, bucket_size_bytes, manifest.digest_kind, digest, backend, tuple(parts), assignment)
             for parts in assigned
         ]
-        return shares, [[held[g][index] for index in assigned[g]] for g in range(1, self._ranks.size)], seats
+        return shares, [[held[g][index] for index in assigned[g]] for g in range(1, self._ranks.size)], locations
 
     # --- the others ---
 
-    def follow(self, rows: Sequence[RankStatus]) -> tuple[Contribution | None, BaseException | None]:
+    def follow(self, statuses: Sequence[RankStatus]) -> tuple[Contribution | None, BaseException | None]:
         """After the first exchange: what this rank brings, or why it can't, to be told at the next exchange."""
-        self._compare(rows)
-        if self._contribution is None or any(row.news for row in rows):
+        self._compare(statuses)
+        if self._contribution is None or any(status.news for status in statuses):
             self._is_settled = False
             held = (_HeldPart(part.tensor, part.region.offsets, part.region.sizes) for part in self._parts)
-            self._ranks.send_message(_HeldShards(tuple(held), self.arenas.seat(self._device())), 0)
-            self._ranks.hear()
-            share: ShardAssignment = self._ranks.receive_message(ShardAssignment, 0)
-            self._assigned, self.run = share.parts, share.run
-            via = self._connected(share.backend)
-            error = self.arenas.follow(share.seating, share.run, self._device())
+            self._ranks.send_message(_HeldShards(tuple(held), self.arenas.location(self._device())), 0)
+            self._ranks.next_instruction()
+            shard_assignment: ShardAssignment = self._ranks.receive_message(ShardAssignment, 0)
+            self._assigned, self.run = shard_assignment.parts, shard_assignment.run
+            via = self._connected(shard_assignment.backend)
+            error = self.arenas.follow(shard_assignment.assignment, shard_assignment.run, self._device())
             try:
-                self._layout = self._planned(share)
+                self._layout = self._planned(shard_assignment)
                 self._contribution = Contribution(self._ranks, self._layout, self._own_shards(), via=via)
             except BaseException as exc:
                 return None, exc
@@ -222,12 +224,12 @@ class Shares:
             return self._contribution, error
         return self._contribution, None
 
-    def _planned(self, share: ShardAssignment) -> Layout:
-        manifest = plan(self._specs, share.bucket_size_bytes, digest_kind=share.digest_kind)
-        if manifest.digest() != share.manifest_digest:
+    def _planned(self, shard_assignment: ShardAssignment) -> Layout:
+        manifest = plan(self._specs, shard_assignment.bucket_size_bytes, digest_kind=shard_assignment.digest_kind)
+        if manifest.digest() != shard_assignment.manifest_digest:
             raise IncompatibleWeightsError(
                 f"this rank's plan of buckets has the digest {manifest.digest()[:16]}, the publishing rank's "
-                f"{share.manifest_digest[:16]}: install the same weightcast on every trainer rank"
+                f"{shard_assignment.manifest_digest[:16]}: install the same weightcast on every trainer rank"
             )
         return Layout(manifest)
 
@@ -239,19 +241,19 @@ class Shares:
         assert self._layout is not None
         return self._layout.manifest
 
-    def _compare(self, rows: Sequence[RankStatus]) -> None:
+    def _compare(self, statuses: Sequence[RankStatus]) -> None:
         """Raises IncompatibleWeightsError on all ranks, naming the first difference, unless all have the same specs."""
-        digests = [(row.digest_low, row.digest_high) for row in rows]
+        digests = [(status.digest_low, status.digest_high) for status in statuses]
         if len(set(digests)) == 1:
             return
         self._is_settled = False
         ranks, error = self._ranks, None
         if ranks.is_publishing:
             data = msgspec.json.encode(list(self._specs))
-            ranks.say(Instruction.SETTLE, len(data))
+            ranks.announce(Instruction.SETTLE, len(data))
             ranks.broadcast(data, len(data))
         else:
-            num_bytes = ranks.hear().argument
+            num_bytes = ranks.next_instruction().argument
             theirs: list[TensorSpec] = decode(ranks.broadcast(b"", num_bytes), list[TensorSpec])
             if self._digest != digests[0]:
                 error = _difference(theirs, self._specs, ranks.ranks[0], ranks.ranks[ranks.group_rank])

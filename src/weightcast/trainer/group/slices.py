@@ -102,15 +102,15 @@ class _Typed:
         return typed.as_strided(sizes, strides, typed.storage_offset() + offset_bytes // ITEMSIZE_BYTES[dtype])
 
 
-def message_views(cuts: Sequence[ShardSlice], buffer: torch.Tensor, start: int = 0) -> list[torch.Tensor]:
+def message_views(slices: Sequence[ShardSlice], buffer: torch.Tensor, start: int = 0) -> list[torch.Tensor]:
     """One view for each cut into a message that lies in `buffer` from byte `start` on."""
     typed = _Typed(buffer)
     return [
-        typed.view(cut.dtype, start + cut.offset_bytes, cut.region.sizes, _strides(cut.region.sizes)) for cut in cuts
+        typed.view(cut.dtype, start + cut.offset_bytes, cut.region.sizes, _strides(cut.region.sizes)) for cut in slices
     ]
 
 
-def bucket_views(cuts: Sequence[ShardSlice], entries: Sequence[Entry], buffer: torch.Tensor) -> list[torch.Tensor]:
+def bucket_views(slices: Sequence[ShardSlice], entries: Sequence[Entry], buffer: torch.Tensor) -> list[torch.Tensor]:
     """One view for each cut into a bucket's buffer."""
     typed = _Typed(buffer)
     return [
@@ -120,15 +120,15 @@ def bucket_views(cuts: Sequence[ShardSlice], entries: Sequence[Entry], buffer: t
             cut.region.sizes,
             _strides(entries[cut.entry].piece.region.sizes),
         )
-        for cut in cuts
+        for cut in slices
     ]
 
 
 class SliceSources:
     """Views of a rank's own shards, cut for each bucket; made once."""
 
-    def __init__(self, cuts: ShardSlices, shards: Sequence[Shard]) -> None:
-        self._cuts, self._shards = cuts, shards
+    def __init__(self, slices: ShardSlices, shards: Sequence[Shard]) -> None:
+        self._cuts, self._shards = slices, shards
         self._views: dict[int, list[torch.Tensor]] = {}
 
     def of(self, index: int) -> list[torch.Tensor]:

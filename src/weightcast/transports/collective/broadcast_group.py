@@ -14,7 +14,7 @@ import torch
 
 from weightcast.errors import WeightcastError, from_record, to_record
 from weightcast.process_group import ProcessGroup, Store, in_background, serve_store, translated
-from weightcast.transports.collective.members import GroupMember, tell
+from weightcast.transports.collective.members import GroupMember, send_to_all
 from weightcast.transports.collective.records import Join, ReadAlong
 
 _ALL = 1 << 62
@@ -71,7 +71,7 @@ class BroadcastGroup:
         self.number = number
         self.joined = tuple(readers)
         self.readers = {member: tuple(others) for member, others in readers.items()}
-        self.flights: dict[int, Broadcast] = {}
+        self.broadcasts: dict[int, Broadcast] = {}
         self._backend = backend
         self._host = host
         self._deadline_seconds = deadline_seconds
@@ -100,7 +100,7 @@ class BroadcastGroup:
     def invite_readers(self) -> None:
         """Tell the others where to read, once those who joined have said so."""
         for member, readers in self.readers.items():
-            tell(readers, ReadAlong(self.number, member.joining.shared))
+            send_to_all(readers, ReadAlong(self.number, member.joining.shared))
 
     def connect(self, device: torch.device, condition: threading.Condition) -> None:
         """Begin to connect, in a thread: gloo may take several deadlines to find out that a member has died."""
@@ -136,20 +136,20 @@ class BroadcastGroup:
     def send(self, index: int, buffer: torch.Tensor, condition: threading.Condition) -> None:
         """Begin to broadcast a bucket. Raises PeerError if the group is broken."""
         assert self._group is not None
-        self.flights[index] = Broadcast(self._group, buffer, condition)
+        self.broadcasts[index] = Broadcast(self._group, buffer, condition)
 
     def error(self) -> WeightcastError | None:
         """How a broadcast has failed, if one has."""
-        return next((flight.error for flight in self.flights.values() if flight.error is not None), None)
+        return next((broadcast.error for broadcast in self.broadcasts.values() if broadcast.error is not None), None)
 
     def is_quiet(self, below: int = _ALL) -> bool:
         """Whether no broadcast of a bucket below that one is under way."""
-        return all(flight.is_over for index, flight in self.flights.items() if index < below)
+        return all(broadcast.is_over for index, broadcast in self.broadcasts.items() if index < below)
 
     def land(self, below: int = _ALL) -> None:
         """Forget broadcasts below that bucket; they are over."""
-        for index in [index for index in self.flights if index < below]:
-            del self.flights[index]
+        for index in [index for index in self.broadcasts if index < below]:
+            del self.broadcasts[index]
 
     def close(self) -> None:
         """Disconnect, in the background where operations are still under way. Idempotent."""
@@ -157,7 +157,7 @@ class BroadcastGroup:
         group, self._group = self._group, None
         self._store = None
         is_quiet = self.is_quiet()
-        self.flights.clear()
+        self.broadcasts.clear()
         if group is None:
             return
         if is_quiet:

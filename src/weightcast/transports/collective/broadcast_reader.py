@@ -1,7 +1,7 @@
 """A receiver's part in one group: a thread that connects to it and takes its broadcasts in order, two at a time.
 
-Invariants: it touches the receiver only through `BucketSink`, which ignores a stream that was left; it ends when its group
-does, or at the next bucket after `leave`; a broadcast that nobody answers any more ends with the sender's side of it.
+Invariants: it touches the receiver only through `BucketSink`, which ignores a reader that was left; it ends when its
+group does, or at the next bucket after `leave`; a broadcast that nobody answers any more ends with the sender's side.
 """
 
 from __future__ import annotations

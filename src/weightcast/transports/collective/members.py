@@ -51,7 +51,7 @@ class GroupMember:
     def engine_rank(self) -> int:
         return int(self.name.partition("#")[2] or 0)
 
-    def hear(self) -> None:
+    def take_messages(self) -> None:
         for message in self.link.take():
             self._take(message)
 
@@ -100,7 +100,7 @@ class GroupMember:
         return None
 
 
-def tell(members: Iterable[GroupMember], message: msgspec.Struct) -> None:
+def send_to_all(members: Iterable[GroupMember], message: msgspec.Struct) -> None:
     for member in members:
         member.link.send(message)
 
@@ -123,7 +123,7 @@ class GroupMembers:
         member = self._members.get(name)
         if member is None or member.link is not links[-1]:
             member = self._members[name] = GroupMember(name, links[-1])
-        member.hear()
+        member.take_messages()
         return member if member.host else None
 
     def was_there(self, name: str) -> bool:
@@ -133,7 +133,7 @@ class GroupMembers:
 
     def give_sign(self, members: Iterable[GroupMember]) -> None:
         """Tell them that the sender waits, and lives."""
-        tell((member for member in members if member.link.is_alive), KeepAlive())
+        send_to_all((member for member in members if member.link.is_alive), KeepAlive())
 
     def close(self) -> None:
         self.listener.close()

@@ -18,7 +18,7 @@ from weightcast.errors import PeerDiedError, PeerError, PeerTimeoutError, Update
 from weightcast.format.arena import ArenaLayout
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.transports.collective.broadcast_group import BroadcastGroup
-from weightcast.transports.collective.members import GroupMember, GroupMembers, tell
+from weightcast.transports.collective.members import GroupMember, GroupMembers, send_to_all
 from weightcast.transports.collective.records import BeginUpdate, Connect, ProgressQuestion, UpdateAborted
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class GroupUpdate:
     version: WeightVersion
     manifest: Manifest
     staged: bool
-    places: ArenaLayout
+    arena_layout: ArenaLayout
     members: list[GroupMember]
     next: int = 0
     is_open: bool = True
@@ -127,7 +127,7 @@ class Membership:
             num_buckets=update.num_buckets,
             first=update.next,
         )
-        tell(update.members, begin)
+        send_to_all(update.members, begin)
 
     def leave(self) -> None:
         """Close the group, without waiting for broadcasts under way."""
@@ -168,7 +168,7 @@ class Membership:
         with self._condition:
             while True:
                 for member in update.members:
-                    member.hear()
+                    member.take_messages()
                 if is_done() or (self._has_losses(update) if in_trouble else self.is_in_trouble(update)):
                     return True
                 now = time.monotonic()
@@ -197,7 +197,7 @@ class Membership:
             if not self._have_answered(update, update.members, epoch.number):
                 return
             # Only now: whoever waits in gloo for somebody who does not come can't be woken.
-            tell(epoch.joined, Connect(epoch.number))
+            send_to_all(epoch.joined, Connect(epoch.number))
             epoch.connect(self._device, self._condition)
             self.wait(update, lambda: epoch.is_connected or epoch.connect_error is not None)
             if epoch.is_connected and not self._has_losses(update):
@@ -250,7 +250,7 @@ class Membership:
     def _drop_lost(self, update: GroupUpdate) -> None:
         """Note who has gone, or takes no more of it."""
         for member in update.members:
-            member.hear()
+            member.take_messages()
         losses = [(m, loss) for m in update.members if (loss := m.loss(update.number, update.version.number))]
         for member, loss in losses:
             self._lose(update, member, loss)
@@ -265,7 +265,7 @@ class Membership:
         for other in others:
             reason = f"{member.name}, of the same engine, was lost: {error}"
             self.failures.setdefault(other.name, UpdateAbortedError(reason))
-            tell([other], UpdateAborted(update.number, reason))
+            send_to_all([other], UpdateAborted(update.number, reason))
 
     def _find_lost(self, update: GroupUpdate, *, is_late: bool) -> None:
         """Drop whoever has gone or left; if nobody has, whoever does not answer or holds the others up."""
@@ -294,7 +294,7 @@ class Membership:
         """
         self._num_questions += 1
         question = self._num_questions
-        tell(update.members, ProgressQuestion(question))
+        send_to_all(update.members, ProgressQuestion(question))
         patience = min(_MAX_ANSWER_SECONDS, self._deadline_seconds)
         self.wait(
             update, lambda: all(m.has_answered(question) for m in update.members), seconds=patience, in_trouble=True

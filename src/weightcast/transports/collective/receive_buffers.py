@@ -64,10 +64,10 @@ class ReceiveBuffers:
         """Have memory for an update, unless it is shared. Raises InsufficientMemoryError."""
         if self.reader is not None:
             return
-        places = place(manifest, num_slots=NUM_SLOTS, staged=staged)
+        arena_layout = place(manifest, num_slots=NUM_SLOTS, staged=staged)
         device = torch.device("cpu") if staged else self._device
-        if self._memory is not None and self._memory.fits(places, device):
-            self._memory.use(places)
+        if self._memory is not None and self._memory.fits(arena_layout, device):
+            self._memory.use(arena_layout)
             return
         self._memory = None
         self._memory = ReceiveSlots(manifest, staged=staged, device=self._device)

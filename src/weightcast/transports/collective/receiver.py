@@ -51,7 +51,7 @@ _PATIENCE = 2.0
 
 
 class CollectiveReceiver:
-    """Implements `interfaces.Receiver`, and `collective_stream.BucketSink`.
+    """Implements `Receiver`, and `BucketSink`.
 
     Memory: staged, the whole version, in host memory, once for all workers of the engine on this host; streaming, three
     buckets, on the GPU with NCCL. Besides, two buckets where they can't arrive in their place: staged with NCCL, and
@@ -69,7 +69,7 @@ class CollectiveReceiver:
         self._run = run
         self._deadline_seconds = deadline_seconds
         self._condition = threading.Condition()
-        self._supply = ReceiveBuffers(run, peer, self._device, deadline_seconds)
+        self._buffers = ReceiveBuffers(run, peer, self._device, deadline_seconds)
         self._epoch = 0
         self._wanted: WantedUpdate | None = None
         self._pending: BeginUpdate | None = None
@@ -91,7 +91,7 @@ class CollectiveReceiver:
             messages=ToReceiver,
             connect_seconds=connect_seconds,
         )
-        self._tell(HostIdentity(host_identity()))
+        self._send(HostIdentity(host_identity()))
         self._ready.set()
         try:
             # What is offered to this worker may be sent at once: by then the sender must know of it.
@@ -107,10 +107,10 @@ class CollectiveReceiver:
         self.end()
         with self._condition:
             self._require_connection()
-            self._supply.prepare(manifest, staged=staged)
+            self._buffers.prepare(manifest, staged=staged)
             self._heard_at = time.monotonic()
             self._wanted = WantedUpdate(manifest, version, staged)
-            self._tell(Opened(version.number))
+            self._send(Opened(version.number))
             self._match()
             self._condition.notify_all()
 
@@ -125,14 +125,14 @@ class CollectiveReceiver:
             return
         with self._condition:
             self._await(wanted, lambda: wanted.begin is not None)
-            reader = self._supply.reader
+            reader = self._buffers.reader
         yield from self._own_buckets(wanted) if reader is None else self._shared_buckets(wanted, reader)
 
     def _own_buckets(self, wanted: WantedUpdate) -> Iterator[Bucket]:
         while wanted.num_taken < wanted.num_buckets:
             with self._condition:
                 self._await(wanted, lambda: wanted.num_received > wanted.num_taken)
-                bucket = Bucket(wanted.num_taken, self._supply.buffer(wanted.num_taken))
+                bucket = Bucket(wanted.num_taken, self._buffers.buffer(wanted.num_taken))
                 wanted.num_taken += 1
             yield bucket
             del bucket
@@ -159,7 +159,7 @@ class CollectiveReceiver:
 
     def reread(self, bucket: Bucket) -> bool:
         """With shared memory, what this worker wrote over a bucket is dropped; else every update arrives anew."""
-        reader: object = self._supply.reader
+        reader: object = self._buffers.reader
         return isinstance(reader, RefetchesBucket) and reader.reread(bucket)
 
     def end(self) -> None:
@@ -169,10 +169,10 @@ class CollectiveReceiver:
             if wanted is None or self._closed:
                 return
             if wanted.num_received < wanted.num_buckets:
-                self._tell(UpdateEnded(wanted.version.number, wanted.update))
+                self._send(UpdateEnded(wanted.version.number, wanted.update))
                 self._leave()
-            if self._supply.reader is not None:
-                self._supply.reader.end()
+            if self._buffers.reader is not None:
+                self._buffers.reader.end()
             self._condition.notify_all()
 
     def close(self) -> None:
@@ -182,11 +182,11 @@ class CollectiveReceiver:
                 return
             self._closed, self._wanted = True, None
             self._leave()
-            if self._supply.reader is not None:
-                self._supply.reader.close()
+            if self._buffers.reader is not None:
+                self._buffers.reader.close()
             self._condition.notify_all()
         self._link.close()
-        self._supply.close()
+        self._buffers.close()
 
     # --- what the sender says, in the link's thread ---
 
@@ -194,8 +194,8 @@ class CollectiveReceiver:
         with self._condition:
             self._ended = reason
             self._leave()
-            if self._supply.reader is not None:
-                self._supply.reader.end()
+            if self._buffers.reader is not None:
+                self._buffers.reader.end()
             self._condition.notify_all()
 
     def _on_message(self, message: Any) -> None:
@@ -223,35 +223,35 @@ class CollectiveReceiver:
         self._leave()
         self._pending, wanted = None, self._wanted
         try:
-            shared = self._supply.share(join.readers)
+            shared = self._buffers.share(join.readers)
             if wanted is not None and wanted.begin is None:
-                self._supply.prepare(wanted.manifest, staged=wanted.staged)
+                self._buffers.prepare(wanted.manifest, staged=wanted.staged)
         except WeightcastError as exc:
-            self._tell(JoinFailed(join.epoch, str(exc)[:MAX_REASON_CHARACTERS]))
+            self._send(JoinFailed(join.epoch, str(exc)[:MAX_REASON_CHARACTERS]))
             return
         self._epoch = join.epoch
         self._stream = BroadcastReader(self, join, self._backend, host=self._link.local_host, device=self._device)
         update, num_received = (0, 0) if wanted is None else (wanted.update, wanted.num_received)
-        self._tell(Joining(join.epoch, update, num_received, shared))
+        self._send(Joining(join.epoch, update, num_received, shared))
 
     def _on_read_along(self, other: ReadAlong) -> None:
         self._leave()
         self._pending = None
         try:
-            self._supply.read_from(other.address)
+            self._buffers.read_from(other.address)
         except WeightcastError as exc:
-            self._tell(JoinFailed(other.epoch, str(exc)[:MAX_REASON_CHARACTERS]))
+            self._send(JoinFailed(other.epoch, str(exc)[:MAX_REASON_CHARACTERS]))
             return
         self._epoch = other.epoch
-        self._tell(Joining(other.epoch))
+        self._send(Joining(other.epoch))
 
     def _on_aborted(self, aborted: UpdateAborted) -> None:
         if self._pending is not None and self._pending.update == aborted.update:
             self._pending = None
         if self._wanted is not None and self._wanted.update == aborted.update:
             self._wanted.aborted = aborted.reason
-            if self._supply.reader is not None:
-                self._supply.reader.end()
+            if self._buffers.reader is not None:
+                self._buffers.reader.end()
         self._leave()
 
     def _on_ask(self, ask: ProgressQuestion) -> None:
@@ -259,7 +259,7 @@ class CollectiveReceiver:
         is_whole = wanted is not None and wanted.num_received == wanted.num_buckets
         is_waiting = stream is None or bool(stream.targets) or is_whole
         update, num_received = (0, 0) if wanted is None else (wanted.update, wanted.num_received)
-        self._tell(Progress(ask.question, update, num_received, is_waiting))
+        self._send(Progress(ask.question, update, num_received, is_waiting))
 
     def _match(self) -> None:
         """Join what the sender has begun with what is wanted; what isn't wanted is declined at once."""
@@ -271,28 +271,28 @@ class CollectiveReceiver:
             return
         if begin.epoch != self._epoch:
             self._pending = None
-            self._tell(JoinFailed(begin.epoch, "it has left this group"))
+            self._send(JoinFailed(begin.epoch, "it has left this group"))
             return
         found, expected = (begin.num_buckets, begin.staged), (wanted.num_buckets, wanted.staged)
         # Who reads along takes no buckets of the group's, and counts none.
         if found != expected or (self._stream is not None and begin.first > wanted.num_received):
             wanted.aborted = f"the publisher sends (buckets, staged) = {found}, the offer said {expected}"
-            if self._supply.reader is not None:
-                self._supply.reader.end()
+            if self._buffers.reader is not None:
+                self._buffers.reader.end()
             self._decline(begin)
             return
         is_first = wanted.begin is None
         wanted.begin, self._pending = begin, None
-        if self._supply.reader is not None and is_first:
-            self._supply.reader.open(wanted.manifest, wanted.version, staged=True)
+        if self._buffers.reader is not None and is_first:
+            self._buffers.reader.open(wanted.manifest, wanted.version, staged=True)
         if self._stream is not None:
             self._stream.position = begin.first
         if wanted.num_received == wanted.num_buckets:
-            self._tell(AllReceived(begin.update))
+            self._send(AllReceived(begin.update))
 
     def _decline(self, begin: BeginUpdate) -> None:
         self._pending = None
-        self._tell(UpdateEnded(begin.version, begin.update))
+        self._send(UpdateEnded(begin.version, begin.update))
         self._leave()
 
     # --- what the stream does, in its own thread ---
@@ -301,14 +301,14 @@ class CollectiveReceiver:
         with self._condition:
             if wait:
                 self._condition.wait_for(lambda: stream.is_left or self._has_room(stream))
-            elif self._supply.is_shared or not self._has_room(stream):
+            elif self._buffers.is_shared or not self._has_room(stream):
                 return None
             wanted, index = self._wanted, stream.position
             if stream.is_left or wanted is None:
                 return None
             stream.position += 1
             is_here = index < wanted.num_received
-        return self._supply.target(wanted.update, wanted.manifest, wanted.version, index, is_here=is_here)
+        return self._buffers.target(wanted.update, wanted.manifest, wanted.version, index, is_here=is_here)
 
     def _has_room(self, stream: BroadcastReader) -> bool:
         wanted = self._wanted
@@ -324,7 +324,7 @@ class CollectiveReceiver:
             if stream.is_left or wanted is None:
                 return
         if target.index >= wanted.num_received:
-            self._supply.deliver(target.index)
+            self._buffers.deliver(target.index)
         with self._condition:
             if self._stream is not stream or self._wanted is not wanted:
                 return
@@ -336,14 +336,14 @@ class CollectiveReceiver:
 
     def _on_whole(self, wanted: WantedUpdate) -> None:
         wanted.num_received = wanted.num_buckets
-        self._tell(AllReceived(wanted.update))
+        self._send(AllReceived(wanted.update))
 
     def on_broken(self, stream: BroadcastReader, error: WeightcastError, *, is_own: bool = False) -> None:
         with self._condition:
             if not stream.is_left:
                 # The sender finds out who was lost, and invites to another group.
                 self._leave()
-                self._tell(JoinFailed(stream.epoch, str(error)[:MAX_REASON_CHARACTERS], is_own))
+                self._send(JoinFailed(stream.epoch, str(error)[:MAX_REASON_CHARACTERS], is_own))
 
     def _leave(self) -> None:
         """Be in no group any more."""
@@ -351,7 +351,7 @@ class CollectiveReceiver:
         self._epoch = 0
         if stream is not None:
             stream.is_left = True
-            self._supply.leave(stream)
+            self._buffers.leave(stream)
             self._condition.notify_all()
 
     # --- waiting ---
@@ -386,7 +386,7 @@ class CollectiveReceiver:
         if self._ended:
             raise PeerDiedError(f"the publisher at {self._where} has gone: {self._ended}", peer=_PUBLISHER)
 
-    def _tell(self, record: msgspec.Struct) -> None:
+    def _send(self, record: msgspec.Struct) -> None:
         # A sender that has gone is noticed by the link's own thread.
         try:
             self._link.send(record)

@@ -17,7 +17,7 @@ from weightcast.format.arena import Buffers, place
 from weightcast.format.bucket import TRAILER_BYTES
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.transports.collective.broadcast_group import BroadcastGroup
-from weightcast.transports.collective.members import GroupMembers, tell
+from weightcast.transports.collective.members import GroupMembers, send_to_all
 from weightcast.transports.collective.membership import GroupUpdate, Membership
 from weightcast.transports.collective.records import MAX_REASON_CHARACTERS, Address, UpdateAborted, parse_endpoint
 
@@ -27,7 +27,7 @@ _MAX_SIGN_SECONDS = 5.0
 
 
 class CollectiveSender:
-    """Implements `interfaces.Sender`. Memory: two buckets, on the GPU with NCCL, kept for the next update.
+    """Implements `Sender`. Memory: two buckets, on the GPU with NCCL, kept for the next update.
 
     `deadline_seconds` bounds each wait, and each broadcast from its beginning to its end.
     """
@@ -51,7 +51,7 @@ class CollectiveSender:
         self._members = _listen(url, run, host, port, sign_seconds)
         listener = self._members.listener
         self.address = Address(backend, host, listener.port, listener.secret).url
-        self._formation = Membership(
+        self._membership = Membership(
             self._members, backend, host, device=self._device, deadline_seconds=deadline_seconds
         )
         self._slots: Buffers | None = None
@@ -63,7 +63,7 @@ class CollectiveSender:
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]:
-        return dict(self._formation.failures)
+        return dict(self._membership.failures)
 
     def connected(self, peers: Sequence[str]) -> list[str]:
         """Those of these peers that are connected now. Does not wait."""
@@ -75,21 +75,21 @@ class CollectiveSender:
         if version.run != self._run:
             raise ValueError(f"version {version.number} is of run {version.run}, this sender of run {self._run}")
         self.abort("the publisher began another update")
-        self._formation.failures = {}
+        self._membership.failures = {}
         self._num_updates += 1
-        places = place(manifest, num_slots=_NUM_SLOTS, staged=False)
-        members = self._formation.connected(peers)
-        self._update = update = GroupUpdate(self._num_updates, version, manifest, staged, places, members)
-        self._formation.form(update)
+        arena_layout = place(manifest, num_slots=_NUM_SLOTS, staged=False)
+        members = self._membership.connected(peers)
+        self._update = update = GroupUpdate(self._num_updates, version, manifest, staged, arena_layout, members)
+        self._membership.form(update)
         self._prepare_slots(update)
 
     def buffer(self, index: int) -> torch.Tensor:
         """Where bucket `index` is to be packed. Waits until the broadcast of its slot's former content is over."""
-        update, epoch = self._require_update(index), self._formation.epoch
+        update, epoch = self._require_update(index), self._membership.epoch
         if update.members and epoch is not None:
             free = index - _NUM_SLOTS + 1
-            is_late = not self._formation.wait(update, lambda: epoch.is_quiet(free))
-            if is_late or self._formation.is_in_trouble(update):
+            is_late = not self._membership.wait(update, lambda: epoch.is_quiet(free))
+            if is_late or self._membership.is_in_trouble(update):
                 self._recover(update, is_late=is_late)
             else:
                 epoch.land(free)
@@ -106,14 +106,14 @@ class CollectiveSender:
         return update.next
 
     def _send(self, update: GroupUpdate, index: int) -> None:
-        epoch, is_late = self._formation.epoch, False
+        epoch, is_late = self._membership.epoch, False
         assert epoch is not None
         try:
             num_bytes = update.manifest.buckets[index] + TRAILER_BYTES
             epoch.send(index, self._slot(update, index)[:num_bytes], self._members.condition)
             if update.is_whole:
-                is_late = not self._formation.wait(update, lambda: _is_over(update, epoch))
-            is_lost = is_late or self._formation.is_in_trouble(update)
+                is_late = not self._membership.wait(update, lambda: _is_over(update, epoch))
+            is_lost = is_late or self._membership.is_in_trouble(update)
         except PeerError:
             is_lost = True
         if is_lost:
@@ -122,7 +122,7 @@ class CollectiveSender:
             epoch.land()
 
     def _recover(self, update: GroupUpdate, *, is_late: bool) -> None:
-        self._formation.recover(update, is_late=is_late)
+        self._membership.recover(update, is_late=is_late)
         self._prepare_slots(update)
 
     def abort(self, reason: str) -> None:
@@ -132,8 +132,8 @@ class CollectiveSender:
             return
         update.is_open = False
         if not update.is_whole and update.members:
-            tell(update.members, UpdateAborted(update.number, reason[:MAX_REASON_CHARACTERS]))
-            self._formation.leave()
+            send_to_all(update.members, UpdateAborted(update.number, reason[:MAX_REASON_CHARACTERS]))
+            self._membership.leave()
 
     def close(self) -> None:
         """Disconnect everybody and free everything. Idempotent."""
@@ -141,24 +141,24 @@ class CollectiveSender:
             return
         self.abort("the publisher was closed")
         self._closed = True
-        self._formation.leave()
+        self._membership.leave()
         self._members.close()
         self._slots = None
 
     # --- slots ---
 
     def _prepare_slots(self, update: GroupUpdate) -> None:
-        places, formation = update.places, self._formation
-        if self._slots is None or formation.slots_are_lost or self._slots_bytes < places.size_bytes:
-            formation.slots_are_lost = False
-            self._slots_bytes = places.size_bytes
-            self._slots = Buffers(torch.empty(places.size_bytes, dtype=torch.uint8, device=self._device))
+        arena_layout, membership = update.arena_layout, self._membership
+        if self._slots is None or membership.slots_are_lost or self._slots_bytes < arena_layout.size_bytes:
+            membership.slots_are_lost = False
+            self._slots_bytes = arena_layout.size_bytes
+            self._slots = Buffers(torch.empty(arena_layout.size_bytes, dtype=torch.uint8, device=self._device))
         else:
-            self._slots.forget_above(len(places.slots))
+            self._slots.forget_above(len(arena_layout.slots))
 
     def _slot(self, update: GroupUpdate, index: int) -> torch.Tensor:
         assert self._slots is not None
-        return self._slots.get(index, update.places.offsets[index], update.places.sizes_bytes[index])
+        return self._slots.get(index, update.arena_layout.offsets[index], update.arena_layout.sizes_bytes[index])
 
     def _require_open(self) -> None:
         if self._closed:

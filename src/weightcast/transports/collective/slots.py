@@ -25,30 +25,32 @@ class ReceiveSlots:
     def __init__(self, manifest: Manifest, *, staged: bool, device: torch.device) -> None:
         """Raises InsufficientMemoryError if the host, or a cgroup of it, hasn't that much left."""
         self.device = torch.device("cpu") if staged else device
-        self.places = place(manifest, num_slots=NUM_SLOTS, staged=staged)
-        self.size_bytes = self.places.size_bytes
+        self.arena_layout = place(manifest, num_slots=NUM_SLOTS, staged=staged)
+        self.size_bytes = self.arena_layout.size_bytes
         self._buffers = Buffers(_allocate(self.size_bytes, self.device))
         self._replaced: dict[int, torch.Tensor] = {}
 
-    def fits(self, places: ArenaLayout, device: torch.device) -> bool:
-        return self.device == device and self.size_bytes >= places.size_bytes and not self._replaced
+    def fits(self, arena_layout: ArenaLayout, device: torch.device) -> bool:
+        return self.device == device and self.size_bytes >= arena_layout.size_bytes and not self._replaced
 
-    def use(self, places: ArenaLayout) -> None:
+    def use(self, arena_layout: ArenaLayout) -> None:
         """Lay it out for another manifest."""
-        self.places = places
-        self._buffers.forget_above(len(places.slots))
+        self.arena_layout = arena_layout
+        self._buffers.forget_above(len(arena_layout.slots))
 
     def buffer(self, index: int) -> torch.Tensor:
-        replaced = self._replaced.get(self.places.slots[index])
+        replaced = self._replaced.get(self.arena_layout.slots[index])
         if replaced is not None:
-            return replaced[: self.places.sizes_bytes[index]]
-        return self._buffers.get(index, self.places.offsets[index], self.places.sizes_bytes[index])
+            return replaced[: self.arena_layout.sizes_bytes[index]]
+        return self._buffers.get(index, self.arena_layout.offsets[index], self.arena_layout.sizes_bytes[index])
 
     def replace(self, index: int) -> None:
         """From now on bucket `index`, and whatever shares its slot, arrives elsewhere."""
-        slot = self.places.slots[index]
+        slot = self.arena_layout.slots[index]
         largest = max(
-            size for other, size in zip(self.places.slots, self.places.sizes_bytes, strict=True) if other == slot
+            size
+            for other, size in zip(self.arena_layout.slots, self.arena_layout.sizes_bytes, strict=True)
+            if other == slot
         )
         self._replaced[slot] = _allocate(largest, self.device)
 

@@ -1,7 +1,7 @@
 """`ipc://`: publisher and engines on one host share memory; nothing is copied but into it and out of it.
 
-`ipc_sender` and `ipc_receiver` are the two ends, `ipc_arena` and `ipc_cuda` the memory, `ipc_peers`, `ipc_listener`,
-`ipc_channel` and `ipc_records` the signals, `ipc_devices` the choice among several senders of a host.
+`sender` and `receiver` are the two ends, `arena` and `cuda` the memory, `peers`, `listener`, `channel` and `records`
+the signals, `devices` the choice among several senders of a host.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An address is `ipc://@NAME`, that of the publishing rank's sender; or `ipc://@NAME?LABEL=@NAME&LABEL=@NAME`, where other
 trainer ranks of the host have senders as well, each with the label of its device. A GPU's label is its UUID; on CPUs
-the environment variable WEIGHTCAST_DEVICE_LABEL gives a process one. Implements `interfaces.PerDevice`.
+the environment variable WEIGHTCAST_DEVICE_LABEL gives a process one. Implements `PerDevice`.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class _IpcUpdate:
 
 
 class IpcReceiver:
-    """Implements `interfaces.Receiver`. Memory: none of its own, but for a bucket's pages that the engine writes to."""
+    """Implements `Receiver`. Memory: none of its own, but for a bucket's pages that the engine writes to."""
 
     def __init__(self, url: str, *, peer: str, run: str, deadline_seconds: float = 60.0) -> None:
         """Connect as `peer` to a sender's address; of several, to that of this process's device.

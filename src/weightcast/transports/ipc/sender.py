@@ -42,7 +42,7 @@ class _OpenUpdate:
 
     number: int
     version: WeightVersion
-    places: ArenaLayout
+    arena_layout: ArenaLayout
     device: torch.device
     peers: set[str]
     num_sent: int = 0
@@ -50,11 +50,11 @@ class _OpenUpdate:
 
     @property
     def is_whole(self) -> bool:
-        return self.num_sent == len(self.places.slots)
+        return self.num_sent == len(self.arena_layout.slots)
 
 
 class IpcSender:
-    """Implements `interfaces.Sender`.
+    """Implements `Sender`.
 
     Memory: streaming, `num_slots` buckets; staged, the whole version; kept for the next update. With a CUDA `device`
     streaming buckets lie in that device's memory; staged ones are in host memory always.
@@ -120,38 +120,45 @@ class IpcSender:
         self._peers.let_in()
         self._peers.pump(0)
         self._peers.wait_released(lambda: set().union(*self._readers.values()))
-        places = place(manifest, num_slots=self._num_slots, staged=staged)
+        arena_layout = place(manifest, num_slots=self._num_slots, staged=staged)
         device = torch.device("cpu") if staged else self._device
-        self._prepare_arena(places, device)
+        self._prepare_arena(arena_layout, device)
         self._gather_peers(version, peers)
-        self._begin(version, places, device, [name for name in peers if name not in self._failures], staged)
+        self._begin(version, arena_layout, device, [name for name in peers if name not in self._failures], staged)
 
     def _begin(
-        self, version: WeightVersion, places: ArenaLayout, device: torch.device, names: Sequence[str], staged: bool
+        self,
+        version: WeightVersion,
+        arena_layout: ArenaLayout,
+        device: torch.device,
+        names: Sequence[str],
+        staged: bool,
     ) -> None:
         self._num_updates += 1
-        self._update = update = _OpenUpdate(self._num_updates, version, places, device, set(names))
+        self._update = update = _OpenUpdate(self._num_updates, version, arena_layout, device, set(names))
         self._peers.waiting = update.peers
         for name in names:
-            self._peers.post(name, IpcBegin(version.number, update.number, staged, len(places.slots)))
+            self._peers.post(name, IpcBegin(version.number, update.number, staged, len(arena_layout.slots)))
 
     def buffer(self, index: int) -> torch.Tensor:
         """Where bucket `index`, the next one, is to be packed. Waits until its slot is free."""
         update = self._require_update(index)
-        slot = update.places.slots[index]
+        slot = update.arena_layout.slots[index]
         self._peers.pump(0)
         self._peers.wait_released(lambda: self._readers.get(slot, set()))
         if self._arena is None or slot in self._lost_slots:
-            self._replace_arena(update.places.size_bytes, update.device)
+            self._replace_arena(update.arena_layout.size_bytes, update.device)
         assert self._arena is not None
-        return self._arena.buffers.get(index, update.places.offsets[index], update.places.sizes_bytes[index])
+        return self._arena.buffers.get(
+            index, update.arena_layout.offsets[index], update.arena_layout.sizes_bytes[index]
+        )
 
     def send(self, index: int) -> int:
         """Tell the peers of bucket `index`; the next follows. Waits only for a peer hundreds of buckets behind."""
         update = self._require_update(index)
-        arena, slot = self._arena, update.places.slots[index]
+        arena, slot = self._arena, update.arena_layout.slots[index]
         assert arena is not None
-        offset_bytes, event = update.places.offsets[index], arena.mark_ready(slot)
+        offset_bytes, event = update.arena_layout.offsets[index], arena.mark_ready(slot)
         ready = BucketReady(update.version.number, update.number, arena.generation, index, offset_bytes, event)
         update.num_sent += 1
         for name in sorted(update.peers):
@@ -205,8 +212,8 @@ class IpcSender:
                     self._on_released(name, update, record.index)
 
     def _on_released(self, name: str, update: _OpenUpdate, index: int) -> None:
-        if index < len(update.places.slots):
-            self._readers.get(update.places.slots[index], set()).discard(name)
+        if index < len(update.arena_layout.slots):
+            self._readers.get(update.arena_layout.slots[index], set()).discard(name)
 
     def _on_ended(self, name: str, update: _OpenUpdate) -> None:
         self._forget_reader(name)
@@ -254,11 +261,11 @@ class IpcSender:
 
     # --- the arena ---
 
-    def _prepare_arena(self, places: ArenaLayout, device: torch.device) -> None:
-        arena, needed = self._arena, places.size_bytes
+    def _prepare_arena(self, arena_layout: ArenaLayout, device: torch.device) -> None:
+        arena, needed = self._arena, arena_layout.size_bytes
         self._readers.clear()
         if arena is not None and not self._lost_slots and arena.device == device and arena.size_bytes >= needed:
-            arena.buffers.forget_above(len(places.slots))
+            arena.buffers.forget_above(len(arena_layout.slots))
         elif needed:
             self._replace_arena(needed, device)
 
@@ -285,10 +292,12 @@ class IpcSender:
         if update is None or not update.is_open:
             raise UpdateAbortedError("no update is open: it was aborted, or open() was not called")
         if index != update.num_sent or update.is_whole:
-            raise ValueError(f"bucket {index} of {len(update.places.slots)}: bucket {update.num_sent} is the next")
+            raise ValueError(
+                f"bucket {index} of {len(update.arena_layout.slots)}: bucket {update.num_sent} is the next"
+            )
         return update
 
 
 def _left(name: str, update: _OpenUpdate) -> UpdateAbortedError:
-    num_buckets = len(update.places.slots)
+    num_buckets = len(update.arena_layout.slots)
     return UpdateAbortedError(f"{name} left the update after {update.num_sent} of {num_buckets} buckets were sent")

@@ -39,7 +39,7 @@ class _MemoryUpdate:
 
 
 class MemoryReceiver:
-    """Implements `interfaces.Receiver`. Memory: none."""
+    """Implements `Receiver`. Memory: none."""
 
     def __init__(self, url: str, *, peer: str, run: str, deadline_seconds: float = 60.0) -> None:
         """Raises PeerDiedError if there is no such sender, StaleVersionError if it is of another run."""

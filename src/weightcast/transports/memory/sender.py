@@ -65,7 +65,7 @@ class SentUpdate:
 
 
 class MemorySender:
-    """Implements `interfaces.Sender`. Memory: streaming, `num_slots` buckets; staged, the whole version; kept."""
+    """Implements `Sender`. Memory: streaming, `num_slots` buckets; staged, the whole version; kept."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """`file:///dir`: a directory of versions, written by one publisher and followed by whoever can read it.
 
-`store_sender` and `store_receiver` are the two ends; the directory itself is the package `weightcast.store`.
+`sender` and `receiver` are the two ends; the directory itself is the package `weightcast.store`.
 """
 
 from __future__ import annotations

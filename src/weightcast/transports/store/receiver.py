@@ -47,7 +47,7 @@ class _StoreUpdate:
 
     manifest: Manifest
     version: WeightVersion
-    places: ArenaLayout
+    arena_layout: ArenaLayout
     attempt: int
     num_ahead: int
     num_taken: int = 0
@@ -56,7 +56,7 @@ class _StoreUpdate:
 
 
 class StoreReceiver:
-    """Implements `interfaces.Receiver`, `VersionedReceiver` and `ReallocatesBuffers`.
+    """Implements `Receiver`, `VersionedReceiver` and `ReallocatesBuffers`.
 
     Memory, kept between updates: staged, the whole version, in every process that reads; streaming, one bucket, with
     several threads one more for each, but no more than there are, and at most `MAX_BUFFERS`.
@@ -111,10 +111,10 @@ class StoreReceiver:
             # Reads ahead of what was checked would overwrite its trailer.
             num_ahead = self._num_ahead if staged else min(self._num_ahead, MAX_BUFFERS - 1)
             num_ahead = num_ahead if len(manifest.buckets) > 1 else 0
-            places = place(manifest, num_slots=num_ahead + 1, staged=staged, adjoining=num_ahead == 0)
-            self._arena.prepare(places)
+            arena_layout = place(manifest, num_slots=num_ahead + 1, staged=staged, adjoining=num_ahead == 0)
+            self._arena.prepare(arena_layout)
             record = self._reader.writer().record
-            wanted = _StoreUpdate(manifest, version, places, 0 if record is None else record.attempt, num_ahead)
+            wanted = _StoreUpdate(manifest, version, arena_layout, 0 if record is None else record.attempt, num_ahead)
             newest = self._newest
             if newest is not None and newest.stored.version == version:
                 self._newest, wanted.pinned = None, newest
@@ -222,17 +222,17 @@ class StoreReceiver:
             assert wanted.pinned is not None
             index, num_buckets = wanted.num_taken, len(wanted.manifest.buckets)
             if self._pool is None or wanted.num_ahead == 0:
-                wanted.pinned.read(index, self._arena.buffer(wanted.places, index))
+                wanted.pinned.read(index, self._arena.buffer(wanted.arena_layout, index))
             else:
                 # A streaming bucket's memory is free when the next one is asked for: look no further than that.
                 for ahead in range(index + len(wanted.reads), min(index + wanted.num_ahead, num_buckets)):
-                    buffer = self._arena.buffer(wanted.places, ahead)
+                    buffer = self._arena.buffer(wanted.arena_layout, ahead)
                     wanted.reads.append(self._pool.submit(wanted.pinned.read, ahead, buffer))
                 wanted.reads.popleft().result()
             wanted.num_taken += 1
             if wanted.num_taken == num_buckets:
                 wanted.pinned.close()
-            return Bucket(index, self._arena.buffer(wanted.places, index))
+            return Bucket(index, self._arena.buffer(wanted.arena_layout, index))
 
     def _end_wanted(self) -> None:
         """Nothing reads into the arena any more when this returns."""
@@ -270,9 +270,9 @@ class _Arena:
         self._size_bytes = 0
         self._buffers = Buffers(torch.empty(0, dtype=torch.uint8))
 
-    def prepare(self, places: ArenaLayout) -> None:
+    def prepare(self, arena_layout: ArenaLayout) -> None:
         """Make room. Raises InsufficientMemoryError."""
-        needed = places.size_bytes
+        needed = arena_layout.size_bytes
         if needed > self._size_bytes:
             available = host_memory.available_bytes()
             if needed - self._size_bytes > available:
@@ -285,7 +285,7 @@ class _Arena:
             with contextlib.suppress(OSError):
                 mapping.madvise(mmap.MADV_HUGEPAGE)
             self._buffers, self._size_bytes = Buffers(torch.frombuffer(mapping, dtype=torch.uint8)), needed
-        self._buffers.forget_above(len(places.slots))
+        self._buffers.forget_above(len(arena_layout.slots))
 
-    def buffer(self, places: ArenaLayout, index: int) -> torch.Tensor:
-        return self._buffers.get(index, places.offsets[index], places.sizes_bytes[index])
+    def buffer(self, arena_layout: ArenaLayout, index: int) -> torch.Tensor:
+        return self._buffers.get(index, arena_layout.offsets[index], arena_layout.sizes_bytes[index])

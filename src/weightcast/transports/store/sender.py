@@ -21,7 +21,7 @@ from weightcast.store.writing import StoreWriter
 
 
 class StoreSender:
-    """Implements `interfaces.Sender` and `VersionedSender`.
+    """Implements `Sender` and `VersionedSender`.
 
     Memory: one bucket; with several threads one more for each, but no more than there are, and at most `MAX_BUFFERS`.
     The store's files besides (see `StoreWriter`).

@@ -30,18 +30,20 @@ _POLL_SECONDS = 0.0002
 class StockGroup:
     """Rank 0's end of the group `name`, of `size` members. `connect` once every other has been told to join."""
 
-    def __init__(self, name: str, backend: str, host: str, size: int, deadline_seconds: float, guard: Watchdog) -> None:
+    def __init__(
+        self, name: str, backend: str, host: str, size: int, deadline_seconds: float, watchdog: Watchdog
+    ) -> None:
         """Serve the store; `port` is where the others find it. Raises PeerError."""
         self.name = name
         self.size = size
         self.backend = backend
         self.host = host
         self._deadline_seconds = deadline_seconds
-        self._guard = guard
+        self._watchdog = watchdog
         store, listener = serve_shared_store(host, deadline_seconds)
         with listener:
             self.port: int = listener.getsockname()[1]
-            guard.share(name, listener)
+            watchdog.share(name, listener)
         # The prefixes are those of torch's own helper inside SGLang's `init_custom_process_group`.
         device = "cpu" if backend == "gloo" else "cuda"
         self._store: Store | None = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
@@ -90,7 +92,7 @@ class StockGroup:
             with translated(f"rank {rank} of the group {self.name}"):
                 members.append(store.get(_key(rank)))
         self._sockets.addresses = members
-        self._guard.joining(self.name, members)
+        self._watchdog.joining(self.name, members)
 
     def _broadcast(self, flat: torch.Tensor) -> WeightcastError | None:
         group = self._group
@@ -122,7 +124,7 @@ class StockGroup:
         store, self._store = self._store, None
         if store is not None:
             self._sockets.shut_down(store)
-            self._guard.fail(self.name)
+            self._watchdog.fail(self.name)
         if group is not None:
             # With gloo this may wait for a broadcast of ours that a peer has kept busy.
             in_background(group.close, "weightcast-stock-group")
@@ -130,7 +132,7 @@ class StockGroup:
     def end(self) -> None:
         """The same, where every member has answered: nobody joins any more. Idempotent."""
         self.cut()
-        self._guard.forget(self.name)
+        self._watchdog.forget(self.name)
 
 
 class _Sockets:

@@ -31,10 +31,10 @@ class DiskRoute:
 
     is_staged = True
 
-    def __init__(self, supply: SenderContext) -> None:
+    def __init__(self, context: SenderContext) -> None:
         self.device = torch.device("cpu")
-        self._folder = Path(urllib.parse.unquote(urllib.parse.urlsplit(supply.url).path)) / FOLDER
-        self._run = supply.run
+        self._folder = Path(urllib.parse.unquote(urllib.parse.urlsplit(context.url).path)) / FOLDER
+        self._run = context.run
         self._writing: Path | None = None
         self._target = self._folder
         self._num_files = 0

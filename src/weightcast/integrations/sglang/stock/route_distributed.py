@@ -34,15 +34,15 @@ class DistributedRoute:
 
     is_staged = False
 
-    def __init__(self, supply: SenderContext) -> None:
+    def __init__(self, context: SenderContext) -> None:
         """Raises UnsupportedError where torch lacks the backend."""
-        self._backend, self._host = registry.scheme(supply.url), registry.host(supply.url)
+        self._backend, self._host = registry.scheme(context.url), registry.host(context.url)
         require(self._backend)
-        if self._backend == "nccl" and supply.device.type != "cuda":
-            raise UnsupportedError(f"nccl moves no memory of {supply.device}: use gloo:// or ipc://")
-        self.device = supply.device if self._backend == "nccl" else torch.device("cpu")
-        self._run, self._guard = supply.run, supply.guard
-        self._deadline_seconds = supply.deadline_seconds / 2
+        if self._backend == "nccl" and context.device.type != "cuda":
+            raise UnsupportedError(f"nccl moves no memory of {context.device}: use gloo:// or ipc://")
+        self.device = context.device if self._backend == "nccl" else torch.device("cpu")
+        self._run, self._watchdog = context.run, context.watchdog
+        self._deadline_seconds = context.deadline_seconds / 2
         self._numbers = itertools.count(1)
         self._groups: dict[SglangStockServer, StockGroup] = {}
         self._unanswered: dict[str, list[StockGroup]] = {}
@@ -75,7 +75,7 @@ class DistributedRoute:
         if group is None:
             name = f"weightcast-{self._run[:12]}-{next(self._numbers)}"
             size, server.group_name = 1 + server.num_ranks, name
-            group = StockGroup(name, self._backend, self._host, size, self._deadline_seconds, self._guard)
+            group = StockGroup(name, self._backend, self._host, size, self._deadline_seconds, self._watchdog)
             self._groups[server] = group
             join = functools.partial(server.routes.join_group, name, self._host, group.port, 1, size, self._backend)
             self._both(server, group, join, group.connect)

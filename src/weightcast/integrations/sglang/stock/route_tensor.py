@@ -28,8 +28,8 @@ class TensorRoute:
 
     is_staged = False
 
-    def __init__(self, supply: SenderContext) -> None:
-        self.device = supply.device
+    def __init__(self, context: SenderContext) -> None:
+        self.device = context.device
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         if self.device.type == "cpu":

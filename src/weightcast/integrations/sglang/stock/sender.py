@@ -52,15 +52,15 @@ class Route(Protocol):
 
 
 class StockSender:
-    """Implements `interfaces.Sender` and `NonBlockingSend`. Memory: one of the publisher's buckets, two flattened ones."""
+    """A `Sender`, also `NonBlockingSend`. Memory: one of the publisher's buckets, two flattened ones."""
 
-    def __init__(self, supply: SenderContext) -> None:
+    def __init__(self, context: SenderContext) -> None:
         """Raises UnsupportedError for a transport that SGLang has no route for."""
-        scheme = registry.scheme(supply.url)
+        scheme = registry.scheme(context.url)
         if scheme not in _ROUTES:
             raise UnsupportedError(f"stock SGLang takes no weights over {scheme}://: use {', '.join(_ROUTES)}")
-        self.address = supply.url
-        self._route: Route = _ROUTES[scheme](supply)
+        self.address = context.url
+        self._route: Route = _ROUTES[scheme](context)
         self._known: dict[str, SglangStockServer] = {}
         self._pool = ThreadPoolExecutor(max_workers=MAX_PARALLEL, thread_name_prefix="weightcast-sglang")
         self._shipper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-ship")

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 class ServerSender(Sender, Protocol):
     """The sender that all stock servers of a publisher share."""
 
-    def __init__(self, supply: SenderContext) -> None: ...
+    def __init__(self, context: SenderContext) -> None: ...
 
     def add(self, server: SglangStockServer) -> None: ...
 
@@ -133,10 +133,10 @@ class SglangStockServer:
             # While it serves, and not in the pause; after an update they are known.
             self._checksums = self.routes.checksums()
 
-    def sender(self, known: Sequence[Sender], supply: SenderContext) -> Sender:
+    def sender(self, known: Sequence[Sender], context: SenderContext) -> Sender:
         """The one sender for all stock servers of a publisher."""
         shared = next((other for other in known if isinstance(other, self._sender_type)), None)
-        sender = self._sender_type(supply) if shared is None else shared
+        sender = self._sender_type(context) if shared is None else shared
         sender.add(self)
         return sender
 
@@ -199,7 +199,7 @@ class SglangStockServer:
         self._label, self._is_torn = label, False
         return True
 
-    def rescue(self, run: str) -> list[RecoveryRequest]:
+    def recovery_requests(self, run: str) -> list[RecoveryRequest]:
         """End the session; if the weights are those of the former version, say so again and resume, else leave it."""
         headers, label = self.routes.headers, self._label.removeprefix(INCOMPLETE)
         known = "" if self._checksums is None else self._checksums.per_engine_checksum
@@ -223,7 +223,7 @@ class SglangStockServer:
         shape = hashlib.sha256(_encode([names, self._server.dtype, self._server.version])).hexdigest()
         return Fingerprint(f"sglang {shape}", checksums.per_engine_checksum)
 
-    def distrust(self, reason: str) -> None:
+    def quarantine(self, reason: str) -> None:
         """It holds other weights than it should: it is not resumed, and the next update heals it."""
         self._checksums = None
         self._mark()

@@ -120,7 +120,7 @@ class ReloadServer:
             return
         self._control.resume()
 
-    def rescue(self, run: str) -> list[RecoveryRequest]:
+    def recovery_requests(self, run: str) -> list[RecoveryRequest]:
         """Do the install from its beginning, whether it had begun or not: its version was sealed. Then resume."""
         if self._folder is None:
             return []
