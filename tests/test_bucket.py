@@ -8,6 +8,7 @@ import torch
 import xxhash
 
 from weightcast.errors import IntegrityError
+from weightcast.format import bucket
 from weightcast.format.bucket import (
     TRAILER_BYTES,
     Layout,
@@ -235,6 +236,6 @@ def test_a_slot_holds_any_bucket_and_its_trailer() -> None:
 
 
 def test_a_dtype_that_this_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(__import__("weightcast.format.bucket").bucket.TORCH_DTYPES, "float8_e8m0fnu")
+    monkeypatch.delitem(bucket.TORCH_DTYPES, "float8_e8m0fnu")
     with pytest.raises(ValueError, match=r"has no dtype float8_e8m0fnu: use a newer one"):
         Layout(plan([TensorSpec("w", "float8_e8m0fnu", (4,))], 4096))
