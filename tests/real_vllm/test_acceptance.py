@@ -21,6 +21,8 @@ from real_vllm.trainer import FILE, GLOO, IPC, trainer
 from weightcast import HttpEngine
 
 NUM_BEFORE_PAUSE = 20
+QUIET_SECONDS = 2.0
+"""A part that the server has sent comes within this time."""
 NUM_TRIES = 10
 """Of pausing a request while it runs: on a machine with other work it may end before."""
 T = TypeVar("T")
@@ -69,6 +71,7 @@ class Stream(Generic[T]):
         self.parts: list[T] = []
         self._coming = parts
         self._is_running = threading.Event()
+        self._has_come = threading.Event()
         self._pool = concurrent.futures.ThreadPoolExecutor(1)
         self._reading: concurrent.futures.Future[None] | None = None
 
@@ -80,8 +83,15 @@ class Stream(Generic[T]):
     def _read(self) -> None:
         for part in self._coming:
             self.parts.append(part)
+            self._has_come.set()
             if len(self.parts) == NUM_BEFORE_PAUSE:
                 self._is_running.set()
+
+    def num_parts(self) -> int:
+        """How many parts came, once what was on its way when this was called has come too."""
+        while self._has_come.wait(QUIET_SECONDS):
+            self._has_come.clear()
+        return len(self.parts)
 
     def awaited(self) -> list[T]:
         assert self._reading is not None

@@ -126,13 +126,13 @@ def test_no_wake_up_sets_a_torn_engine_going(server: Server) -> None:
         error = it.failure(1, on_progress=frozen)
         assert isinstance(error, InstallError)
         assert error.torn
-        num_before = len(frozen.parts)
+        num_before = frozen.num_parts()
         for query in ("", "?tags=scheduling", "?tags=weights", "?tags=kv_cache", "?tags=weights&tags=kv_cache"):
             for status, text in front_ends.each("POST", f"/wake_up{query}"):
                 assert status == 409, (query, text)
                 assert "publish a complete" in json.loads(text)["error"]["message"]
         assert server.is_paused()
-        assert len(frozen.parts) == num_before
+        assert frozen.num_parts() == num_before
         it.publish(1)
         assert len(joined(frozen.awaited()).tokens) == NUM_STREAMED
         answers = front_ends.each("POST", "/wake_up")
