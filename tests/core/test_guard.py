@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 import weightcast
-from weightcast.links.watchdog import RecoveryRequest, Watchdog, WatchedEngines, recovery_requests
+from weightcast.links.watchdog import RecoveryRequest, Watchdog, WatchedEngines, rescue
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -87,11 +87,11 @@ def test_half_a_line_does_not_count() -> None:
 
 
 def test_an_engine_that_is_gone_is_given_up() -> None:
-    assert not recovery_requests([RecoveryRequest("http://127.0.0.1:9/resume")], give_up_seconds=0.3)
+    assert not rescue([RecoveryRequest("http://127.0.0.1:9/resume")], give_up_seconds=0.3)
 
 
 def test_a_refusal_is_an_answer(server: weightcast.EngineServer) -> None:
-    assert recovery_requests([RecoveryRequest(f"{server.url}/no-such-route")], give_up_seconds=5)
+    assert rescue([RecoveryRequest(f"{server.url}/no-such-route")], give_up_seconds=5)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_what_an_answer_forbids_is_not_sent(
     server: weightcast.EngineServer, path: str, stop_if: str, resumed: bool
 ) -> None:
     server.gate.pause()
-    assert recovery_requests(
+    assert rescue(
         [RecoveryRequest(f"{server.url}{path}", stop_if=stop_if), *resume_of(server)], give_up_seconds=5
     )
     assert server.gate.is_paused is not resumed

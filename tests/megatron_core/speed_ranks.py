@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence, TensorMapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def moonlight(scale: int) -> Any:
 class Shard:
     """A `Source` of what one rank of such a model holds."""
 
-    def __init__(self, hf_config: Any, rank: shards.Rank, tensors: TensorMapping[str, torch.Tensor]) -> None:
+    def __init__(self, hf_config: Any, rank: shards.Rank, tensors: Mapping[str, torch.Tensor]) -> None:
         place = Parallel(Axis(rank.tp, JOB.tp), Axis(rank.ep, JOB.ep), Axis(rank.etp, JOB.etp))
         mapping = ModelMapping(FAMILIES["deepseek_v3"], read_config(hf_config), place, dtype="bfloat16")
         chunk = Chunk(list(tensors.items()), JOB.stages[rank.stage], rank.stage == 0)
