@@ -20,8 +20,9 @@ from weightcast.format.bucket import (
     slot_size_bytes,
     write_trailer,
 )
-from weightcast.format.manifest import DigestKind, Region, TensorSpec, WeightVersion
-from weightcast.format.plan import plan, whole
+from weightcast.format.geometry import Region, whole
+from weightcast.format.manifest import DigestKind, TensorSpec, WeightVersion
+from weightcast.format.plan import plan
 from weightcast.testing.payloads import DTYPES, PAYLOADS, Payload, random_tensor, raw_bytes
 from weightcast.trainer.packer import Packer
 

@@ -18,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from weightcast.checkpoint import conversion
 from weightcast.checkpoint.live import LiveCheckpoint, checkpoint_tensors
 from weightcast.errors import ManifestError
-from weightcast.format.plan import whole
+from weightcast.format.geometry import whole
 
 SMALL = {
     "vocab_size": 64,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from weightcast.format import tensor_digest as module
 from weightcast.format.bucket import TORCH_DTYPES
-from weightcast.format.manifest import Region
+from weightcast.format.geometry import Region
 from weightcast.format.tensor_digest import add, tensor_digest
 
 ZERO = "0" * 32

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from weightcast.errors import PublishError as PublishError
     from weightcast.errors import RefusedError as RefusedError
     from weightcast.errors import WeightcastError as WeightcastError
+    from weightcast.format.geometry import Region as Region
     from weightcast.format.manifest import Manifest as Manifest
-    from weightcast.format.manifest import Region as Region
     from weightcast.format.manifest import TensorSpec as TensorSpec
     from weightcast.format.manifest import WeightVersion as WeightVersion
     from weightcast.serving.follower import Followed as Followed
@@ -93,7 +93,7 @@ _HOMES = {
     "rollback": "weightcast.trainer.rollback",
     "Manifest": "weightcast.format.manifest",
     "TensorSpec": "weightcast.format.manifest",
-    "Region": "weightcast.format.manifest",
+    "Region": "weightcast.format.geometry",
     "WeightVersion": "weightcast.format.manifest",
     "WeightcastError": "weightcast.errors",
     "PublishError": "weightcast.errors",

@@ -10,7 +10,8 @@ import safetensors.torch
 import torch
 from contracts.modules import module_of
 
-from weightcast.format.manifest import Region, TensorSpec
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held, Regions, Source
 from weightcast.sources.module import ModuleSource
 from weightcast.sources.safetensors import SafetensorsSource

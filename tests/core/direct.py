@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from weightcast.engines.gate import Gate
+from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.messages import InitInfo, UpdateInfo, WeightInfo
-from weightcast.format.plan import whole
 from weightcast.seams.source import Regions
 from weightcast.serving.worker import Worker
 from weightcast.trainer.publisher import Publisher

@@ -7,7 +7,8 @@ import torch
 
 from core.direct import DictSource, RecordingEngine, fleet
 from weightcast.errors import IncompatibleWeightsError, PublishError, UnsupportedError
-from weightcast.format.manifest import Region, TensorSpec
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import TensorSpec
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

@@ -102,9 +102,7 @@ def test_what_an_answer_forbids_is_not_sent(
     server: weightcast.EngineServer, path: str, stop_if: str, resumed: bool
 ) -> None:
     server.gate.pause()
-    assert rescue(
-        [RecoveryRequest(f"{server.url}{path}", stop_if=stop_if), *resume_of(server)], give_up_seconds=5
-    )
+    assert rescue([RecoveryRequest(f"{server.url}{path}", stop_if=stop_if), *resume_of(server)], give_up_seconds=5)
     assert server.gate.is_paused is not resumed
 
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from core.direct import DirectEngine, RecordingEngine
 from weightcast.errors import IncompatibleWeightsError
-from weightcast.format.manifest import Region, TensorSpec
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held, Regions
 from weightcast.sources.store import StoreSource
 from weightcast.trainer import export

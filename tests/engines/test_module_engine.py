@@ -11,7 +11,8 @@ from torch import nn
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError
 from weightcast.format.bucket import DTYPE_NAMES, TORCH_DTYPES
-from weightcast.format.manifest import Region, WeightVersion
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import WeightVersion
 from weightcast.seams.engine import Casting, Engine, ExposesTensors, RegionLoader, Undoable
 
 VERSION = WeightVersion("0" * 32, 7)

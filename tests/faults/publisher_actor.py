@@ -18,7 +18,8 @@ from torch import nn
 import weightcast
 from faults.actors import WIDTH, Actor, Stops, bucket_size_bytes, build_model, fill, footprint, settle_in
 from weightcast import registry
-from weightcast.format.manifest import Region, TensorSpec
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import Offer, Seal
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.host import memory as host_memory

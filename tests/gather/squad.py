@@ -15,7 +15,8 @@ from typing import Any
 import forking
 import torch
 
-from weightcast.format.manifest import Region, TensorSpec
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held
 
 DEADLINE_SECONDS = 30.0

@@ -11,12 +11,13 @@ import torch
 from gather.squad import CUTS, MODELS
 from weightcast.errors import IncompatibleWeightsError, PeerTimeoutError, StaleVersionError
 from weightcast.format.bucket import Layout
-from weightcast.format.manifest import ITEMSIZE_BYTES, Region, TensorSpec, decode, encode
+from weightcast.format.geometry import Region, is_run
+from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, decode, encode
 from weightcast.format.plan import plan
 from weightcast.host.copy import copy_all
 from weightcast.trainer.group.assignment import HeldRegion, Shard, assign, held_shards
 from weightcast.trainer.group.records import Failure
-from weightcast.trainer.group.slices import CopyRuns, ShardSlices, SliceSources, bucket_views, is_run, message_views
+from weightcast.trainer.group.slices import CopyRuns, ShardSlices, SliceSources, bucket_views, message_views
 
 SPEC = TensorSpec("w", "float32", (6, 4))
 
@@ -70,7 +71,7 @@ def test_regions_that_are_not_of_the_specs() -> None:
     ],
 )
 def test_what_lies_in_one_run(piece: tuple[int, ...], region: tuple[int, ...], expected: bool) -> None:
-    assert is_run(Region((0,) * len(piece), piece), Region((0,) * len(region), region)) is expected
+    assert is_run(Region((0,) * len(region), region), piece) is expected
 
 
 def test_runs_that_meet_on_both_sides_are_one() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from weightcast.errors import ErrorRecord
-from weightcast.format.manifest import Manifest, Piece, Region, TensorRecord, WeightVersion
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import Manifest, Piece, TensorRecord, WeightVersion
 from weightcast.format.messages import (
     Abort,
     Accepted,

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from weightcast.format.bucket import DTYPE_NAMES, TRAILER_BYTES, Layout
-from weightcast.format.manifest import Region, WeightVersion
-from weightcast.format.plan import plan, whole
+from weightcast.format.geometry import Region, whole
+from weightcast.format.manifest import WeightVersion
+from weightcast.format.plan import plan
 from weightcast.sources.module import ModuleSource
 from weightcast.trainer.packer import Packer
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightcast.errors import ManifestError
-from weightcast.format.manifest import Region, check_tiling
+from weightcast.format.geometry import Region, check_tiling
 
 Reversal = Callable[[Any, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 

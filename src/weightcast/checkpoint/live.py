@@ -20,8 +20,8 @@ from weightcast.checkpoint.changes import TensorChangeDetector
 from weightcast.checkpoint.flat_shards import Flattened, FlattenedOf
 from weightcast.checkpoint.sharding import Blocks
 from weightcast.format.bucket import DTYPE_NAMES
+from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec
-from weightcast.format.plan import whole
 from weightcast.seams.source import Held, Regions
 
 Buffers: TypeAlias = Literal["persistent", "none", "all"]

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from weightcast.format.manifest import Region
+from weightcast.format.geometry import Region
 
 Runs: TypeAlias = list[tuple[int, int]]
 """Indices along one dim, in the order of the local tensor: ranges from a start, each of a size."""

@@ -9,8 +9,8 @@ import mmap
 import torch
 
 from weightcast.format.bucket import TRAILER_BYTES, slot_size_bytes
+from weightcast.format.geometry import align
 from weightcast.format.manifest import Manifest
-from weightcast.format.plan import align
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ after `check_trailer` has accepted it. The formats are those of `docs/wire-forma
 from __future__ import annotations
 
 import dataclasses
-import math
 import struct
 from collections.abc import Sequence
 
@@ -16,8 +15,8 @@ import torch
 import xxhash
 
 from weightcast.errors import IntegrityError
-from weightcast.format.manifest import ITEMSIZE_BYTES, DigestKind, Manifest, Piece, Region, TensorRecord, WeightVersion
-from weightcast.format.plan import align
+from weightcast.format.geometry import Region, align, row_major
+from weightcast.format.manifest import ITEMSIZE_BYTES, DigestKind, Manifest, Piece, TensorRecord, WeightVersion
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE_BYTES if hasattr(torch, name)}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -93,11 +92,6 @@ def _make_views(entries: Sequence[Entry], buffer: torch.Tensor, num_bytes: int) 
         offset = bases[dtype] + entry.piece.offset_bytes // ITEMSIZE_BYTES[dtype]
         views.append(typed[dtype].as_strided(sizes, row_major(sizes), offset))
     return views
-
-
-def row_major(sizes: Sequence[int]) -> list[int]:
-    """Strides of a contiguous tensor, in elements."""
-    return [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
 
 
 def narrow(tensor: torch.Tensor, region: Region) -> torch.Tensor:

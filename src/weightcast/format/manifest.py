@@ -9,17 +9,16 @@ The format is written down in `docs/wire-format.md`. Nothing here needs torch.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from weightcast.errors import ManifestError
+from weightcast.errors import malformed
+from weightcast.format.geometry import ALIGNMENT_BYTES, Region, check_tiling, is_inside
 
 PROTOCOL = 1
-ALIGNMENT_BYTES = 256
 
 MAX_MESSAGE_BYTES = 256 << 20
 MAX_TENSORS = 1 << 20
@@ -30,7 +29,6 @@ MAX_ALIASES = 64
 MAX_DIMS = 16
 MAX_BYTES = 1 << 56
 MAX_VERSION = (1 << 63) - 1
-MAX_OVERLAP_TESTS = 1 << 22
 
 DigestKind = Literal["xxh3-128", "sum-64x2"]
 
@@ -74,21 +72,6 @@ class WeightVersion(msgspec.Struct, frozen=True):
     number: VersionNumber
 
 
-class Region(msgspec.Struct, frozen=True):
-    """A hyper-rectangle of a tensor: `offsets[d] <= index[d] < offsets[d] + sizes[d]` for every dim d."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
-
-    def covers(self, shape: Sequence[int]) -> bool:
-        """Whether this region is the whole of a tensor of that shape."""
-        return self.sizes == tuple(shape) and not any(self.offsets)
-
-
 class Piece(msgspec.Struct, frozen=True):
     """One region's place: contiguous, row-major, from `offset_bytes` of bucket number `bucket`."""
 
@@ -117,11 +100,21 @@ class TensorSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     def num_bytes(self) -> int:
         return math.prod(self.shape) * ITEMSIZE_BYTES[self.dtype]
 
+    @property
+    def load_group(self) -> str:
+        """Equal for tensors that must reach the engine in one call; no name of a group for a tensor that is alone."""
+        return self.group or f"\0{self.name}"
+
 
 class TensorRecord(TensorSpec, frozen=True, omit_defaults=True):
     """A tensor of an update and the pieces it travels in; a tensor without elements has none."""
 
     pieces: tuple[Piece, ...] = ()
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The tensor without its pieces."""
+        return TensorSpec(self.name, self.dtype, self.shape, aliases=self.aliases, group=self.group)
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -182,42 +175,39 @@ def encode(message: msgspec.Struct) -> bytes:
 def decode(data: bytes | bytearray | memoryview, kind: type[T] | Any, *, max_bytes: int = MAX_MESSAGE_BYTES) -> T:
     """Decode one message of type `kind`. Raises ManifestError if it is too large, truncated or of another form."""
     if len(data) > max_bytes:
-        raise _fault("too_large", f"a message of {len(data)} bytes; the limit is {max_bytes}")
+        raise malformed("too_large", f"a message of {len(data)} bytes; the limit is {max_bytes}")
     decoder = _decoders.get(kind)
     if decoder is None:
         decoder = _decoders[kind] = msgspec.json.Decoder(kind)
     try:
         return decoder.decode(data)  # type: ignore[no-any-return]
     except msgspec.ValidationError as exc:
-        raise _fault("type", f"not a {_kind_name(kind)} of protocol {PROTOCOL}: {exc}") from exc
+        raise malformed("type", f"not a {_kind_name(kind)} of protocol {PROTOCOL}: {exc}") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise _fault("syntax", f"not the JSON of a {_kind_name(kind)}: {exc}; {len(data)} bytes received") from exc
+        raise malformed("syntax", f"not the JSON of a {_kind_name(kind)}: {exc}; {len(data)} bytes received") from exc
     except RecursionError as exc:
-        raise _fault("depth", "JSON nested too deeply; no message of this protocol nests more than 6 levels") from exc
+        raise malformed("depth", "JSON nested too deeply; no message of this protocol has more than 6 levels") from exc
 
 
 def _kind_name(kind: object) -> str:
     return getattr(kind, "__name__", None) or str(kind)
 
 
-def _fault(fault: str, message: str) -> ManifestError:
-    return ManifestError(f"{message} [{fault}]", fault=fault)
-
-
 def _check_head(manifest: Manifest) -> None:
     if manifest.protocol != PROTOCOL:
-        raise _fault("protocol", f"protocol {manifest.protocol} was offered, {PROTOCOL} is spoken here: update one end")
+        found = manifest.protocol
+        raise malformed("protocol", f"protocol {found} was offered, {PROTOCOL} is spoken here: update one end")
     if len(manifest.tensors) > MAX_TENSORS:
-        raise _fault("count", f"{len(manifest.tensors)} tensors; the limit is {MAX_TENSORS}")
+        raise malformed("count", f"{len(manifest.tensors)} tensors; the limit is {MAX_TENSORS}")
     if len(manifest.buckets) > MAX_BUCKETS:
-        raise _fault("count", f"{len(manifest.buckets)} buckets; the limit is {MAX_BUCKETS}")
+        raise malformed("count", f"{len(manifest.buckets)} buckets; the limit is {MAX_BUCKETS}")
     for index, size in enumerate(manifest.buckets):
         if size <= 0 or size > MAX_BYTES or size % ALIGNMENT_BYTES:
-            raise _fault(
+            raise malformed(
                 "size", f"bucket {index} has {size} bytes; it must be a positive multiple of {ALIGNMENT_BYTES}"
             )
     if sum(manifest.buckets) > MAX_BYTES:
-        raise _fault("size", f"{sum(manifest.buckets)} bytes in all; the limit is {MAX_BYTES}")
+        raise malformed("size", f"{sum(manifest.buckets)} bytes in all; the limit is {MAX_BYTES}")
 
 
 def check_specs(specs: Iterable[TensorSpec]) -> None:
@@ -229,23 +219,23 @@ def check_specs(specs: Iterable[TensorSpec]) -> None:
 
 def _check_spec(spec: TensorSpec, seen: set[str]) -> None:
     if len(spec.aliases) > MAX_ALIASES:
-        raise _fault("count", f"{spec.name[:80]!r} has {len(spec.aliases)} aliases; the limit is {MAX_ALIASES}")
+        raise malformed("count", f"{spec.name[:80]!r} has {len(spec.aliases)} aliases; the limit is {MAX_ALIASES}")
     for name in spec.names:
         if not 0 < _name_bytes(name) <= MAX_NAME_BYTES:
-            raise _fault("name", f"the name {name[:80]!r} is empty or longer than {MAX_NAME_BYTES} bytes")
+            raise malformed("name", f"the name {name[:80]!r} is empty or longer than {MAX_NAME_BYTES} bytes")
         if name in seen:
-            raise _fault("duplicate", f"the name {name!r} occurs twice")
+            raise malformed("duplicate", f"the name {name!r} occurs twice")
         seen.add(name)
     if _name_bytes(spec.group) > MAX_NAME_BYTES:
-        raise _fault("name", f"the group of {spec.name!r} is longer than {MAX_NAME_BYTES} bytes")
+        raise malformed("name", f"the group of {spec.name!r} is longer than {MAX_NAME_BYTES} bytes")
     if spec.dtype not in ITEMSIZE_BYTES:
-        raise _fault("dtype", f"{spec.name!r} has the dtype {spec.dtype[:40]!r}; known: {', '.join(ITEMSIZE_BYTES)}")
+        raise malformed("dtype", f"{spec.name!r} has the dtype {spec.dtype[:40]!r}; known: {', '.join(ITEMSIZE_BYTES)}")
     if len(spec.shape) > MAX_DIMS:
-        raise _fault("shape", f"{spec.name!r} has {len(spec.shape)} dims; the limit is {MAX_DIMS}")
+        raise malformed("shape", f"{spec.name!r} has {len(spec.shape)} dims; the limit is {MAX_DIMS}")
     if any(size < 0 or size > MAX_BYTES for size in spec.shape):
-        raise _fault("shape", f"{spec.name!r} has the shape {list(spec.shape)}: sizes must be 0 to {MAX_BYTES}")
+        raise malformed("shape", f"{spec.name!r} has the shape {list(spec.shape)}: sizes must be 0 to {MAX_BYTES}")
     if math.prod(max(size, 1) for size in spec.shape) * ITEMSIZE_BYTES[spec.dtype] > MAX_BYTES:
-        raise _fault("shape", f"{spec.name!r} of shape {list(spec.shape)} has over {MAX_BYTES} bytes")
+        raise malformed("shape", f"{spec.name!r} of shape {list(spec.shape)} has over {MAX_BYTES} bytes")
 
 
 def _name_bytes(name: str) -> int:
@@ -253,16 +243,17 @@ def _name_bytes(name: str) -> int:
         return len(name.encode())
     except UnicodeEncodeError as exc:
         character = f"{exc.reason} at {exc.start}"
-        raise _fault("name", f"the name {name[:80]!r} can't be UTF-8 ({character}): rename the tensor") from exc
+        raise malformed("name", f"the name {name[:80]!r} can't be UTF-8 ({character}): rename the tensor") from exc
 
 
 def _check_pieces(record: TensorRecord, buckets: Sequence[int]) -> None:
     if len(record.pieces) > MAX_PIECES_PER_TENSOR:
-        raise _fault("count", f"{record.name!r} has {len(record.pieces)} pieces; the limit is {MAX_PIECES_PER_TENSOR}")
+        num_pieces = len(record.pieces)
+        raise malformed("count", f"{record.name!r} has {num_pieces} pieces; the limit is {MAX_PIECES_PER_TENSOR}")
     numel = math.prod(record.shape)
     if numel == 0:
         if record.pieces:
-            raise _fault("region", f"{record.name!r} has no elements but {len(record.pieces)} pieces")
+            raise malformed("region", f"{record.name!r} has no elements but {len(record.pieces)} pieces")
         return
     for piece in record.pieces:
         _check_piece(record, piece, buckets)
@@ -273,70 +264,22 @@ def _check_pieces(record: TensorRecord, buckets: Sequence[int]) -> None:
 
 def _check_piece(record: TensorRecord, piece: Piece, buckets: Sequence[int]) -> None:
     region = piece.region
-    if not (len(region.offsets) == len(region.sizes) == len(record.shape)):
-        raise _fault("region", f"a region of {record.name!r} has other dims than its shape {list(record.shape)}")
-    for offset, size, whole in zip(region.offsets, region.sizes, record.shape, strict=True):
-        if offset < 0 or size <= 0 or offset + size > whole:
-            raise _fault(
-                "region",
-                f"a region of {record.name!r} at {list(region.offsets)} of sizes {list(region.sizes)} "
-                f"is not inside its shape {list(record.shape)}",
-            )
+    if not is_inside(region, record.shape) or not region.numel:
+        raise malformed(
+            "region",
+            f"a region of {record.name!r} at {list(region.offsets)} of sizes {list(region.sizes)} "
+            f"is empty or not inside its shape {list(record.shape)}",
+        )
     if not 0 <= piece.bucket < len(buckets):
-        raise _fault("bucket", f"{record.name!r} lies in bucket {piece.bucket}; there are {len(buckets)}")
+        raise malformed("bucket", f"{record.name!r} lies in bucket {piece.bucket}; there are {len(buckets)}")
     num_bytes = region.numel * ITEMSIZE_BYTES[record.dtype]
     last = buckets[piece.bucket] - num_bytes
     if not 0 <= piece.offset_bytes <= last or piece.offset_bytes % ALIGNMENT_BYTES:
-        raise _fault(
+        raise malformed(
             "offset",
             f"{num_bytes} bytes of {record.name!r} lie at offset {piece.offset_bytes} of bucket {piece.bucket} "
             f"with {buckets[piece.bucket]} bytes; offsets must be multiples of {ALIGNMENT_BYTES}",
         )
-
-
-def check_tiling(regions: Sequence[Region], shape: Sequence[int], name: str) -> None:
-    """Prove that `regions` (inside `shape`, none empty) cover each element exactly once. Raises ManifestError.
-
-    Disjoint regions whose volumes add up to the whole cover it. They are taken apart at planes that no region crosses,
-    which for what a planner or a mesh makes takes O(regions log regions); only what no plane parts is compared pair by
-    pair. Adversarial inputs are cut off after MAX_OVERLAP_TESTS steps.
-    """
-    covered = sum(region.numel for region in regions)
-    if covered != math.prod(shape):
-        raise _fault(
-            "coverage", f"the regions of {name!r} hold {covered} of its {math.prod(shape)} elements: missing or doubled"
-        )
-    stack, num_steps = [list(regions)], 0
-    while stack:
-        group = stack.pop()
-        parts = _parted(group, len(shape))
-        num_steps += len(group) * len(shape) if len(parts) > 1 else len(group) ** 2
-        if num_steps > MAX_OVERLAP_TESTS:
-            raise _fault("count", f"the regions of {name!r} are too entangled to check")
-        if len(parts) == 1 and any(_overlap(a, b) for a, b in itertools.combinations(group, 2)):
-            raise _fault("overlap", f"regions of {name!r} overlap near {list(group[0].offsets)}")
-        stack += (part for part in parts if 1 < len(part) < len(group))
-
-
-def _parted(regions: list[Region], num_dims: int) -> list[list[Region]]:
-    """The regions in parts, with planes between them across the first dim where there are any."""
-    for dim in range(num_dims):
-        parts: list[list[Region]] = []
-        end = -1
-        for region in sorted(regions, key=lambda r: r.offsets[dim]):
-            if region.offsets[dim] >= end:
-                parts.append([])
-            parts[-1].append(region)
-            end = max(end, region.offsets[dim] + region.sizes[dim])
-        if len(parts) > 1:
-            return parts
-    return [regions]
-
-
-def _overlap(a: Region, b: Region) -> bool:
-    return all(
-        ao < bo + bs and bo < ao + asz for ao, asz, bo, bs in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-    )
 
 
 def _check_buckets(manifest: Manifest) -> None:
@@ -344,12 +287,12 @@ def _check_buckets(manifest: Manifest) -> None:
     last_bucket, last_end, last_name = -1, 0, ""
     for bucket, start, end, name in spans:
         if bucket == last_bucket and start < last_end:
-            raise _fault("overlap", f"{name!r} and {last_name!r} share bytes of bucket {bucket} at {start}")
+            raise malformed("overlap", f"{name!r} and {last_name!r} share bytes of bucket {bucket} at {start}")
         if bucket > last_bucket + 1:
-            raise _fault("bucket", f"bucket {last_bucket + 1} is empty")
+            raise malformed("bucket", f"bucket {last_bucket + 1} is empty")
         last_bucket, last_end, last_name = bucket, end, name
     if last_bucket + 1 != len(manifest.buckets):
-        raise _fault("bucket", f"bucket {last_bucket + 1} is empty")
+        raise malformed("bucket", f"bucket {last_bucket + 1} is empty")
 
 
 def _spans(records: Iterable[TensorRecord]) -> Iterator[tuple[int, int, int, str]]:

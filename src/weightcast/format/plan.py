@@ -1,4 +1,4 @@
-"""Pure geometry: which region goes into which bucket at which offset. No tensors, no I/O.
+"""The plan of buckets: which region goes into which bucket at which offset. No tensors, no I/O.
 
 Invariants: buckets are filled in the order of the specs, a load group lies together (in one bucket where it fits),
 a region that is larger than a bucket is cut into row-major blocks, and nothing but alignment is left unused between
@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from weightcast.errors import ManifestError
+from weightcast.format.geometry import ALIGNMENT_BYTES, Region, align, whole
 from weightcast.format.manifest import (
-    ALIGNMENT_BYTES,
     ITEMSIZE_BYTES,
     MAX_PIECES_PER_TENSOR,
     PROTOCOL,
     DigestKind,
     Manifest,
     Piece,
-    Region,
     TensorRecord,
     TensorSpec,
     check_specs,
@@ -30,35 +28,12 @@ from weightcast.format.manifest import (
 MIN_BUCKET_BYTES = 1 << 20
 
 
-def align(num_bytes: int) -> int:
-    """Round up to the alignment of the wire format."""
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
 def fitting_bucket_size(num_bytes: int, largest_bytes: int) -> int:
     """A bucket size for an update of `num_bytes`: enough buckets for packing, moving and checking to overlap.
 
     An eighth of the whole, from MIN_BUCKET_BYTES up to `largest_bytes`, which is the transport's choice.
     """
     return min(largest_bytes, max(MIN_BUCKET_BYTES, num_bytes // 8))
-
-
-def whole(shape: Sequence[int]) -> Region:
-    """The region that is all of a tensor of that shape."""
-    return Region(offsets=(0,) * len(shape), sizes=tuple(shape))
-
-
-def common(a: Region, b: Region) -> Region | None:
-    """What two regions of one tensor have in common; None for nothing."""
-    offsets = tuple(map(max, a.offsets, b.offsets))
-    ends = (min(ao + asz, bo + bs) for ao, asz, bo, bs in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
-    sizes = tuple(map(operator.sub, ends, offsets))
-    return Region(offsets, sizes) if all(size > 0 for size in sizes) else None
-
-
-def relative(region: Region, base: Region) -> Region:
-    """A region as seen from the start of another one."""
-    return Region(tuple(map(operator.sub, region.offsets, base.offsets)), region.sizes)
 
 
 def plan(
@@ -99,7 +74,7 @@ def _load_groups(specs: Sequence[TensorSpec]) -> Iterator[Sequence[TensorSpec]]:
     """The specs in order, members of one group drawn together to the place of its first."""
     members: dict[str, list[TensorSpec]] = {}
     for spec in specs:
-        members.setdefault(spec.group or f"\0{spec.name}", []).append(spec)
+        members.setdefault(spec.load_group, []).append(spec)
     yield from members.values()
 
 
@@ -165,38 +140,3 @@ def _block(region: Region, outer: Sequence[int], dim: int, start: int, rows: int
         offsets=tuple(a + b for a, b in zip(region.offsets, inside, strict=True)),
         sizes=(*(1 for _ in outer), rows, *region.sizes[dim + 1 :]),
     )
-
-
-def compare_specs(
-    offered: Iterable[TensorSpec],
-    held: Iterable[TensorSpec],
-    *,
-    can_cast: Callable[[str, str], bool] | None = None,
-) -> list[str]:
-    """Every reason why `offered` is not a complete update for an engine that holds `held`; empty if it is one.
-
-    Names may differ by aliases: a record is known if the engine has one of its names, and covers all of them. Dtypes
-    may differ only where `can_cast(offered, held)` says so.
-    """
-    targets = tuple(held)
-    by_name = {name: target for target in targets for name in target.names}
-    covered: dict[str, str] = {}
-    problems: list[str] = []
-    for spec in offered:
-        known = {by_name[name].name: by_name[name] for name in spec.names if name in by_name}
-        if not known:
-            problems.append(f"unknown tensor {spec.name!r} {spec.dtype}{list(spec.shape)}")
-        for target in known.values():
-            problems += _compare(spec, target, can_cast)
-            if target.name in covered:
-                problems.append(f"{spec.name!r} and {covered[target.name]!r} are both the engine's {target.name!r}")
-            covered[target.name] = spec.name
-    missing = (target for target in targets if target.name not in covered)
-    return problems + [f"missing tensor {spec.name!r} {spec.dtype}{list(spec.shape)}" for spec in missing]
-
-
-def _compare(spec: TensorSpec, target: TensorSpec, can_cast: Callable[[str, str], bool] | None) -> Iterator[str]:
-    if spec.shape != target.shape:
-        yield f"{spec.name!r} has the shape {list(spec.shape)}, the engine has {list(target.shape)}"
-    if spec.dtype != target.dtype and not (can_cast and can_cast(spec.dtype, target.dtype)):
-        yield f"{spec.name!r} is {spec.dtype}, the engine has {target.dtype}"

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightcast.format.manifest import Region
+from weightcast.format.geometry import Region, is_inside
 
 _MASK = (1 << 64) - 1
 SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89)
@@ -76,11 +76,7 @@ def _placed(tensor: torch.Tensor, region: Region | None, shape: Sequence[int] | 
         return Region((0,) * len(sizes), sizes), sizes
     if region is None or shape is None:
         raise ValueError("give both region and shape (a region has its place in a global shape), or neither")
-    inside = len(shape) == len(region.offsets) == len(region.sizes) and all(
-        offset >= 0 and offset + size <= whole
-        for offset, size, whole in zip(region.offsets, region.sizes, shape, strict=True)
-    )
-    if region.sizes != sizes or not inside:
+    if region.sizes != sizes or not is_inside(region, shape):
         raise ValueError(
             f"a tensor of shape {list(sizes)} is not the region at {list(region.offsets)} of sizes "
             f"{list(region.sizes)} in a tensor of shape {list(shape)}"

@@ -13,9 +13,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from weightcast.errors import InsufficientMemoryError
+
 _V2 = ("memory.max", "memory.current", "inactive_file")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _UNKNOWN_BYTES = 1 << 62
+
+LESS_AT_ONCE = 'publish with install="streaming" or smaller buckets, or free memory'
+"""The remedy for a transport's buffers."""
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
@@ -25,6 +30,15 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
     """
     rooms = [_host_room(proc / "meminfo"), *_cgroup_rooms(proc / "self" / "cgroup", cgroups)]
     return max(0, int(min(rooms, default=_UNKNOWN_BYTES)))
+
+
+def require(num_bytes: int, what: str, remedy: str) -> None:
+    """Raises InsufficientMemoryError unless that much can be taken; `what` needs it, `remedy` says what to do."""
+    available = available_bytes()
+    if num_bytes > available:
+        raise InsufficientMemoryError(
+            f"{what} needs {num_bytes} bytes, this host or container has {available} left: {remedy}"
+        )
 
 
 def host_identity() -> str:

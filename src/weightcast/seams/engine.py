@@ -17,7 +17,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from weightcast.format.manifest import Manifest, Region, TensorSpec, WeightVersion
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 
 
 @runtime_checkable

@@ -10,7 +10,8 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from weightcast.format.manifest import Region, TensorSpec
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import TensorSpec
 
 Held: TypeAlias = tuple[Region, torch.Tensor]
 """A view of memory of this trainer rank, and its place in the global tensor; the view has the region's sizes."""

@@ -17,7 +17,7 @@ import msgspec
 
 from weightcast import registry
 from weightcast.engines.gate import Gate
-from weightcast.errors import PeerTimeoutError, UpdateAbortedError, WeightcastError, from_record, to_record
+from weightcast.errors import PeerTimeoutError, UpdateAbortedError, WeightcastError, detached
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Seal
 from weightcast.seams.engine import Engine
@@ -168,7 +168,7 @@ class Follower:
             return update.install(deadline_seconds=self._install_deadline_seconds)
         except BaseException as exc:
             # A copy without its traceback, whose frames hold buckets.
-            cause = from_record(to_record(exc)) if isinstance(exc, Exception) else UpdateAbortedError(repr(exc))
+            cause = detached(exc) if isinstance(exc, Exception) else UpdateAbortedError(repr(exc))
             update.abort(cause)
             raise
 

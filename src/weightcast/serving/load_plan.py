@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from weightcast.errors import IncompleteUpdateError
-from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow, row_major
-from weightcast.format.manifest import Region, TensorRecord, TensorSpec
+from weightcast.errors import IncompleteUpdateError, listed
+from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow
+from weightcast.format.geometry import is_run, row_major, start_elements
+from weightcast.format.manifest import TensorRecord, TensorSpec
 from weightcast.seams.engine import Engine, RegionLoader
 from weightcast.seams.transport import Bucket
 
@@ -143,13 +144,13 @@ class Assembly:
     def __init__(self, records: Iterable[TensorRecord]) -> None:
         self._missing: dict[str, int] = {}
         for record in records:
-            key = self._key(record)
+            key = record.load_group
             self._missing[key] = self._missing.get(key, 0) + len(record.pieces)
         self._begun: dict[str, dict[str, tuple[TensorRecord, torch.Tensor]]] = {}
 
     def add(self, entry: Entry, view: torch.Tensor) -> Iterator[list[tuple[TensorRecord, torch.Tensor]]]:
         """Copy one piece; yield its tensor, or its load group, if that is whole now."""
-        record, key = entry.record, self._key(entry.record)
+        record, key = entry.record, entry.record.load_group
         members = self._begun.setdefault(key, {})
         if record.name not in members:
             tensor = torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype], device=view.device)
@@ -164,43 +165,30 @@ class Assembly:
         """Raises IncompleteUpdateError, naming what is not whole."""
         _check_none(name for members in self._begun.values() for name in members)
 
-    def _key(self, record: TensorSpec) -> str:
-        return record.group or f"\0{record.name}"
-
 
 def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -> torch.Tensor:
     """All pieces of a tensor as one: a view where they lie in memory as they lie in the tensor, else a copy."""
     first = parts[0][1]
-    start, strides = first.data_ptr(), row_major(record.shape)
+    start = first.data_ptr()
     if all(
         piece.is_contiguous()
         and piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        and piece.data_ptr() == start + _flat_offset(entry.piece.region, strides) * first.itemsize
-        and _is_run(entry.piece.region, record.shape)
+        and piece.data_ptr() == start + start_elements(entry.piece.region, record.shape) * first.itemsize
+        and is_run(entry.piece.region, record.shape)
         for entry, piece in parts
     ):
-        return first.as_strided(record.shape, strides, first.storage_offset())
+        return first.as_strided(record.shape, row_major(record.shape), first.storage_offset())
     tensor = torch.empty(record.shape, dtype=first.dtype, device=first.device)
     for entry, piece in parts:
         narrow(tensor, entry.piece.region).copy_(piece)
     return tensor
 
 
-def _flat_offset(region: Region, strides: Sequence[int]) -> int:
-    return sum(offset * stride for offset, stride in zip(region.offsets, strides, strict=True))
-
-
-def _is_run(region: Region, shape: Sequence[int]) -> bool:
-    """Whether its elements follow one another in the tensor: single indices, then a range, then whole dims."""
-    dim = next((d for d, size in enumerate(region.sizes) if size != 1), len(shape))
-    return tuple(region.sizes[dim + 1 :]) == tuple(shape[dim + 1 :])
-
-
 def _check_none(unfinished: Iterable[str]) -> None:
     """Raises IncompleteUpdateError, naming them, if there are any."""
     names = sorted(unfinished)
     if names:
-        raise IncompleteUpdateError(f"{len(names)} tensors are not whole: {', '.join(names[:20])}")
+        raise IncompleteUpdateError(f"{len(names)} tensors are not whole: {listed(names)}")
 
 
 def _spanning_groups(records: Iterable[TensorRecord]) -> set[str]:

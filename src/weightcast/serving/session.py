@@ -13,7 +13,7 @@ from collections.abc import Callable
 from msgspec import UNSET
 
 from weightcast import registry
-from weightcast.errors import ClosedError, RefusedError, WeightcastError, from_record, to_record
+from weightcast.errors import ClosedError, RefusedError, WeightcastError, detached
 from weightcast.format.messages import Hello, InitInfo, LinkMessage, Secret, UpdateInfo
 from weightcast.links.worker_end import WorkerLink
 from weightcast.seams.transport import Receiver
@@ -72,7 +72,7 @@ class PublisherSession:
     def require_going_on(self) -> None:
         """Raises why it has ended."""
         if self.ended is not None:
-            raise from_record(to_record(self.ended))
+            raise detached(self.ended)
 
     def is_of(self, secret: Secret) -> bool:
         """Whether this is the secret of the publisher that holds the worker."""

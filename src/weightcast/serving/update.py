@@ -20,8 +20,7 @@ from weightcast.errors import (
     IntegrityError,
     UpdateAbortedError,
     WeightcastError,
-    from_record,
-    to_record,
+    detached,
 )
 from weightcast.format.bucket import check_trailer, root_digest
 from weightcast.format.manifest import WeightVersion
@@ -229,7 +228,7 @@ class Update:
     def _failed_install(self, cause: BaseException) -> InstallError:
         error = InstallError(f"installing version {self.version.number} failed: {cause}", torn=True)
         # A copy without its traceback, whose frames would keep views of the transport's memory alive.
-        self.error, self.state = from_record(to_record(error)), State.ABORTED
+        self.error, self.state = detached(error), State.ABORTED
         error.torn = not self._go_back(str(error))
         self._release()
         return error

@@ -28,6 +28,7 @@ from weightcast.errors import (
     UnsupportedError,
     UpdateAbortedError,
     WeightcastError,
+    detached,
     from_record,
     to_record,
 )
@@ -314,7 +315,7 @@ class Worker:
             # Whoever ended the hold may have looked before there was an update to end.
             session.require_going_on()
         except Exception as exc:
-            update.abort(from_record(to_record(exc)))
+            update.abort(detached(exc))
             self._end_streaming(update)
             raise
         session.send(Accepted(offer.version))

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from weightcast.checkpoint.live import CASTABLE
 from weightcast.errors import ClosedError
 from weightcast.format.bucket import DTYPE_NAMES
+from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec
-from weightcast.format.plan import whole
 from weightcast.seams.source import Regions
 
 SINGLE_FILE = "model.safetensors"

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from weightcast.errors import InsufficientMemoryError
 from weightcast.format.bucket import TORCH_DTYPES, Layout, narrow, slot_size_bytes
+from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec, WeightVersion
-from weightcast.format.plan import whole
 from weightcast.host import memory as host_memory
 from weightcast.host.copy import copy_all
 from weightcast.seams.source import Regions
@@ -35,7 +34,7 @@ class StoreSource:
             self.committed_at = found.stored.committed_at
             records = found.manifest.tensors
             tensors = _read(found)
-        self._specs = tuple(TensorSpec(r.name, r.dtype, r.shape, aliases=r.aliases, group=r.group) for r in records)
+        self._specs = tuple(record.spec for record in records)
         self._regions = {spec.name: ((whole(spec.shape), tensors[spec.name]),) for spec in self._specs}
 
     def specs(self) -> Sequence[TensorSpec]:
@@ -50,11 +49,7 @@ class StoreSource:
 def _read(version: PinnedVersion) -> dict[str, torch.Tensor]:
     manifest, layout = version.manifest, Layout(version.manifest)
     buffer = torch.empty(slot_size_bytes(manifest), dtype=torch.uint8)
-    needed, available = manifest.num_bytes, host_memory.available_bytes()
-    if needed > available:
-        raise InsufficientMemoryError(
-            f"version {version.stored.number} needs {needed} bytes, this host has {available}"
-        )
+    host_memory.require(manifest.num_bytes, f"reading version {version.stored.number}", "free memory")
     tensors = {r.name: torch.empty(r.shape, dtype=TORCH_DTYPES[r.dtype]) for r in manifest.tensors}
     digests = []
     for index, entries in enumerate(layout.entries):

@@ -416,11 +416,8 @@ class StoreWriter:
             max(0, size - os.fstat(descriptor).st_blocks * 512)
             for descriptor, size in zip(slot.descriptors, arena_layout.sizes_bytes, strict=True)
         )
-        if needed and is_in_memory(slot.path) and needed > (available := host_memory.available_bytes()):
-            raise InsufficientMemoryError(
-                f"{slot.path} needs {needed} bytes more of host memory, this host or container has {available} left: "
-                "put the store on a disk, or free memory"
-            )
+        if needed and is_in_memory(slot.path):
+            host_memory.require(needed, f"{slot.path}, in memory,", "put the store on a disk, or free memory")
         # With room for the readers' names, which a full disk must not keep from reading.
         grow(
             [slot.path / PINS, *paths],

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from weightcast.format.bucket import Layout, slot_size_bytes
-from weightcast.format.manifest import TensorSpec, WeightVersion, check_tiling
+from weightcast.format.geometry import check_tiling
+from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.seams.source import Held, Source
 from weightcast.testing.payloads import DTYPES, PAYLOADS, Payload, raw_bytes

@@ -25,7 +25,7 @@ from weightcast.errors import (
     PeerTimeoutError,
     RefusedError,
     WeightcastError,
-    from_record,
+    detached,
     to_record,
 )
 from weightcast.format.manifest import MAX_VERSION
@@ -324,7 +324,7 @@ class Fleet:
             fail(member, exc)
         except Exception as exc:
             # A client of the caller's own may raise anything; it is that engine's failure and nobody else's.
-            fail(member, from_record(to_record(exc)))
+            fail(member, detached(exc))
 
     def take_failures(self, failures: Mapping[str, WeightcastError]) -> None:
         """Sort a sender's failures, by peer, to the members whose workers those are.

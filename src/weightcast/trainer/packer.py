@@ -13,8 +13,8 @@ import torch
 import xxhash
 
 from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow, put_trailer, write_trailer
-from weightcast.format.manifest import ITEMSIZE_BYTES, Region, TensorSpec, WeightVersion
-from weightcast.format.plan import common, relative
+from weightcast.format.geometry import Region, common, relative
+from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, WeightVersion
 from weightcast.host.copy import copy_all, copy_plain, is_plain
 
 _HASH_STEP_BYTES = 512 << 10

@@ -26,7 +26,8 @@ import torch
 from weightcast import registry
 from weightcast.errors import ClosedError, PublishError, from_record
 from weightcast.format.bucket import Layout
-from weightcast.format.manifest import ALIGNMENT_BYTES, MAX_VERSION
+from weightcast.format.geometry import ALIGNMENT_BYTES
+from weightcast.format.manifest import MAX_VERSION
 from weightcast.format.messages import InstallMode
 from weightcast.format.plan import fitting_bucket_size, plan
 from weightcast.links.publisher_end import LinkListener

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from weightcast.format.geometry import whole
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.messages import InstallMode
-from weightcast.format.plan import whole
 from weightcast.seams.client import EngineClient
 from weightcast.seams.source import Regions
 from weightcast.trainer.publisher import Publisher
@@ -69,7 +69,7 @@ class Relay:
     def validate(self, manifest: Manifest) -> None:
         """Nothing to refuse here: the engines are asked when it is published."""
         records = manifest.tensors
-        self._given.use(tuple(TensorSpec(r.name, r.dtype, r.shape, aliases=r.aliases, group=r.group) for r in records))
+        self._given.use(tuple(record.spec for record in records))
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         found = dict(tensors)

@@ -21,12 +21,10 @@ from typing import Protocol, TypeAlias
 
 from torch import nn
 
-from weightcast.errors import IncompatibleWeightsError, UnsupportedError
+from weightcast.errors import IncompatibleWeightsError, UnsupportedError, listed
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import Manifest, TensorSpec
 from weightcast.integrations.plugin.dry_run import DryRunOutcome
-
-_MAX_SHOWN = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +71,7 @@ class ByReference:
         loaded = [spec for spec in reference if spec.name not in self._tied]
         outcome = trial(loaded)
         if outcome.faults:
-            raise UnsupportedError(f"the loader of {type(model).__name__} can't be tried: {_listed(_faults(outcome))}")
+            raise UnsupportedError(f"the loader of {type(model).__name__} can't be tried: {listed(_faults(outcome))}")
         self._held = {spec.name: _held(spec, outcome) for spec in loaded}
         for name, owner in self._tied.items():
             self._held[name] = dataclasses.replace(self._held[owner], is_required=False)
@@ -173,11 +171,6 @@ def _shown(spec: TensorSpec) -> str:
     return f"{spec.name!r} {spec.dtype}{list(spec.shape)}"
 
 
-def _listed(problems: Sequence[str]) -> str:
-    more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
-    return "; ".join(problems[:_MAX_SHOWN]) + more
-
-
 def _refuse_if(problems: Sequence[str]) -> None:
     if problems:
-        raise IncompatibleWeightsError(f"{len(problems)} tensors do not fit this engine: {_listed(problems)}", problems)
+        raise IncompatibleWeightsError(f"{len(problems)} tensors do not fit this engine: {listed(problems)}", problems)

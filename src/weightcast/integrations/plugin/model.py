@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import torch
 
-from weightcast.errors import IncompleteUpdateError, InstallError, UnsupportedError
+from weightcast.errors import IncompleteUpdateError, InstallError, UnsupportedError, listed
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer
 
@@ -22,8 +22,6 @@ Agree: TypeAlias = Callable[[BaseException | None], None]
 """Called once per step on every rank with its own error or None; raises on every rank if any had one."""
 
 Tensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
-
-_MAX_NAMED = 20
 
 
 def alone(error: BaseException | None) -> None:
@@ -85,7 +83,7 @@ class LoaderEngine(abc.ABC):
                 raise InstallError("nothing was validated: an offer comes before an install")
             accepted = self._offer[1]
             due = set(accepted.names)
-            self._missing = ["the whole of it"]
+            self._missing = ["every tensor"]
             short = self._install(_handed(tensors, accepted, due), accepted.calls)
             self._missing = [*sorted(due), *short]
 
@@ -95,7 +93,9 @@ class LoaderEngine(abc.ABC):
             if self._missing is None:
                 raise IncompleteUpdateError(f"version {version.number} was not loaded")
             if self._missing:
-                raise IncompleteUpdateError(f"version {version.number} was not loaded whole: {_named(self._missing)}")
+                raise IncompleteUpdateError(
+                    f"version {version.number} was not loaded whole, missing: {listed(self._missing, most=20, separator=', ')}"
+                )
             self._drop_caches()
             self.discard()
 
@@ -153,8 +153,3 @@ def _handed(tensors: Tensors, accepted: AcceptedOffer, due: set[str]) -> Iterato
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a is b or (a.dtype == b.dtype and torch.equal(a, b))
-
-
-def _named(missing: Sequence[str]) -> str:
-    more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
-    return ", ".join(missing[:_MAX_NAMED]) + more

@@ -19,8 +19,8 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 from weightcast.checkpoint.adapters import Merging, has_adapters, require_merged
 from weightcast.checkpoint.live import memory_key, require_here
 from weightcast.format.bucket import DTYPE_NAMES
+from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec
-from weightcast.format.plan import whole
 from weightcast.seams.source import Regions
 
 _LOOKS = (torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous)

@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from weightcast.format.manifest import Region
+from weightcast.format.geometry import Region
 
 Sizes: TypeAlias = Mapping[str, int]
 """Sizes and switches of a model by name (see `sizes`)."""

@@ -10,17 +10,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from weightcast.errors import listed
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held
 from weightcast.sources.megatron.layouts import ALONE, Axis, LayoutPart, share, unstacked
 from weightcast.sources.megatron.rules import EXPERT, Config, Family, Match, Rule, Table
 from weightcast.sources.megatron.sizes import sizes_of
 
-_MAX_LISTED = 8
 _INNER = r"(?:transformer_layer|mtp_model_layer)\."
 _LAYER = re.compile(rf"(?P<block>decoder|mtp)\.layers\.(?P<index>\d+)\.(?P<inner>{_INNER})?(?P<rest>.+)")
 
@@ -135,11 +135,11 @@ class TensorMapping:
                 unfit.append(f"{name!r}: {exc}")
         if unknown:
             raise ValueError(
-                f"{len(unknown)} Megatron parameters have no rule in the table of this family: {_listed(unknown)}; "
+                f"{len(unknown)} Megatron parameters have no rule in the table of this family: {listed(unknown)}; "
                 "add rules to it (docs/megatron.md), or give another `family`"
             )
         if unfit:
-            raise ValueError(f"{len(unfit)} Megatron parameters do not fit the configuration: {_listed(unfit)}")
+            raise ValueError(f"{len(unfit)} Megatron parameters do not fit the configuration: {listed(unfit)}")
         return placed
 
     def _placed(self, name: str, tensor: torch.Tensor, chunk: Chunk) -> Iterator[PlacedRegion]:
@@ -209,9 +209,3 @@ def canonical(name: str) -> str:
 
 def _hf_names(rule: Rule, prefix: str, expert: int) -> list[str]:
     return [prefix + name.replace(EXPERT, str(expert)) for name in rule.hf]
-
-
-def _listed(items: Iterable[str]) -> str:
-    listed = list(items)
-    more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
-    return "; ".join(listed[:_MAX_LISTED]) + more

@@ -10,16 +10,16 @@ from torch import nn
 
 from weightcast.checkpoint.changes import TensorChangeDetector
 from weightcast.checkpoint.live import CASTABLE, require_here
+from weightcast.errors import listed
 from weightcast.format.bucket import DTYPE_NAMES, narrow
-from weightcast.format.manifest import Region, TensorSpec
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held, Regions
 from weightcast.sources.megatron import parallel as parallel_state
 from weightcast.sources.megatron.families import FAMILIES
 from weightcast.sources.megatron.mapping import Chunk, Parallel, PlacedRegion, TensorMapping
 from weightcast.sources.megatron.rules import Family
 from weightcast.sources.megatron.sizes import read_config
-
-_MAX_LISTED = 8
 
 _SAME_FIELDS = {
     "num_layers": "layers",
@@ -126,7 +126,7 @@ class MegatronSource:
             missing.discard(name)
             _fill(places.get(name, ()), tensor)
         if missing:
-            raise ValueError(f"{len(missing)} tensors of this rank were not given: {_listed(sorted(missing))}")
+            raise ValueError(f"{len(missing)} tensors of this rank were not given: {listed(sorted(missing))}")
 
     @torch.no_grad()
     def _zero_padding(self) -> None:
@@ -259,8 +259,3 @@ def _fill(places: Iterable[PlacedRegion], tensor: torch.Tensor) -> None:
     for each in places:
         region, view = each.held
         view.copy_(narrow(tensor, region))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + more

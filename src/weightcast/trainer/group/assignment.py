@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 
 from weightcast.checkpoint.sharding import is_memory
-from weightcast.errors import IncompatibleWeightsError, ManifestError
+from weightcast.errors import IncompatibleWeightsError, ManifestError, listed
 from weightcast.format.bucket import TORCH_DTYPES
-from weightcast.format.manifest import ITEMSIZE_BYTES, Region, TensorSpec, check_tiling
+from weightcast.format.geometry import Region, check_tiling, is_inside
+from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec
 from weightcast.seams.source import Held, Regions
 
-_MAX_LISTED = 8
 _ALONE = (
     "this rank publishes alone and does not hold all of these: a model that is sharded over ranks (FSDP, HSDP, tensor "
     "parallelism) is published by all of them; call publish on every rank, with trainer_group='auto' or their group"
@@ -48,7 +48,7 @@ def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
     shards: list[Shard] = []
     for number, spec in enumerate(specs):
         for region, data in regions.get(spec.name, ()):
-            if not _is_inside(region, spec.shape):
+            if not is_inside(region, spec.shape):
                 problems.append(
                     f"{spec.name!r}: found a region at {list(region.offsets)} of sizes {list(region.sizes)}, expected "
                     f"one inside of the shape {list(spec.shape)}"
@@ -134,15 +134,14 @@ def _gap(spec: TensorSpec, regions: list[Region]) -> str:
     try:
         check_tiling(regions, spec.shape, spec.name)
     except ManifestError as exc:
-        where = ", ".join(f"{list(r.offsets)}+{list(r.sizes)}" for r in regions[:_MAX_LISTED]) or "none"
+        where = listed([f"{list(r.offsets)}+{list(r.sizes)}" for r in regions], separator=", ") or "none"
         return f"{spec.name!r} of shape {list(spec.shape)} from the regions {where}: {exc}"
     return ""
 
 
 def _misfit(problems: Sequence[str], remedy: str) -> IncompatibleWeightsError:
-    listed = "; ".join(problems[:_MAX_LISTED])
-    more = f"; and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
-    return IncompatibleWeightsError(f"the source's regions do not fit: {listed}{more}. Remedy: {remedy}", problems)
+    shown = listed(problems)
+    return IncompatibleWeightsError(f"the source's regions do not fit: {shown}. Remedy: {remedy}", problems)
 
 
 def _is_fitting(spec: TensorSpec, region: Region, data: torch.Tensor) -> bool:
@@ -152,10 +151,3 @@ def _is_fitting(spec: TensorSpec, region: Region, data: torch.Tensor) -> bool:
     return (
         tuple(data.shape) == region.sizes and (data.dtype == dtype or is_cast) and not data.is_meta and is_memory(data)
     )
-
-
-def _is_inside(region: Region, shape: Sequence[int]) -> bool:
-    if not len(region.offsets) == len(region.sizes) == len(shape):
-        return False
-    extents = zip(region.offsets, region.sizes, shape, strict=True)
-    return all(offset >= 0 and size >= 0 and offset + size <= whole for offset, size, whole in extents)

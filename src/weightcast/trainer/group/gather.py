@@ -15,6 +15,7 @@ import torch
 from torch.distributed import Work
 
 from weightcast.format.bucket import Layout, write_trailer
+from weightcast.format.geometry import is_run
 from weightcast.format.manifest import WeightVersion
 from weightcast.host.copy import copy_all
 from weightcast.trainer.group.assignment import HeldRegion, Shard
@@ -26,7 +27,6 @@ from weightcast.trainer.group.slices import (
     ShardSlices,
     SliceSources,
     bucket_views,
-    is_run,
     message_views,
     start_bytes,
 )
@@ -233,7 +233,7 @@ class GatheringPacker:
         for staging_slot in self._stretches[index]:
             scattered = []
             for cut in self._others[staging_slot.group_rank - 1].of(index):
-                if is_run(entries[cut.entry].piece.region, cut.region):
+                if is_run(cut.region, entries[cut.entry].piece.region.sizes):
                     target = start_bytes(entries[cut.entry], cut)
                     arrivals.runs.add(target, staging_slot.start + cut.offset_bytes, cut.num_bytes)
                 else:

@@ -16,7 +16,8 @@ import torch
 
 from weightcast.errors import IncompatibleWeightsError
 from weightcast.format.bucket import Layout
-from weightcast.format.manifest import DigestKind, Manifest, Region, RunId, TensorSpec, decode
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import DigestKind, Manifest, RunId, TensorSpec, decode
 from weightcast.format.plan import plan
 from weightcast.seams.source import Regions, Source
 from weightcast.trainer.group.assignment import HeldRegion, SeenRegions, Shard, assign, held_shards

@@ -9,8 +9,6 @@ from __future__ import annotations
 import array
 import ctypes
 import itertools
-import math
-import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -18,8 +16,8 @@ from typing import NamedTuple
 import torch
 
 from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow
-from weightcast.format.manifest import ITEMSIZE_BYTES, Region
-from weightcast.format.plan import common, relative
+from weightcast.format.geometry import Region, common, relative, row_major, start_elements
+from weightcast.format.manifest import ITEMSIZE_BYTES
 from weightcast.host.copy import PLAIN_BYTES, copy_all
 from weightcast.trainer.group.assignment import HeldRegion, Shard
 
@@ -70,21 +68,11 @@ class ShardSlices:
                     yield ShardSlice(number, part, shared, dtype, shared.numel * ITEMSIZE_BYTES[dtype])
 
 
-def _strides(sizes: Sequence[int]) -> list[int]:
-    return [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-
-
 def start_bytes(entry: Entry, cut: ShardSlice) -> int:
     """Where in its bucket the first element of a cut lies."""
     piece = entry.piece.region
-    elements: int = sum(map(operator.mul, relative(cut.region, piece).offsets, _strides(piece.sizes)))
+    elements = start_elements(relative(cut.region, piece), piece.sizes)
     return entry.piece.offset_bytes + elements * ITEMSIZE_BYTES[cut.dtype]
-
-
-def is_run(piece: Region, region: Region) -> bool:
-    """Whether a region lies in one run of the bytes of its piece."""
-    inner = next((dim for dim, size in enumerate(region.sizes) if size > 1), len(region.sizes))
-    return region.sizes[inner + 1 :] == piece.sizes[inner + 1 :]
 
 
 class _Typed:
@@ -106,7 +94,7 @@ def message_views(slices: Sequence[ShardSlice], buffer: torch.Tensor, start: int
     """One view for each cut into a message that lies in `buffer` from byte `start` on."""
     typed = _Typed(buffer)
     return [
-        typed.view(cut.dtype, start + cut.offset_bytes, cut.region.sizes, _strides(cut.region.sizes)) for cut in slices
+        typed.view(cut.dtype, start + cut.offset_bytes, cut.region.sizes, row_major(cut.region.sizes)) for cut in slices
     ]
 
 
@@ -118,7 +106,7 @@ def bucket_views(slices: Sequence[ShardSlice], entries: Sequence[Entry], buffer:
             cut.dtype,
             start_bytes(entries[cut.entry], cut),
             cut.region.sizes,
-            _strides(entries[cut.entry].piece.region.sizes),
+            row_major(entries[cut.entry].piece.region.sizes),
         )
         for cut in slices
     ]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from weightcast.errors import WeightcastError, from_record, to_record
+from weightcast.errors import WeightcastError, detached
 from weightcast.process_group import ProcessGroup, Store, in_background, serve_store, translated
 from weightcast.transports.collective.members import GroupMember, send_to_all
 from weightcast.transports.collective.records import Join, ReadAlong
@@ -50,7 +50,7 @@ class Broadcast:
                 future.value()
         except WeightcastError as exc:
             # A copy: the cause's traceback would keep this frame, and with it the group's sockets.
-            error = from_record(to_record(exc))
+            error = detached(exc)
         with self._condition:
             self._has_landed, self.error = True, error
             self._condition.notify_all()
@@ -124,7 +124,7 @@ class BroadcastGroup:
                 device=device,
             )
         except Exception as exc:
-            error = from_record(to_record(exc))
+            error = detached(exc)
         with condition:
             self.connect_error = error
             if not self._is_closed:

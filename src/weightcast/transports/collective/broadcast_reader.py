@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch.distributed import Work
 
-from weightcast.errors import WeightcastError, from_record, to_record
+from weightcast.errors import WeightcastError, detached
 from weightcast.format.bucket import TRAILER_BYTES
 from weightcast.process_group import ProcessGroup, in_background, join_store, wait
 from weightcast.transports.collective.records import Join
@@ -89,7 +89,7 @@ class BroadcastReader:
         except WeightcastError as exc:
             self._sink.on_broken(self, exc, is_own=not self._is_in_group)
         except Exception as exc:
-            self._sink.on_broken(self, from_record(to_record(exc)), is_own=True)
+            self._sink.on_broken(self, detached(exc), is_own=True)
         finally:
             if group is not None:
                 group.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from weightcast.errors import InsufficientMemoryError
 from weightcast.format.arena import ArenaLayout, Buffers, place
 from weightcast.format.manifest import Manifest
 from weightcast.host import memory as host_memory
@@ -56,10 +55,6 @@ class ReceiveSlots:
 
 
 def _allocate(size_bytes: int, device: torch.device) -> torch.Tensor:
-    available = host_memory.available_bytes()
-    if device.type == "cpu" and size_bytes > available:
-        raise InsufficientMemoryError(
-            f"receiving this update needs {size_bytes} bytes, this host or container has {available} left: publish "
-            'with install="streaming" or smaller buckets, or free memory'
-        )
+    if device.type == "cpu":
+        host_memory.require(size_bytes, "receiving this update", host_memory.LESS_AT_ONCE)
     return torch.empty(max(size_bytes, 1), dtype=torch.uint8, device=device)

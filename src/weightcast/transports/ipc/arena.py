@@ -29,7 +29,7 @@ class OwnedSharedArena:
         self.generation = generation
         self.size_bytes = pages(size_bytes)
         self.device = torch.device("cpu")
-        _require(self.size_bytes)
+        host_memory.require(self.size_bytes, "the arena of this update", host_memory.LESS_AT_ONCE)
         try:
             self._descriptor = os.memfd_create("weightcast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
@@ -57,15 +57,6 @@ class OwnedSharedArena:
         os.close(self._descriptor)
         # Not unmapped here: views that the publisher keeps still point into it.
         del self.buffers, self._mapping
-
-
-def _require(num_bytes: int) -> None:
-    available = host_memory.available_bytes()
-    if num_bytes > available:
-        raise InsufficientMemoryError(
-            f"the arena of this update needs {num_bytes} bytes, this host or container has {available} left: publish "
-            'with install="streaming" or smaller buckets, or free memory'
-        )
 
 
 class MappedSharedArena:

@@ -17,15 +17,14 @@ import torch
 
 from weightcast.errors import (
     ClosedError,
-    InsufficientMemoryError,
     PeerDiedError,
     PeerTimeoutError,
     UpdateAbortedError,
     WeightcastError,
 )
 from weightcast.format.bucket import TRAILER_BYTES, slot_size_bytes
+from weightcast.format.geometry import align
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.format.plan import align
 from weightcast.host import memory as host_memory
 
 SCHEME = "memory://"
@@ -251,11 +250,8 @@ class MemorySender:
         sizes = {slot: _size_bytes(manifest, slot, staged) for slot in range(num_slots)}
         self._buffers = {s: b for s, b in self._buffers.items() if s in sizes and b.numel() == sizes[s]}
         needed = sum(size for slot, size in sizes.items() if slot not in self._buffers)
-        if needed and needed > (available := host_memory.available_bytes()):
-            raise InsufficientMemoryError(
-                f"the buffers of this update need {needed} bytes, this host or container has {available} left: publish "
-                'with install="streaming" or smaller buckets, or free memory'
-            )
+        if needed:
+            host_memory.require(needed, "sending this update", host_memory.LESS_AT_ONCE)
 
     def _gather_peers(self, names: Sequence[str], version: WeightVersion) -> None:
         def missing() -> bool:

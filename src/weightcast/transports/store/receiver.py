@@ -19,7 +19,6 @@ import torch
 
 from weightcast.errors import (
     ClosedError,
-    InsufficientMemoryError,
     ManifestError,
     PeerDiedError,
     PeerTimeoutError,
@@ -274,12 +273,8 @@ class _Arena:
         """Make room. Raises InsufficientMemoryError."""
         needed = arena_layout.size_bytes
         if needed > self._size_bytes:
-            available = host_memory.available_bytes()
-            if needed - self._size_bytes > available:
-                raise InsufficientMemoryError(
-                    f"this version needs {needed} bytes of host memory to be read, this host or container has "
-                    f'{available} left: publish with install="streaming", or free memory'
-                )
+            remedy = 'publish with install="streaming", or free memory'
+            host_memory.require(needed - self._size_bytes, "reading this version", remedy)
             self._buffers, self._size_bytes = Buffers(torch.empty(0, dtype=torch.uint8)), 0
             mapping = mmap.mmap(-1, needed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with contextlib.suppress(OSError):

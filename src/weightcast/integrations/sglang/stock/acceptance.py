@@ -7,12 +7,10 @@ in the local cache of the hub; nothing is downloaded. Otherwise the first comple
 
 from __future__ import annotations
 
-from weightcast.errors import IncompatibleWeightsError
+from weightcast.errors import IncompatibleWeightsError, listed
 from weightcast.format.manifest import Manifest, TensorSpec
-from weightcast.format.plan import compare_specs
 from weightcast.integrations.plugin.checkpoint_header import reference
-
-_MAX_SHOWN = 8
+from weightcast.serving.admission import compare_specs
 
 
 class CheckpointAcceptance:
@@ -29,7 +27,7 @@ class CheckpointAcceptance:
 
     def accept(self, manifest: Manifest) -> None:
         """Raises IncompatibleWeightsError, naming every tensor that is unknown, missing or of another form."""
-        offered = [TensorSpec(r.name, r.dtype, r.shape, aliases=r.aliases) for r in manifest.tensors]
+        offered = [record.spec for record in manifest.tensors]
         if self._reference is None:
             self._reference = {spec.name: spec for spec in offered}
             return
@@ -37,11 +35,8 @@ class CheckpointAcceptance:
             offered, self._reference.values(), can_cast=lambda offered, held: offered == self._dtype
         )
         if problems:
-            shown = "; ".join(problems[:_MAX_SHOWN])
-            more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
-            raise IncompatibleWeightsError(
-                f"{len(problems)} tensors do not fit this SGLang server: {shown}{more}", problems
-            )
+            shown = listed(problems)
+            raise IncompatibleWeightsError(f"{len(problems)} tensors do not fit this SGLang server: {shown}", problems)
 
 
 def acceptance(model_path: str, dtype: str) -> CheckpointAcceptance:

@@ -41,7 +41,7 @@ class FlatBuckets:
         self.layout = Layout(manifest)
         largest = max(manifest.max_bucket_bytes, min(_CAPACITY_BUCKETS * manifest.max_bucket_bytes, _CAPACITY_BYTES))
         records = {name: record for record in _in_order(manifest) for name in _names(record, names)}
-        specs = [TensorSpec(name, r.dtype, r.shape, group=r.group or f"\0{r.name}") for name, r in records.items()]
+        specs = [TensorSpec(name, r.dtype, r.shape, group=r.load_group) for name, r in records.items()]
         self.places = [lay_out(held) for held in buckets(specs, largest)]
         self.sizes = [max(place.end for place in places) for places in self.places]
         homes: dict[str, list[tuple[int, FlatTensor]]] = {}

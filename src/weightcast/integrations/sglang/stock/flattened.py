@@ -21,8 +21,8 @@ import torch
 
 from weightcast.errors import ManifestError
 from weightcast.format.bucket import DTYPE_NAMES, TORCH_DTYPES
+from weightcast.format.geometry import whole
 from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec
-from weightcast.format.plan import whole
 from weightcast.seams.source import Held, Regions
 
 
@@ -73,7 +73,7 @@ def buckets(specs: Sequence[TensorSpec], capacity_bytes: int) -> Iterator[list[T
 def _load_groups(specs: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
     members: dict[str, list[TensorSpec]] = {}
     for spec in specs:
-        members.setdefault(spec.group or f"\0{spec.name}", []).append(spec)
+        members.setdefault(spec.load_group, []).append(spec)
     yield from members.values()
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch.distributed import PrefixStore, Work  # type: ignore[attr-defined]
 
-from weightcast.errors import PeerDiedError, PeerTimeoutError, WeightcastError, from_record, to_record
+from weightcast.errors import PeerDiedError, PeerTimeoutError, WeightcastError, detached
 from weightcast.host.fork import close_in_child
 from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import ProcessGroup, Store, in_background, serve_shared_store, translated, wait
@@ -80,7 +80,7 @@ class StockGroup:
                 host=self.host if self.backend == "gloo" else "",
             )
         except WeightcastError as exc:
-            return from_record(to_record(exc))
+            return detached(exc)
         if self._store is None:
             self.cut()
         return None
@@ -105,7 +105,7 @@ class StockGroup:
             else:
                 wait(work)
         except WeightcastError as exc:
-            return from_record(to_record(exc))
+            return detached(exc)
         return None
 
     def _poll(self, work: Work) -> None:

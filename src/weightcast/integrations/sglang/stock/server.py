@@ -25,8 +25,7 @@ from weightcast.errors import (
     InstallError,
     UnsupportedError,
     WeightcastError,
-    from_record,
-    to_record,
+    detached,
 )
 from weightcast.format.messages import InitInfo, Offer, UpdateInfo, WeightInfo
 from weightcast.integrations.sglang.stock.acceptance import CheckpointAcceptance, acceptance
@@ -273,5 +272,5 @@ class Servers:
 
     def drop(self, server: SglangStockServer, error: BaseException) -> None:
         """Leave it out, for this reason: a copy, whose traceback keeps nothing."""
-        self.failures.setdefault(server.name, from_record(to_record(error)))
+        self.failures.setdefault(server.name, detached(error))
         self.living = [other for other in self.living if other is not server]

@@ -24,13 +24,12 @@ from weightcast.control.http import HttpRoutes
 from weightcast.errors import ControlError, EngineTornError, IncompleteUpdateError, InstallError, UnsupportedError
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.messages import InitInfo, Offer, PauseMode, Seal, UpdateInfo, WeightInfo
-from weightcast.format.plan import compare_specs
 from weightcast.integrations.vllm.http import RESUME, VllmRoutes
 from weightcast.integrations.vllm.reference import reference
 from weightcast.integrations.vllm.replies import RankResults, WeightInfoReply, WorldSizeReply
 from weightcast.integrations.vllm.stock_reload import folder as reload_folder
 from weightcast.links.watchdog import RecoveryRequest
-from weightcast.serving.admission import require_fit
+from weightcast.serving.admission import compare_specs, require_fit
 
 logger = logging.getLogger(__name__)
 
