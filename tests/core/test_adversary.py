@@ -49,8 +49,8 @@ def test_an_install_under_way_is_finished_before_another_run_may_write() -> None
         thread = threading.Thread(target=first.publish)
         thread.start()
         assert engine.half_way.wait(DEADLINE_SECONDS)
-        assert first._wire is not None
-        first._wire.listener.drop(client.name, "as if the publisher had been killed")
+        assert first._connections is not None
+        first._connections.listener.drop(client.name, "as if the publisher had been killed")
         with Publisher(twos, engines=[client], install="streaming", deadline_seconds=3.0) as second:
             with pytest.raises(PublishError) as caught:
                 second.publish()

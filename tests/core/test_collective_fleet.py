@@ -37,15 +37,15 @@ def publishing(clients: Sequence[Any], **options: Any) -> Iterator[Publisher]:
 
 
 def sender_of(publisher: Publisher) -> CollectiveSender:
-    assert publisher._wire is not None
-    sender = publisher._wire.sender
+    assert publisher._connections is not None
+    sender = publisher._connections.sender
     assert isinstance(sender, CollectiveSender)
     return sender
 
 
 def num_joined(publisher: Publisher) -> int:
     """How many receivers are in the transport's group."""
-    epoch = sender_of(publisher)._formation.epoch
+    epoch = sender_of(publisher)._membership.epoch
     assert epoch is not None
     return len(epoch.joined)
 
@@ -117,8 +117,8 @@ def test_a_receiver_that_lost_its_connection_between_publishes_is_connected_agai
         assert publisher.publish().ok
         members = sender_of(publisher)._members
         link = members.listener.links("a")[0]
-        assert client.worker._hold is not None
-        receiver: Any = client.worker._hold.receiver
+        assert client.worker._session is not None
+        receiver: Any = client.worker._session.receiver
         if end == "sender's":
             link.end("cut")
         else:
@@ -143,8 +143,8 @@ def test_a_link_lost_during_an_install_that_went_well_is_no_failure() -> None:
     client = DirectEngine("a", Cutting())
     with publishing([client]) as publisher:
         assert publisher.publish().ok
-        assert publisher._wire is not None
-        [link] = publisher._wire.listener.links("a")
+        assert publisher._connections is not None
+        [link] = publisher._connections.listener.links("a")
         client.engine.cut = lambda: link.end("cut")
         report = publisher.publish()
         assert report.ok
@@ -157,8 +157,8 @@ def test_receivers_are_as_patient_as_the_publisher() -> None:
     client = DirectEngine("a", RecordingEngine())
     with publishing([client], deadline_seconds=300.0) as publisher:
         assert publisher.publish().ok
-        assert client.worker._hold is not None
-        receiver: Any = client.worker._hold.receiver
+        assert client.worker._session is not None
+        receiver: Any = client.worker._session.receiver
         assert receiver._deadline_seconds == 300.0
 
 

@@ -76,8 +76,8 @@ def test_a_collection_in_a_thread_of_its_own_does_not_wait_for_itself() -> None:
     client = DirectEngine("engine", RecordingEngine())
     publisher = made(client)
     publisher.publish()
-    assert publisher._wire is not None
-    links = publisher._wire.listener
+    assert publisher._connections is not None
+    links = publisher._connections.listener
     collected, taken = threading.Event(), links._take
 
     def collecting(*args: object) -> None:
@@ -89,7 +89,7 @@ def test_a_collection_in_a_thread_of_its_own_does_not_wait_for_itself() -> None:
 
     links._take = collecting  # type: ignore[method-assign, assignment]
     publisher.itself = publisher  # type: ignore[attr-defined]
-    hold = client.worker._hold
+    hold = client.worker._session
     assert hold is not None
     del publisher, links
     from weightcast.format.messages import Accepted

@@ -25,7 +25,7 @@ TRANSPORTS = ["ipc://", "memory://", "gloo://127.0.0.1:0"]
 
 
 def forged(kind: str, publisher: Publisher, version: int, secret: str | None) -> UpdateInfo:
-    packing = publisher._packing
+    packing = publisher._pack_plan
     assert packing is not None
     proof = {} if secret is None else {"secret": secret}
     if kind == "offer":

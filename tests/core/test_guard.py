@@ -120,13 +120,13 @@ def test_publisher_holds_the_guard_only_where_no_lease_ends_a_pause(server: weig
             return msgspec.structs.replace(super().info(), abilities=())
 
         def finish(self, version: int) -> None:
-            seen.append(publisher._guard.pid is not None)
+            seen.append(publisher._watchdog.pid is not None)
             super().finish(version)
 
     source = weightcast.ModuleSource(torch.nn.Linear(2, 2))
     client = Stock(server.url)
     with weightcast.Publisher(source, engines=[client]) as publisher:
         publisher.publish()
-        assert publisher._guard._held == {}
+        assert publisher._watchdog._held == {}
     client.close()
     assert seen == [True]

@@ -30,7 +30,7 @@ class Lagging(DirectEngine):
     def _speak_late(self, call: str) -> None:
         if self.late is None or call != self.route:
             return
-        hold, (member,) = self.worker._hold, self.publisher._fleet
+        hold, (member,) = self.worker._session, self.publisher._fleet
         assert hold is not None
         hold.tell(Failed(self.late, ErrorRecord("UpdateAbortedError", "a late word of an earlier version")))
         for link in member.links:
@@ -139,5 +139,5 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 def _secret(publisher: Publisher) -> str:
-    assert publisher._wire is not None
-    return publisher._wire.listener.secret
+    assert publisher._connections is not None
+    return publisher._connections.listener.secret

@@ -56,7 +56,7 @@ def test_error_in_mid_publish_leaves_nobody_paused_and_the_next_publish_works(
     engine = RecordingEngine()
     with fleet(DictSource(TENSORS), engine, install=install) as (publisher, (client,)):
         publisher.publish()
-        wire = publisher._wire
+        wire = publisher._connections
         assert wire is not None
         send = wire.sender.send
 

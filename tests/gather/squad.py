@@ -346,9 +346,9 @@ class Rank:
         """Once, lose the buckets from `to` on, notice it at bucket `at`, and ask for them again."""
         from weightcast.format.bucket import slot_size_bytes
 
-        sender = self.publisher._wire.sender
+        sender = self.publisher._connections.sender
         buffer, send = sender.buffer, sender.send
-        lost = torch.empty(slot_size_bytes(self.publisher._packing.layout.manifest), dtype=torch.uint8)
+        lost = torch.empty(slot_size_bytes(self.publisher._pack_plan.layout.manifest), dtype=torch.uint8)
 
         def losing_buffer(index: int) -> torch.Tensor:
             return lost if index >= to else buffer(index)

@@ -33,7 +33,7 @@ class ApiServer:
         self.name = "vllm"
         self.pause: PauseMode = "keep"
         self.client = ApiServerClient(cores)
-        self._turns = turns
+        self._mutex = turns
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -66,7 +66,7 @@ class ApiServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(30)
         self._loop.close()
-        self._turns.close()
+        self._mutex.close()
 
 
 @pytest.fixture(params=[1, 2], ids=["one engine", "two engines"])

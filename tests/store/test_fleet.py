@@ -86,7 +86,7 @@ def test_an_error_while_it_is_written_leaves_the_version_before(
     with fleet(source, engine, transport=url(tmp_path, "?num_threads=4"), bucket_size_bytes=64 << 10) as (publisher, _):
         fill(source.tensors, 1)
         publisher.publish()
-        wire = publisher._wire
+        wire = publisher._connections
         assert wire is not None
         assert isinstance(wire.sender, StoreSender)
         write, calls = wire.sender._writer.write, 0

@@ -54,7 +54,7 @@ class Hall:
 
     @property
     def epoch(self) -> int:
-        return self.sender._formation.num_epochs
+        return self.sender._membership.num_epochs
 
     def update(self, number: int, receivers: dict[str, Receiver], **at_bucket: object) -> dict[str, Reader]:
         """Send a version; `at_bucket` maps a peer to a function of each of its buckets."""
@@ -166,7 +166,7 @@ def test_who_cannot_join_is_named_and_keeps_nobody_waiting(hall: Hall, monkeypat
     def share(readers: tuple[str, ...]) -> str:
         raise InsufficientMemoryError("no memory here")
 
-    monkeypatch.setattr(receivers["a"]._supply, "share", share)
+    monkeypatch.setattr(receivers["a"]._buffers, "share", share)
     readers = hall.update(1, receivers)
     assert whole(readers["b"], hall.manifest, 1)
     assert set(hall.sender.failures) == {"a"}
@@ -181,7 +181,7 @@ def test_what_an_engine_fails_in_by_itself_is_not_the_others_fault(hall: Hall, m
     def target(*args: object, **options: object) -> object:
         raise InsufficientMemoryError("no memory here")
 
-    monkeypatch.setattr(receivers["a"]._supply, "target", target)
+    monkeypatch.setattr(receivers["a"]._buffers, "target", target)
     readers = hall.update(1, receivers)
     assert all(whole(readers[peer], hall.manifest, 1) for peer in "bc")
     assert set(hall.sender.failures) == {"a"}
@@ -237,7 +237,7 @@ def test_streaming_two_buckets_arrive_while_one_is_held_and_no_more(hall: Hall) 
     with a._condition:
         assert a._condition.wait_for(lambda: wanted.num_received == 4 and not stream.targets, DEADLINE_SECONDS)
     assert stream.position == 4
-    assert a._supply._memory.size_bytes <= 3 * pages(slot_size_bytes(hall.manifest))
+    assert a._buffers._memory.size_bytes <= 3 * pages(slot_size_bytes(hall.manifest))
     reader.go_on.set()
     assert whole(reader, hall.manifest, 1)
     sending.join(DEADLINE_SECONDS)

@@ -94,7 +94,7 @@ class LoaderEngine(abc.ABC):
                 raise IncompleteUpdateError(f"version {version.number} was not loaded")
             if self._missing:
                 raise IncompleteUpdateError(
-                    f"version {version.number} was not loaded whole, missing: {listed(self._missing, most=20, separator=', ')}"
+                    f"version {version.number} was not loaded whole, missing: {listed(self._missing, most=20)}"
                 )
             self._drop_caches()
             self.discard()
