@@ -13,9 +13,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from weightcast.control.client import HttpEngine as HttpEngine
+    from weightcast.control.local import LocalEngine as LocalEngine
     from weightcast.control.server.app import EngineServer as EngineServer
     from weightcast.engines.gate import Gate as Gate
     from weightcast.engines.module import ModuleEngine as ModuleEngine
+    from weightcast.engines.tensors import TensorSink as TensorSink
     from weightcast.engines.transformers import TextGenerator as TextGenerator
     from weightcast.errors import InstallError as InstallError
     from weightcast.errors import IntegrityError as IntegrityError
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from weightcast.sources.module import ModuleSource as ModuleSource
     from weightcast.sources.safetensors import SafetensorsSource as SafetensorsSource
     from weightcast.sources.store import StoreSource as StoreSource
+    from weightcast.sources.tensors import TensorSource as TensorSource
     from weightcast.trainer.publisher import Publisher as Publisher
     from weightcast.trainer.report import EngineResult as EngineResult
     from weightcast.trainer.report import PublishReport as PublishReport
@@ -45,14 +48,17 @@ __all__ = [
     "PublishReport",
     "EngineResult",
     "HttpEngine",
+    "LocalEngine",
     "ModuleSource",
     "MegatronSource",
     "SafetensorsSource",
     "StoreSource",
+    "TensorSource",
     "rollback",
     # the engine's side
     "EngineServer",
     "ModuleEngine",
+    "TensorSink",
     "TextGenerator",
     "Gate",
     "follow",
@@ -79,12 +85,15 @@ _HOMES = {
     "PublishReport": "weightcast.trainer.report",
     "EngineResult": "weightcast.trainer.report",
     "HttpEngine": "weightcast.control.client",
+    "LocalEngine": "weightcast.control.local",
     "ModuleSource": "weightcast.sources.module",
     "MegatronSource": "weightcast.sources.megatron.source",
     "SafetensorsSource": "weightcast.sources.safetensors",
     "StoreSource": "weightcast.sources.store",
+    "TensorSource": "weightcast.sources.tensors",
     "EngineServer": "weightcast.control.server.app",
     "ModuleEngine": "weightcast.engines.module",
+    "TensorSink": "weightcast.engines.tensors",
     "TextGenerator": "weightcast.engines.transformers",
     "Gate": "weightcast.engines.gate",
     "follow": "weightcast.serving.follower",

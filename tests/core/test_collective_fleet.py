@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from core.direct import DictSource, DirectEngine, RecordingEngine
+from core.direct import DirectEngine, RecordingEngine
 from core.parallel import ParallelEngine
+from weightcast import TensorSource
 from weightcast.errors import PublishError
 from weightcast.format.manifest import WeightVersion
 from weightcast.testing.leftovers import nothing_left
@@ -29,7 +30,7 @@ def publishing(clients: Sequence[Any], **options: Any) -> Iterator[Publisher]:
     options = {"transport": "gloo://127.0.0.1:0", "bucket_size_bytes": 8192, "deadline_seconds": 10.0, **options}
     with nothing_left():
         try:
-            with Publisher(DictSource(TENSORS), engines=clients, **options) as publisher:
+            with Publisher(TensorSource(TENSORS), engines=clients, **options) as publisher:
                 yield publisher
         finally:
             for client in clients:
@@ -176,7 +177,7 @@ def test_an_engine_is_free_for_another_run_as_soon_as_its_publisher_is_closed(tr
     with publishing([client], transport=transport) as publisher:
         assert publisher.publish().ok
         publisher.close()
-        with Publisher(DictSource(TENSORS), transport=transport, engines=[client]) as another:
+        with Publisher(TensorSource(TENSORS), transport=transport, engines=[client]) as another:
             assert another.publish().ok
             assert client.info().holder == another.run
             others_turn.set()

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import weightcast
-from core.direct import DictSource, DirectEngine, RecordingEngine
+from core.direct import DirectEngine, RecordingEngine
+from weightcast import TensorSource
 from weightcast.errors import EngineBusyError, PublishError
 from weightcast.trainer.publisher import Publisher
 
@@ -26,7 +27,7 @@ DEADLINE_SECONDS = 10.0
 
 def made(client: DirectEngine, transport: str = "ipc://", **options: object) -> Publisher:
     options = {"bucket_size_bytes": 4096, "deadline_seconds": DEADLINE_SECONDS, **options}
-    return Publisher(DictSource(TENSORS), engines=[client], transport=transport, **options)  # type: ignore[arg-type]
+    return Publisher(TensorSource(TENSORS), engines=[client], transport=transport, **options)  # type: ignore[arg-type]
 
 
 def is_free(client: DirectEngine) -> bool:
@@ -169,7 +170,7 @@ def test_a_publisher_that_never_published_is_dropped_without_a_word() -> None:
     del publisher
     assert gone() is None
     with pytest.raises(ValueError, match="transport"):
-        Publisher(DictSource(TENSORS), transport="pigeon://")
+        Publisher(TensorSource(TENSORS), transport="pigeon://")
     assert is_free(client)
     client.close()
 

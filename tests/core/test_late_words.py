@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from core.direct import DictSource, DirectEngine, RecordingEngine, fleet
+from core.direct import DirectEngine, RecordingEngine, fleet
+from weightcast import TensorSource
 from weightcast.errors import ControlError, ErrorRecord, PublishError, StaleVersionError
 from weightcast.format.messages import Failed, Offer, Seal, UpdateInfo
 from weightcast.links.publisher_end import Link
@@ -57,7 +58,7 @@ def _wait_for(link: Link, version: int) -> None:
 @pytest.mark.parametrize("route", ["Offer", "Seal", "finish"])
 def test_a_late_failure_of_an_earlier_version_is_not_the_cause_of_this_one(route: str) -> None:
     client = Lagging("lagging", RecordingEngine())
-    with Publisher(DictSource(TENSORS), engines=[client], deadline_seconds=DEADLINE_SECONDS) as publisher:
+    with Publisher(TensorSource(TENSORS), engines=[client], deadline_seconds=DEADLINE_SECONDS) as publisher:
         publisher.publish(1)
         client.publisher, client.late, client.route = publisher, 1, route
         for number in (2, 3):
@@ -73,7 +74,7 @@ def test_a_late_failure_of_an_earlier_version_is_not_the_cause_of_this_one(route
 
 def test_a_failure_of_this_very_version_explains_more_than_a_lost_peer() -> None:
     client = Lagging("lagging", RecordingEngine())
-    with Publisher(DictSource(TENSORS), engines=[client], deadline_seconds=DEADLINE_SECONDS) as publisher:
+    with Publisher(TensorSource(TENSORS), engines=[client], deadline_seconds=DEADLINE_SECONDS) as publisher:
         publisher.publish(1)
         client.publisher, client.late, client.route = publisher, 2, "Seal"
         with pytest.raises(PublishError, match="a late word"):
@@ -97,7 +98,7 @@ def test_a_call_of_another_version_or_run_leaves_the_update_alone() -> None:
         ]
         told.extend(refusal(call) for call in calls)
 
-    with fleet(DictSource(TENSORS), RecordingEngine()) as (publisher, (client,)):
+    with fleet(TensorSource(TENSORS), RecordingEngine()) as (publisher, (client,)):
         publisher.publish(1)
         assert publisher.publish(2, on_progress=meddle).ok
         assert client.gate.version is not None
@@ -120,8 +121,8 @@ def test_a_finish_of_a_former_holder_does_not_install_what_its_successor_sealed(
     second.close()
     second.worker, second.gate = first.worker, first.gate
     with (
-        Publisher(DictSource(TENSORS), engines=[first]) as publisher,
-        Publisher(DictSource(TENSORS), engines=[second], takeover=True) as successor,
+        Publisher(TensorSource(TENSORS), engines=[first]) as publisher,
+        Publisher(TensorSource(TENSORS), engines=[second], takeover=True) as successor,
     ):
         publisher.publish(7)
         assert successor.publish(7).ok

@@ -18,7 +18,7 @@ from weightcast.integrations.vllm.http import VllmStockServer
 @on(ONE, TWO, full=[STOCK])
 def test_what_a_server_is_is_asked_and_what_it_can_do(server: Server) -> None:
     with contextlib.closing(HttpEngine(server.url)) as engine:
-        client = engine.detect_server()
+        client = engine.connect()
         info = client.info()
         assert isinstance(client, VllmStockServer) is not server.setup.endpoints
         assert ("install" in info.abilities) is server.setup.endpoints

@@ -58,7 +58,7 @@ def heal(server: Server, it: Trainer, seed: int = 0) -> None:
 @on(PLAIN, full=[PLAIN_TWO, PLAIN_REPLICAS])
 def test_alternating_publishes_serve_what_was_published(server: Server, store: str) -> None:
     with contextlib.closing(HttpEngine(server.url)) as engine:
-        assert isinstance(engine.detect_server(), ReloadServer)
+        assert isinstance(engine.connect(), ReloadServer)
     with trainer(server.setup, server.url, transport=store) as it:
         for seed in (1, 0, 1):
             report = it.publish(seed)
@@ -123,7 +123,7 @@ def test_a_reload_that_fails_leaves_the_server_paused_until_a_publish_heals_it(
         with pytest.raises(httpx.TimeoutException):
             server.complete(PROMPT, 1, seconds=1)
         with contextlib.closing(HttpEngine(server.url)) as engine:
-            assert f"version {it.publisher.version} did not end" in engine.detect_server().info().torn
+            assert f"version {it.publisher.version} did not end" in engine.connect().info().torn
         heal(server, it, 1)
     server.call("test_fail_load", after)
     with trainer(server.setup, server.url, transport=store) as it:

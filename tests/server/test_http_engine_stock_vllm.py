@@ -149,7 +149,7 @@ def test_a_torn_server_stays_paused_until_a_publish_heals_it(vllm: StockVllm) ->
         assert error.torn
     assert vllm.is_paused, "closing the publisher resumed a torn server"
     client = weightcast.HttpEngine(vllm.url)
-    assert client.detect_server().info().torn
+    assert client.connect().info().torn
     client.close()
     for engine in vllm.engines:
         engine.is_broken = False

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from core.direct import DictSource, RecordingEngine, fleet
+from core.direct import RecordingEngine, fleet
 from forking import in_child
 from store.store_kit import (
     OTHER_RUN,
@@ -29,6 +29,7 @@ from store.store_kit import (
     write,
 )
 
+from weightcast import TensorSource
 from weightcast.errors import ClosedError, EngineBusyError, InsufficientMemoryError, IntegrityError, ManifestError
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.plan import plan
@@ -114,7 +115,7 @@ def test_a_living_sender_makes_again_what_was_lost(tmp_path: Path, name: str, op
 
 
 def test_engines_of_a_publish_go_on_when_the_lock_file_was_removed(tmp_path: Path) -> None:
-    source, engine = DictSource(model(1)), RecordingEngine()
+    source, engine = TensorSource(model(1)), RecordingEngine()
     with fleet(source, engine, transport=url(tmp_path)) as (publisher, _):
         publisher.publish()
         (tmp_path / "writer.lock").unlink()
@@ -314,7 +315,7 @@ def test_a_file_without_permission_is_named(name: str) -> None:
 
 
 def test_a_forked_child_can_not_publish(tmp_path: Path) -> None:
-    with Publisher(DictSource(model(1)), transport=url(tmp_path, "?num_threads=2")) as publisher:
+    with Publisher(TensorSource(model(1)), transport=url(tmp_path, "?num_threads=2")) as publisher:
         publisher.publish()
         before = content_of(tmp_path)
 

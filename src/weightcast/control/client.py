@@ -16,18 +16,18 @@ from weightcast.errors import ControlError
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
 from weightcast.links.watchdog import RecoveryRequest
-from weightcast.seams.client import EngineClient, Fingerprint
+from weightcast.seams.client import EngineClient, Fingerprint, ServesTraffic
 
 _PAUSE_MODES = ("keep", "wait", "abort")
 _encode = msgspec.json.encode
 
 
-class HttpEngine:
+class HttpEngine(EngineClient, ServesTraffic):
     """An engine server: `weightcast serve`, EngineServer, or vLLM.
 
     `pause` is how its requests are treated during an install: `keep` freezes them and goes on with the new weights
     (the answer says which tokens came from which), `wait` finishes them first, `abort` ends them. `token` is the
-    server's. The methods speak the native protocol; `detect_server` has the client for a server of another dialect.
+    server's. The methods speak the native protocol; `connect` has the client for a server of another dialect.
     Requests go straight to the engine, never through a proxy that the environment names. Thread-safe.
     """
 
@@ -42,7 +42,7 @@ class HttpEngine:
         self._negotiated: EngineClient | None = None
         self._run = ""
 
-    def detect_server(self) -> EngineClient:
+    def connect(self) -> EngineClient:
         """Ask what answers here now; return the client that speaks to it: this one, or one of a registered dialect.
 
         Raises PeerError; ControlError if it is no engine server, or one that lacks something, which is named.
@@ -121,7 +121,7 @@ class HttpEngine:
         return [RecoveryRequest(url=f"{self.name}/resume?run={run}", headers=dict(self._routes.headers))]
 
     def close(self) -> None:
-        """Close the connections, and the client that `detect_server` gave last. Idempotent."""
+        """Close the connections, and the client that `connect` gave last. Idempotent."""
         if self._negotiated is not None:
             self._negotiated.close()
         self._routes.close()

@@ -2,14 +2,15 @@
 
 One update, called by the publisher:
 
+    EngineClient.connect(), .info()
     EngineClient.init(info)              the workers connect their links and make their receivers, in the background
     EngineClient.update(Offer)           every worker answers on its link
         ... the buckets are sent; every worker says Received on its link
     EngineClient.update(Seal)
-    Pausable.pause()                     streaming: before the first bucket instead
+    ServesTraffic.pause()                streaming: before the first bucket instead
     EngineClient.finish()                the workers install
-    Settling.settle(...)                 where the workers of an engine can't agree by themselves
-    Pausable.resume()
+    TwoPhaseInstall.settle(...)          where the workers of an engine can't agree by themselves
+    ServesTraffic.resume()
 
 Engines that bring a sender of their own (`BringsSender`) come after all others: paused, sent to, finished, resumed.
 Any failure: EngineClient.update(Abort). Optional abilities are Protocols, asked with `isinstance`.
@@ -28,13 +29,28 @@ from weightcast.links.watchdog import RecoveryRequest, Watchdog
 from weightcast.seams.transport import Sender
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """One value for all weights that an engine holds. Of two engines of one `kind`, equal weights have equal values."""
+
+    kind: str
+    value: str
+
+
 class EngineClient(Protocol):
-    """One engine's control routes, from the trainer's side. Every call has a deadline and raises PeerError.
+    """One engine's control calls, from the trainer's side. Every call has a deadline and raises PeerError.
 
     `name` is how errors and reports call the engine. `abilities` in `info()` says what it can do besides.
     """
 
     name: str
+
+    def connect(self) -> EngineClient:
+        """The client to call from now on: this one, or that of the server found, where several kinds may answer.
+
+        Called whenever a publisher connects, since another server may have been started meanwhile. Raises PeerError.
+        """
+        return self
 
     def info(self) -> WeightInfo: ...
 
@@ -46,17 +62,18 @@ class EngineClient(Protocol):
         """Install the sealed version. With the ability "install": the seconds that the engine stood still for it."""
         ...
 
+    def fingerprint(self) -> Fingerprint | None:
+        """What the engine holds, as of now, for `verify="engines"`; None for an engine that can't say."""
+        return None
+
     def close(self) -> None: ...
 
 
-@runtime_checkable
-class DetectsServer(Protocol):
-    """A client of an address where engines of several kinds may answer: it asks, and returns the client for this one.
+class ClientSender(Sender, Protocol):
+    """A sender that an engine's client has brought. `is_staged`: its engines serve until the install."""
 
-    Asked whenever a publisher connects, since another kind may have been started there. Raises ControlError.
-    """
-
-    def detect_server(self) -> EngineClient: ...
+    @property
+    def is_staged(self) -> bool: ...
 
 
 @runtime_checkable
@@ -83,60 +100,31 @@ class SenderContext:
 
 @runtime_checkable
 class BringsSender(Protocol):
-    """A client whose engine has no worker of ours and a data plane of its own: it brings the `Sender` for that.
+    """A client whose engine has no worker of ours and a data plane of its own: it brings the sender for that.
 
-    Asked whenever a publisher connects. `known` are the senders that others have brought: engines of one kind share
+    Called whenever a publisher connects. `known` are the senders that others have brought: engines of one kind share
     one, and each sender is packed for once. Its peers are the clients' names. Such an engine stands still while it is
-    sent to, unless the sender is `NonBlockingSend`; then `finish` follows as ever. Raises UnsupportedError.
+    sent to, unless the sender is staged; then `finish` follows as ever. Raises UnsupportedError.
     """
 
-    def sender(self, known: Sequence[Sender], context: SenderContext) -> Sender: ...
+    def sender(self, known: Sequence[ClientSender], context: SenderContext) -> ClientSender: ...
 
 
 @runtime_checkable
-class NonBlockingSend(Protocol):
-    """A brought sender that can say whether its engines serve on until the install."""
+class ServesTraffic(Protocol):
+    """A client whose engine serves traffic, which must stand still during an install. `run` owns the pause.
 
-    @property
-    def is_staged(self) -> bool: ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """One value for all weights that an engine holds. Of two engines of one `kind`, equal weights have equal values."""
-
-    kind: str
-    value: str
-
-
-@runtime_checkable
-class Fingerprinted(Protocol):
-    """A client whose engine can say what it holds, as of now: it was just updated. None: this one can't."""
-
-    def fingerprint(self) -> Fingerprint | None: ...
-
-
-@runtime_checkable
-class Quarantinable(Protocol):
-    """A client that can keep an engine from serving weights which are not what others hold.
-
-    Called before the engine is resumed, where it stands still. The next complete update heals it.
+    Derive from it if the pause ends with a lease, and the engine itself refuses to serve what it should not.
     """
-
-    def quarantine(self, reason: str) -> None: ...
-
-
-@runtime_checkable
-class Pausable(Protocol):
-    """A client whose engine serves traffic that must stand still during an install. `run` owns the pause."""
 
     def pause(self, run: str) -> None: ...
 
     def resume(self, run: str) -> None: ...
 
+    def recovery_requests(self, run: str) -> Sequence[RecoveryRequest]:
+        """What the watchdog process sends if the publisher dies during the pause, where no lease ends the pause."""
+        return ()
 
-@runtime_checkable
-class Recoverable(Protocol):
-    """A client whose pause no lease ends. The watchdog process sends `recovery_requests` if the publisher dies."""
-
-    def recovery_requests(self, run: str) -> Sequence[RecoveryRequest]: ...
+    def quarantine(self, reason: str) -> None:
+        """Keep an engine that stands still from serving weights which are not what others hold, until it is healed."""
+        return

@@ -67,6 +67,10 @@ class Sender(Protocol):
         """
         ...
 
+    def connected(self, peers: Sequence[str]) -> Sequence[str]:
+        """Those of these peers whose receivers are connected now. Does not wait."""
+        ...
+
     def abort(self, reason: str) -> None:
         """End the update: every peer's receiver raises UpdateAbortedError with this reason. Idempotent."""
         ...
@@ -89,6 +93,10 @@ class Receiver(Protocol):
         A bucket is valid until the next is asked for; when staged, its payload until `end`.
         """
         ...
+
+    def reread(self, bucket: Bucket) -> bool:
+        """Have a bucket that an engine has written into show the sender's bytes again; False where that can't be."""
+        return False
 
     def end(self) -> None:
         """The update is over, in whichever way: every bucket is released; the connection stays.
@@ -129,33 +137,15 @@ class StoredVersion:
 
 @runtime_checkable
 class VersionedReceiver(Protocol):
-    """A receiver of a transport that keeps versions, which needs no offer to read them.
+    """A receiver of a transport that keeps versions, which needs no offer to read them."""
 
-    `newest` gives the newest version, unless that is `known` or there is none, and holds it until `end`. Never waits.
-    """
+    def newest(self, known: WeightVersion | None) -> StoredVersion | None:
+        """The newest version, pinned until `end`; None if there is none or it is `known`. Does not wait."""
+        ...
 
-    def newest(self, known: WeightVersion | None) -> StoredVersion | None: ...
-
-
-@runtime_checkable
-class ReallocatesBuffers(Protocol):
-    """A receiver that, after `renew`, writes into other memory: an engine keeps tensors of the last update."""
-
-    def renew(self) -> None: ...
-
-
-@runtime_checkable
-class RefetchesBucket(Protocol):
-    """A receiver whose buckets an engine may have written into by mistake: `reread` shows the sender's bytes again."""
-
-    def reread(self, bucket: Bucket) -> bool: ...
-
-
-@runtime_checkable
-class TracksPeers(Protocol):
-    """A sender that can say which of these peers are connected to it now. Does not wait."""
-
-    def connected(self, peers: Sequence[str]) -> Sequence[str]: ...
+    def renew(self) -> None:
+        """Write into other memory from now on: an engine keeps tensors of the last update."""
+        ...
 
 
 class PerDevice(Protocol):
@@ -163,7 +153,7 @@ class PerDevice(Protocol):
 
     `label` names the device that a sender's memory is on, the same in every process; empty: unknown. `join` makes the
     URL for receivers: each connects to the address of its own device's label, and to `default` if there is none. Such
-    senders are `TracksPeers`, and never ask for a bucket again.
+    senders never ask for a bucket again.
     """
 
     def label(self, device: torch.device) -> str: ...

@@ -21,7 +21,7 @@ from weightcast.errors import PeerTimeoutError, UpdateAbortedError, WeightcastEr
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Seal
 from weightcast.seams.engine import Engine
-from weightcast.seams.transport import ReallocatesBuffers, Receiver, StoredVersion, VersionedReceiver
+from weightcast.seams.transport import Receiver, StoredVersion, VersionedReceiver
 from weightcast.serving.admission import admit, check_undo
 from weightcast.serving.load_plan import LoadPlan
 from weightcast.serving.update import Update
@@ -81,7 +81,7 @@ class Follower:
         self._url = url
         self._engine = engine
         self._receiver: Receiver = receiver
-        self._replaying: VersionedReceiver = receiver
+        self._versions: VersionedReceiver = receiver
         self._undo = undo
         self._on_error = on_error
         self._install_deadline_seconds = install_deadline_seconds
@@ -96,7 +96,7 @@ class Follower:
         IncompatibleWeightsError, InsufficientMemoryError, InstallError.
         """
         try:
-            start, kept = time.perf_counter(), self._replaying.newest(self._seen)
+            start, kept = time.perf_counter(), self._versions.newest(self._seen)
             if kept is None:
                 return None
             if self._on_error == "skip":
@@ -131,8 +131,7 @@ class Follower:
 
     def renew(self) -> None:
         """Read into other memory from now on: the engine keeps tensors of the last version, past its `load`."""
-        if isinstance(self._receiver, ReallocatesBuffers):
-            self._receiver.renew()
+        self._versions.renew()
         if self._load_plan is not None:
             self._load_plan[1].layout.forget_views()
 

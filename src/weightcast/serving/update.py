@@ -26,7 +26,7 @@ from weightcast.format.bucket import check_trailer, root_digest
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import InstallMode, Seal
 from weightcast.seams.engine import Engine, Undoable
-from weightcast.seams.transport import Bucket, Receiver, RefetchesBucket
+from weightcast.seams.transport import Bucket, Receiver
 from weightcast.serving.load_plan import LoadPlan
 
 
@@ -128,7 +128,7 @@ class Update:
             return check_trailer(bucket.buffer, num_bytes, self.version, index, kind)
         except IntegrityError:
             # A loader that writes into the tensors it is given may have spoilt this process's view of the bucket.
-            if not (isinstance(self._receiver, RefetchesBucket) and self._receiver.reread(bucket)):
+            if not self._receiver.reread(bucket):
                 raise
         return check_trailer(bucket.buffer, num_bytes, self.version, index, kind)
 

@@ -34,14 +34,10 @@ from weightcast.links.publisher_end import Link, LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import (
     BringsSender,
-    DetectsServer,
+    ClientSender,
     EngineClient,
-    Fingerprint,
-    Fingerprinted,
-    Pausable,
-    Quarantinable,
-    Recoverable,
     SenderContext,
+    ServesTraffic,
     TwoPhaseInstall,
 )
 from weightcast.seams.transport import Sender
@@ -61,7 +57,7 @@ class FleetMember:
         self.name = client.name
         self.owned = owned
         self.links: list[Link] = []
-        self.sender: Sender | None = None
+        self.sender: ClientSender | None = None
         """What its client brings, where it has no workers of ours; None: it takes the publisher's transport."""
         self.info: WeightInfo | None = None
         self.result = EngineResult()
@@ -98,7 +94,7 @@ class FleetMember:
         listener.drop(self.name, "the publisher connects again")
         self.links, self._known_manifest = [], ""
         self._stands_still = self._is_connected = False
-        self.client = self._given.detect_server() if isinstance(self._given, DetectsServer) else self._given
+        self.client = self._given.connect()
         self.info = self.client.info()
         self.instance = "" if self.info.instance is UNSET else self.info.instance
 
@@ -134,7 +130,7 @@ class FleetMember:
                 "to end the transfer, or another run took it over and has let it go too; its log says which"
             )
 
-    def make_sender(self, known: Sequence[Sender], context: SenderContext) -> Sender | None:
+    def make_sender(self, known: Sequence[ClientSender], context: SenderContext) -> ClientSender | None:
         """The sender that its client brings, one of `known` or a new one; None if it brings none."""
         self.sender = self.client.sender(known, context) if isinstance(self.client, BringsSender) else None
         return self.sender
@@ -165,37 +161,38 @@ class FleetMember:
 
     def pause(self, run: str, watchdog: Watchdog) -> None:
         """Stand still for `run`; where no lease ends that, have the guard ready to."""
-        if self._stands_still or not isinstance(self.client, Pausable) or self._has("install"):
+        if self._stands_still or not isinstance(self.client, ServesTraffic) or self._has("install"):
             return
-        if self.info is not None and not self._has("lease") and isinstance(self.client, Recoverable):
-            watchdog.hold(self.name, self.client.recovery_requests(run))
+        self._arm(self.client, run, watchdog)
         self.is_paused, self._paused_at = True, time.perf_counter()
         self.client.pause(run)
         self._stands_still = True
 
     def renew_recovery(self, run: str, watchdog: Watchdog) -> None:
         """Another rescue is right from now on: it has installed what it was paused for."""
-        if self.is_paused and not self._has("lease") and isinstance(self.client, Recoverable):
-            watchdog.hold(self.name, self.client.recovery_requests(run))
+        if self.is_paused and isinstance(self.client, ServesTraffic):
+            self._arm(self.client, run, watchdog)
 
-    def fingerprint(self) -> Fingerprint | None:
-        return self.client.fingerprint() if isinstance(self.client, Fingerprinted) else None
+    def _arm(self, client: ServesTraffic, run: str, watchdog: Watchdog) -> None:
+        """Have the watchdog end the pause if this process dies, where no lease does."""
+        if not self._has("lease") and (requests := client.recovery_requests(run)):
+            watchdog.hold(self.name, requests)
 
     def quarantine(self, reason: str) -> None:
         """It holds other weights than it should."""
         fail(self, IntegrityError(reason))
-        if isinstance(self.client, Quarantinable):
+        if isinstance(self.client, ServesTraffic):
             self.client.quarantine(reason)
 
     def resume(self, run: str, watchdog: Watchdog) -> None:
         """Lift the pause, but for an engine that can't refuse to serve what an install has left torn."""
         if not self.is_paused:
             return
+        assert isinstance(self.client, ServesTraffic)
         if not (self._is_torn and isinstance(self.client, TwoPhaseInstall)):
-            assert isinstance(self.client, Pausable)
             self.client.resume(run)
             self.is_paused = self._stands_still = False
-        elif isinstance(self.client, Quarantinable):
+        else:
             error = self.result.error
             self.client.quarantine("not all of its workers went back" if error is None else error.message)
         self.result.pause_seconds = time.perf_counter() - self._paused_at

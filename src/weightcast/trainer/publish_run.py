@@ -25,9 +25,9 @@ from weightcast.format.manifest import MAX_VERSION, TensorSpec, WeightVersion
 from weightcast.format.messages import Abort, InitInfo, InstallMode, Offer, Seal
 from weightcast.links.publisher_end import LinkListener
 from weightcast.links.watchdog import Watchdog
-from weightcast.seams.client import Fingerprint, NonBlockingSend, SenderContext
+from weightcast.seams.client import ClientSender, Fingerprint, SenderContext
 from weightcast.seams.source import Regions
-from weightcast.seams.transport import Sender, TracksPeers, VersionedSender
+from weightcast.seams.transport import Sender, VersionedSender
 from weightcast.trainer.fleet import Fleet, FleetMember, fail
 from weightcast.trainer.group.assignment import SeenRegions, tiling
 from weightcast.trainer.packer import Packer
@@ -57,7 +57,7 @@ class Connections:
         self.sender = sender
         self.listener = listener
         self.device = device
-        self.client_senders: list[Sender] = []
+        self.client_senders: list[ClientSender] = []
         self._senders_lock = threading.Lock()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -193,7 +193,7 @@ class PublishRun:
     def _is_attended(self, member: FleetMember) -> bool:
         """Whether all its workers' receivers are connected, as far as the sender can say."""
         sender, peers = self._connections.sender, [link.peer for link in member.links]
-        return not isinstance(sender, TracksPeers) or len(sender.connected(peers)) == len(peers)
+        return len(sender.connected(peers)) == len(peers)
 
     def _join_member(self, member: FleetMember) -> None:
         options, listener = self._options, self._connections.listener
@@ -293,9 +293,9 @@ class PublishRun:
         """The members without a failure that take what this sender brings; None: the publisher's transport."""
         return [member for member in self._fleet.healthy() if member.sender is sender]
 
-    def _publish_by_client_sender(self, sender: Sender, packer: BucketPacker, on_progress: OnProgress) -> None:
+    def _publish_by_client_sender(self, sender: ClientSender, packer: BucketPacker, on_progress: OnProgress) -> None:
         """The whole update for the engines of a sender that their clients have brought."""
-        is_staged = isinstance(sender, NonBlockingSend) and sender.is_staged
+        is_staged = sender.is_staged
         try:
             if not is_staged:
                 self._fleet.each(self._pause, self._healthy_of(sender))
@@ -324,7 +324,7 @@ class PublishRun:
         found: dict[str, Fingerprint | None] = {}
 
         def ask(member: FleetMember) -> None:
-            found[member.name] = member.fingerprint()
+            found[member.name] = member.client.fingerprint()
 
         self._fleet.each(ask, [member for member in members if member.result.error is None])
         for member in members:

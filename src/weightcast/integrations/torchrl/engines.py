@@ -24,10 +24,10 @@ from weightcast.trainer.relay import Relay
 
 logger = logging.getLogger(__name__)
 
-LocalEngine: TypeAlias = "DirectModel | RemoteEngine"
+VllmUnderTorchRL: TypeAlias = "DirectModel | RemoteEngine"
 
 
-def engine_for(vllm_engine: Any, *, transport: str = "ipc://", undo: bool = True) -> LocalEngine:
+def engine_for(vllm_engine: Any, *, transport: str = "ipc://", undo: bool = True) -> VllmUnderTorchRL:
     """Whichever fits. `transport` takes the weights from this process to workers that are elsewhere.
 
     `undo`: workers that are elsewhere keep a host copy of the live weights while they load.

@@ -11,7 +11,7 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 from weightcast.errors import InstallError
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.plan import plan
-from weightcast.integrations.torchrl.engines import LocalEngine, RemoteEngine, engine_for
+from weightcast.integrations.torchrl.engines import RemoteEngine, VllmUnderTorchRL, engine_for
 from weightcast.integrations.torchrl.transport import THREADED_BUCKET_BYTES, SchemeOptions, store_url
 from weightcast.integrations.torchrl.weights import WeightsSource, named_tensors
 from weightcast.seams.engine import Undoable
@@ -26,7 +26,7 @@ class VLLMDoubleBufferWeightReceiver:
     """
 
     # What is made by `__new__`, as TorchRL's tests do, applies weights to its engine.
-    _engine: LocalEngine | None = None
+    _engine: VllmUnderTorchRL | None = None
     _undo = True
 
     def __init__(

@@ -28,6 +28,7 @@ from weightcast.control.worker_rpc import (
 from weightcast.errors import ClosedError, PeerError, WeightcastError, from_record
 from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
 from weightcast.integrations.plugin.refusal import Refusal
+from weightcast.seams.client import EngineClient, ServesTraffic
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,8 @@ class Control(Protocol):
     def set_label(self, version: str) -> None: ...
 
 
-class RankClient:
-    """An `EngineClient` over a `Control`; `Pausable`, `TwoPhaseInstall`, `Quarantinable`. `name`: as errors call it.
+class RankClient(EngineClient, ServesTraffic):
+    """An `EngineClient` over a `Control`, with `TwoPhaseInstall`. `name`: as errors call it.
 
     `refusal`: that of the object of this process by which callers generate. `token` is what the engine's processes have
     as WEIGHTCAST_TOKEN. `pause`: what becomes of requests, see HttpEngine.

@@ -16,7 +16,7 @@ import torch
 
 from weightcast.errors import WeightcastError, to_record
 from weightcast.format.manifest import Manifest, WeightVersion, decode
-from weightcast.seams.transport import Sender, TracksPeers
+from weightcast.seams.transport import Sender
 from weightcast.trainer.group.exchange import TrainerRanks
 from weightcast.trainer.group.records import ConnectedPeers, LostPeers, Opening, RankStatus
 
@@ -28,13 +28,11 @@ class RankArena:
     """
 
     def __init__(self, ranks: TrainerRanks, sender: Sender, *, run: str, device: torch.device, deadline_seconds: float):
-        assert isinstance(sender, TracksPeers)
         self.run = run
         self.device = device
         self.address = sender.address
         self._ranks = ranks
         self._sender = sender
-        self._attended: TracksPeers = sender
         self._deadline_seconds = deadline_seconds
         self._pool = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-arena")
         self._task: futures.Future[None] | None = None
@@ -74,7 +72,7 @@ class RankArena:
         """Say which peers are here, be told which of them to serve, and begin the update. Raises PeerError."""
         opening: Opening = decode(data, Opening)
         self._is_open, self._error, self._num_buckets = True, None, len(manifest.buckets)
-        self._ranks.send_message(ConnectedPeers(tuple(self._attended.connected(opening.peers))), 0)
+        self._ranks.send_message(ConnectedPeers(tuple(self._sender.connected(opening.peers))), 0)
         peers: ConnectedPeers = self._ranks.receive_message(ConnectedPeers, 0)
         version = WeightVersion(self.run, opening.version)
         self._begin(functools.partial(self._open, manifest, version, peers.names, staged=opening.staged))

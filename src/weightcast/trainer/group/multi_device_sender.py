@@ -15,7 +15,7 @@ import torch
 
 from weightcast.errors import WeightcastError, from_record
 from weightcast.format.manifest import Manifest, WeightVersion, encode
-from weightcast.seams.transport import PerDevice, Sender, TracksPeers
+from weightcast.seams.transport import PerDevice, Sender
 from weightcast.trainer.group.exchange import TrainerRanks
 from weightcast.trainer.group.records import ConnectedPeers, Instruction, LostPeers, Opening, RankStatus
 
@@ -33,10 +33,8 @@ class MultiDeviceSender:
     """Implements `Sender`, on the publishing rank. `own` closes with it; the others' are their ranks'."""
 
     def __init__(self, own: Sender, ranks: TrainerRanks, per_device: PerDevice) -> None:
-        assert isinstance(own, TracksPeers)
         self.address = own.address
         self._own = own
-        self._attended: TracksPeers = own
         self._ranks = ranks
         self._per_device = per_device
         self._arenas: Sequence[DeviceArena] = ()
@@ -80,7 +78,7 @@ class MultiDeviceSender:
         for arena in self._arenas:
             there: ConnectedPeers = self._ranks.receive_message(ConnectedPeers, arena.group_rank)
             homes |= dict.fromkeys(there.names, arena.group_rank)
-        homes |= dict.fromkeys(self._attended.connected(peers), 0)
+        homes |= dict.fromkeys(self._own.connected(peers), 0)
         self._homes = homes
         for arena in self._arenas:
             names = tuple(name for name in peers if homes.get(name) == arena.group_rank)
@@ -114,6 +112,10 @@ class MultiDeviceSender:
         for rank in self._lost:
             lost: LostPeers = self._ranks.receive_message(LostPeers, rank)
             self._lost[rank] = {name: from_record(record) for name, record in lost.failures.items()}
+
+    def connected(self, peers: Sequence[str]) -> list[str]:
+        """All of them: each rank knows its own, and says who is missing when an update is opened."""
+        return list(peers)
 
     def abort(self, reason: str) -> None:
         """End the update here. The other arena ranks end it when they learn how the publish ended."""

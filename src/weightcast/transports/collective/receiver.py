@@ -21,7 +21,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import Hello
 from weightcast.host.memory import host_identity
 from weightcast.links.worker_end import WorkerLink
-from weightcast.seams.transport import Bucket, Receiver, RefetchesBucket
+from weightcast.seams.transport import Bucket, Receiver
 from weightcast.transports.collective.broadcast_reader import BroadcastReader, BucketTarget
 from weightcast.transports.collective.receive_buffers import ReceiveBuffers, WantedUpdate
 from weightcast.transports.collective.records import (
@@ -50,7 +50,7 @@ _PATIENCE = 2.0
 """Deadlines without a word of the sender: it may itself wait for somebody, a trainer rank say, before it packs."""
 
 
-class CollectiveReceiver:
+class CollectiveReceiver(Receiver):
     """Implements `Receiver`, and `BucketSink`.
 
     Memory: staged, the whole version, in host memory, once for all workers of the engine on this host; streaming, three
@@ -159,8 +159,8 @@ class CollectiveReceiver:
 
     def reread(self, bucket: Bucket) -> bool:
         """With shared memory, what this worker wrote over a bucket is dropped; else every update arrives anew."""
-        reader: object = self._buffers.reader
-        return isinstance(reader, RefetchesBucket) and reader.reread(bucket)
+        reader = self._buffers.reader
+        return reader is not None and reader.reread(bucket)
 
     def end(self) -> None:
         """Give the update up or be done with it; wakes an iteration, which raises UpdateAbortedError. Idempotent."""

@@ -21,7 +21,7 @@ from weightcast.errors import (
     UpdateAbortedError,
 )
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.seams.transport import Bucket
+from weightcast.seams.transport import Bucket, Receiver
 from weightcast.transports.memory.sender import SCHEME, SentUpdate, senders
 
 _PUBLISHER = "trainer"
@@ -38,8 +38,8 @@ class _MemoryUpdate:
     update: SentUpdate | None = None
 
 
-class MemoryReceiver:
-    """Implements `Receiver`. Memory: none."""
+class MemoryReceiver(Receiver):
+    """Memory: none."""
 
     def __init__(self, url: str, *, peer: str, run: str, deadline_seconds: float = 60.0) -> None:
         """Raises PeerDiedError if there is no such sender, StaleVersionError if it is of another run."""

@@ -138,6 +138,10 @@ class MemorySender:
             self._wake()
         return index + 1
 
+    def connected(self, peers: Sequence[str]) -> list[str]:
+        with self.condition:
+            return [name for name in peers if name in self.seats]
+
     def abort(self, reason: str) -> None:
         """End the update for every peer; what they hold they release."""
         with self.condition:

@@ -28,7 +28,7 @@ from weightcast.errors import (
 from weightcast.format.arena import ArenaLayout, Buffers, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import memory as host_memory
-from weightcast.seams.transport import Bucket, StoredVersion
+from weightcast.seams.transport import Bucket, Receiver, StoredVersion
 from weightcast.store.address import MAX_BUFFERS, StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader, WriterState
 
@@ -54,8 +54,8 @@ class _StoreUpdate:
     reads: collections.deque[Future[None]] = dataclasses.field(default_factory=collections.deque)
 
 
-class StoreReceiver:
-    """Implements `Receiver`, `VersionedReceiver` and `ReallocatesBuffers`.
+class StoreReceiver(Receiver):
+    """A `Receiver` that is a `VersionedReceiver`.
 
     Memory, kept between updates: staged, the whole version, in every process that reads; streaming, one bucket, with
     several threads one more for each, but no more than there are, and at most `MAX_BUFFERS`.

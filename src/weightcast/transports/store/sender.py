@@ -105,6 +105,10 @@ class StoreSender:
         self._writer.commit()
         self._is_sealed = False
 
+    def connected(self, peers: Sequence[str]) -> list[str]:
+        """All of them: readers of a store connect to nobody."""
+        return list(peers)
+
     def abort(self, reason: str) -> None:
         """Give the version up; the one before stays."""
         if self._writer.is_held:  # else the threads are another process's

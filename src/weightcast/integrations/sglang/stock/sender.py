@@ -52,7 +52,7 @@ class Route(Protocol):
 
 
 class StockSender:
-    """A `Sender`, also `NonBlockingSend`. Memory: one of the publisher's buckets, two flattened ones."""
+    """A `ClientSender`. Memory: one of the publisher's buckets, two flattened ones."""
 
     def __init__(self, context: SenderContext) -> None:
         """Raises UnsupportedError for a transport that SGLang has no route for."""
@@ -151,6 +151,10 @@ class StockSender:
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.result()
+
+    def connected(self, peers: Sequence[str]) -> list[str]:
+        """Those that were added: a stock server connects for each update."""
+        return [name for name in peers if name in self._known]
 
     def abort(self, reason: str) -> None:
         """No further bucket goes out. One that is on its way arrives. Idempotent."""

@@ -31,8 +31,7 @@ from weightcast.format.messages import InitInfo, Offer, UpdateInfo, WeightInfo
 from weightcast.integrations.sglang.stock.acceptance import CheckpointAcceptance, acceptance
 from weightcast.integrations.sglang.stock.routes import Checksums, ModelInfo, ServerInfo, SglangPause, SglangRoutes
 from weightcast.links.watchdog import RecoveryRequest
-from weightcast.seams.client import Fingerprint, SenderContext
-from weightcast.seams.transport import Sender
+from weightcast.seams.client import ClientSender, EngineClient, Fingerprint, SenderContext, ServesTraffic
 
 INCOMPLETE = "incomplete, was "
 MAX_PARALLEL = 64
@@ -41,7 +40,7 @@ _encode = msgspec.json.encode
 logger = logging.getLogger(__name__)
 
 
-class ServerSender(Sender, Protocol):
+class ServerSender(ClientSender, Protocol):
     """The sender that all stock servers of a publisher share."""
 
     def __init__(self, context: SenderContext) -> None: ...
@@ -49,8 +48,8 @@ class ServerSender(Sender, Protocol):
     def add(self, server: SglangStockServer) -> None: ...
 
 
-class SglangStockServer:
-    """Implements `EngineClient`, and `Pausable`, `Recoverable`, `BringsSender`, `Fingerprinted` and `Quarantinable`."""
+class SglangStockServer(EngineClient, ServesTraffic):
+    """The client for one stock server; it brings the sender that all of them share."""
 
     def __init__(
         self,
@@ -132,7 +131,7 @@ class SglangStockServer:
             # While it serves, and not in the pause; after an update they are known.
             self._checksums = self.routes.checksums()
 
-    def sender(self, known: Sequence[Sender], context: SenderContext) -> Sender:
+    def sender(self, known: Sequence[ClientSender], context: SenderContext) -> ClientSender:
         """The one sender for all stock servers of a publisher."""
         shared = next((other for other in known if isinstance(other, self._sender_type)), None)
         sender = self._sender_type(context) if shared is None else shared

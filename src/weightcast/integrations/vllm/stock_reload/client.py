@@ -29,6 +29,7 @@ from weightcast.integrations.vllm.reference import reference
 from weightcast.integrations.vllm.replies import RankResults, WeightInfoReply, WorldSizeReply
 from weightcast.integrations.vllm.stock_reload import folder as reload_folder
 from weightcast.links.watchdog import RecoveryRequest
+from weightcast.seams.client import EngineClient, ServesTraffic
 from weightcast.serving.admission import compare_specs, require_fit
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def detect(routes: HttpRoutes, pause: PauseMode) -> ReloadServer | None:
     return None if config is None else ReloadServer(routes, config, pause=pause)
 
 
-class ReloadServer:
+class ReloadServer(EngineClient, ServesTraffic):
     """Such a server. It has no workers that connect: what it says of an install is all that is known of it."""
 
     def __init__(self, routes: HttpRoutes, config: VllmConfig, *, pause: PauseMode) -> None:
