@@ -95,7 +95,7 @@ def test_a_collection_in_a_thread_of_its_own_does_not_wait_for_itself() -> None:
     del publisher, links
     from weightcast.format.messages import Accepted
 
-    hold.tell(Accepted(0))
+    hold.send(Accepted(0))
     assert collected.wait(DEADLINE_SECONDS)
     assert is_free(client)
     client.close()

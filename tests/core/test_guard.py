@@ -32,8 +32,8 @@ def test_killed_publisher_is_replaced_by_its_guard(server: weightcast.EngineServ
     server.gate.pause()
     program = textwrap.dedent(
         f"""
-        from weightcast.links.watchdog import Guard, RecoveryRequest
-        guard = Guard()
+        from weightcast.links.watchdog import Watchdog, RecoveryRequest
+        guard = Watchdog()
         guard.hold("engine", [RecoveryRequest({server.url + "/resume"!r})])
         guard.hold("other", [RecoveryRequest({server.url + "/pause?mode=keep"!r})])
         guard.release("other")

@@ -33,7 +33,7 @@ class Lagging(DirectEngine):
             return
         hold, (member,) = self.worker._session, self.publisher._fleet
         assert hold is not None
-        hold.tell(Failed(self.late, ErrorRecord("UpdateAbortedError", "a late word of an earlier version")))
+        hold.send(Failed(self.late, ErrorRecord("UpdateAbortedError", "a late word of an earlier version")))
         for link in member.links:
             _wait_for(link, self.late)
         raise ControlError("what really went wrong", peer=self.name)

@@ -28,7 +28,7 @@ class Other(DirectEngine):
     """The engine of another client, under this name."""
 
     def __init__(self, name: str, client: DirectEngine) -> None:
-        self.name, self.gate, self.engine, self.worker = name, client.gate, client.engine, client.worker
+        self.__dict__.update(client.__dict__, name=name)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import types
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from weightcast.errors import (
     StaleVersionError,
     UnsupportedError,
 )
+from weightcast.host import memory as host_memory
 from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -185,10 +185,8 @@ class Undoable(RecordingEngine):
 
 
 def test_undo_copy_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightcast.serving import admission
-
     engine = Undoable()
-    monkeypatch.setattr(admission, "host_memory", types.SimpleNamespace(available_bytes=lambda: 1000))
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
     with fleet(TensorSource(TENSORS), engine, undo=True) as (publisher, _), pytest.raises(PublishError) as caught:
         publisher.publish()
     assert isinstance(caught.value.failures["engine-0"], InsufficientMemoryError)
