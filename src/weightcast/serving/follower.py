@@ -22,8 +22,7 @@ from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Seal
 from weightcast.seams.engine import Engine
 from weightcast.seams.transport import Receiver, StoredVersion, VersionedReceiver
-from weightcast.serving.admission import admit, check_undo
-from weightcast.serving.load_plan import LoadPlan
+from weightcast.serving.load_plan import LoadPlan, admit, check_undo
 from weightcast.serving.update import Update
 
 FIRST_PAUSE_SECONDS = 0.001

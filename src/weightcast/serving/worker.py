@@ -47,8 +47,7 @@ from weightcast.format.messages import (
     WeightInfo,
 )
 from weightcast.seams.engine import Engine, ExposesTensors, Undoable
-from weightcast.serving.admission import admit, check_undo
-from weightcast.serving.load_plan import LoadPlan
+from weightcast.serving.load_plan import LoadPlan, admit, check_undo
 from weightcast.serving.session import PublisherSession
 from weightcast.serving.update import State, Update
 
@@ -167,15 +166,32 @@ class Worker:
         """
         session = self._require_session(run or None)
         version = WeightVersion(session.info.run, number)
-        if self.gate.version != version or self.gate.torn:
-            try:
-                with self._observed("install"):
-                    self._install(session, number)
-            except IncompleteUpdateError:
-                # Another caller's install of it may have ended while this one waited.
-                if self.gate.version != version or self.gate.torn:
+        if self._serves(version):
+            return version
+        try:
+            with self._observed("install"):
+                update = self._current(session, number)
+                try:
+                    seconds = update.install(deadline_seconds=self._install_deadline_seconds)
+                except Exception as exc:
+                    # Whoever asks too early is told so alone: the update goes on.
+                    if update.state is State.ABORTED:
+                        session.send(Failed(number, to_record(exc)))
                     raise
+                finally:
+                    if update.state in (State.INSTALLED, State.ABORTED):
+                        self._end_streaming(update)
+                self._unsettled = update if self._settles else None
+                self._observe("update", time.perf_counter() - update.offered_at, True)
+                session.send(Installed(number, seconds))
+        except IncompleteUpdateError:
+            # Another caller's install of it may have ended while this one waited.
+            if not self._serves(version):
+                raise
         return version
+
+    def _serves(self, version: WeightVersion) -> bool:
+        return self.gate.version == version and not self.gate.torn
 
     def installable(self) -> WeightVersion:
         """The update in progress, if `finish` can install it now or has done so.
@@ -292,7 +308,8 @@ class Worker:
             raise UnsupportedError(f"a delta on version {offer.base} was offered; this engine takes full updates only")
         session.require_publisher(offer)
         load_plan = self._load_plan(session, offer)
-        self._check_undo(offer, load_plan)
+        if offer.undo:
+            check_undo(load_plan.layout.manifest, self.engine)
         session.last_offered = offer.version
         session.end_update(UpdateAbortedError(f"version {offer.version} was offered in its place"))
         if self._unsettled is not None:
@@ -337,10 +354,6 @@ class Worker:
         session.load_plans = {offer.manifest_digest: load_plan}
         return load_plan
 
-    def _check_undo(self, offer: Offer, load_plan: LoadPlan) -> None:
-        if offer.undo:
-            check_undo(load_plan.layout.manifest, self.engine)
-
     def _receive(self, session: PublisherSession, update: Update) -> None:
         start, number = time.perf_counter(), update.version.number
         try:
@@ -361,22 +374,6 @@ class Worker:
         update = self._current(session, seal.version)
         session.require_publisher(seal)
         update.seal(seal)
-
-    def _install(self, session: PublisherSession, number: int) -> None:
-        update = self._current(session, number)
-        try:
-            seconds = update.install(deadline_seconds=self._install_deadline_seconds)
-        except Exception as exc:
-            # Whoever asks too early is told so alone: the update goes on.
-            if update.state is State.ABORTED:
-                session.send(Failed(number, to_record(exc)))
-            raise
-        finally:
-            if update.state in (State.INSTALLED, State.ABORTED):
-                self._end_streaming(update)
-        self._unsettled = update if self._settles else None
-        self._observe("update", time.perf_counter() - update.offered_at, True)
-        session.send(Installed(number, seconds))
 
     def _abort(self, abort: Abort) -> None:
         session = self._require_session(abort.run)

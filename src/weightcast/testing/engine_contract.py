@@ -11,7 +11,7 @@ from weightcast.errors import IncompleteUpdateError, WeightcastError
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.seams.engine import Engine, ExposesTensors, RegionLoader, Undoable
-from weightcast.serving.admission import compare_specs
+from weightcast.serving.load_plan import compare_specs
 from weightcast.testing.payloads import PAYLOADS, Payload, random_tensor, raw_bytes
 
 ONE, TWO = (WeightVersion("5a" * 16, number) for number in (1, 2))

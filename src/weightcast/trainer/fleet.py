@@ -29,7 +29,7 @@ from weightcast.errors import (
     to_record,
 )
 from weightcast.format.manifest import MAX_VERSION
-from weightcast.format.messages import Abort, Accepted, Failed, InitInfo, Installed, Offer, Received, Seal, WeightInfo
+from weightcast.format.messages import Accepted, Failed, InitInfo, Installed, Offer, Received, WeightInfo
 from weightcast.links.publisher_end import Link, LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import (
@@ -156,9 +156,6 @@ class FleetMember:
             if (got.num_buckets, got.root) != (num_buckets, root):
                 raise IntegrityError(f"{link.peer} has {got.num_buckets} buckets of root {got.root}, sent was {root}")
 
-    def seal(self, seal: Seal) -> None:
-        self.client.update(seal)
-
     def pause(self, run: str, watchdog: Watchdog) -> None:
         """Stand still for `run`; where no lease ends that, have the guard ready to."""
         if self._stands_still or not isinstance(self.client, ServesTraffic) or self._has("install"):
@@ -167,11 +164,6 @@ class FleetMember:
         self.is_paused, self._paused_at = True, time.perf_counter()
         self.client.pause(run)
         self._stands_still = True
-
-    def renew_recovery(self, run: str, watchdog: Watchdog) -> None:
-        """Another rescue is right from now on: it has installed what it was paused for."""
-        if self.is_paused and isinstance(self.client, ServesTraffic):
-            self._arm(self.client, run, watchdog)
 
     def _arm(self, client: ServesTraffic, run: str, watchdog: Watchdog) -> None:
         """Have the watchdog end the pause if this process dies, where no lease does."""
@@ -185,45 +177,64 @@ class FleetMember:
             self.client.quarantine(reason)
 
     def resume(self, run: str, watchdog: Watchdog) -> None:
-        """Lift the pause, but for an engine that can't refuse to serve what an install has left torn."""
+        """Lift the pause, but for an engine that can't refuse to serve what an install has left torn.
+
+        Raises WeightcastError unless the engine has failed already: what went wrong first says more, and the next
+        publish resumes it.
+        """
         if not self.is_paused:
             return
         assert isinstance(self.client, ServesTraffic)
-        if not (self._is_torn and isinstance(self.client, TwoPhaseInstall)):
-            self.client.resume(run)
-            self.is_paused = self._stands_still = False
-        else:
-            error = self.result.error
-            self.client.quarantine("not all of its workers went back" if error is None else error.message)
+        try:
+            if not (self._is_torn and isinstance(self.client, TwoPhaseInstall)):
+                self.client.resume(run)
+                self.is_paused = self._stands_still = False
+            else:
+                error = self.result.error
+                self.client.quarantine("not all of its workers went back" if error is None else error.message)
+        except WeightcastError:
+            if self.result.error is None:
+                raise
+            return
         self.result.pause_seconds = time.perf_counter() - self._paused_at
         watchdog.release(self.name)
 
-    def install(self, version: int, run: str, deadline_seconds: float) -> None:
-        """Have the engine install the version; a lost reply is made good by asking."""
-        try:
-            self._finish(version, run)
-            for link in self.links:
-                self._hear_installed(link, version, run, deadline_seconds)
-        except WeightcastError:
-            self._go_back(version, deadline_seconds)
-            raise
-        if isinstance(self.client, TwoPhaseInstall):
-            self.client.settle(version, keep=True)
-        self._is_torn = False
-        self.result.ok = True
+    def install(self, version: int, run: str, watchdog: Watchdog, deadline_seconds: float, *, resumes: bool) -> None:
+        """Pause the engine, have it install the version, resume it. A failure is noted, not raised.
 
-    def _finish(self, version: int, run: str) -> None:
-        start, pause_seconds = time.perf_counter(), None
+        A lost reply is made good by asking. Without `resumes` the engine stays paused: it has installed what it was
+        paused for, and its recovery requests are asked for again.
+        """
         try:
-            pause_seconds = self.client.finish(version)
-        except (PeerTimeoutError, PeerDiedError):
-            if not self._serves(run, version):
+            self.pause(run, watchdog)
+            try:
+                start, pause_seconds = time.perf_counter(), None
+                try:
+                    pause_seconds = self.client.finish(version)
+                except (PeerTimeoutError, PeerDiedError):
+                    if not self._serves(run, version):
+                        raise
+                if self._has("install"):
+                    # The answer was lost, or is of an engine that does not say it: not longer than the request.
+                    self.result.pause_seconds = time.perf_counter() - start if pause_seconds is None else pause_seconds
+                for link in self.links:
+                    self._await_installed(link, version, run, deadline_seconds)
+            except WeightcastError:
+                self._go_back(version, deadline_seconds)
                 raise
-        if self._has("install"):
-            # The answer was lost, or is of an engine that does not say it: not longer than the request.
-            self.result.pause_seconds = time.perf_counter() - start if pause_seconds is None else pause_seconds
+            if isinstance(self.client, TwoPhaseInstall):
+                self.client.settle(version, keep=True)
+            self._is_torn = False
+            self.result.ok = True
+            if not resumes and self.is_paused and isinstance(self.client, ServesTraffic):
+                self._arm(self.client, run, watchdog)
+        except WeightcastError as exc:
+            fail(self, exc)
+        finally:
+            if resumes:
+                self.resume(run, watchdog)
 
-    def _hear_installed(self, link: Link, version: int, run: str, deadline_seconds: float) -> None:
+    def _await_installed(self, link: Link, version: int, run: str, deadline_seconds: float) -> None:
         """Wait for a worker's word; a link that was lost on the way is made good by asking."""
         try:
             installed = link.wait(Installed, version, deadline_seconds)
@@ -256,9 +267,6 @@ class FleetMember:
             info = self.client.info()
             return (info.run, info.weight_version) == (run, str(version))
         return False
-
-    def abort(self, abort: Abort) -> None:
-        self.client.update(abort)
 
 
 def _is_torn(failure: ErrorRecord) -> bool:

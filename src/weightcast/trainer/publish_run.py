@@ -19,7 +19,6 @@ from typing import Literal, Protocol
 
 import torch
 
-from weightcast.errors import WeightcastError
 from weightcast.format.bucket import Layout, root_digest
 from weightcast.format.manifest import MAX_VERSION, TensorSpec, WeightVersion
 from weightcast.format.messages import Abort, InitInfo, InstallMode, Offer, Seal
@@ -28,7 +27,7 @@ from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import ClientSender, Fingerprint, SenderContext
 from weightcast.seams.source import Regions
 from weightcast.seams.transport import Sender, VersionedSender
-from weightcast.trainer.fleet import Fleet, FleetMember, fail
+from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.group.assignment import SeenRegions, tiling
 from weightcast.trainer.packer import Packer
 from weightcast.trainer.report import PublishReport, StageSeconds
@@ -118,28 +117,42 @@ class PackPlan:
         return self._packer
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PublishInputs:
+    """What a publish is made of on the rank that publishes. `start`: when it began, by `time.perf_counter`."""
+
+    start: float
+    version: int | None
+    regions: Regions
+    connections: Connections
+    pack_plan: PackPlan
+
+
 class PublishRun:
-    """One version's way to every engine of a fleet."""
+    """One version's way to every engine of a fleet. `number` is the version's, once it is known."""
 
     def __init__(
-        self, options: PublishOptions, fleet: Fleet, watchdog: Watchdog, connections: Connections, pack_plan: PackPlan
+        self, options: PublishOptions, fleet: Fleet, watchdog: Watchdog, *, above: int, on_progress: OnProgress | None
     ) -> None:
+        """`above`: the number of the publisher's last version."""
         self.number = -1
         self._options = options
         self._fleet = fleet
         self._watchdog = watchdog
-        self._connections = connections
-        self._pack_plan = pack_plan
-        self._manifest = pack_plan.layout.manifest
+        self._above = above
+        self._on_progress = on_progress or _ignore
         self._seconds = StageSeconds()
         self._fingerprints: dict[str, tuple[FleetMember, Fingerprint]] = {}
 
-    def run(self, regions: Regions, *, above: int, number: int | None, on_progress: OnProgress | None) -> PublishReport:
-        """Publish `regions` as version `number`, by default one above `above` and above every engine's version.
+    def run(self, inputs: PublishInputs) -> PublishReport:
+        """Publish under the number of the inputs, by default one above the last and above every engine's version.
 
         Returns a report that names each engine's failure. Raises only what ends the update for everybody.
         """
-        start, packer = time.perf_counter(), self._pack_plan.packer(regions)
+        self._seconds.gather = time.perf_counter() - inputs.start
+        self._connections, self._pack_plan = inputs.connections, inputs.pack_plan
+        self._manifest = inputs.pack_plan.layout.manifest
+        options, packer = self._options, inputs.pack_plan.packer(inputs.regions)
         for member in self._fleet:
             member.begin()
         try:
@@ -148,18 +161,18 @@ class PublishRun:
                 sender = self._connections.sender
                 kept = sender.newest_version() if isinstance(sender, VersionedSender) else -1
                 newest = max((kept, *(member.newest_version for member in self._fleet)))
-                self.number = _above(newest, above) if number is None else number
+                self.number = _above(newest, self._above) if inputs.version is None else inputs.version
                 self._offer()
-            root = self._send(packer, on_progress or _ignore)
+            root = self._send(packer)
             with self._timed("seal"):
                 num_buckets, secret = len(self._manifest.buckets), self._connections.listener.secret
-                seal = Seal(self._options.run, self.number, num_buckets, root, secret)
-                self._fleet.each(lambda member: member.seal(seal))
+                seal = Seal(options.run, self.number, num_buckets, root, secret)
+                self._fleet.each(lambda member: member.client.update(seal))
             installed = self._healthy_of(None)
-            self._fleet.each(self._install, installed)
+            self._fleet.each(self._install(resumes=True), installed)
             self._verify(installed)
             for client_sender in self._connections.client_senders:
-                self._publish_by_client_sender(client_sender, packer, on_progress or _ignore)
+                self._publish_by_client_sender(client_sender, packer)
             with self._timed("seal"):
                 self._commit(sender)
         except BaseException as exc:
@@ -167,10 +180,24 @@ class PublishRun:
             raise
         finally:
             self._fleet.each(self._resume, list(self._fleet))
-        self._abort_failed()
+        # Engines that failed on our side, and may be alive, drop what they hold. Best effort.
+        abort = self._abort("this engine's update failed at the publisher")
+        for member in self._fleet:
+            if member.result.error is not None and member.is_joined:
+                with contextlib.suppress(Exception):
+                    member.client.update(abort)
         self._seconds.pause = max((m.result.pause_seconds for m in self._fleet), default=0.0)
-        self._seconds.total = time.perf_counter() - start
-        return self._report()
+        self._seconds.total = time.perf_counter() - inputs.start
+        return PublishReport(
+            run=options.run,
+            version=self.number,
+            num_bytes=self._pack_plan.num_bytes,
+            num_tensors=len(self._manifest.tensors),
+            num_buckets=len(self._manifest.buckets),
+            install=options.install,
+            seconds=self._seconds,
+            engines={member.name: member.result for member in self._fleet},
+        )
 
     @contextlib.contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -229,18 +256,25 @@ class PublishRun:
             self._fleet.each(self._pause, self._healthy_of(None))
         self._fleet.each(lambda member: member.offer(offer, options.deadline_seconds))
 
-    def _pause(self, member: FleetMember) -> None:
-        member.pause(self._options.run, self._watchdog)
+    @property
+    def _pause(self) -> Callable[[FleetMember], None]:
+        return functools.partial(FleetMember.pause, run=self._options.run, watchdog=self._watchdog)
 
-    def _resume(self, member: FleetMember) -> None:
-        try:
-            member.resume(self._options.run, self._watchdog)
-        except WeightcastError:
-            # What went wrong first says more; the next publish resumes it.
-            if member.result.error is None:
-                raise
+    @property
+    def _resume(self) -> Callable[[FleetMember], None]:
+        return functools.partial(FleetMember.resume, run=self._options.run, watchdog=self._watchdog)
 
-    def _send(self, packer: BucketPacker, on_progress: OnProgress) -> str:
+    def _install(self, *, resumes: bool) -> Callable[[FleetMember], None]:
+        return functools.partial(
+            FleetMember.install,
+            version=self.number,
+            run=self._options.run,
+            watchdog=self._watchdog,
+            deadline_seconds=self._options.deadline_seconds,
+            resumes=resumes,
+        )
+
+    def _send(self, packer: BucketPacker) -> str:
         """Pack and send every bucket, then wait until everyone has them; return the root digest."""
         sender, num_buckets = self._connections.sender, len(self._manifest.buckets)
         version = WeightVersion(self._options.run, self.number)
@@ -252,7 +286,7 @@ class PublishRun:
             return ""
         with self._timed("send"):
             sender.open(self._manifest, version, peers=peers, staged=self._options.install == "staged")
-        digests = self._send_buckets(sender, packer, version, on_progress, set() if keeps else set(peers))
+        digests = self._send_buckets(sender, packer, version, set() if keeps else set(peers))
         with self._timed("send"):
             self._fleet.take_failures(sender.failures)
             root, deadline = root_digest(self._pack_plan.manifest_digest, digests), self._options.deadline_seconds
@@ -261,7 +295,7 @@ class PublishRun:
         return root
 
     def _send_buckets(
-        self, sender: Sender, packer: BucketPacker, version: WeightVersion, on_progress: OnProgress, peers: set[str]
+        self, sender: Sender, packer: BucketPacker, version: WeightVersion, peers: set[str]
     ) -> list[bytes | torch.Tensor]:
         """Pack and send every bucket, or until all of `peers` are lost; return the digests."""
         num_buckets = len(self._manifest.buckets)
@@ -275,7 +309,7 @@ class PublishRun:
                     digests[index] = packer.pack(index, buffer, version)
                 with self._timed("send"):
                     index = sender.send(index)
-                on_progress(ends[index], ends[-1])
+                self._on_progress(ends[index], ends[-1])
                 if peers and sender.failures.keys() >= peers:
                     break
         return digests
@@ -293,7 +327,7 @@ class PublishRun:
         """The members without a failure that take what this sender brings; None: the publisher's transport."""
         return [member for member in self._fleet.healthy() if member.sender is sender]
 
-    def _publish_by_client_sender(self, sender: ClientSender, packer: BucketPacker, on_progress: OnProgress) -> None:
+    def _publish_by_client_sender(self, sender: ClientSender, packer: BucketPacker) -> None:
         """The whole update for the engines of a sender that their clients have brought."""
         is_staged = sender.is_staged
         try:
@@ -304,18 +338,13 @@ class PublishRun:
                 version = WeightVersion(self._options.run, self.number)
                 with self._timed("send"):
                     sender.open(self._manifest, version, peers=peers, staged=is_staged)
-                self._send_buckets(sender, packer, version, on_progress, set(peers))
+                self._send_buckets(sender, packer, version, set(peers))
                 self._fleet.take_failures_of(sender)
-            self._fleet.each(self._finish, self._healthy_of(sender))
+            # It stands still until it was compared with others.
+            self._fleet.each(self._install(resumes=False), self._healthy_of(sender))
             self._verify(self._healthy_of(sender))
         finally:
             self._fleet.each(self._resume, [member for member in self._fleet if member.sender is sender])
-
-    def _finish(self, member: FleetMember) -> None:
-        """Install what was sent already; the engine stands still until it was compared with others."""
-        self._pause(member)
-        member.install(self.number, self._options.run, self._options.deadline_seconds)
-        member.renew_recovery(self._options.run, self._watchdog)
 
     def _verify(self, members: Sequence[FleetMember]) -> None:
         """Compare what engines say that they hold with the first one of the same kind."""
@@ -336,23 +365,6 @@ class PublishRun:
                 reason = f"it holds {fingerprint.value}, {first.name} holds {expected.value} at the same version"
                 self._fleet.each(functools.partial(FleetMember.quarantine, reason=reason), [member])
 
-    def _install(self, member: FleetMember) -> None:
-        try:
-            self._pause(member)
-            member.install(self.number, self._options.run, self._options.deadline_seconds)
-        except WeightcastError as exc:
-            fail(member, exc)
-        finally:
-            self._resume(member)
-
-    def _abort_failed(self) -> None:
-        """Tell engines that failed on our side, and may be alive, to drop what they hold. Best effort."""
-        abort = self._abort("this engine's update failed at the publisher")
-        for member in self._fleet:
-            if member.result.error is not None and member.is_joined:
-                with contextlib.suppress(Exception):
-                    member.abort(abort)
-
     def _abort(self, reason: str) -> Abort:
         return Abort(self._options.run, max(self.number, 0), reason, self._connections.listener.secret)
 
@@ -369,19 +381,7 @@ class PublishRun:
         for member in self._fleet:
             if member.is_joined:
                 with contextlib.suppress(Exception):
-                    member.abort(abort)
-
-    def _report(self) -> PublishReport:
-        return PublishReport(
-            run=self._options.run,
-            version=self.number,
-            num_bytes=self._pack_plan.num_bytes,
-            num_tensors=len(self._manifest.tensors),
-            num_buckets=len(self._manifest.buckets),
-            install=self._options.install,
-            seconds=self._seconds,
-            engines={member.name: member.result for member in self._fleet},
-        )
+                    member.client.update(abort)
 
 
 def _above(newest: int, last: int) -> int:

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 import torch
+import torch.distributed as dist
 
 from weightcast import registry
 from weightcast.errors import ClosedError, PublishError, from_record
@@ -37,13 +38,22 @@ from weightcast.seams.client import EngineClient
 from weightcast.seams.source import Regions, Source
 from weightcast.seams.transport import Sender, Transport, VersionedSender
 from weightcast.trainer.fleet import Fleet, FleetMember
-from weightcast.trainer.group.lead import PublishInputs, TrainerGroup, trainer_group_of
-from weightcast.trainer.group.sender_assignment import SenderFactory
-from weightcast.trainer.publish_run import Connections, OnProgress, PackPlan, PublishOptions, PublishRun, Verify
+from weightcast.trainer.publish_run import (
+    Connections,
+    OnProgress,
+    PackPlan,
+    PublishInputs,
+    PublishOptions,
+    PublishRun,
+    Verify,
+)
 from weightcast.trainer.report import PublishReport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from weightcast.trainer.group.lead import TrainerGroup
+    from weightcast.trainer.group.sender_assignment import SenderFactory
 
 _DROPPED_SECONDS = 5.0
 
@@ -239,19 +249,34 @@ class Publisher:
             self._require_open()
             if not self._is_joined:
                 # At the first publish, not before: torch.distributed may be initialised after this publisher is made.
-                self._group = trainer_group_of(
-                    self._trainer_group, self._source, self._options.deadline_seconds, self._sender_factory()
-                )
-                self._is_joined = True
-                if self._group is not None:
-                    self._owned[:0] = self._group.owned
-            if self._group is None:
-                report = self._run(self._prepared(version), on_progress)
-            else:
-                report = self._together(self._group, version, on_progress)
+                self._join_trainer_group()
+            group, last = self._group, self.version
+            run = PublishRun(self._options, self._fleet, self._watchdog, above=last, on_progress=on_progress)
+            try:
+                if group is None:
+                    report = run.run(self._inputs(version))
+                elif group.is_publishing:
+                    report = group.lead(self.run, last, lambda: self._inputs(version), run)
+                else:
+                    report = group.follow(last)
+            finally:
+                self.version = max(last, run.number)
+                if group is not None:
+                    self.version, self.run = max(self.version, group.version), group.run or self.run
         if not report.ok and self._on_failure == "raise":
             raise _publish_error(report)
         return report
+
+    def _join_trainer_group(self) -> None:
+        """Find out whether other ranks publish with this one; nothing is connected yet. Raises ValueError."""
+        group = self._trainer_group
+        if group is not None and dist.is_available() and dist.is_initialized():
+            from weightcast.trainer.group.lead import trainer_group_of
+
+            self._group = trainer_group_of(group, self._source, self._options.deadline_seconds, self._sender_factory())
+            if self._group is not None:
+                self._owned[:0] = self._group.owned
+        self._is_joined = True
 
     def _checked_version(self, version: int | None) -> int | None:
         if version is None:
@@ -263,7 +288,7 @@ class Publisher:
             raise ValueError(f"version {number} is not above {self.version}, the last one of this publisher")
         return number
 
-    def _prepared(self, version: int | None) -> PublishInputs:
+    def _inputs(self, version: int | None) -> PublishInputs:
         """What a publish needs of this process alone: the source's regions, wire and plan. No communication."""
         start, number = time.perf_counter(), self._checked_version(version)
         regions = self._source.regions()
@@ -279,39 +304,6 @@ class Publisher:
                 "call add_engine first (a store, file:///DIR, needs none)"
             )
         return PublishInputs(start, number, regions, connections, pack_plan)
-
-    def _run(self, prepared: PublishInputs, on_progress: OnProgress | None) -> PublishReport:
-        gather_seconds = time.perf_counter() - prepared.start
-        publish_run = PublishRun(self._options, self._fleet, self._watchdog, prepared.connections, prepared.pack_plan)
-        try:
-            report = publish_run.run(
-                prepared.regions, above=self.version, number=prepared.version, on_progress=on_progress
-            )
-        finally:
-            self.version = max(self.version, publish_run.number)
-        report.seconds.gather = gather_seconds
-        report.seconds.total = time.perf_counter() - prepared.start
-        return report
-
-    def _together(
-        self, trainer_group: TrainerGroup, version: int | None, on_progress: OnProgress | None
-    ) -> PublishReport:
-        """One publish of several trainer ranks: this one leads it or follows."""
-
-        def run(prepared: PublishInputs) -> PublishReport:
-            try:
-                return self._run(prepared, on_progress)
-            finally:
-                trainer_group.version = self.version
-
-        trainer_group.version = self.version
-        try:
-            if trainer_group.is_publishing:
-                return trainer_group.lead(self.run, lambda: self._prepared(version), run)
-            return trainer_group.follow()
-        finally:
-            self.version = max(self.version, trainer_group.version)
-            self.run = trainer_group.run or self.run
 
     def _ready_connections(self, device: torch.device) -> Connections:
         """The sender and the listener, made at the first publish, when the device of the weights is known."""
@@ -338,6 +330,8 @@ class Publisher:
             return None
         # Without a reference to this publisher, which would keep it from being collected when it is dropped.
         make_sender = functools.partial(_make_sender, self._transport, self._url, self._options.deadline_seconds)
+        from weightcast.trainer.group.sender_assignment import SenderFactory
+
         return SenderFactory(per_device, make_sender, self._options.deadline_seconds)
 
     def _ready_pack_plan(self, regions: Regions, device: torch.device) -> PackPlan:

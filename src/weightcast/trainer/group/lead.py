@@ -8,7 +8,6 @@ have disconnected and meet again.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
@@ -16,29 +15,18 @@ import torch.distributed as dist
 
 from weightcast.format.manifest import decode
 from weightcast.process_group import Closable
-from weightcast.seams.source import Regions, Source
+from weightcast.seams.source import Source
 from weightcast.trainer.group.exchange import TrainerRanks
 from weightcast.trainer.group.gather import Contribution
 from weightcast.trainer.group.multi_device_sender import MultiDeviceSender
 from weightcast.trainer.group.records import Instruction, RankStatus
 from weightcast.trainer.group.sender_assignment import SenderFactory
 from weightcast.trainer.group.shares import Shares
-from weightcast.trainer.publish_run import Connections, PackPlan
+from weightcast.trainer.publish_run import Connections, PublishInputs, PublishRun
 from weightcast.trainer.report import PublishReport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PublishInputs:
-    """What the publishing rank's own part of a publish is made of."""
-
-    start: float
-    version: int | None
-    regions: Regions
-    connections: Connections
-    pack_plan: PackPlan
 
 
 def trainer_group_of(
@@ -83,18 +71,18 @@ class TrainerGroup:
         """The last version of the publishing rank, as far as this rank was told."""
         return self._ranks.version
 
-    @version.setter
-    def version(self, version: int) -> None:
-        self._ranks.version = version
-
     def lead(
-        self, run: str, prepare: Callable[[], PublishInputs], publish: Callable[[PublishInputs], PublishReport]
+        self, run: str, version: int, inputs: Callable[[], PublishInputs], publish_run: PublishRun
     ) -> PublishReport:
-        """The publishing rank's publish. `publish` packs by `PackPlan.packer`, and need not know of other ranks."""
+        """The publishing rank's publish. `run` is its run, `version` its last; `inputs` are made on this rank alone.
+
+        The publish run packs by `PackPlan.packer`, and knows nothing of other ranks.
+        """
+        self._ranks.version = version
         error: BaseException | None = None
         prepared: PublishInputs | None = None
         try:
-            prepared = prepare()
+            prepared = inputs()
             self._agreement.look(self._source, prepared.regions)
         except BaseException as exc:
             error = exc
@@ -108,9 +96,10 @@ class TrainerGroup:
             with self._ranks.keeping_alive():
                 try:
                     pack_plan.use(prepared.regions, self._agreement.packer())
-                    report = publish(prepared)
+                    report = publish_run.run(prepared)
                 except BaseException as exc:
                     error = exc
+                self._ranks.version = max(version, publish_run.number)
                 with contextlib.suppress(Exception):
                     # If this fails, so does the last exchange.
                     self._agreement.drain()
@@ -154,8 +143,9 @@ class TrainerGroup:
             if not self._ranks.is_connected:
                 self._agreement.forget()
 
-    def follow(self) -> PublishReport:
+    def follow(self, version: int) -> PublishReport:
         """Another rank's publish: bring what is asked for, until the publishing rank says how it ended."""
+        self._ranks.version = version
         error: BaseException | None = None
         try:
             self._agreement.look(self._source, self._source.regions())

@@ -10,7 +10,7 @@ from __future__ import annotations
 from weightcast.errors import IncompatibleWeightsError, listed
 from weightcast.format.manifest import Manifest, TensorSpec
 from weightcast.integrations.plugin.checkpoint_header import reference
-from weightcast.serving.admission import compare_specs
+from weightcast.serving.load_plan import compare_specs
 
 
 class CheckpointAcceptance:

@@ -30,7 +30,7 @@ from weightcast.integrations.vllm.replies import RankResults, WeightInfoReply, W
 from weightcast.integrations.vllm.stock_reload import folder as reload_folder
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import EngineClient, ServesTraffic
-from weightcast.serving.admission import compare_specs, require_fit
+from weightcast.serving.load_plan import compare_specs, require_fit
 
 logger = logging.getLogger(__name__)
 
