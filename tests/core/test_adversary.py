@@ -16,6 +16,7 @@ from weightcast import TensorSource
 from weightcast.engines.gate import Gate
 from weightcast.errors import EngineBusyError, InsufficientMemoryError, PeerTimeoutError, PublishError
 from weightcast.format.messages import WeightInfo
+from weightcast.serving.session import PublisherSession
 from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -90,19 +91,16 @@ def test_a_loader_that_writes_into_its_tensors_spoils_nothing(install: str) -> N
 
 
 def test_a_refused_manifest_does_not_spoil_the_former_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightcast.serving import worker
-
     source, engine = TensorSource(TENSORS), RecordingEngine()
     with fleet(source, engine) as (publisher, _):
         publisher.publish()
-        other = TensorSource({"big": torch.zeros(100)})
-        former = source._specs, source._regions
-        source._specs, source._regions = other._specs, other._regions
+        source.replace({"big": torch.zeros(100)})
         with monkeypatch.context() as patch:
-            patch.setattr(worker.Worker, "_check_undo", _no_memory)
+            # After the manifest was taken, before the update is begun.
+            patch.setattr(PublisherSession, "end_update", _no_memory)
             with pytest.raises(PublishError):
                 publisher.publish()
-        source._specs, source._regions = former
+        source.replace(TENSORS)
         assert publisher.publish().ok
 
 

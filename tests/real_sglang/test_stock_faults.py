@@ -135,7 +135,7 @@ SCRIPT = """
 import os, signal, sys
 from real_sglang.servers import Setup
 from real_vllm.trainer import GLOO, trainer
-from weightcast.integrations.sglang.stock.server import StockServer
+from weightcast.integrations.sglang.stock.server import SglangStockServer
 from weightcast.integrations.sglang.stock.group import StockGroup
 url, when, tp, version = sys.argv[1:]
 def die(*_):
@@ -150,7 +150,7 @@ def broadcast(group, flat):
     send(group, flat)
 StockGroup.broadcast = broadcast
 if when == "before the server resumes":
-    StockServer.resume = die
+    SglangStockServer.resume = die
 with trainer(Setup(plugin=False, tp=int(tp)), url, transport=GLOO, bucket_size_bytes=1 << 15) as it:
     it.publish(2, version=int(version))
 """

@@ -337,8 +337,8 @@ def test_a_killed_trainer_leaves_a_server_whole_or_standing_still(start: Start, 
             from weightcast.integrations.sglang.stock.sender import StockSender
             StockSender.send = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         if when == "after":
-            from weightcast.integrations.sglang.stock.server import StockServer
-            StockServer.resume = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            from weightcast.integrations.sglang.stock.server import SglangStockServer
+            SglangStockServer.resume = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         made.publish(version=1, on_progress=die)
     """
     assert python.run(textwrap.dedent(script), server.url, when) == -signal.SIGKILL

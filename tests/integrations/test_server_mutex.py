@@ -17,10 +17,10 @@ from weightcast.integrations.plugin.server_mutex import ServerMutex
 
 OTHER = """
 import asyncio, sys
-from weightcast.integrations.plugin.server_mutex import Turns
+from weightcast.integrations.plugin.server_mutex import ServerMutex
 
 async def main():
-    turns = Turns.of_several(2, launcher=int(sys.argv[1]), folder=sys.argv[2])
+    turns = ServerMutex.of_several(2, launcher=int(sys.argv[1]), folder=sys.argv[2])
     async with turns.turn(10.0):
         turns.in_doubt = True
         print("mine", flush=True)

@@ -34,9 +34,9 @@ def test_the_first_rank_on_every_device_of_the_publishing_ranks_host(
     held: list[SenderLocation], expected: tuple[int, ...]
 ) -> None:
     arenas = DeviceArenas(cast(TrainerRanks, None), None)
-    assert arenas.seating(held).group_ranks == expected
+    assert arenas.assignment(held).group_ranks == expected
 
 
 def test_every_group_of_arenas_has_a_number_of_its_own() -> None:
     arenas = DeviceArenas(cast(TrainerRanks, None), None)
-    assert [arenas.seating(seats("a", "b")).number for _ in range(3)] == [1, 2, 3]
+    assert [arenas.assignment(seats("a", "b")).number for _ in range(3)] == [1, 2, 3]
