@@ -20,13 +20,14 @@ from weightcast.errors import ClosedError, EngineTornError, InstallError, PeerTi
 from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.vllm.engine import VllmEngine
+from weightcast.seams.client import EngineClient
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 T = TypeVar("T")
 
 
-class ApiServer:
+class ApiServer(EngineClient):
     """An API server with an event loop of its own; to a publisher it is an engine that pauses by itself."""
 
     def __init__(self, cores: Cores, turns: ServerMutex, *, deadline_seconds: float = 10.0) -> None:

@@ -32,6 +32,7 @@ from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import InitInfo, Seal, UpdateInfo, WeightInfo
 from weightcast.integrations.plugin.rank_consensus import Outcome, RankConsensus
 from weightcast.integrations.plugin.rank_worker import Agree, RankWorker
+from weightcast.seams.client import EngineClient
 from weightcast.testing.leftovers import nothing_left
 from weightcast.trainer.publisher import Publisher
 
@@ -91,7 +92,7 @@ class Model:
             raise RuntimeError(f"the test's fault in {step}")
 
 
-class Engine:
+class Engine(EngineClient):
     """Two ranks behind one client, as vLLM's executor would call them: each call on all of them at once."""
 
     name = "engine"

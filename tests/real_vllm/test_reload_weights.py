@@ -157,8 +157,8 @@ from real_vllm.models import make_model
 from weightcast import HttpEngine, ModuleSource, Publisher
 
 class Dying(HttpEngine):
-    def negotiate(self):
-        client = super().negotiate()
+    def connect(self):
+        client = super().connect()
         client.finish = lambda version: os.kill(os.getpid(), signal.SIGKILL)
         return client
 

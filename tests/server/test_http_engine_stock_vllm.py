@@ -193,8 +193,8 @@ def test_a_token_that_the_ranks_want_is_the_publishers() -> None:
 TRAINER = """
     import sys, torch, weightcast
     class Dying(weightcast.HttpEngine):
-        def negotiate(self):
-            client = super().negotiate()
+        def connect(self):
+            client = super().connect()
             finish = client.finish
             def die(version):
                 if {after!r}:
