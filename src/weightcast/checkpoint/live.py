@@ -192,7 +192,7 @@ def _split_tied(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Tensors under the one name that is saved, and the same memory under its other names.
 
-    A name that is never saved is not kept, and goes unless it is a double.
+    Names that are never saved are dropped, unless they alias a saved tensor.
     """
     unsaved = conversion.unsaved_names(model)
     groups: dict[tuple[Any, ...], list[str]] = {}

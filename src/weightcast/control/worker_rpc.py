@@ -36,8 +36,8 @@ class UpdateCall(msgspec.Struct, frozen=True, tag="update", tag_field="call"):
 class Install(msgspec.Struct, frozen=True, tag="install", tag_field="call"):
     """Install the sealed version, on all ranks of the engine or on none. The engine stands still.
 
-    `world_size`: how many ranks of how many engines are told so. Where that is more than agree among themselves, what
-    was installed counts as torn until a `Settle`. `keep`: it is not more, and the version is kept without a `Settle`.
+    `world_size`: number of ranks called, over all data-parallel engines. If that is more than one engine, the install
+    is provisional until `Settle`, and torn until then. `keep`: it is one engine; commit at once.
     """
 
     run: RunId

@@ -78,10 +78,10 @@ class ClientSender(Sender, Protocol):
 
 @runtime_checkable
 class TwoPhaseInstall(Protocol):
-    """A client whose engine's workers can't all agree on an install: it is told what became of it everywhere.
+    """Second phase of an install, for engines whose workers share no process group.
 
-    Called after every `finish`, once all workers have answered or failed to. With `keep` all have installed; without,
-    one has not: those that installed go back if they can, and every worker tells on its link that it failed.
+    `settle(keep=True)` after all workers have installed; `keep=False` if one has not: those that installed roll back if
+    they can, and every worker reports Failed on its link.
     """
 
     def settle(self, version: int, *, keep: bool) -> None: ...

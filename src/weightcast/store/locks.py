@@ -74,7 +74,7 @@ class LockFile:
     def close(self) -> None:
         """Release everything. Idempotent."""
         if not self._file.closed:
-            # In so many words: a filesystem in user space is not told that a lock ended with its descriptor.
+            # Unlock explicitly: FUSE is not notified when a lock disappears with its file descriptor.
             with contextlib.suppress(OSError, UnsupportedError):
                 self._call(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0, _TO_END)
             self._file.close()

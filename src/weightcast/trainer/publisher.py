@@ -61,14 +61,14 @@ _DROPPED_SECONDS = 5.0
 class Publisher:
     """Moves a source's weights into running engines.
 
-    With several trainer ranks, make one on every rank, in the same order if there are more, and call `publish` on every
-    rank. The first rank of the group publishes for all; to the others engines and transport are nothing.
+    With several trainer ranks, create one on every rank (several publishers: in the same order everywhere), and call
+    `publish` on every rank. Rank 0 of the group talks to the engines; the other ranks ignore `engines` and `transport`.
 
     Memory on this side: the transport's slots (streaming) or arena (staged), stated there; nothing of the model's size
     besides. With several trainer ranks: one bucket more on the publishing rank, one bucket's share on the others, and
     the transport's slots on each rank that has an arena (streaming, `ipc://`, one for each device of the host).
     One that nothing refers to any more closes itself; a traceback that is kept refers to it. Use `with`, or `close`.
-    Not for use by several threads at once: calls wait for each other.
+    Thread-safe: concurrent calls wait for each other.
     """
 
     def __init__(

@@ -5,9 +5,9 @@ an install begins on all ranks or on none, and once it has begun all serve the n
 all are torn. Nothing here keeps the host from running a torn model: whoever drives the engine keeps it paused until a
 complete update has healed it.
 
-In an install every step of the model is a round of the ranks, until one fails; whoever fails before its first step
-says so in that round's place. After a failed round nobody begins another, but for the last, in which each tells what
-became of it.
+During an install each step of the model ends with an all-gather of outcomes. A rank that fails before its first step
+reports in the first of these rounds. After a failed round only the last one takes place: it reports each rank's
+state.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class ServerMutex:
     async def _acquire(self) -> None:
         await self._lock.acquire()
         try:
-            # No event tells of another process's end of its turn without a thread that waits for it.
+            # flock has no asynchronous notification: poll.
             while not self._is_granted():
                 await asyncio.sleep(_POLL_SECONDS)
         except BaseException:

@@ -14,7 +14,7 @@ _PAUSES: dict[PauseMode, SglangPause] = {"keep": "retract", "abort": "abort"}
 
 
 def detect(routes: HttpRoutes, pause: PauseMode) -> EngineClient | None:
-    """The client for an SGLang server; None for what is none. Raises UnsupportedError if it can't be updated safely."""
+    """The client for an SGLang server; None if it is none. Raises UnsupportedError if it can't be updated safely."""
     model = routes.probe("/model_info", ModelInfo)
     if model is None:
         return None

@@ -28,7 +28,7 @@ _IS_TORN = r'"torn":\s*"[^"]'
 
 
 def detect(routes: HttpRoutes, pause: PauseMode) -> VllmStockServer | None:
-    """The client for a vLLM server with our backend; None for what is none. Raises ControlError if it has no routes."""
+    """The client for a vLLM server with our backend; None if it is none. Raises ControlError if it has no routes."""
     if routes.probe("/weight_info", WeightInfoReply) is None:
         version = routes.probe("/version", _Version)
         if version is None:

@@ -25,7 +25,10 @@ from weightcast.trainer.group.rendezvous import Rendezvous, late, named
 
 _ROLL_CALL_SECONDS = 2.0
 _MAX_SILENCE_SECONDS = 10.0
-"""Of the publishing rank. Arena ranks give receivers a sign of life when they hear of it: well under their deadline."""
+"""The longest time that the publishing rank sends nothing.
+
+Other ranks pass a sign of life on to their receivers only when they hear from it: this is well below those deadlines.
+"""
 
 
 _NOTHING = RankStatus()
@@ -287,9 +290,9 @@ class TrainerRanks:
         if missing and self._is_kept:
             return late(missing, self._deadline_seconds)
         names = named(missing or ())
-        sign = f"no sign of life from {names}" if missing else "all of them live"
-        lost = "nor does their store answer, which trainer rank 0 usually serves" if missing is None else sign
-        return type(exc)(f"the trainer ranks lost each other ({lost}): {exc}", peer=names or "trainer")
+        sign = f"no sign of life from {names}" if missing else "all ranks are alive"
+        lost = "the rendezvous store, usually on trainer rank 0, does not answer" if missing is None else sign
+        return type(exc)(f"connection between trainer ranks lost ({lost}): {exc}", peer=names or "trainer")
 
     def _exchanged(self, group: ProcessGroup, status: RankStatus) -> list[RankStatus]:
         self._status.copy_(torch.tensor(status))

@@ -106,7 +106,7 @@ class TrainerGroup:
             return self._end(report, error)
 
     def _send_from_all_devices(self, connections: Connections) -> None:
-        """Have the wire's sender be that of every arena, from the first publish on that has several."""
+        """Replace the sender by one that serves all device arenas, at the first publish that has more than one."""
         arenas = self._agreement.arenas.others
         if arenas and self._spread is None:
             assert self._sender_factory is not None

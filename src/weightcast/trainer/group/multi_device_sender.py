@@ -2,8 +2,8 @@
 
 A bucket is gathered and packed once, on the publishing rank, and then broadcast as it is, with its trailer: every arena
 holds the same bytes under the same digest, and a worker's check covers this way as well. Invariants: each peer is
-served by the arena that it is connected to, and by no other; a peer that is connected nowhere is the failure of the
-arena that it was on last; nothing is exchanged besides while there is no other arena.
+served by the arena that it is connected to, and by no other; a disconnected peer is reported by the arena that it used
+last; with a single arena there is no extra communication.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from weightcast.transports.collective.records import Join, ReadAlong
 
 _ALL = 1 << 62
 RECEIVERS_PATIENCE = 3.0
-"""A receiver's operations may take that many of the sender's deadlines, which waits for somebody else meanwhile.
+"""Timeout of a receive, in multiples of the sender's deadline: the sender may be waiting for another receiver.
 
-Its link says whether the sender lives. But gloo wakes no receive whose connection ended in the middle of its bytes:
-until then its thread, its sockets and where it writes to are kept.
+A receiver's control connection says whether the sender is alive. But gloo does not wake a receive whose connection
+broke in the middle of a message: its thread, sockets and buffer live until this timeout.
 """
 
 

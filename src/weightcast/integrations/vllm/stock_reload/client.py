@@ -46,7 +46,7 @@ _encode = msgspec.json.encode
 
 
 def detect(routes: HttpRoutes, pause: PauseMode) -> ReloadServer | None:
-    """The client for a vLLM server with development routes; None for what is none."""
+    """The client for a vLLM server with development routes; None if it is none."""
     if routes.probe("/weight_info", WeightInfoReply) is None:
         return None
     config = _config(routes)
