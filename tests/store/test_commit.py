@@ -237,6 +237,7 @@ DYING = """
     sys.path.insert(0, {tests!r})
     from pathlib import Path
     from core.direct import RecordingEngine, fleet
+    from weightcast import TensorSource
     from store.store_kit import model, url
 
     class Killing(RecordingEngine):

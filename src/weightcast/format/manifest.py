@@ -264,11 +264,13 @@ def _check_pieces(record: TensorRecord, buckets: Sequence[int]) -> None:
 
 def _check_piece(record: TensorRecord, piece: Piece, buckets: Sequence[int]) -> None:
     region = piece.region
+    if not (len(region.offsets) == len(region.sizes) == len(record.shape)):
+        raise malformed("region", f"a region of {record.name!r} has other dims than its shape {list(record.shape)}")
     if not is_inside(region, record.shape) or not region.numel:
         raise malformed(
             "region",
             f"a region of {record.name!r} at {list(region.offsets)} of sizes {list(region.sizes)} "
-            f"is empty or not inside its shape {list(record.shape)}",
+            f"is not inside its shape {list(record.shape)}",
         )
     if not 0 <= piece.bucket < len(buckets):
         raise malformed("bucket", f"{record.name!r} lies in bucket {piece.bucket}; there are {len(buckets)}")
