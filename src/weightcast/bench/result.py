@@ -7,9 +7,6 @@ up over the engines.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable
-
 import msgspec
 
 
@@ -51,6 +48,14 @@ class Run(msgspec.Struct, frozen=True):
         """Until every engine has every bucket."""
         return sum(self.seconds[stage] for stage in ("gather", "offer", "pack", "send"))
 
+    @property
+    def of_raw(self) -> float | None:
+        return self.raw_seconds and self.raw_seconds / self.publish_seconds
+
+    @property
+    def transfer_of_raw(self) -> float | None:
+        return self.raw_seconds and self.raw_seconds / self.transfer_seconds
+
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `weightcast bench --json`.
@@ -91,8 +96,8 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     pause_seconds: float
     cpu_us_per_tensor: float
     extra_bytes: Bytes
-    per_tensor_seconds: float | None
-    per_tensor_speedup: float | None
+    per_tensor_seconds: float | None = None
+    per_tensor_speedup: float | None = None
 
     layers: int | None
     scale: int
@@ -112,14 +117,14 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
 
     device: str
     trainer_ranks: int
-    per_tensor_way: str | None
-    raw_seconds: float | None
-    of_raw: float | None
+    per_tensor_way: str | None = None
+    raw_seconds: float | None = None
+    of_raw: float | None = None
     transfer_seconds: float
-    transfer_of_raw: float | None
+    transfer_of_raw: float | None = None
     other_ranks_extra_bytes: int | None
-    full_tensor_seconds: float | None
-    full_tensor_speedup: float | None
+    full_tensor_seconds: float | None = None
+    full_tensor_speedup: float | None = None
 
     @property
     def gb_per_second(self) -> float:
@@ -129,7 +134,3 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     def encode(self) -> bytes:
         """The JSON, indented."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2)
-
-
-def median(runs: Iterable[Run], figure: Callable[[Run], float]) -> float:
-    return statistics.median(figure(run) for run in runs)
