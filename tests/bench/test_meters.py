@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from weightcast.bench.channel import SharedBytes
 from weightcast.bench.meters import ProcessMeter, children
+from weightcast.transports.ipc.arena import OwnedSharedArena
 
 MIB = 1 << 20
 SLACK_BYTES = 8 * MIB
@@ -63,11 +63,11 @@ def test_shared_memory_counts_where_it_is_mapped() -> None:
     meter = ProcessMeter(os.getpid())
     meter.begin()
     before = meter.shared_bytes()
-    shared = SharedBytes.create(32 * MIB)
-    shared.tensor.fill_(1)
+    shared = OwnedSharedArena(0, 32 * MIB)
+    shared.buffers.get(0, 0, 32 * MIB).fill_(1)
     assert meter.shared_bytes() - before == 32 * MIB
     assert 32 * MIB <= meter.extra_bytes() < 32 * MIB + SLACK_BYTES
-    shared.close()
+    shared.close(free=True)
 
 
 def test_private_memory_is_not_shared() -> None:

@@ -143,7 +143,7 @@ class TensorSlot:
 
 
 def take_from_slot(memory: torch.Tensor, message: TensorMessage) -> torch.Tensor:
-    """The engine's end of `TensorSlot.publish`: the checked tensor, a view. Raises ManifestError for a wrong digest."""
+    """The engine's end of `TensorSlot.publish`: the checked tensor, a view. Raises IntegrityError."""
     tensor = _view(memory, TORCH_DTYPES[message.dtype], message.shape)
     check_trailer(memory, tensor.nbytes, VERSION, message.index, "xxh3-128")
     return tensor
@@ -178,8 +178,9 @@ class BaselineGroup:
         ]
 
     def close(self) -> None:
-        """Disconnect. Idempotent."""
+        """Disconnect; the group's store ends with it."""
         self._group.close()
+        del self._group
 
     def send_raw(self, engines: Channels) -> float:
         """Broadcast all bytes; return the seconds until every engine has them."""
