@@ -49,30 +49,32 @@ class BenchChannel:
     def receive(self, kind: type[R]) -> R:
         """The next record."""
         try:
-            data = self._socket.recv(MAX_PACKET_BYTES)
+            record: R = _decoded(self._socket.recv(MAX_PACKET_BYTES), kind)
+            return record
         except OSError as exc:
             raise self._error(exc) from exc
-        if not data:
-            raise self._error()
-        return decode(data, kind)
 
     def receive_command(self, kind: Any) -> tuple[Any, int | None]:
         """The next record of the union `kind`, and the descriptor if one came with it, which the caller closes."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 1)
+            return _decoded(data, kind), descriptors[0] if descriptors else None
         except OSError as exc:
             raise self._error(exc) from exc
-        if not data:
-            raise self._error()
-        return decode(data, kind), descriptors[0] if descriptors else None
 
     def close(self) -> None:
         self._socket.close()
 
-    def _error(self, exc: OSError | None = None) -> PeerError:
+    def _error(self, exc: OSError) -> PeerError:
         if isinstance(exc, BlockingIOError):
             return PeerTimeoutError(f"{self.peer} did not answer within {self._deadline_seconds:g} s", peer=self.peer)
         return PeerDiedError(f"{self.peer} has ended its connection to the bench", peer=self.peer)
+
+
+def _decoded(data: bytes, kind: Any) -> Any:
+    if not data:
+        raise ConnectionResetError
+    return decode(data, kind)
 
 
 class Done(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -58,6 +58,7 @@ def measure(settings: BenchSettings, note: Note = lambda text: None) -> BenchRes
             group = stack.enter_context(contextlib.closing(make_group(settings, num_bytes, channels)))
             group.send_raw(channels)  # warms up
         meters = UsageMeters([engine.pid for engine in engines if engine.pid is not None], trainer.other_pids)
+        stack.callback(trainer.rank_0.close)  # before the engines end, also after an error
         trainer.step(Step("open", urls))
         note("first publish")
         start = time.perf_counter()
@@ -72,8 +73,17 @@ def measure(settings: BenchSettings, note: Note = lambda text: None) -> BenchRes
             before, start = meters.cpu(), time.perf_counter()
             report: PublishReport = trainer.step(Step("publish"))
             seconds, after = time.perf_counter() - start, meters.cpu()
-            cpu_seconds = Ends(after.publisher - before.publisher, after.engine - before.engine)
-            runs.append(_run(report, seconds, cpu_seconds, memcpy_seconds, raw_seconds))
+            results = report.engines.values()
+            run = Run(
+                publish_seconds=seconds,
+                pause_seconds=max(result.pause_seconds for result in results),
+                install_seconds=max(result.install_seconds for result in results),
+                memcpy_seconds=memcpy_seconds,
+                cpu_seconds=Ends(after.publisher - before.publisher, after.engine - before.engine),
+                seconds=msgspec.structs.asdict(report.seconds),
+                raw_seconds=raw_seconds,
+            )
+            runs.append(run)
         measured |= meters.extra()
         trainer.step(Step("close"))
         note("checking what the engines hold")
@@ -83,20 +93,6 @@ def measure(settings: BenchSettings, note: Note = lambda text: None) -> BenchRes
     measured["all_threads_copy_gb_per_s"] = num_bytes / memcpy.all_threads_seconds() / 1e9
     measured["largest_tensor_bytes"] = max(spec.num_bytes for spec in specs)
     return _result(settings, runs, report, measured)
-
-
-def _run(
-    report: PublishReport, seconds: float, cpu_seconds: Ends, memcpy_seconds: float, raw_seconds: float | None
-) -> Run:
-    return Run(
-        publish_seconds=seconds,
-        pause_seconds=max(result.pause_seconds for result in report.engines.values()),
-        install_seconds=max(result.install_seconds for result in report.engines.values()),
-        memcpy_seconds=memcpy_seconds,
-        cpu_seconds=cpu_seconds,
-        seconds=msgspec.structs.asdict(report.seconds),
-        raw_seconds=raw_seconds,
-    )
 
 
 def _verified(trainer: Trainer, urls: Sequence[str]) -> bool:

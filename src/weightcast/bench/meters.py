@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from weightcast.bench.result import Bytes, Ends
@@ -39,21 +39,14 @@ class ProcessMeter:
         """
         with contextlib.suppress(PermissionError):
             Path(f"/proc/{self.pid}/clear_refs").write_text("5")
-        self._baseline_bytes = self._status_bytes("VmRSS")
+        self._baseline_bytes = self.status_bytes("VmRSS")
 
     def extra_bytes(self) -> int:
         """Peak resident bytes since `begin`, beyond what was resident then."""
-        return max(self._status_bytes("VmHWM") - self._baseline_bytes, 0)
+        return max(self.status_bytes("VmHWM") - self._baseline_bytes, 0)
 
-    def shared_bytes(self) -> int:
-        """Shared-memory pages that are resident now."""
-        return self._status_bytes("RssShmem")
-
-    def private_bytes(self) -> int:
-        """Anonymous pages that are resident now."""
-        return self._status_bytes("RssAnon")
-
-    def _status_bytes(self, field: str) -> int:
+    def status_bytes(self, field: str) -> int:
+        """What the kernel says now: RssShmem, the shared-memory pages that are resident; RssAnon, private ones; ..."""
         with contextlib.suppress(FileNotFoundError):
             for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
                 if line.startswith(f"{field}:"):
@@ -84,13 +77,14 @@ class UsageMeters:
 
     def cpu(self) -> Ends:
         """CPU seconds so far."""
-        return Ends(_cpu_seconds([self._own, *self._ranks, *self._helpers()]), _cpu_seconds(self._engines))
+        publisher = sum(meter.cpu_seconds() for meter in (self._own, *self._ranks, *self._helpers()))
+        return Ends(publisher, sum(meter.cpu_seconds() for meter in self._engines))
 
     def extra(self) -> dict[str, Bytes | int | None]:
         """Peak extra memory: the fields of `BenchResult`, of both ends, of the host and of other trainer ranks."""
-        publisher = self._own.extra_bytes() + sum(meter.private_bytes() for meter in self._helpers())
+        publisher = self._own.extra_bytes() + sum(meter.status_bytes("RssAnon") for meter in self._helpers())
         engines = [meter.extra_bytes() for meter in self._engines]
-        shared = [meter.shared_bytes() for meter in (self._own, *self._engines)]
+        shared = [meter.status_bytes("RssShmem") for meter in (self._own, *self._engines)]
         return {
             "extra_bytes": Bytes(publisher, max(engines, default=0)),
             "host_extra_bytes": publisher + sum(engines) - sum(shared) + max(shared),
@@ -100,7 +94,3 @@ class UsageMeters:
     def _helpers(self) -> list[ProcessMeter]:
         """Processes that the publisher has started."""
         return [ProcessMeter(pid) for pid in children(self._own.pid) if pid not in self._workers]
-
-
-def _cpu_seconds(meters: Sequence[ProcessMeter]) -> float:
-    return sum(meter.cpu_seconds() for meter in meters)

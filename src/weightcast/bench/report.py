@@ -9,16 +9,15 @@ from typing import Any
 
 from rich.table import Table
 
-from weightcast.bench.result import BenchResult, Run
+from weightcast.bench.result import BenchResult
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _MIB = 1 << 20
-_STAGES = ("gather", "offer", "pack", "send", "seal")
-_REST = "install"
 _INK, _GRID = "#333333", "#dddddd"
 _BAR_COLORS = {"one memcpy": "#9aa5b1", "raw broadcast": "#9aa5b1", "publish": "#2563eb"}
 _SLOW_COLOR = "#b45309"
-_STAGE_COLORS = ("#94a3b8", "#64748b", "#2563eb", "#93c5fd", "#a78bfa", "#f59e0b")
+_STAGE_COLORS = {"gather": "#94a3b8", "offer": "#64748b", "pack": "#2563eb", "send": "#93c5fd", "seal": "#a78bfa"}
+_INSTALL_COLOR = "#f59e0b"
 
 
 def table(result: BenchResult) -> Table:
@@ -136,8 +135,10 @@ def _draw_stages(axes: Any, result: BenchResult) -> None:
     """A bar for each run, of stages that follow one another; the pause, which overlaps them, is a mark."""
     labels = [str(index + 1) for index in range(len(result.runs))]
     bottom = [0.0] * len(labels)
-    for stage, color in zip((*_STAGES, _REST), _STAGE_COLORS, strict=True):
-        heights = [_stage_seconds(run, stage) * 1e3 for run in result.runs]
+    for stage, color in (*_STAGE_COLORS.items(), ("install", _INSTALL_COLOR)):
+        heights = [run.seconds.get(stage, 0.0) * 1e3 for run in result.runs]
+        if stage == "install":  # what the stages of the publisher's report leave of the whole
+            heights = [max(run.publish_seconds * 1e3 - low, 0.0) for run, low in zip(result.runs, bottom, strict=True)]
         axes.bar(labels, heights, bottom=bottom, label=stage, color=color, width=0.7)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     pauses = [run.pause_seconds * 1e3 for run in result.runs]
@@ -149,10 +150,3 @@ def _draw_stages(axes: Any, result: BenchResult) -> None:
     for handle in legend.legend_handles:
         if hasattr(handle, "set_sizes"):
             handle.set_sizes([120])
-
-
-def _stage_seconds(run: Run, stage: str) -> float:
-    """Of a stage that the publisher reports; of the install, whatever the others leave of the whole."""
-    if stage == _REST:
-        return max(run.publish_seconds - sum(run.seconds.get(name, 0.0) for name in _STAGES), 0.0)
-    return run.seconds.get(stage, 0.0)
