@@ -115,9 +115,14 @@ def _slow_ways(
         num_rounds = 1 + min(settings.num_runs, MAX_SLOW_RUNS)
         return statistics.median([seconds() for _ in range(num_rounds)][1:])
 
+    def gather_each() -> float:
+        start = time.perf_counter()
+        trainer.step(Step("gather_each"))
+        return time.perf_counter() - start
+
     if settings.trainer_ranks > 1:
         note("full_tensor() of every parameter")
-        return {"full_tensor_seconds": median(trainer.gather_each_seconds)}
+        return {"full_tensor_seconds": median(gather_each)}
     way = "round trip" if group is None else "broadcast"
     note(f"one {way} per tensor")
     tensors = local_tensors(trainer.rank_0.model)

@@ -26,7 +26,6 @@ from weightcast.trainer.publisher import Publisher
 from weightcast.trainer.report import PublishReport
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-
 _TILE_ELEMENTS = 65536
 
 
@@ -110,38 +109,30 @@ class TrainerRank:
 
 
 @contextlib.contextmanager
-def whole_rank(settings: BenchSettings, specs: Sequence[TensorSpec]) -> Iterator[TrainerRank]:
-    """The only rank, with a whole model, its weights filled."""
-    model = build_model(specs, settings.device)
-    fill(model, seed=0)
-    with contextlib.closing(TrainerRank(settings, model)) as rank:
-        yield rank
-
-
-@contextlib.contextmanager
-def sharded_rank(
-    settings: BenchSettings, specs: Sequence[TensorSpec], store: Store, number: int
+def trainer_rank(
+    settings: BenchSettings, specs: Sequence[TensorSpec], number: int = 0, store: Store = None
 ) -> Iterator[TrainerRank]:
-    """One of several ranks, with its shards of a model, filled. They meet in torch's default group, as trainers do.
+    """One rank with its model, filled. Several ranks meet by `store` in torch's default group, as trainers do.
 
-    FSDP2 shards the model as users do it (made without memory, sharded, then given memory), so that no rank ever holds
-    all of it.
+    A model of several ranks is sharded by FSDP2 as users do it (made without memory, sharded, then given memory), so
+    that no rank ever holds all of it.
     """
-    is_chosen = _INTERFACE in os.environ
-    os.environ.setdefault(_INTERFACE, "lo")
-    timeout = datetime.timedelta(seconds=ANSWER_SECONDS)
-    dist.init_process_group("gloo", store=store, rank=number, world_size=settings.trainer_ranks, timeout=timeout)
-    try:
-        model = build_model(specs, "meta")
-        fully_shard(model, mesh=init_device_mesh("cpu", (settings.trainer_ranks,)))
-        model.to_empty(device="cpu")
+    with contextlib.ExitStack() as stack:
+        if settings.trainer_ranks == 1:
+            model = build_model(specs, settings.device)
+        else:
+            if _INTERFACE not in os.environ:
+                os.environ[_INTERFACE] = "lo"
+                stack.callback(os.environ.pop, _INTERFACE)
+            timeout, size = datetime.timedelta(seconds=ANSWER_SECONDS), settings.trainer_ranks
+            dist.init_process_group("gloo", store=store, rank=number, world_size=size, timeout=timeout)
+            stack.callback(dist.destroy_process_group)
+            model = build_model(specs, "meta")
+            fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+            model.to_empty(device="cpu")
         fill(model, seed=number)
-        # Free memory goes back to the system, so that taking it again is seen as memory taken. glibc only.
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
-        with contextlib.closing(TrainerRank(settings, model)) as rank:
-            yield rank
-    finally:
-        dist.destroy_process_group()
-        if not is_chosen:
-            del os.environ[_INTERFACE]
+        if settings.trainer_ranks > 1:
+            # Free memory goes back to the system, so that taking it again is seen as memory taken. glibc only.
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)
+        yield stack.enter_context(contextlib.closing(TrainerRank(settings, model)))

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ import torch
 
 from weightcast.bench.baselines import BaselineGroup, Broadcasts, EngineCommand, JoinGroup, load_each, take_from_slot
 from weightcast.bench.channel import ANSWER_SECONDS, BenchChannel, Done, await_done, tell
-from weightcast.bench.model import TrainerRank, build_model, sharded_rank, whole_rank
+from weightcast.bench.model import TrainerRank, build_model, trainer_rank
 from weightcast.bench.settings import BenchSettings
 from weightcast.control.server.app import EngineServer
 from weightcast.engines.gate import Gate
@@ -94,7 +93,7 @@ def serve_engine(job: Job, bench: BenchChannel) -> None:
 def follow_rank_0(job: Job, bench: BenchChannel) -> None:
     """Take every step that rank 0 takes."""
     store = join_store(LOOPBACK, job.store_port, ANSWER_SECONDS)
-    with sharded_rank(job.settings, job.specs, store, job.number) as rank:
+    with trainer_rank(job.settings, job.specs, job.number, store) as rank:
         while True:
             bench.send(Done())
             step = bench.receive(Step)
@@ -168,25 +167,15 @@ class Trainer:
         await_done(self.others)
         return result
 
-    def gather_each_seconds(self) -> float:
-        """What a `full_tensor()` of every parameter takes, nothing done with it."""
-        start = time.perf_counter()
-        self.step(Step("gather_each"))
-        return time.perf_counter() - start
-
 
 @contextlib.contextmanager
 def started_trainer(specs: Sequence[TensorSpec], settings: BenchSettings) -> Iterator[Trainer]:
     """The trainer that the settings ask for; more than one rank: sharded by FSDP2, over gloo."""
-    if settings.trainer_ranks == 1:
-        with whole_rank(settings, specs) as rank_0:
-            yield Trainer(rank_0)
-        return
     with contextlib.ExitStack() as stack:
-        store, port = serve_store(LOOPBACK, ANSWER_SECONDS)
+        store, port = serve_store(LOOPBACK, ANSWER_SECONDS) if settings.trainer_ranks > 1 else (None, 0)
         jobs = [Job("trainer rank", number, settings, specs, port) for number in range(1, settings.trainer_ranks)]
         workers = [stack.enter_context(_started(job)) for job in jobs]
-        rank_0 = stack.enter_context(sharded_rank(settings, specs, store, 0))
+        rank_0 = stack.enter_context(trainer_rank(settings, specs, store=store))
         others = [channel for channel, _ in workers]
         await_done(others)
         yield Trainer(rank_0, others, [pid for _, pid in workers if pid is not None])
