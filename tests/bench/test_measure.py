@@ -168,7 +168,7 @@ def test_ctrl_c_ends_the_engines() -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c) as bench:
         try:
             engine = ProcessMeter(wait_for(lambda: next(children(bench.pid), None)))
-            wait_for(lambda: engine.shared_bytes() > 0)  # it has the arena: a publish is under way
+            wait_for(lambda: engine.status_bytes("RssShmem") > 0)  # it has the arena: a publish is under way
             bench.send_signal(signal.SIGINT)
             assert bench.wait(DEADLINE_SECONDS) == exits.INTERRUPTED
         finally:
