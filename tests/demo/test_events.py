@@ -1,49 +1,38 @@
-"""Events cross a pipe; signals are noted, not thrown."""
+"""Events cross a pipe; signals are noted, not raised."""
 
 from __future__ import annotations
 
 import os
-import selectors
+import queue
 import signal
 
 import msgspec
 import pytest
 from demo import runs
 
-from weightcast.demo.events import EventReader, EventWriter
-from weightcast.demo.interrupts import NUMBERS, Interrupts
+from weightcast.demo import events
+from weightcast.demo.supervisor import SIGNALS, catch_signals
 
 
-@pytest.mark.parametrize("size", [1, 7, 100_000])
-def test_events_come_out_as_they_went_in(size: int) -> None:
-    reader, writer = os.pipe()
-    try:
-        for event in runs.events():
-            EventWriter(writer)(event)
-        os.close(writer)
-        found, events = [], EventReader()
-        while data := os.read(reader, size):
-            found += events.feed(data)
-    finally:
-        os.close(reader)
-    assert found == runs.events()
+def test_events_come_out_as_they_went_in() -> None:
+    for event in runs.events():
+        assert events.decoder.decode(msgspec.json.encode(event)) == event
 
 
 def test_what_is_no_event_is_refused() -> None:
     with pytest.raises(msgspec.DecodeError):
-        EventReader().feed(b"Loading weights: 100%\n")
+        events.decoder.decode(b"Loading weights: 100%\n")
 
 
 @pytest.mark.usefixtures("leaves_nothing")
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_noted_and_the_former_handlers_come_back(number: signal.Signals) -> None:
-    former = {each: signal.getsignal(each) for each in NUMBERS}
-    with Interrupts() as interrupts, selectors.DefaultSelector() as selector:
-        selector.register(interrupts, selectors.EVENT_READ)
-        assert interrupts.received is None
-        assert not selector.select(0)
+    former = {each: signal.getsignal(each) for each in SIGNALS}
+    inbox = queue.SimpleQueue()
+    with catch_signals(inbox) as received:
+        assert not received
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert selector.select(10)
-        assert interrupts.received is number
-    assert {each: signal.getsignal(each) for each in NUMBERS} == former
+        assert inbox.get(timeout=10) is number
+        assert received[0] is number
+    assert {each: signal.getsignal(each) for each in SIGNALS} == former

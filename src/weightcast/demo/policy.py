@@ -1,4 +1,4 @@
-"""The demo's model and tokenizer: a small Qwen3 in bf16 with random weights, and a word-level tokenizer made here."""
+"""The demo's model and tokenizer: a small Qwen3 with random weights, and a word-level tokenizer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from weightcast.demo import task
 
 MAX_POSITIONS = 64
-ATTENTION_FOR_TRAINING = "eager"
-"""On a CPU, torch's fused attention takes longer backwards in bf16 than all the rest of a small model together."""
-ATTENTION_FOR_SERVING = "sdpa"
-"""What transformers takes by itself, and so what the engines compute with."""
 
 
-def config(*, hidden_size: int, num_layers: int) -> Qwen3Config:
-    return Qwen3Config(
+def make_model(*, seed: int, hidden_size: int, num_layers: int) -> Qwen3ForCausalLM:
+    """A new model in bf16, as engines serve it, in evaluation mode (it has no dropout). Equal seeds, equal weights."""
+    config = Qwen3Config(
         vocab_size=len(task.WORDS),
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
@@ -35,23 +32,16 @@ def config(*, hidden_size: int, num_layers: int) -> Qwen3Config:
         pad_token_id=task.PAD_ID,
         dtype="bfloat16",
     )
-
-
-def make_model(*, seed: int, hidden_size: int = 128, num_layers: int = 2) -> Qwen3ForCausalLM:
-    """A fresh model in bf16, in evaluation mode (it has no dropout); the seed alone decides its weights."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         # Not `.to(torch.bfloat16)`: that would round the rotary frequencies too, which engines keep in fp32.
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config(hidden_size=hidden_size, num_layers=num_layers), dtype=torch.bfloat16
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     assert isinstance(model, Qwen3ForCausalLM)
     torch.nn.Module.eval(model)
     return model
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Words are tokens, by the task's vocabulary."""
     inner = Tokenizer(WordLevel(task.IDS, unk_token=task.PAD))
     inner.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
@@ -67,3 +57,13 @@ def save(model: Qwen3ForCausalLM, directory: Path) -> None:
     """Write what an engine is started from: config, weights and tokenizer."""
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
+
+
+def logprobs(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The log-probability of each of `targets` [rows, answer], which are the last of `tokens` [rows, prompt + answer].
+
+    Targets below 0 stand for padding; their values mean nothing.
+    """
+    logits = model(input_ids=tokens[:, :-1], use_cache=False, logits_to_keep=targets.shape[1]).logits.float()
+    found: torch.Tensor = logits.log_softmax(-1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return found
