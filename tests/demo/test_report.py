@@ -12,7 +12,7 @@ import pytest
 from demo import runs
 
 from weightcast.demo import report
-from weightcast.demo.events import Checked, Evaluated, Event, RunEnded, Stepped
+from weightcast.demo.messages import Checked, Evaluated, Event, RunEnded, Stepped
 
 VOID = {"meta", "br"}
 

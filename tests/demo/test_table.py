@@ -8,7 +8,7 @@ import pytest
 from demo import runs
 from rich.console import Console
 
-from weightcast.demo.events import Checked, RunEnded
+from weightcast.demo.messages import Checked, RunEnded
 from weightcast.demo.table import LiveTable, describe, print_event, sparkline, view
 
 

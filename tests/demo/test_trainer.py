@@ -28,8 +28,8 @@ def one_weight() -> nn.Module:
     return layer
 
 
-def descend(model: nn.Module, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> float:
-    return update(model, optimizer, model(torch.ones(1, 1)).float().sum() * factor)
+def descend(model: nn.Module, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> None:
+    update(model, optimizer, model(torch.ones(1, 1)).float().sum() * factor)
 
 
 def test_small_steps_add_up() -> None:
@@ -49,14 +49,12 @@ def test_small_steps_add_up() -> None:
     assert spec.dtype == "bfloat16"
 
 
-def test_gradients_are_clipped_and_cleared() -> None:
-    layer, small = one_weight(), one_weight()
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    assert descend(layer, optimizer, 64.0) == pytest.approx(64)
+@pytest.mark.parametrize(("gradient", "step"), [(64.0, MAX_GRAD_NORM), (0.25, 0.25)])
+def test_gradients_are_clipped_and_cleared(gradient: float, step: float) -> None:
+    layer = one_weight()
+    descend(layer, torch.optim.SGD(layer.parameters(), lr=0.5), gradient)
     assert layer.weight.grad is None
-    assert layer.weight.item() == pytest.approx(1 - 0.5 * MAX_GRAD_NORM, abs=1e-4)
-    assert descend(small, torch.optim.SGD(small.parameters(), lr=0.5), 0.25) == pytest.approx(0.25)
-    assert small.weight.item() == pytest.approx(1 - 0.5 * 0.25)
+    assert layer.weight.item() == pytest.approx(1 - 0.5 * step, abs=1e-4)
 
 
 def test_shards_take_the_steps_that_the_whole_model_takes() -> None:
@@ -67,16 +65,15 @@ def test_shards_take_the_steps_that_the_whole_model_takes() -> None:
     optimizer, whole_optimizer = make_optimizer(sharded, 1e-2), make_optimizer(masters, 1e-2)
     inputs = torch.ones(2, 8, dtype=torch.bfloat16)
     for _ in range(3):
-        norm = update(sharded, optimizer, sharded(inputs).square().sum().mul(64))
+        update(sharded, optimizer, sharded(inputs).square().sum().mul(64))
         plain.load_state_dict(masters.state_dict())
         plain.zero_grad()
         plain(inputs).square().sum().mul(64).backward()
         for master, weight in zip(masters.parameters(), plain.parameters(), strict=True):
             master.grad = weight.grad.float()
-        expected = float(nn.utils.clip_grad_norm_(masters.parameters(), MAX_GRAD_NORM))
+        norm = nn.utils.clip_grad_norm_(masters.parameters(), MAX_GRAD_NORM)
         whole_optimizer.step()
-        assert norm == pytest.approx(expected)
-        assert norm > 1, "they are clipped"
+        assert norm > MAX_GRAD_NORM, "they are clipped"
     for name, weight in full_weights(sharded).items():
         assert torch.equal(weight, masters.state_dict()[name])
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from weightcast.cli import exits, values
 from weightcast.demo import report, supervisor, table
-from weightcast.demo.settings import QUICK, TRANSPORTS, DemoSettings
+from weightcast.demo.messages import QUICK, TRANSPORTS, DemoSettings
 
 EPILOG = """
 examples:
@@ -81,8 +81,9 @@ def run(args: argparse.Namespace) -> int:
                 result.add(event)
                 show(event)
     except supervisor.Interrupted as exc:
-        print(f"weightcast: ended by {exc}; nothing of the demo is left", file=sys.stderr)
-        return exc.status
+        [number] = exc.args
+        print(f"weightcast: ended by {number.name}; nothing of the demo is left", file=sys.stderr)
+        return 128 + int(number)
     result.wall_seconds = time.perf_counter() - started
     reward_rose = "the reward rose, and " if settings.min_reward_gain > 0 else ""
     lines = [(sentence, "bold") for sentence in result.summary()]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn import Module
 
 from weightcast.demo import policy, task
 from weightcast.demo.rollouts import Group
@@ -67,7 +68,7 @@ def collate(groups: Sequence[Group]) -> Batch:
     return Batch(torch.tensor(rows), torch.tensor(targets), torch.tensor(old_logprobs), torch.tensor(scores))
 
 
-def loss(model: torch.nn.Module, batch: Batch, *, num_tokens: float) -> torch.Tensor:
+def loss(model: Module, batch: Batch, *, num_tokens: float) -> torch.Tensor:
     """The clipped policy gradient, a sum over all tokens of all answers, divided by `num_tokens`.
 
     With the batch's own number it is their mean (DAPO: long answers count by their length).

@@ -18,8 +18,7 @@ from matplotlib.figure import Figure
 
 from weightcast import __version__
 from weightcast.demo import table
-from weightcast.demo.events import Checked, Evaluated, Event, RunEnded, Saved, Stepped
-from weightcast.demo.settings import DemoSettings
+from weightcast.demo.messages import Checked, DemoSettings, Evaluated, Event, RunEnded, Saved, Stepped
 from weightcast.store.files import replace_file
 
 STAGES = ("gather", "offer", "pack", "send", "seal", "pause")
@@ -101,12 +100,9 @@ class Result(msgspec.Struct, kw_only=True):
 
 def this_machine() -> dict[str, str | int]:
     processor = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text(errors="replace"))
-    return {
-        "weightcast": __version__,
-        "python": platform.python_version(),
-        "processor": processor.group(1) if processor else platform.processor(),
-        "num_cores": os.cpu_count() or 1,
-    }
+    name = processor.group(1) if processor else platform.machine()
+    versions: dict[str, str | int] = {"weightcast": __version__, "python": platform.python_version()}
+    return {**versions, "processor": name, "num_cores": os.cpu_count() or 1}
 
 
 def write(result: Result, directory: Path) -> list[Path]:
@@ -140,9 +136,8 @@ servers over <code>{settings.transport}://</code>, while these generated its rol
 {"".join(verdict) or '<p class="good">passed: every engine serves exactly the last version</p>'}
 {"".join(f"<p>{escape(sentence)}</p>" for sentence in result.summary())}
 {"".join(svg.getvalue().partition("<svg")[1:])}
-<p>A publish lasts from the call to the new version on every engine. The first one, which also connects the engines and
-makes the arena, is left out of the plots. The model is small, so they show latency; <code>weightcast bench</code>
-measures bandwidth.</p>
+<p>The first publish, which also connects the engines and makes the arena, is left out of the plots. The model is small,
+so they show latency; <code>weightcast bench</code> measures bandwidth.</p>
 <h2>Engines compared with the trainer's model</h2>
 <p>After the last publish every engine continued prompts greedily, and so did the trainer's model with
 <code>transformers</code>' <code>generate</code>. The control is the difference to the weights of the warm start, which

@@ -5,11 +5,10 @@ Invariants: every request has a deadline; an answer keeps the version and the lo
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -23,8 +22,7 @@ BEFORE_ANY_UPDATE = -1
 """The version of a token that an engine sampled with the weights it was started with."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """One sampled answer: its tokens, the engine's log-probability of each, and the version each came from."""
 
     token_ids: tuple[int, ...]
@@ -32,8 +30,7 @@ class Answer:
     versions: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """The answers to one puzzle."""
 
     puzzle: Puzzle
@@ -45,7 +42,7 @@ class Group:
 
 
 class Rollouts:
-    """Requests answers from the engines at `urls`, REQUESTS_PER_ENGINE at a time from each."""
+    """Requests answers from the engines at `urls`, REQUESTS_PER_ENGINE requests at a time from each."""
 
     def __init__(self, urls: Sequence[str], *, prompts_per_request: int, seed: int) -> None:
         self._prompts_per_request = prompts_per_request
@@ -75,14 +72,9 @@ class Rollouts:
     def _post(
         self, url: str, puzzles: Sequence[Puzzle], num_answers: int, temperature: float, seed: int
     ) -> list[Group]:
-        body = {
-            "prompt": [puzzle.prompt_ids for puzzle in puzzles],
-            "n": num_answers,
-            "max_tokens": max(puzzle.num_answer_tokens for puzzle in puzzles),
-            "temperature": temperature,
-            "logprobs": 0,
-            "seed": seed,
-        }
+        prompts, max_tokens = [puzzle.prompt_ids for puzzle in puzzles], puzzles[0].num_answer_tokens
+        sampling = {"n": num_answers, "temperature": temperature, "logprobs": 0, "seed": seed}
+        body = {"prompt": prompts, "max_tokens": max_tokens, **sampling}
         try:
             reply = self._http.post(f"{url}/v1/completions", json=body)
         except httpx.TimeoutException as exc:

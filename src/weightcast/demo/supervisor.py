@@ -23,8 +23,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from weightcast.demo.events import Event, RunEnded, Saved, decoder
-from weightcast.demo.settings import MODEL_DIRECTORY, DemoSettings
+from weightcast.demo.messages import DemoSettings, Event, RunEnded, Saved, decoder
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SILENCE_SECONDS = 120.0
@@ -32,24 +31,14 @@ TERMINATION_SECONDS = 8.0
 NUM_LOG_LINES = 15
 _SERVING = re.compile(rb"weightcast: serving .* at (http://\S+)\n")
 
-# No process asks a model hub or forks a tokenizer's pool; trainer ranks connect to each other over loopback.
-_ENVIRONMENT = {
-    "GLOO_SOCKET_IFNAME": "lo",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
+_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 Inbox: TypeAlias = "queue.SimpleQueue[signal.Signals | tuple[str, bytes | int]]"
 """Signals that were received; and from each process its name with a line of its stdout, or at last its exit status."""
 
 
 class Interrupted(Exception):
-    """The run was ended by a signal; `status` is the exit status that says so."""
-
-    def __init__(self, received: signal.Signals) -> None:
-        super().__init__(received.name)
-        self.status = 128 + received
+    """The run was ended by this signal."""
 
 
 def run(settings: DemoSettings, num_engines: int) -> Generator[Event]:
@@ -62,7 +51,7 @@ def run(settings: DemoSettings, num_engines: int) -> Generator[Event]:
     with catch_signals(inbox) as received:
         with (
             tempfile.TemporaryDirectory(prefix="weightcast-demo-") as directory,
-            Processes(directory, inbox) as processes,
+            contextlib.closing(Processes(directory, inbox)) as processes,
         ):
             yield from _supervise(settings, num_engines, directory, inbox, processes)
         if received:
@@ -78,20 +67,21 @@ def catch_signals(inbox: Inbox) -> Iterator[list[signal.Signals]]:
         received.append(signal.Signals(number))
         inbox.put(received[-1])
 
-    former = {number: signal.signal(number, note) for number in SIGNALS}
-    try:
+    with contextlib.ExitStack() as stack:
+        for number in SIGNALS:
+            stack.callback(signal.signal, number, signal.signal(number, note))
         yield received
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
 
 
 def _supervise(
     settings: DemoSettings, num_engines: int, directory: str, inbox: Inbox, processes: Processes
 ) -> Iterator[Event]:
     """Start the trainer, whose rank 0 writes the model directory, then the engines; send their URLs to every rank."""
-    urls: dict[str, str] = {}
-    num_ranks, settings_json = settings.num_trainer_ranks, msgspec.json.encode(settings).decode()
+    urls, num_ranks, settings_json = (
+        dict[str, str](),
+        settings.num_trainer_ranks,
+        msgspec.json.encode(settings).decode(),
+    )
     trainer = ["trainer"] if num_ranks == 1 else [f"trainer rank {rank}" for rank in range(num_ranks)]
     for rank, name in enumerate(trainer):
         processes.start(name, "weightcast.demo.trainer", settings_json, directory, str(rank))
@@ -113,10 +103,9 @@ def _supervise(
             if isinstance(event, Saved):
                 for index in range(num_engines):
                     # Random weights: an engine can only equal the trainer afterwards by way of a publish.
-                    weights = "--random-weights", str(settings.seed + 1 + index)
-                    options = "--port", "0", "--threads", "1", "--exit-with-parent", *weights
-                    model = f"{directory}/{MODEL_DIRECTORY}"
-                    processes.start(f"engine {index}", "weightcast.cli", "serve", model, *options)
+                    weights = f"{directory}/model", "--random-weights", str(settings.seed + 1 + index)
+                    options = "--port", "0", "--threads", "1", "--exit-with-parent"
+                    processes.start(f"engine {index}", "weightcast.cli", "serve", *weights, *options)
             yield event
             if isinstance(event, RunEnded):
                 return
@@ -128,7 +117,7 @@ def _supervise(
 
 
 class Processes:
-    """Python processes by name. `with` ends them: SIGTERM, and SIGKILL after TERMINATION_SECONDS."""
+    """Python processes by name."""
 
     def __init__(self, directory: str, inbox: Inbox) -> None:
         self._directory = directory
@@ -170,10 +159,8 @@ class Processes:
             self._inbox.put((name, line))
         self._inbox.put((name, process.wait()))
 
-    def __enter__(self) -> Processes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End all processes: SIGTERM, and SIGKILL after TERMINATION_SECONDS."""
         for process in self._processes.values():
             process.terminate()
         deadline = time.monotonic() + TERMINATION_SECONDS

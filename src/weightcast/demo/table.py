@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from weightcast.demo.events import Checked, Evaluated, Event, RunEnded, Saved, Stepped, Warming
+from weightcast.demo.messages import Checked, Evaluated, Event, RunEnded, Saved, Stepped, Warming
 
 STAGE_COLUMNS = ("gather", "pack", "send", "seal", "pause")
 _NUM_LINES_AROUND = 10

@@ -6,9 +6,9 @@ A prompt reads `sort 4 8 3 1 =`, the right answer `1 3 4 8 <end>`. Words are tok
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Sequence
+from typing import NamedTuple
 
 PAD, END, SORT, EQUALS = "<pad>", "<end>", "sort", "="
 WORDS = (PAD, END, SORT, EQUALS, *"0123456789")
@@ -17,12 +17,8 @@ WORDS = (PAD, END, SORT, EQUALS, *"0123456789")
 IDS = {word: index for index, word in enumerate(WORDS)}
 PAD_ID, END_ID = IDS[PAD], IDS[END]
 
-DEMONSTRATIONS_RIGHT = 0.4
-DEMONSTRATIONS_DESCENDING = 0.3
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Puzzle:
+class Puzzle(NamedTuple):
     """Digits to sort."""
 
     digits: tuple[int, ...]
@@ -57,12 +53,8 @@ def demonstrate(puzzle: Puzzle, rng: random.Random) -> list[int]:
 
     A model that imitates the teacher knows the form of an answer; which answer is right is left to the reward.
     """
-    choice = rng.random()
-    if choice < DEMONSTRATIONS_RIGHT:
-        return puzzle.answer_ids
-    if choice < DEMONSTRATIONS_RIGHT + DEMONSTRATIONS_DESCENDING:
-        return answer_ids(sorted(puzzle.digits, reverse=True))
-    return answer_ids(puzzle.digits)
+    candidates = sorted(puzzle.digits), sorted(puzzle.digits, reverse=True), puzzle.digits
+    return answer_ids(rng.choices(candidates, weights=(0.4, 0.3, 0.3))[0])
 
 
 def reward(puzzle: Puzzle, token_ids: Sequence[int]) -> float:

@@ -1,19 +1,15 @@
 """One rank of the trainer: `python -m weightcast.demo.trainer SETTINGS RUN_DIRECTORY TRAINER_RANK`.
 
-Every rank makes the same model, keeps its shards (FSDP2), warms up while the engines start, reads their URLs
-as one JSON line from stdin, and trains: GRPO, one step off policy, with a publish in bf16 to every engine after each
-step. Rank 0 besides writes the model directory, requests the rollouts, checks the engines at the end, and writes
-events to stdout.
+Every rank makes the same model, keeps its shards (FSDP2), warms up while the engines start, reads their URLs as one
+JSON line from stdin, and trains: GRPO, one step off policy, with a publish in bf16 to every engine after each step.
+Rank 0 also writes the model directory, requests the rollouts, checks the engines, and writes events to stdout.
 
-Invariants: all ranks call collectives in the same order; only tensors travel between ranks; every token of a rollout
-is of a published version; a rank ends, and removes the run directory, when its stdin closes, that is when the process
-that started it has gone.
+Invariants: every token of a rollout is of a published version; a rank ends, and removes the run directory, when its
+stdin closes, that is when the process that started it is gone.
 """
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import json
 import math
 import os
@@ -26,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,24 +33,19 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.nn import Module
 
-from weightcast.demo import engine_check, grpo, policy, task
-from weightcast.demo.events import Evaluated, Event, RunEnded, Saved, Stepped, Warming
+from weightcast.demo import grpo, messages, policy, task
 from weightcast.demo.grpo import Batch
+from weightcast.demo.messages import DemoSettings, Evaluated, Event, RunEnded, Saved, Stepped, Warming
 from weightcast.demo.rollouts import Group, Rollouts, wait
-from weightcast.demo.settings import MODEL_DIRECTORY, TRANSPORTS, DemoSettings
 from weightcast.errors import WeightcastError
 from weightcast.sources.module import ModuleSource
 from weightcast.trainer.publisher import Publisher
 
-COLLECTIVE_SECONDS = 300.0
-"""Longer than the supervisor waits for an event, so that the supervisor is the one that reports a rank that hangs."""
 WARMUP_RAMP_STEPS = 20
 WARMUP_EVENTS = 20
 MAX_GRAD_NORM = 1.0
-NUM_THREADS = 1
-"""Of torch, here and in each engine: three busy processes on two cores only wait for each other with more."""
 TERMINATION_SECONDS = 5.0
 
 Emit = Callable[[Event], None]
@@ -73,15 +65,10 @@ def main(argv: Sequence[str]) -> None:
         if rank == 0:
             stdout.write(msgspec.json.encode(event) + b"\n")
 
-    torch.set_num_threads(NUM_THREADS)
+    torch.set_num_threads(1)  # here and in each engine: with more, processes on few cores wait for each other
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory / 'rendezvous'}",
-        rank=rank,
-        world_size=settings.num_trainer_ranks,
-        timeout=datetime.timedelta(seconds=COLLECTIVE_SECONDS),
-    )
+    rendezvous = f"file://{directory}/rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=settings.num_trainer_ranks)
     try:
         run(settings, directory, engines, emit)
     except WeightcastError as exc:
@@ -94,38 +81,35 @@ def main(argv: Sequence[str]) -> None:
 def run(settings: DemoSettings, directory: Path, engines: queue.SimpleQueue[list[str]], emit: Emit) -> None:
     """Train, and check the engines. Raises PublishError, or PeerError if an engine does not answer."""
     deadline = time.monotonic() + settings.budget_seconds
-    rng = random.Random(settings.seed)
-    make_model = partial(
-        policy.make_model, seed=settings.seed, hidden_size=settings.hidden_size, num_layers=settings.num_layers
-    )
+    make_model = partial(policy.make_model, settings.seed, settings.hidden_size, settings.num_layers)
     model, is_first = make_model(), dist.get_rank() == 0
     if is_first:
-        policy.save(model, directory / MODEL_DIRECTORY)
+        policy.save(model, directory / "model")
         emit(Saved(num_parameters=sum(p.numel() for p in model.parameters())))
     # On a CPU, torch's fused attention takes longer backwards in bf16 than all the rest of a small model together.
     model.set_attn_implementation("eager")
     shard(model, model.model.layers)
-    warm_start(model, settings, rng, emit)
+    warm_start(model, settings, emit)
     first_weights = full_weights(model)
     urls = engines.get()
-    source, transport = ModuleSource(model, dtype=torch.bfloat16), TRANSPORTS[settings.transport]
-    with contextlib.ExitStack() as stack:
-        publisher = stack.enter_context(Publisher(source, transport=transport, engines=urls))
-        rollouts = Rollouts(urls, prompts_per_request=settings.prompts_per_request, seed=settings.seed)
-        stack.enter_context(contextlib.closing(rollouts))
-        version = train(model, publisher, rollouts, settings, rng, deadline, emit)
+    source, transport = ModuleSource(model, dtype=torch.bfloat16), messages.TRANSPORTS[settings.transport]
+    with (
+        Publisher(source, transport=transport, engines=urls) as publisher,
+        closing(Rollouts(urls, prompts_per_request=settings.prompts_per_request, seed=settings.seed)) as rollouts,
+    ):
+        version = train(model, publisher, rollouts, settings, deadline, emit)
         last_weights = full_weights(model)
         if is_first:
             served, control = make_model(), make_model()
             served.load_state_dict(last_weights)
             control.load_state_dict(first_weights)
-            puzzles = task.draw(rng, settings.check_prompts, settings.num_digits)
+            puzzles = task.draw(random.Random(settings.seed), settings.check_prompts, settings.num_digits)
             for url in urls:
-                emit(engine_check.check(url, partial(rollouts.greedy, url), served, control, puzzles, version))
+                emit(policy.check(url, rollouts, served, control, puzzles, version))
     emit(RunEnded(is_early=version < settings.num_steps))
 
 
-def shard(model: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> None:
+def shard(model: Module, layers: Iterable[Module]) -> None:
     """Shard the model over all ranks (FSDP2), in fp32 for the optimizer; passes compute with its rounding to bf16.
 
     With bf16 weights alone most steps at the learning rates of RL would be rounded away.
@@ -136,11 +120,12 @@ def shard(model: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> None:
         fully_shard(module, mesh=mesh, mp_policy=precision)
 
 
-def warm_start(model: torch.nn.Module, settings: DemoSettings, rng: random.Random, emit: Emit) -> None:
+def warm_start(model: Module, settings: DemoSettings, emit: Emit) -> None:
     """Supervised imitation of an unreliable teacher, so that rewards begin above zero and below the top.
 
-    Every rank draws the same batches, from an `rng` in the same state, and learns from its share of each.
+    Every rank draws the same batches and learns from its share of each.
     """
+    rng = random.Random(f"{settings.seed}, warm start")
     deadline, num_steps = time.monotonic() + settings.warmup_seconds, settings.warmup_steps
     optimizer = make_optimizer(model, settings.warmup_learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -160,13 +145,7 @@ def warm_start(model: torch.nn.Module, settings: DemoSettings, rng: random.Rando
 
 
 def train(
-    model: torch.nn.Module,
-    publisher: Publisher,
-    rollouts: Rollouts,
-    settings: DemoSettings,
-    rng: random.Random,
-    deadline: float,
-    emit: Emit,
+    model: Module, publisher: Publisher, rollouts: Rollouts, settings: DemoSettings, deadline: float, emit: Emit
 ) -> int:
     """Publish the warm start as version 0, then each step's weights as the next version; return the last version.
 
@@ -175,6 +154,7 @@ def train(
     """
     rank, num_ranks, version = dist.get_rank(), dist.get_world_size(), 0
     half = settings.prompts_per_step // 2
+    rng = random.Random(f"{settings.seed}, training")
     eval_puzzles = task.draw(rng, settings.eval_prompts, settings.num_digits)
     optimizer = make_optimizer(model, settings.learning_rate)
 
@@ -184,8 +164,7 @@ def train(
 
     def evaluate(when: str) -> None:
         if rank == 0:
-            groups = wait(rollouts.request(eval_puzzles, settings.eval_answers))
-            found = statistics(groups, version)
+            found = statistics(wait(rollouts.request(eval_puzzles, settings.eval_answers)), version)
             emit(Evaluated(when=when, version=version, reward=found["reward"], solved=found["solved"]))
 
     started = time.perf_counter()
@@ -201,8 +180,8 @@ def train(
         if unknown:
             raise WeightcastError(f"rollouts came from versions {sorted(unknown)}; 0 to {version} were published")
         requests = request_half()
-        num_answers = 2 * half * settings.answers_per_prompt
-        batch = grpo.collate(groups) if rank == 0 else Batch.empty(num_answers, settings.num_digits)
+        empty = Batch.empty(2 * half * settings.answers_per_prompt, settings.num_digits)
+        batch = grpo.collate(groups) if rank == 0 else empty
         for tensor in batch:
             dist.broadcast(tensor, src=0)
         # Ranks have different numbers of tokens, and FSDP2 takes the mean of their gradients.
@@ -225,40 +204,31 @@ def statistics(groups: Sequence[Group], version: int) -> dict[str, Any]:
     """The fields of Stepped that describe rollouts, which the trainer received when it had this version."""
     rewards = [reward for group in groups for reward in group.rewards]
     versions = [answer.versions for group in groups for answer in group.answers]
-    num_rollouts = len(rewards)
     return {
-        "reward": sum(rewards) / max(1, num_rollouts),
-        "solved": rewards.count(1.0) / max(1, num_rollouts),
-        "num_rollouts": num_rollouts,
+        "reward": sum(rewards) / max(1, len(rewards)),
+        "solved": rewards.count(1.0) / max(1, len(rewards)),
+        "num_rollouts": len(rewards),
         "num_spanning": sum(len(set(each)) > 1 for each in versions),
         "num_tokens": sum(map(len, versions)),
         "num_stale_tokens": sum(number < version for each in versions for number in each),
     }
 
 
-def make_optimizer(model: torch.nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+def make_optimizer(model: Module, learning_rate: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, foreach=True)
 
 
-def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
-    """Take one step with clipped gradients, and clear them; return their norm before clipping.
-
-    A collective if the model is sharded.
-    """
+def update(model: Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    """Take one step with clipped gradients, and clear them. A collective."""
     loss.backward()  # type: ignore[no-untyped-call]
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
     optimizer.step()
     optimizer.zero_grad()
-    return _full(norm).item()
 
 
-def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of all weights, on every rank. A collective."""
-    return {name: _full(tensor).clone() for name, tensor in model.state_dict().items()}
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def full_weights(model: Module) -> dict[str, torch.Tensor]:
+    """A copy of all weights of a sharded model, on every rank. A collective."""
+    return {name: tensor.full_tensor().clone() for name, tensor in model.state_dict().items()}
 
 
 def mean_over_ranks(value: torch.Tensor) -> float:

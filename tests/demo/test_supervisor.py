@@ -10,18 +10,18 @@ import msgspec
 import pytest
 from demo import runs
 
-from weightcast.demo import events
+from weightcast.demo import messages
 from weightcast.demo.supervisor import SIGNALS, catch_signals
 
 
 def test_events_come_out_as_they_went_in() -> None:
     for event in runs.events():
-        assert events.decoder.decode(msgspec.json.encode(event)) == event
+        assert messages.decoder.decode(msgspec.json.encode(event)) == event
 
 
 def test_what_is_no_event_is_refused() -> None:
     with pytest.raises(msgspec.DecodeError):
-        events.decoder.decode(b"Loading weights: 100%\n")
+        messages.decoder.decode(b"Loading weights: 100%\n")
 
 
 @pytest.mark.usefixtures("leaves_nothing")

@@ -6,14 +6,13 @@ import random
 import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from functools import partial
 
 import pytest
 import torch
 
 from weightcast.control.server.app import EngineServer
 from weightcast.demo import policy
-from weightcast.demo.engine_check import check, differences
+from weightcast.demo.policy import check, differences
 from weightcast.demo.rollouts import BEFORE_ANY_UPDATE, Answer, Rollouts, wait
 from weightcast.demo.task import Puzzle, draw
 from weightcast.engines.gate import Gate
@@ -46,14 +45,13 @@ def serving(model: Model) -> Iterator[str]:
 def test_an_engine_is_equal_to_its_own_model_only() -> None:
     model, other = make_model(0), make_model(1)
     with serving(make_model(0)) as url, closing(Rollouts([url], prompts_per_request=2, seed=0)) as rollouts:
-        ask = partial(rollouts.greedy, url)
-        same = check(url, ask, model, other, PUZZLES, BEFORE_ANY_UPDATE)
+        same = check(url, rollouts, model, other, PUZZLES, BEFORE_ANY_UPDATE)
         assert not same.problems
         assert same.max_difference == 0.0 < same.tolerance < same.control_difference
         assert same.num_prompts == len(PUZZLES) <= same.num_tokens
-        assert check(url, ask, other, model, PUZZLES, BEFORE_ANY_UPDATE).problems
-        assert "nothing is proven" in check(url, ask, model, model, PUZZLES, BEFORE_ANY_UPDATE).problems[0]
-        assert "not 7" in check(url, ask, model, other, PUZZLES, 7).problems[0]
+        assert check(url, rollouts, other, model, PUZZLES, BEFORE_ANY_UPDATE).problems
+        assert "nothing is proven" in check(url, rollouts, model, model, PUZZLES, BEFORE_ANY_UPDATE).problems[0]
+        assert "not 7" in check(url, rollouts, model, other, PUZZLES, 7).problems[0]
 
 
 @pytest.mark.usefixtures("leaves_nothing")
