@@ -21,43 +21,20 @@ examples:
   weightcast demo --help
 """
 
-DEFAULT_STEPS = 40
-QUICK_STEPS = 3
+DEFAULT_STEPS, QUICK_STEPS = 40, 3
 MAX_TRAINER_RANKS = 8
-PLAIN_WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--steps",
-        type=values.integer(1),
-        metavar="N",
-        help=f"training steps, each with a publish (default: {DEFAULT_STEPS})",
-    )
-    add("--engines", type=values.integer(1), default=2, metavar="N", help="inference servers (default: %(default)s)")
-    add(
-        "--trainer-ranks",
-        type=values.integer(1, MAX_TRAINER_RANKS),
-        default=1,
-        metavar="N",
-        help=f"processes that the trainer's model is sharded over with FSDP2, at most {MAX_TRAINER_RANKS} "
-        "(default: %(default)s)",
-    )
-    add("--transport", choices=TRANSPORTS, default="ipc", help="of the weights (default: %(default)s)")
-    add(
-        "--seed",
-        type=values.integer(0, (1 << 31) - 1),
-        default=0,
-        help="of weights, puzzles and samples (default: %(default)s)",
-    )
-    add(
-        "--output",
-        type=Path,
-        default=Path("weightcast-demo"),
-        metavar="DIR",
-        help="of the report (default: ./%(default)s)",
-    )
+    add, positive, default = parser.add_argument, values.integer(1), "(default: %(default)s)"
+    ranks, seeds = values.integer(1, MAX_TRAINER_RANKS), values.integer(0, (1 << 31) - 1)
+    add("--steps", type=positive, metavar="N", help=f"training steps, each with a publish (default: {DEFAULT_STEPS})")
+    add("--engines", type=positive, default=2, metavar="N", help=f"inference servers {default}")
+    ranks_help = f"processes that the trainer's model is sharded over with FSDP2, at most {MAX_TRAINER_RANKS} {default}"
+    add("--trainer-ranks", type=ranks, default=1, metavar="N", help=ranks_help)
+    add("--transport", choices=TRANSPORTS, default="ipc", help=f"of the weights {default}")
+    add("--seed", type=seeds, default=0, help=f"of weights, puzzles and samples {default}")
+    add("--output", type=Path, default=Path("weightcast-demo"), metavar="DIR", help=f"of the report {default}")
     add("--quick", action="store_true", help="a tiny model and hardly any training: shows that everything runs")
 
 
@@ -72,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     )
     console = Console()
     if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH, force_terminal=False)
+        console = Console(width=120, force_terminal=False)
     result = report.Result(settings=settings, machine=report.this_machine(), num_engines=args.engines)
     started = time.perf_counter()
     try:

@@ -28,8 +28,6 @@ TOLERANCE = 1 / 64
 """Of a log-probability: the spacing of bf16 logits between 2 and 4. The same computation on the same machine gives
 equal values; rotary frequencies rounded to bf16, for example, are found at this tolerance."""
 
-_LARGEST = 9999.0
-
 
 def make_model(seed: int, hidden_size: int, num_layers: int) -> Qwen3ForCausalLM:
     """A new model in bf16, as engines serve it, in evaluation mode (it has no dropout). Equal seeds, equal weights."""
@@ -102,8 +100,8 @@ def check(
         control_difference = max(control_difference, _distance(control_logprobs, answer.logprobs))
     if control_difference <= TOLERANCE:
         problems.append(f"the first version differs by {control_difference:.4f} only: nothing is proven")
-    largest = difference, control_difference, TOLERANCE
-    return Checked(url, version, len(puzzles), num_tokens, *largest, tuple(problems))
+    counts = len(puzzles), num_tokens
+    return Checked(url, version, *counts, difference, control_difference, TOLERANCE, tuple(problems))
 
 
 def generate(model: Module, puzzle: Puzzle, version: int) -> Answer:
@@ -141,5 +139,5 @@ def differences(puzzle: Puzzle, expected: Answer, answer: Answer) -> list[str]:
 
 
 def _distance(a: Sequence[float], b: Sequence[float]) -> float:
-    """The largest difference. A NaN counts as _LARGEST: `max` would ignore it, and JSON can't hold it."""
-    return max(min(abs(x - y), _LARGEST) if x == x and y == y else _LARGEST for x, y in zip(a, b, strict=True))
+    """The largest difference; 9999 for one that is not finite, which JSON can't hold."""
+    return (torch.tensor(a) - torch.tensor(b)).abs().nan_to_num(9999.0, 9999.0).max().item()

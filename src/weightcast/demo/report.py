@@ -161,20 +161,18 @@ def draw(result: Result) -> Figure:
     figure = Figure(figsize=(9.4, 9.6), layout="constrained")
     reward, stages, pause = figure.subplots(3, 1)
     reward.plot(steps, [s.reward for s in result.updates], marker="o", markersize=4, label="rollouts")
-    for evaluated, style in ((result.start, ":"), (result.end, "--")):
-        if evaluated:
-            label = f"evaluation at the {evaluated.when}: {evaluated.reward:.2f}"
-            reward.axhline(evaluated.reward, linestyle=style, color="grey", label=label)
+    for each in filter(None, (result.start, result.end)):
+        label = f"evaluation at the {each.when}: {each.reward:.2f}"
+        reward.axhline(each.reward, linestyle=":" if each.when == "start" else "--", color="grey", label=label)
     reward.set(title="Mean reward of each step's rollouts (1: all answers are right)", ylim=(0, 1.05))
-    parts = {stage: numpy.array([1e3 * getattr(each, stage) for each in seconds]) for stage in STAGES}
-    totals = numpy.array([1e3 * each.total for each in seconds])
-    parts["rest"] = numpy.maximum(0.0, totals - sum(parts.values()))
+    parts = {stage: 1e3 * numpy.array([getattr(s, stage) for s in seconds]) for stage in STAGES}
+    parts["rest"] = numpy.maximum(0.0, 1e3 * numpy.array([s.total for s in seconds]) - sum(parts.values()))
     bottom = numpy.zeros(len(steps))
     for stage, heights in parts.items():
         stages.bar(steps, heights, bottom=bottom, label=stage)
         bottom = bottom + heights
     stages.set(title="Time to publish, by stage", ylabel="ms")
-    pause.bar(steps, [1e3 * each.pause for each in seconds])
+    pause.bar(steps, parts["pause"])
     pause.set(title="Pause of the engine that was paused longest", ylabel="ms", xlabel="step (= weight version)")
     for axes in (reward, stages, pause):
         axes.xaxis.get_major_locator().set_params(integer=True)

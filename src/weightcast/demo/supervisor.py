@@ -155,8 +155,9 @@ class Processes:
 
     def _read(self, name: str, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            self._inbox.put((name, line))
+        with process.stdout:
+            for line in process.stdout:
+                self._inbox.put((name, line))
         self._inbox.put((name, process.wait()))
 
     def close(self) -> None:
@@ -170,3 +171,5 @@ class Processes:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            assert process.stdin is not None
+            process.stdin.close()

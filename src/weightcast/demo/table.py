@@ -15,8 +15,6 @@ from rich.text import Text
 from weightcast.demo.messages import Checked, Evaluated, Event, RunEnded, Saved, Stepped, Warming
 
 STAGE_COLUMNS = ("gather", "pack", "send", "seal", "pause")
-_NUM_LINES_AROUND = 10
-_WIDE = 100
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -68,10 +66,11 @@ class LiveTable:
     def _draw(self, status: str) -> None:
         console, parts = self._live.console, list[Table | Text]()
         if self._steps:
-            table = Table(box=box.SIMPLE_HEAD, padding=(0, 1 if console.width >= _WIDE else 0), pad_edge=False)
+            table = Table(box=box.SIMPLE_HEAD, padding=(0, 1 if console.width >= 100 else 0), pad_edge=False)
             for title in columns(self._steps[-1]):
                 table.add_column(title.strip().replace(" ", "\n"), justify="right", no_wrap=True)
-            for step in self._steps[-max(5, console.height - _NUM_LINES_AROUND - len(self._notes)) :]:
+            num_rows = max(5, console.height - 10 - len(self._notes))  # the header and the lines below take 10
+            for step in self._steps[-num_rows:]:
                 table.add_row(*row(step))
             rewards = sparkline([step.reward for step in self._steps if step.num_rollouts])
             parts += [table, Text(f"reward {rewards}", style="green")]

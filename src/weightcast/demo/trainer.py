@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from weightcast.trainer.publisher import Publisher
 WARMUP_RAMP_STEPS = 20
 WARMUP_EVENTS = 20
 MAX_GRAD_NORM = 1.0
-TERMINATION_SECONDS = 5.0
+TERMINATION_SECONDS = 5
 
 Emit = Callable[[Event], None]
 
@@ -63,7 +63,8 @@ def main(argv: Sequence[str]) -> None:
 
     def emit(event: Event) -> None:
         if rank == 0:
-            stdout.write(msgspec.json.encode(event) + b"\n")
+            with suppress(BrokenPipeError):  # _read_stdin ends the process, once it has removed the run directory
+                stdout.write(msgspec.json.encode(event) + b"\n")
 
     torch.set_num_threads(1)  # here and in each engine: with more, processes on few cores wait for each other
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -251,9 +252,8 @@ def _read_stdin(engines: queue.SimpleQueue[list[str]], directory: Path) -> None:
         for line in stdin:
             engines.put(json.loads(line))
     shutil.rmtree(directory, ignore_errors=True)
+    signal.alarm(TERMINATION_SECONDS)  # ends the process also where no Python code runs any more
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(TERMINATION_SECONDS)
-    os._exit(1)
 
 
 if __name__ == "__main__":
