@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import re
 from collections.abc import Iterator
-from functools import partial
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
 
 from weightcast.control.server.app import EngineServer
-from weightcast.demo import oracle, policy
-from weightcast.demo.grpo import Answer
-from weightcast.demo.oracle import Continuation
-from weightcast.demo.rollouts import BEFORE_ANY_UPDATE, Rollouts
+from weightcast.demo import policy
+from weightcast.demo.policy import check, differences
+from weightcast.demo.rollouts import BEFORE_ANY_UPDATE, Answer, Rollouts, wait
 from weightcast.demo.task import Puzzle, draw
 from weightcast.engines.gate import Gate
 from weightcast.engines.module import ModuleEngine
@@ -23,7 +21,7 @@ from weightcast.engines.transformers import TextGenerator
 from weightcast.errors import PeerDiedError
 
 Model = policy.Qwen3ForCausalLM
-PUZZLES = [draw(random.Random(1), 3) for _ in range(4)]
+PUZZLES = draw(random.Random(1), 4, 3)
 
 
 def make_model(seed: int) -> Model:
@@ -35,7 +33,7 @@ def make_model(seed: int) -> Model:
     return model
 
 
-@contextlib.contextmanager
+@contextmanager
 def serving(model: Model) -> Iterator[str]:
     gate = Gate()
     generator = TextGenerator(model, policy.make_tokenizer(), gate=gate)
@@ -46,15 +44,14 @@ def serving(model: Model) -> Iterator[str]:
 @pytest.mark.usefixtures("leaves_nothing")
 def test_an_engine_is_equal_to_its_own_model_only() -> None:
     model, other = make_model(0), make_model(1)
-    with serving(make_model(0)) as url, Rollouts([url], prompts_per_request=2, seed=0) as rollouts:
-        ask = partial(rollouts.greedy, url)
-        same = oracle.check(url, ask, model, other, PUZZLES, BEFORE_ANY_UPDATE)
+    with serving(make_model(0)) as url, closing(Rollouts([url], prompts_per_request=2, seed=0)) as rollouts:
+        same = check(url, rollouts, model, other, PUZZLES, BEFORE_ANY_UPDATE)
         assert not same.problems
         assert same.max_difference == 0.0 < same.tolerance < same.control_difference
         assert same.num_prompts == len(PUZZLES) <= same.num_tokens
-        assert oracle.check(url, ask, other, model, PUZZLES, BEFORE_ANY_UPDATE).problems
-        assert "nothing is proven" in oracle.check(url, ask, model, model, PUZZLES, BEFORE_ANY_UPDATE).problems[0]
-        assert "not 7" in oracle.check(url, ask, model, other, PUZZLES, 7).problems[0]
+        assert check(url, rollouts, other, model, PUZZLES, BEFORE_ANY_UPDATE).problems
+        assert "nothing is proven" in check(url, rollouts, model, model, PUZZLES, BEFORE_ANY_UPDATE).problems[0]
+        assert "not 7" in check(url, rollouts, model, other, PUZZLES, 7).problems[0]
 
 
 @pytest.mark.usefixtures("leaves_nothing")
@@ -62,10 +59,10 @@ def test_rollouts_come_in_order_from_all_engines() -> None:
     with (
         serving(make_model(0)) as first,
         serving(make_model(1)) as second,
-        Rollouts([first, second], prompts_per_request=1, seed=0) as rollouts,
+        closing(Rollouts([first, second], prompts_per_request=1, seed=0)) as rollouts,
     ):
-        groups = rollouts.begin(PUZZLES, 3).result()
-        again = rollouts.begin(PUZZLES, 3).result()
+        groups = wait(rollouts.request(PUZZLES, 3))
+        again = wait(rollouts.request(PUZZLES, 3))
     assert [group.puzzle for group in groups] == PUZZLES
     for group in groups:
         assert len(group.answers) == 3
@@ -79,11 +76,11 @@ def test_rollouts_come_in_order_from_all_engines() -> None:
 def test_an_engine_that_is_gone_is_named() -> None:
     with serving(make_model(0)) as url:
         pass
-    with Rollouts([url], prompts_per_request=2, seed=0) as rollouts, pytest.raises(PeerDiedError, match=url):
-        rollouts.begin(PUZZLES, 1).result()
+    with closing(Rollouts([url], prompts_per_request=2, seed=0)) as rollouts, pytest.raises(PeerDiedError, match=url):
+        wait(rollouts.request(PUZZLES, 1))
 
 
-EXPECTED = Continuation((5, 6, 1), (-0.5, -0.25, 0.0))
+EXPECTED = Answer((5, 6, 1), (-0.5, -0.25, 0.0), (3, 3, 3))
 
 
 @pytest.mark.parametrize(
@@ -99,6 +96,6 @@ EXPECTED = Continuation((5, 6, 1), (-0.5, -0.25, 0.0))
     ],
 )
 def test_differences(answer: Answer, problem: str | None) -> None:
-    found = oracle.differences(Puzzle((1, 2)), EXPECTED, answer, 3)
+    found = differences(Puzzle((1, 2)), EXPECTED, answer)
     assert len(found) == (problem is not None)
     assert problem is None or re.search(problem, found[0])

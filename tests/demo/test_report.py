@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from demo import runs
 
-from weightcast.demo import page, report, svg
-from weightcast.demo.events import Checked, Evaluated, Event, RunEnded, Stepped
+from weightcast.demo import report
+from weightcast.demo.messages import Checked, Evaluated, Event, RunEnded, Stepped
 
 VOID = {"meta", "br"}
 
@@ -24,9 +24,12 @@ def without(kind: type[Event]) -> list[Event]:
 def test_a_good_run_has_no_failures() -> None:
     found = runs.result(*runs.events())
     assert found.failures() == []
-    assert found.reward_gain == pytest.approx(0.6)
-    assert (found.num_rollouts, found.num_spanning, len(found.updates)) == (32, 12, 4)
-    assert found.typical(lambda step: step.seconds.pause) == 0.006
+    assert len(found.updates) == 4
+    assert found.typical(lambda step: step.report.seconds.pause) == 0.006
+    reward, publishes = found.summary()
+    assert reward == "reward: 0.300 at the start, 0.900 at the end"
+    assert publishes.startswith("5 versions published to 2 engines while they generated; 12 of 32 rollouts went on")
+    assert "median publish 30 ms, pause 6 ms" in publishes
 
 
 @pytest.mark.parametrize(
@@ -53,8 +56,9 @@ def test_the_report_is_written_whole_and_replaces_the_last_one(tmp_path: Path) -
     assert sorted(directory.iterdir()) == sorted(paths) == [directory / "report.html", directory / "report.json"]
     found = json.loads(paths[0].read_bytes())
     assert found["failures"] == ["stopped"]
-    assert [step["versions"][runs.ENGINES[0]] for step in found["steps"]] == [0, 1, 2, 3, 4]
-    assert found["steps"][1]["seconds"]["pause"] == 0.006
+    assert [step["report"]["version"] for step in found["steps"]] == [0, 1, 2, 3, 4]
+    assert all(step["report"]["engines"][runs.ENGINES[0]]["ok"] for step in found["steps"])
+    assert found["steps"][1]["report"]["seconds"]["pause"] == 0.006
     assert found["start"]["reward"] == 0.3
 
 
@@ -75,42 +79,45 @@ class Balance(HTMLParser):
 
 @pytest.mark.parametrize("events", [runs.events(), [], without(Stepped), without(Checked)])
 def test_the_page_is_well_formed_and_needs_nothing_else(events: list[Event]) -> None:
-    html = page.render(runs.result(*events))
+    html = report.render(runs.result(*events))
     balance = Balance()
     balance.feed(html)
     balance.close()
     assert balance.open == []
-    assert not re.search(r"<script|<link|<img|\bsrc=|\bhref=|url\(|@import", html)
-    for drawing in re.findall(r"<svg.*?</svg>", html):
+    assert not re.search(r"<script|<link|<img|\bsrc=|\bhref=\"[^#]|url\([^#]|@import", html)
+    for drawing in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
         ElementTree.fromstring(drawing)
 
 
 def test_the_page_shows_the_run() -> None:
-    html = page.render(runs.result(*runs.events()))
-    assert len(re.findall("<svg", html)) == 3
-    assert "0.30 → 0.90" in html
-    assert html.count("<circle") == 4
+    html = report.render(runs.result(*runs.events()))
+    assert len(re.findall("<svg", html)) == 1
+    assert "0.300 at the start, 0.900 at the end" in html
+    for words in ("evaluation at the end: 0.90", "Time to publish, by stage", "offer", "Pause of the engine"):
+        assert words in html
     assert html.count(">equal<") == 2
-    for colour in set(re.findall(r"var\(--(c-[a-z]+)\)", html)):
-        assert f"--{colour}:" in html
+    assert html.count("<td>v4</td>") == 2
 
 
 def test_what_engines_say_is_escaped() -> None:
-    html = page.render(runs.result(*without(RunEnded), RunEnded(problem="<b>&")))
+    html = report.render(runs.result(*without(RunEnded), RunEnded(problem="<b>&")))
     assert "<b>&" not in html
     assert "&lt;b&gt;&amp;" in html
 
 
-def test_bars_are_as_high_as_their_values() -> None:
-    drawing = ElementTree.fromstring(svg.stacked([1, 2], {"pack": [1.0, 2.0], "send": [3.0, 0.0]}, unit=" ms"))
-    heights = [float(bar.get("height", "nan")) for bar in drawing.iter("rect")]
-    assert len(heights) == 3, "an empty part has no bar"
-    assert heights[1] == pytest.approx(2 * heights[0], abs=0.02)
-    assert heights[2] == pytest.approx(3 * heights[0], abs=0.02)
+def test_the_plots_have_the_values_of_the_run() -> None:
+    reward, stages, pause = report.draw(runs.result(*runs.events())).axes
+    assert list(reward.lines[0].get_ydata()) == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert [line.get_ydata()[0] for line in reward.lines[1:]] == [0.3, 0.9]
+    heights = [[bar.get_height() for bar in bars] for bars in stages.containers]
+    assert [row[0] for row in heights] == pytest.approx([1, 2, 3, 4, 5, 6, 9]), "the last is the rest of 30 ms"
+    tops = [bar.get_y() + bar.get_height() for bar in stages.containers[-1]]
+    assert tops == pytest.approx([30] * 4)
+    assert [bar.get_height() for bar in pause.patches] == pytest.approx([6] * 4)
 
 
-@pytest.mark.parametrize(
-    ("largest", "top"), [(0, 1), (0.7, 0.8), (1, 1), (1.2, 1.5), (2.3, 2.5), (2.6, 3), (70, 80), (95, 100)]
-)
-def test_nice_top(largest: float, top: float) -> None:
-    assert svg.nice_top(largest) == pytest.approx(top)
+def test_stages_that_overlap_leave_no_rest() -> None:
+    step = runs.step(1)
+    step.report.seconds.total = 0.001
+    _, stages, _ = report.draw(runs.result(step)).axes
+    assert [bar.get_height() for bar in stages.containers[-1]] == [0]
