@@ -33,8 +33,11 @@ class CausalModel:
         config = model.config.get_text_config(decoder=True)
         self.vocab_size = int(config.vocab_size)
         self.max_model_len = int(getattr(config, "max_position_embeddings", None) or 1 << 31)
-        found = [getattr(x, "eos_token_id", None) for x in (getattr(model, "generation_config", None), tokenizer)]
-        self.eos_token_ids = frozenset(i for ids in found for i in (ids if isinstance(ids, list) else [ids])) - {None}
+        eos: set[int] = set()
+        for owner in (getattr(model, "generation_config", None), tokenizer):
+            ids = getattr(owner, "eos_token_id", None)
+            eos.update([] if ids is None else [ids] if isinstance(ids, int) else ids)
+        self.eos_token_ids = frozenset(eos)
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
     def new_cache(self) -> DynamicCache:
