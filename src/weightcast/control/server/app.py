@@ -139,9 +139,9 @@ class EngineServer:
             while thread is not None and thread.is_alive() and not signals:
                 thread.join(_SIGNAL_POLL_SECONDS)
         finally:
+            self.close()
             for number, handler in zip(numbers, former, strict=True):
                 signal.signal(number, handler)
-            self.close()
 
     def __enter__(self) -> EngineServer:
         return self.start() if self._thread is None else self
