@@ -179,7 +179,7 @@ class DecodeRow:
         self._logprobs += added
         if token in self.request.stop_token_ids:
             self.finish_reason = "stop"
-            self._text.finish(self.output[:-1])
+            self._text.finish(self.output[:-1])  # The stop token has no text.
         elif self._text.push(self.output):
             self.finish_reason = "stop"
         elif len(self.output) >= self.request.sampling.max_tokens:
