@@ -42,7 +42,7 @@ def test_the_package_itself_loads_nothing_but_itself() -> None:
         ("from weightcast import Manifest, TensorSpec, Gate", ("torch", *SERVER, *CLIENT, *TOOLS, *ENGINES)),
         ("from weightcast import Publisher, ModuleSource, HttpEngine", (*SERVER, *TOOLS, *ENGINES, "pickle_server")),
         ("from weightcast import ModuleEngine", (*SERVER, *CLIENT, *TOOLS, *ENGINES)),
-        ("from weightcast import EngineServer", (*CLIENT, *TOOLS, *ENGINES)),
+        ("from weightcast import EngineServer", ("fastapi", *CLIENT, *TOOLS, *ENGINES)),
         ("import weightcast.serving.worker", (*SERVER, *CLIENT, *TOOLS, *ENGINES)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -53,7 +53,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "ray": ("integrations.vllm.clients", "integrations.vllm.objects"),
     "transformers": ("engines.transformers.*", "demo.*", "bench.shapes", "cli.serve"),
     "tokenizers": ("demo.*",),
-    "fastapi": ("control.server.app", "integrations.vllm.routes", "integrations.sglang.routes"),
+    "fastapi": ("integrations.vllm.routes", "integrations.sglang.routes"),
     "starlette": ("control.replies", "control.routes", "control.server.*", "integrations.*.routes"),
     "uvicorn": ("control.server.app",),
     "prometheus_client": ("control.server.metrics",),

@@ -168,6 +168,17 @@ def test_a_body_over_the_cap_is_refused_before_it_is_read(plain: EngineServer, a
     assert ask.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "detail"),
+    [("GET", "/nowhere", 404, "Not Found"), ("GET", "/pause", 405, "Method Not Allowed")],
+)
+def test_an_unknown_route_is_answered_in_json(
+    ask: httpx.Client, method: str, path: str, status: int, detail: str
+) -> None:
+    answer = ask.request(method, path)
+    assert (answer.status_code, answer.json()) == (status, {"detail": detail})
+
+
 def test_a_call_without_a_hold_comes_back_as_the_error_it_was(engine: HttpEngine) -> None:
     manifest = plan(engine.specs(), 1 << 20)
     for call in (

@@ -7,7 +7,7 @@ where the client can rebuild the error from it; no traceback does.
 from __future__ import annotations
 
 import logging
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -17,7 +17,6 @@ from weightcast.errors import (
     ClosedError,
     EngineTornError,
     IncompleteUpdateError,
-    InstallError,
     InsufficientMemoryError,
     IntegrityError,
     ManifestError,
@@ -28,31 +27,24 @@ from weightcast.errors import (
     to_record,
 )
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-_STATUS: tuple[tuple[type[Exception], int], ...] = (
-    (InsufficientMemoryError, 507),
-    (RefusedError, 409),
-    (IncompleteUpdateError, 409),
-    (IntegrityError, 409),
-    (UpdateAbortedError, 409),
-    (ClosedError, 409),
-    (InstallError, 500),
-    (EngineTornError, 503),
-    (PeerTimeoutError, 504),
-    (PeerDiedError, 502),
-    (ManifestError, 400),
-    (ValueError, 400),
+_STATUS: tuple[tuple[tuple[type[Exception], ...], int], ...] = (
+    ((InsufficientMemoryError,), 507),
+    ((RefusedError, IncompleteUpdateError, IntegrityError, UpdateAbortedError, ClosedError), 409),
+    ((EngineTornError,), 503),
+    ((PeerTimeoutError,), 504),
+    ((PeerDiedError,), 502),
+    ((ManifestError, ValueError), 400),
 )
-"""The first class that fits decides; anything else is 500."""
+"""The first row that fits decides; any other error, such as InstallError, is 500."""
 
 
 def status_of(error: BaseException) -> int:
     """The HTTP status of an error on a weight route."""
     if isinstance(error, ManifestError) and error.fault == "too_large":
         return 413
-    return next((status for cls, status in _STATUS if isinstance(error, cls)), 500)
+    return next((status for classes, status in _STATUS if isinstance(error, classes)), 500)
 
 
 def reply(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -78,16 +70,12 @@ def refusal(message: str, kind: str, status: int) -> Response:
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The whole body. Raises ManifestError (`too_large`) as soon as it is over the cap, declared or not."""
+    message = f"the body is larger than the {max_bytes} bytes that this route takes"
     if int(request.headers.get("content-length") or 0) > max_bytes:
-        raise _too_large(max_bytes)
-    chunks, num_bytes = [], 0
+        raise ManifestError(message, fault="too_large")
+    body = bytearray()
     async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes > max_bytes:
-            raise _too_large(max_bytes)
-        chunks.append(chunk)
-    return b"".join(chunks)
-
-
-def _too_large(max_bytes: int) -> ManifestError:
-    return ManifestError(f"the body is larger than the {max_bytes} bytes that this route takes", fault="too_large")
+        if len(body) + len(chunk) > max_bytes:
+            raise ManifestError(message, fault="too_large")
+        body += chunk
+    return bytes(body)

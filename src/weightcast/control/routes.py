@@ -18,9 +18,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from weightcast.control.replies import error_reply, read_body, refusal, reply
-from weightcast.control.server.metrics import ServerMetrics
 from weightcast.errors import EngineTornError, ManifestError, UnsupportedError
-from weightcast.format.manifest import MAX_MESSAGE_BYTES, TensorSpec, decode
+from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode
 from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.serving.worker import Worker
@@ -51,7 +50,7 @@ def version_number(text: str) -> int:
 
 
 def pause_mode(request: Request, default: PauseMode) -> PauseMode:
-    """The query's `mode`. Raises ValueError for one that there is not."""
+    """The query's `mode`. Raises ValueError for an unknown one."""
     mode = request.query_params.get("mode", default)
     if mode not in get_args(PauseMode):
         raise ValueError(f"mode is {mode[:40]!r}; it must be one of {', '.join(get_args(PauseMode))}")
@@ -59,13 +58,18 @@ def pause_mode(request: Request, default: PauseMode) -> PauseMode:
 
 
 def guarded(handler: Handler, *, token: str | None, on_error: Callable[[Exception], None]) -> Handler:
-    """A weight route: refuses who may not call it, and answers with the error that `handler` raises."""
+    """A weight route: refuses callers without the token, and answers with the error that `handler` raises.
+
+    Errors become replies here, not in handlers of the application, which for a plugin is the host's.
+    """
     expected = None if token is None else f"Bearer {token}".encode()
 
     async def guarded(request: Request) -> Response:
-        refused = _refuse(request, expected)
-        if refused is not None:
-            return refused
+        given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+        if expected is not None and not hmac.compare_digest(given, expected):
+            return refusal("this weight route needs the server's token: `Authorization: Bearer ...`", "auth", 401)
+        if expected is None and "origin" in request.headers:
+            return refusal("weight routes do not answer pages in a browser; set a token to allow it", "origin", 403)
         try:
             return await handler(request)
         except ClientDisconnect:
@@ -77,54 +81,44 @@ def guarded(handler: Handler, *, token: str | None, on_error: Callable[[Exceptio
     return guarded
 
 
-def _refuse(request: Request, expected: bytes | None) -> Response | None:
-    if expected is not None:
-        given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, expected):
-            return refusal("this weight route needs the server's token: `Authorization: Bearer ...`", "auth", 401)
-    elif "origin" in request.headers:
-        return refusal("weight routes do not answer pages in a browser; set a token to allow it", "origin", 403)
-    return None
-
-
 class WeightRoutes:
-    """One worker's routes. `pool` runs the calls that may block; `token` is None where everyone local may call."""
+    """One worker's routes. `pool` runs the calls that may block; without a `token` all local processes may call.
 
-    def __init__(self, worker: Worker, pool: ThreadPoolExecutor, metrics: ServerMetrics, *, token: str | None) -> None:
+    `on_error` gets each error that a route answers with.
+    """
+
+    def __init__(
+        self, worker: Worker, pool: ThreadPoolExecutor, *, token: str | None, on_error: Callable[[Exception], None]
+    ) -> None:
         self._worker = worker
         self._pool = pool
-        self._metrics = metrics
         self._token = token
+        self._on_error = on_error
 
     def routes(self) -> list[Route]:
-        posts: dict[str, Handler] = {
-            "/update_weights": self._update,
-            "/finish_weight_update": self._finish,
-            "/pause": self._pause,
-            "/resume": self._resume,
-            "/init_weight_transfer_engine": self._init,
-            "/start_weight_update": self._start,
-            "/shutdown_weight_transfer_engine": self._shutdown,
-        }
-        gets: dict[str, Handler] = {
-            "/weight_info": self._info,
-            "/is_paused": self._is_paused,
-            "/get_world_size": self._world_size,
-            "/weight_specs": self._specs,
-            "/weight_digests": self._digests,
-        }
-        return [
-            *(Route(path, self._guard(handler), methods=["POST"]) for path, handler in posts.items()),
-            *(Route(path, self._guard(handler), methods=["GET"]) for path, handler in gets.items()),
+        handlers: list[tuple[str, str, Handler]] = [
+            ("POST", "/init_weight_transfer_engine", self._init),
+            ("POST", "/start_weight_update", self._start),
+            ("POST", "/update_weights", self._update),
+            ("POST", "/finish_weight_update", self._finish),
+            ("POST", "/pause", self._pause),
+            ("POST", "/resume", self._resume),
+            ("POST", "/shutdown_weight_transfer_engine", self._shutdown),
+            ("GET", "/weight_info", self._info),
+            ("GET", "/is_paused", self._is_paused),
+            ("GET", "/get_world_size", self._world_size),
+            ("GET", "/weight_specs", self._specs),
+            ("GET", "/weight_digests", self._digests),
         ]
-
-    def _guard(self, handler: Handler) -> Handler:
-        return guarded(handler, token=self._token, on_error=self._metrics.request_failed)
+        return [
+            Route(path, guarded(handler, token=self._token, on_error=self._on_error), methods=[method])
+            for method, path, handler in handlers
+        ]
 
     async def _run(self, call: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
 
-    # --- vLLM's ---
+    # --- vLLM's routes ---
 
     async def _init(self, request: Request) -> Response:
         body = await read_body(request, MAX_SMALL_BODY_BYTES)
@@ -147,8 +141,7 @@ class WeightRoutes:
         return reply({"message": "installed", "weight_version": str(version.number), "run": version.run})
 
     async def _pause(self, request: Request) -> Response:
-        mode = pause_mode(request, "keep")
-        await self._run(self._worker.pause, mode, request.query_params.get("run", ""))
+        await self._run(self._worker.pause, pause_mode(request, "keep"), request.query_params.get("run", ""))
         return reply({"message": "paused"})
 
     async def _resume(self, request: Request) -> Response:
@@ -168,29 +161,25 @@ class WeightRoutes:
     async def _info(self, request: Request) -> Response:
         return reply(self._worker.info())
 
-    # --- ours ---
+    # --- weightcast's own routes ---
 
     async def _specs(self, request: Request) -> Response:
-        return reply(await self._run(lambda: {"tensors": self._read_specs()}))
-
-    def _read_specs(self) -> list[TensorSpec]:
-        specs = self._worker.engine.specs()
+        specs = await self._run(self._worker.engine.specs)
         if specs is None:
             raise UnsupportedError(f"{type(self._worker.engine).__name__} can't say which tensors it takes")
-        return list(specs)
+        return reply({"tensors": list(specs)})
 
     async def _digests(self, request: Request) -> Response:
-        return reply(await self._run(self._read_digests, request.query_params.getlist("names")))
+        return reply(await self._run(self._read_digests, set(request.query_params.getlist("names"))))
 
-    def _read_digests(self, names: list[str]) -> dict[str, object]:
-        """A digest of each tensor (or of those named), all of one version: generation stands still meanwhile."""
-        wanted, gate = set(names), self._worker.gate
+    def _read_digests(self, names: set[str]) -> dict[str, object]:
+        """A digest of each tensor (or of those named), all of one version: generation waits meanwhile."""
         with self._worker.reading() as engine:
-            if gate.torn:
-                raise EngineTornError(gate.torn)
+            if self._worker.gate.torn:
+                raise EngineTornError(self._worker.gate.torn)
             info = self._worker.info()
-            digests = {name: tensor_digest(tensor) for name, tensor in engine.tensors() if not names or name in wanted}
-        unknown = sorted(wanted - digests.keys())
+            digests = {name: tensor_digest(tensor) for name, tensor in engine.tensors() if not names or name in names}
+        unknown = sorted(names - digests.keys())
         if unknown:
             raise ValueError(f"this engine has no tensor {', '.join(unknown[:8])} ({len(unknown)} unknown names)")
         return {"run": info.run, "weight_version": info.weight_version, "digests": digests}

@@ -1,7 +1,7 @@
 """OpenAI's POST /v1/completions and GET /v1/models over a TextGenerator.
 
-Invariants: a client that goes away gives its rows back; an answer names the weight versions that made it; errors have
-OpenAI's shape. Tokenizing runs in a thread, generation in the generator's own.
+Invariants: the rows of a client that goes away are cancelled; an answer names the weight versions that made it; errors
+have OpenAI's shape. Tokenizing runs in a thread, generation in the generator's own.
 """
 
 from __future__ import annotations
@@ -11,35 +11,26 @@ import contextlib
 import functools
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive
 
-from weightcast.control.replies import logger, read_body, reply
+from weightcast.control.replies import logger, read_body, reply, status_of
 from weightcast.control.server.metrics import ServerMetrics
 from weightcast.control.server.openai import AnswerFormat, CompletionBody
 from weightcast.engines.transformers import Completion, Delta, QueueFullError, TextGenerator
 from weightcast.engines.transformers import Request as Generation
-from weightcast.errors import ClosedError, EngineTornError, ManifestError
+from weightcast.errors import ClosedError
 from weightcast.format.manifest import decode
 
 MAX_BODY_BYTES = 16 << 20
 _MAX_CACHED_TOKENS = 1 << 16
-
-_STATUS: tuple[tuple[type[Exception], int, str], ...] = (
-    (QueueFullError, 429, "rate_limit_error"),
-    (EngineTornError, 503, "service_unavailable"),
-    (ClosedError, 503, "service_unavailable"),
-    (ManifestError, 400, "invalid_request_error"),
-    (ValueError, 400, "invalid_request_error"),
-    (LookupError, 404, "invalid_request_error"),
-)
+_ERROR_TYPES = {429: "rate_limit_error", 500: "internal_server_error", 503: "service_unavailable"}
+_ERROR_HEADERS = {413: {"connection": "close"}, 429: {"retry-after": "1"}, 503: {"retry-after": "1"}}
 
 
 def completion_routes(generator: TextGenerator, metrics: ServerMetrics, *, model_name: str) -> list[Route]:
@@ -72,6 +63,8 @@ class _Completions:
         return reply({"object": "list", "data": [model]})
 
     async def create(self, request: Request) -> Response:
+        # Errors become replies here: after a handler of the application has answered an unforeseen error, such as one
+        # of the model, Starlette raises it again, and uvicorn logs it and closes the connection.
         try:
             body: CompletionBody = decode(await read_body(request, MAX_BODY_BYTES), CompletionBody)
             body.check(self._model_name)
@@ -81,32 +74,44 @@ class _Completions:
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as exc:
-            return _error_reply(exc)
+            error = _error_body(exc)
+            return reply(error, error["error"]["code"], _ERROR_HEADERS.get(error["error"]["code"]))
 
     async def _submit(self, body: CompletionBody, on_delta: Callable[[Delta], None] | None = None) -> Generation:
         sampling = body.sampling()
         prompts = await asyncio.to_thread(body.prompts, self._generator.encode)
         return self._generator.submit(prompts, sampling, on_delta=on_delta)
 
-    def _format(self) -> AnswerFormat:
-        return AnswerFormat(self._model_name, self._token_text)
-
     async def _answer(self, request: Request, body: CompletionBody) -> Response:
         generation = await self._submit(body)
-        completions = await _until_gone(generation, request.receive)
-        if completions is None:
-            return Response(status_code=499)
-        self._count(completions)
-        return reply(self._format().answer(completions, generation.sampling.n, generation.weight_version))
+        answer = asyncio.wrap_future(generation.future)
+        gone: asyncio.Future[None] = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                return Response(status_code=499)
+        finally:
+            gone.cancel()
+            generation.cancel()
+        completions = self._count(answer.result())
+        answers = AnswerFormat(self._model_name, self._token_text)
+        return reply(answers.answer(completions, generation.sampling.n, generation.weight_version))
 
     async def _stream(self, body: CompletionBody) -> Response:
-        deltas = _Deltas()
-        generation = await self._submit(body, deltas.put)
-        generation.future.add_done_callback(deltas.end)
+        deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def put(delta: Delta | None) -> None:
+            """Called in the generator's thread."""
+            with contextlib.suppress(RuntimeError):  # The loop has ended, and the reader with it.
+                loop.call_soon_threadsafe(deltas.put_nowait, delta)
+
+        generation = await self._submit(body, put)
+        generation.future.add_done_callback(lambda _: put(None))
         return StreamingResponse(self._events(generation, deltas), media_type="text/event-stream")
 
-    async def _events(self, generation: Generation, deltas: _Deltas) -> AsyncIterator[bytes]:
-        answers = self._format()
+    async def _events(self, generation: Generation, deltas: asyncio.Queue[Delta | None]) -> AsyncIterator[bytes]:
+        answers = AnswerFormat(self._model_name, self._token_text)
         num_tokens: dict[int, int] = defaultdict(int)
         num_chars: dict[int, int] = defaultdict(int)
         try:
@@ -115,49 +120,20 @@ class _Completions:
                 num_tokens[delta.index] += len(delta.token_ids)
                 num_chars[delta.index] += len(delta.text)
             self._count(generation.future.result(0))
-        except (Exception, CancelledError) as exc:
-            yield _event(_error_body(exc)[1])
+        except Exception as exc:
+            yield _event(_error_body(exc))
         finally:
             generation.cancel()
         yield b"data: [DONE]\n\n"
 
-    def _count(self, completions: Sequence[Completion]) -> None:
+    def _count(self, completions: list[Completion]) -> list[Completion]:
         for done in completions:
             self._metrics.completed(done.finish_reason, len(done.prompt_token_ids), len(done.token_ids))
+        return completions
 
 
-class _Deltas:
-    """Carries a stream's deltas from the generator's thread to the event loop it was made on."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Delta | None] = asyncio.Queue()
-
-    def put(self, delta: Delta | None) -> None:
-        with contextlib.suppress(RuntimeError):  # The loop has ended, and the reader with it.
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, delta)
-
-    def end(self, _: object) -> None:
-        self.put(None)
-
-    async def get(self) -> Delta | None:
-        return await self._queue.get()
-
-
-async def _until_gone(generation: Generation, receive: Receive) -> list[Completion] | None:
-    """Wait for the completions; None, and the rows are given back, if the client goes away first."""
-    answer = asyncio.wrap_future(generation.future)
-    gone: asyncio.Future[None] = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-        return answer.result() if answer.done() else None
-    finally:
-        gone.cancel()
-        generation.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
@@ -165,18 +141,13 @@ def _event(body: Any) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-def _error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
-    found = next((known for known in _STATUS if isinstance(error, known[0])), None)
-    _, status, kind = found or (Exception, 500, "internal_server_error")
+def _error_body(error: BaseException) -> dict[str, Any]:
+    """An error in OpenAI's shape. Where it differs from a weight route's: a server that closes is 503, not 409."""
+    own = ((QueueFullError, 429), (ClosedError, 503), (LookupError, 404))
+    status = next((status for kind, status in own if isinstance(error, kind)), status_of(error))
+    message = str(error)
     if status == 500:
         logger.error("a completion failed", exc_info=error)
-    message = str(error) if found else f"{type(error).__name__}: {error}"
-    return status, {"error": {"message": message, "type": kind, "param": None, "code": status}}
-
-
-def _error_reply(error: BaseException) -> Response:
-    status, body = _error_body(error)
-    if isinstance(error, ManifestError) and error.fault == "too_large":
-        status = body["error"]["code"] = 413
-    headers = {413: {"connection": "close"}, 429: {"retry-after": "1"}, 503: {"retry-after": "1"}}
-    return reply(body, status, headers.get(status))
+        message = f"{type(error).__name__}: {message}"
+    kind = _ERROR_TYPES.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
