@@ -8,7 +8,7 @@ Each request has a connection of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -62,25 +62,21 @@ class HttpRoutes:
 
     def get(self, path: str, kind: type[T]) -> T:
         """GET, decoded. Raises PeerError, or the engine's own error; ControlError for a reply of another form."""
-        return self._decoded(path, self._content("GET", path), kind)
+        return self._decoded(path, self._request("GET", path)[1], kind)
 
     def post(self, path: str, body: bytes | None = None) -> bytes:
         """POST, and the reply's bytes. Raises PeerError, or the engine's own error."""
-        return self._content("POST", path, body)
+        return self._request("POST", path, body)[1]
 
     def post_for(self, path: str, body: bytes, kind: type[T]) -> T:
         """POST, and the reply decoded. Raises what `get` does."""
-        return self._decoded(path, self._content("POST", path, body), kind)
+        return self._decoded(path, self._request("POST", path, body)[1], kind)
 
     def probe(self, path: str, kind: type[T]) -> T | None:
         """GET; None if the server has no such route or answers in another form. Raises the other errors of `get`."""
-        status, content = self._send("GET", path, None)
-        if status in (404, 405):
-            return None
-        if status != 200:
-            raise self._error(path, status, content)
+        status, content = self._request("GET", path, expected=(200, 404, 405))
         try:
-            return decode(content, kind)
+            return decode(content, kind) if status == 200 else None
         except WeightcastError:
             return None
 
@@ -94,14 +90,10 @@ class HttpRoutes:
         except WeightcastError as exc:
             raise ControlError(f"{self.name}{path} did not answer as an engine: {exc}", peer=self.name) from exc
 
-    def _content(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        status, content = self._send(method, path, body)
-        if status != 200:
-            raise self._error(path, status, content)
-        return content
-
-    def _send(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
-        """The status and the whole reply: by the deadline, and no larger than a message may be."""
+    def _request(
+        self, method: str, path: str, body: bytes | None = None, *, expected: Collection[int] = (200,)
+    ) -> tuple[int, bytes]:
+        """The status, one of those expected, and the whole reply: by the deadline, no larger than a message may be."""
         if self._client.is_closed:
             raise ClosedError(f"the connections to {self.name} were closed")
         end, content = time.monotonic() + self._timeout_seconds, bytearray()
@@ -118,6 +110,8 @@ class HttpRoutes:
             raise PeerTimeoutError(f"{self.name}{path} gave no answer in time: {exc}", peer=self.name) from exc
         except self._httpx.HTTPError as exc:
             raise PeerDiedError(f"{self.name}{path} can't be reached: {exc}", peer=self.name) from exc
+        if reply.status_code not in expected:
+            raise self._error(path, reply.status_code, bytes(content))
         return reply.status_code, bytes(content)
 
     def _error(self, path: str, status: int, content: bytes) -> WeightcastError:

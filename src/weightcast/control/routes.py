@@ -115,8 +115,8 @@ class WeightRoutes:
             for method, path, handler in handlers
         ]
 
-    async def _run(self, call: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
+    def _run(self, call: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
 
     # --- vLLM's routes ---
 
