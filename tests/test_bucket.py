@@ -7,10 +7,11 @@ import pytest
 import torch
 import xxhash
 
-from weightcast.bucket import (
+from weightcast.errors import IntegrityError
+from weightcast.format import bucket
+from weightcast.format.bucket import (
     TRAILER_BYTES,
     Layout,
-    Packer,
     check_trailer,
     device_sums,
     narrow,
@@ -19,10 +20,11 @@ from weightcast.bucket import (
     slot_size_bytes,
     write_trailer,
 )
-from weightcast.errors import IntegrityError
-from weightcast.manifest import DigestKind, Region, TensorSpec, WeightVersion
-from weightcast.plan import plan, whole
+from weightcast.format.geometry import Region, whole
+from weightcast.format.manifest import DigestKind, TensorSpec, WeightVersion
+from weightcast.format.plan import plan
 from weightcast.testing.payloads import DTYPES, PAYLOADS, Payload, random_tensor, raw_bytes
+from weightcast.trainer.packer import Packer
 
 VERSION = WeightVersion("0123456789abcdef" * 2, 7)
 KINDS: tuple[DigestKind, ...] = ("xxh3-128", "sum-64x2")
@@ -235,6 +237,6 @@ def test_a_slot_holds_any_bucket_and_its_trailer() -> None:
 
 
 def test_a_dtype_that_this_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(__import__("weightcast.bucket").bucket.TORCH_DTYPES, "float8_e8m0fnu")
+    monkeypatch.delitem(bucket.TORCH_DTYPES, "float8_e8m0fnu")
     with pytest.raises(ValueError, match=r"has no dtype float8_e8m0fnu: use a newer one"):
         Layout(plan([TensorSpec("w", "float8_e8m0fnu", (4,))], 4096))

@@ -15,10 +15,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from weightcast import conversion
-from weightcast.checkpoint import LiveCheckpoint, checkpoint_tensors
+from weightcast.checkpoint import conversion
+from weightcast.checkpoint.live import LiveCheckpoint, checkpoint_tensors
 from weightcast.errors import ManifestError
-from weightcast.plan import whole
+from weightcast.format.geometry import whole
 
 SMALL = {
     "vocab_size": 64,

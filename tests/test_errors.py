@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from weightcast import errors
-from weightcast.control.messages import MAX_LINK_MESSAGE_BYTES, Failed
 from weightcast.errors import (
     MAX_LISTED_PROBLEMS,
     ErrorRecord,
@@ -22,7 +21,8 @@ from weightcast.errors import (
     from_record,
     to_record,
 )
-from weightcast.manifest import encode
+from weightcast.format.manifest import encode
+from weightcast.format.messages import MAX_LINK_MESSAGE_BYTES, Failed
 
 KINDS = [
     cls

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from weightcast.engines.gate import Gate
 from weightcast.errors import EngineTornError, PeerTimeoutError
-from weightcast.gate import Gate
-from weightcast.manifest import WeightVersion
+from weightcast.format.manifest import WeightVersion
 
 DEADLINE = 10.0
 SOON = 0.05

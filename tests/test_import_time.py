@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-SERVER = ("fastapi", "starlette", "uvicorn", "transformers", "prometheus_client", "weightcast.control.server")
-CLIENT = ("httpx", "weightcast.publisher", "weightcast.control.client")
+SERVER = ("fastapi", "starlette", "uvicorn", "transformers", "prometheus_client", "weightcast.control.server.app")
+CLIENT = ("httpx", "weightcast.trainer.publisher", "weightcast.control.client")
 TOOLS = ("rich", "matplotlib", "weightcast.cli", "weightcast.demo", "weightcast.bench", "weightcast.testing")
 ENGINES = ("vllm", "sglang", "torchrl", "ray", "megatron")
 
@@ -42,8 +42,8 @@ def test_the_package_itself_loads_nothing_but_itself() -> None:
         ("from weightcast import Manifest, TensorSpec, Gate", ("torch", *SERVER, *CLIENT, *TOOLS, *ENGINES)),
         ("from weightcast import Publisher, ModuleSource, HttpEngine", (*SERVER, *TOOLS, *ENGINES, "pickle_server")),
         ("from weightcast import ModuleEngine", (*SERVER, *CLIENT, *TOOLS, *ENGINES)),
-        ("from weightcast import EngineServer", (*CLIENT, *TOOLS, *ENGINES)),
-        ("import weightcast.worker", (*SERVER, *CLIENT, *TOOLS, *ENGINES)),
+        ("from weightcast import EngineServer", ("fastapi", *CLIENT, *TOOLS, *ENGINES)),
+        ("import weightcast.serving.worker", (*SERVER, *CLIENT, *TOOLS, *ENGINES)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

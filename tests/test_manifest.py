@@ -10,20 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.errors import ManifestError
-from weightcast.manifest import (
+from weightcast.format.geometry import Region, check_tiling
+from weightcast.format.manifest import (
     ITEMSIZE_BYTES,
     MAX_ALIASES,
     MAX_NAME_BYTES,
     MAX_VERSION,
     Manifest,
-    Region,
     TensorSpec,
     WeightVersion,
-    check_tiling,
     decode,
     encode,
 )
-from weightcast.plan import plan
+from weightcast.format.plan import plan
 from weightcast.testing.payloads import DTYPES, PAYLOADS, Payload
 
 

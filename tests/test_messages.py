@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from golden.objects import MESSAGES
 
-from weightcast.control import messages
-from weightcast.control.messages import LinkMessage, UpdateInfo
-from weightcast.manifest import decode, encode
+from weightcast.format import messages
+from weightcast.format.manifest import decode, encode
+from weightcast.format.messages import LinkMessage, UpdateInfo
 
 RECORDS = [v for v in vars(messages).values() if isinstance(v, type) and issubclass(v, msgspec.Struct)]
 OURS = [r for r in RECORDS if r.__module__ == messages.__name__]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weightcast import ModuleSource, Publisher, registry
-from weightcast.interfaces import Transport
+from weightcast.seams.transport import Transport
 
 
 @pytest.mark.parametrize("name", sorted(registry.TRANSPORTS))
@@ -63,6 +63,6 @@ def test_what_keeps_versions_can_be_read_back(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 3)
     with Publisher(ModuleSource(model), transport=url) as publisher:
         number = publisher.publish().version
-    kept = registry.kept_source(url)
+    kept = registry.stored_source(url)
     assert (kept.version.number, [spec.name for spec in kept.specs()]) == (number, ["weight", "bias"])
-    assert [name for name in registry.TRANSPORTS if registry.keeps(f"{name}://")] == ["file"]
+    assert [name for name in registry.TRANSPORTS if registry.is_stored(f"{name}://")] == ["file"]

@@ -11,9 +11,9 @@ import torch
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
-from weightcast import sharding
-from weightcast.flat_shards import runs_as_blocks
-from weightcast.sharding import Block, Blocks, held, runs
+from weightcast.checkpoint import sharding
+from weightcast.checkpoint.flat_shards import runs_as_blocks
+from weightcast.checkpoint.sharding import Block, Blocks, held, runs
 
 
 def coordinates(mesh: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from weightcast import tensor_digest as module
-from weightcast.bucket import TORCH_DTYPES
-from weightcast.manifest import Region
-from weightcast.tensor_digest import add, tensor_digest
+from weightcast.format import tensor_digest as module
+from weightcast.format.bucket import TORCH_DTYPES
+from weightcast.format.geometry import Region
+from weightcast.format.tensor_digest import add, tensor_digest
 
 ZERO = "0" * 32
 

@@ -13,8 +13,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from weightcast.control.client import HttpEngine as HttpEngine
-    from weightcast.control.server import EngineServer as EngineServer
+    from weightcast.control.local import LocalEngine as LocalEngine
+    from weightcast.control.server.app import EngineServer as EngineServer
+    from weightcast.engines.gate import Gate as Gate
     from weightcast.engines.module import ModuleEngine as ModuleEngine
+    from weightcast.engines.tensors import TensorSink as TensorSink
     from weightcast.engines.transformers import TextGenerator as TextGenerator
     from weightcast.errors import InstallError as InstallError
     from weightcast.errors import IntegrityError as IntegrityError
@@ -22,22 +25,22 @@ if TYPE_CHECKING:
     from weightcast.errors import PublishError as PublishError
     from weightcast.errors import RefusedError as RefusedError
     from weightcast.errors import WeightcastError as WeightcastError
-    from weightcast.follower import Followed as Followed
-    from weightcast.follower import Follower as Follower
-    from weightcast.follower import follow as follow
-    from weightcast.gate import Gate as Gate
-    from weightcast.manifest import Manifest as Manifest
-    from weightcast.manifest import Region as Region
-    from weightcast.manifest import TensorSpec as TensorSpec
-    from weightcast.manifest import WeightVersion as WeightVersion
-    from weightcast.publisher import Publisher as Publisher
-    from weightcast.replay import rollback as rollback
-    from weightcast.report import EngineResult as EngineResult
-    from weightcast.report import PublishReport as PublishReport
+    from weightcast.format.geometry import Region as Region
+    from weightcast.format.manifest import Manifest as Manifest
+    from weightcast.format.manifest import TensorSpec as TensorSpec
+    from weightcast.format.manifest import WeightVersion as WeightVersion
+    from weightcast.serving.follower import Followed as Followed
+    from weightcast.serving.follower import Follower as Follower
+    from weightcast.serving.follower import follow as follow
     from weightcast.sources.megatron.source import MegatronSource as MegatronSource
     from weightcast.sources.module import ModuleSource as ModuleSource
     from weightcast.sources.safetensors import SafetensorsSource as SafetensorsSource
     from weightcast.sources.store import StoreSource as StoreSource
+    from weightcast.sources.tensors import TensorSource as TensorSource
+    from weightcast.trainer.publisher import Publisher as Publisher
+    from weightcast.trainer.report import EngineResult as EngineResult
+    from weightcast.trainer.report import PublishReport as PublishReport
+    from weightcast.trainer.rollback import rollback as rollback
 
 __all__ = [
     # the trainer's side
@@ -45,14 +48,17 @@ __all__ = [
     "PublishReport",
     "EngineResult",
     "HttpEngine",
+    "LocalEngine",
     "ModuleSource",
     "MegatronSource",
     "SafetensorsSource",
     "StoreSource",
+    "TensorSource",
     "rollback",
     # the engine's side
     "EngineServer",
     "ModuleEngine",
+    "TensorSink",
     "TextGenerator",
     "Gate",
     "follow",
@@ -75,26 +81,29 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Publisher": "weightcast.publisher",
-    "PublishReport": "weightcast.report",
-    "EngineResult": "weightcast.report",
+    "Publisher": "weightcast.trainer.publisher",
+    "PublishReport": "weightcast.trainer.report",
+    "EngineResult": "weightcast.trainer.report",
     "HttpEngine": "weightcast.control.client",
+    "LocalEngine": "weightcast.control.local",
     "ModuleSource": "weightcast.sources.module",
     "MegatronSource": "weightcast.sources.megatron.source",
     "SafetensorsSource": "weightcast.sources.safetensors",
     "StoreSource": "weightcast.sources.store",
-    "EngineServer": "weightcast.control.server",
+    "TensorSource": "weightcast.sources.tensors",
+    "EngineServer": "weightcast.control.server.app",
     "ModuleEngine": "weightcast.engines.module",
+    "TensorSink": "weightcast.engines.tensors",
     "TextGenerator": "weightcast.engines.transformers",
-    "Gate": "weightcast.gate",
-    "follow": "weightcast.follower",
-    "Follower": "weightcast.follower",
-    "Followed": "weightcast.follower",
-    "rollback": "weightcast.replay",
-    "Manifest": "weightcast.manifest",
-    "TensorSpec": "weightcast.manifest",
-    "Region": "weightcast.manifest",
-    "WeightVersion": "weightcast.manifest",
+    "Gate": "weightcast.engines.gate",
+    "follow": "weightcast.serving.follower",
+    "Follower": "weightcast.serving.follower",
+    "Followed": "weightcast.serving.follower",
+    "rollback": "weightcast.trainer.rollback",
+    "Manifest": "weightcast.format.manifest",
+    "TensorSpec": "weightcast.format.manifest",
+    "Region": "weightcast.format.geometry",
+    "WeightVersion": "weightcast.format.manifest",
     "WeightcastError": "weightcast.errors",
     "PublishError": "weightcast.errors",
     "RefusedError": "weightcast.errors",

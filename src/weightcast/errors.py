@@ -181,6 +181,22 @@ def from_record(record: ErrorRecord) -> WeightcastError:
     return cls(record.message)
 
 
+def detached(error: BaseException) -> WeightcastError:
+    """A copy without the traceback, whose frames would keep buffers, sockets and groups alive."""
+    return from_record(to_record(error))
+
+
+def malformed(fault: str, message: str) -> ManifestError:
+    """A ManifestError whose message ends with its fault."""
+    return ManifestError(f"{message} [{fault}]", fault=fault)
+
+
+def listed(items: Sequence[str], *, most: int = 8, separator: str = "; ") -> str:
+    """The first items as a text, which says how many more there are."""
+    more = [f"and {len(items) - most} more"] if len(items) > most else []
+    return separator.join([*items[:most], *more])
+
+
 def _tree(cls: type[WeightcastError]) -> dict[str, type[WeightcastError]]:
     found = {cls.__name__: cls}
     for child in cls.__subclasses__():

@@ -214,7 +214,9 @@ def require(backend: str) -> None:
         "nccl": lambda: dist.is_nccl_available() and torch.cuda.is_available(),
     }
     if not (dist.is_available() and has[backend]()):
-        raise UnsupportedError(f"torch {torch.__version__} has no {backend} here: it needs its build, and NCCL a GPU")
+        raise UnsupportedError(
+            f"torch {torch.__version__} can't use {backend} here: install a build that has it; NCCL needs a GPU"
+        )
 
 
 def _make_gloo(store: Store, rank: int, size: int, timeout: datetime.timedelta, host: str) -> Any:

@@ -1,15 +1,22 @@
 """Names to code, as strings only: nothing is imported until it is asked for.
 
-Third parties add a transport with an entry point in the group `weightcast.transports`: its name is the URL scheme,
-its value `module:attribute`, a `Transport` pair.
+Third parties add to each of the three tables by an entry point, whose value is `module:attribute`. In the group
+`weightcast.transports` its name is a URL scheme, and its attribute a `seams.transport.Transport`; for
+`weightcast.dialects` and `weightcast.engine_objects` see `HTTP_DIALECTS` and `OBJECT_DIALECTS`. Names of weightcast's
+own can't be taken.
 """
 
 from __future__ import annotations
 
 import importlib
 import urllib.parse
+from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from weightcast.seams.client import EngineClient
+    from weightcast.seams.transport import Transport
 
 TRANSPORTS = {
     "memory": "weightcast.transports.memory:TRANSPORT",
@@ -20,20 +27,31 @@ TRANSPORTS = {
 }
 ENTRY_POINT_GROUP = "weightcast.transports"
 
-KEPT_SOURCES = {"file": "weightcast.sources.store:StoreSource"}
-"""Of transports that keep versions: a `Source` of the newest one, made from the transport's URL."""
+STORED_SOURCES = {"file": "weightcast.sources.store:StoreSource"}
+"""For transports that keep versions: a `Source` of the newest one, made from the transport's URL."""
+
+HTTP_CLIENT = "weightcast.control.client:HttpEngine"
+"""The client for an engine server that is given as a URL; it asks which dialect the server speaks."""
 
 HTTP_DIALECTS = {
-    "vllm": "weightcast.integrations.vllm.http:speak",
-    "sglang": "weightcast.integrations.sglang.dialect:speak",
-    "vllm without weightcast": "weightcast.integrations.vllm.reload_client:speak",
+    "vllm": "weightcast.integrations.vllm.http:detect",
+    "sglang": "weightcast.integrations.sglang.dialect:detect",
+    "vllm without weightcast": "weightcast.integrations.vllm.stock_reload.client:detect",
 }
-"""Kinds of servers that are not asked in the native protocol: a function of the routes and the pause mode for each,
-which returns an `EngineClient`, or None for a server of another kind."""
+"""Kinds of servers that don't speak the native protocol. Each is a function of the server's `control.http.HttpRoutes`
+and the pause mode, which returns an `EngineClient`, or None for a server of another kind. Asked in this order."""
+DIALECT_GROUP = "weightcast.dialects"
 
-OBJECT_DIALECTS = {"vllm": "weightcast.integrations.vllm.objects:speak"}
-"""Kinds of engines that are Python objects: a function of the object for each, which returns an `EngineClient` for each
+OBJECT_DIALECTS = {"vllm": "weightcast.integrations.vllm.objects:detect"}
+"""Kinds of engines that are Python objects. Each is a function of the object, which returns an `EngineClient` for each
 part of it that takes updates by itself, or an empty list for an object of another kind."""
+OBJECT_GROUP = "weightcast.engine_objects"
+
+
+class Dialect(Protocol):
+    """Finds out whether a server is of one kind."""
+
+    def __call__(self, routes: Any, pause: Any, /) -> EngineClient | None: ...
 
 
 def scheme(url: str) -> str:
@@ -46,42 +64,54 @@ def scheme(url: str) -> str:
 
 def known() -> list[str]:
     """The schemes that can be resolved here."""
-    return sorted({*TRANSPORTS, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+    return sorted(name for name, _ in _targets(TRANSPORTS, ENTRY_POINT_GROUP))
 
 
-def transport(url: str) -> Any:
+def transport(url: str) -> Transport:
     """Import the `Transport` for a URL's scheme. Raises ValueError, naming the known ones, if there is none."""
     name = scheme(url)
-    target = TRANSPORTS.get(name)
-    if target is None:
-        target = next((p.value for p in entry_points(group=ENTRY_POINT_GROUP) if p.name == name), None)
+    target = dict(_targets(TRANSPORTS, ENTRY_POINT_GROUP)).get(name)
     if target is None:
         raise ValueError(f"no transport {name!r}; known here: {', '.join(known())}")
-    return _load(target)
+    found: Transport = _load(target)
+    return found
 
 
-def keeps(url: str) -> bool:
-    """Whether the transport of this URL keeps versions that `kept_source` can read."""
-    return scheme(url) in KEPT_SOURCES
+def is_stored(url: str) -> bool:
+    """Whether the transport of this URL keeps versions that `stored_source` can read."""
+    return scheme(url) in STORED_SOURCES
 
 
-def kept_source(url: str, **options: Any) -> Any:
-    """A `Source` of the newest version that is kept at this URL; its `version` says which. Raises what it raises."""
-    return _load(KEPT_SOURCES[scheme(url)])(url, **options)
+def stored_source(url: str, **options: Any) -> Any:
+    """A `Source` of the newest version at this URL; its `version` says which. Raises what its constructor raises."""
+    return _load(STORED_SOURCES[scheme(url)])(url, **options)
 
 
-def http_dialects() -> list[Any]:
-    """Import what `HTTP_DIALECTS` names, in the order in which a server is to be asked."""
-    return [_load(target) for target in HTTP_DIALECTS.values()]
+def http_client(url: str, **options: Any) -> EngineClient:
+    """The client for an engine server at a URL; `options` are those of `HttpEngine`."""
+    found: EngineClient = _load(HTTP_CLIENT)(url, **options)
+    return found
 
 
-def engine_clients(engine: object) -> list[Any]:
+def http_dialects() -> Iterator[tuple[str, Dialect]]:
+    """Each dialect's name and function, imported when it is its turn."""
+    return ((name, _load(target)) for name, target in _targets(HTTP_DIALECTS, DIALECT_GROUP))
+
+
+def engine_clients(engine: object) -> list[EngineClient]:
     """An `EngineClient` for each part of an engine object that takes updates by itself. Raises TypeError for none."""
-    for target in OBJECT_DIALECTS.values():
-        clients: list[Any] = _load(target)(engine)
+    targets = dict(_targets(OBJECT_DIALECTS, OBJECT_GROUP))
+    for target in targets.values():
+        clients: list[EngineClient] = _load(target)(engine)
         if clients:
             return clients
-    raise TypeError(f"{type(engine).__name__} is no engine of a known kind ({', '.join(OBJECT_DIALECTS)})")
+    raise TypeError(f"{type(engine).__name__} is no engine of a known kind ({', '.join(targets)})")
+
+
+def _targets(table: Mapping[str, str], group: str) -> Iterator[tuple[str, str]]:
+    """The table's names and targets, then those of other packages."""
+    yield from table.items()
+    yield from ((point.name, point.value) for point in entry_points(group=group) if point.name not in table)
 
 
 def _load(target: str) -> Any:

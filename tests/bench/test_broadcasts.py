@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from weightcast.bench.broadcasts import Broadcasts, RawBroadcast, TensorBroadcasts
-from weightcast.bench.channel import Channel, pair
+from weightcast.bench.baselines import BaselineGroup, Broadcasts, JoinGroup, load_each, make_group
+from weightcast.bench.channel import BenchChannel, Done
 from weightcast.bench.model import build_model, fill, local_tensors
+from weightcast.bench.settings import BenchSettings
 from weightcast.engines.module import ModuleEngine
-from weightcast.manifest import TensorSpec
-from weightcast.process_group import ProcessGroup, join_store, serve_store
+from weightcast.format.manifest import TensorSpec
+from weightcast.process_group import join_store
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -25,57 +27,60 @@ SPECS = (
 )
 
 
+SETTINGS = BenchSettings(transport="gloo", host=HOST, bucket_size_bytes=1000)
+NUM_BYTES = 2900
+
+
 class Peer(threading.Thread):
     """The engine's end: takes part in whatever it is told, until its channel ends."""
 
-    def __init__(self, channel: Channel, port: int, num_buffers: int) -> None:
+    def __init__(self, channel: BenchChannel) -> None:
         super().__init__()
         self.model = build_model(SPECS)
-        self._channel, self._port, self._num_buffers = channel, port, num_buffers
+        self._channel = channel
         self.received: list[torch.Tensor] = []
 
     def run(self) -> None:
-        store = join_store(HOST, self._port, SECONDS)
-        group = ProcessGroup("gloo", store, rank=1, size=2, timeout_seconds=SECONDS, host=HOST)
-        end = Broadcasts(group, 1000, torch.device("cpu"), self._num_buffers)
-        command, _ = self._channel.receive_command(RawBroadcast | TensorBroadcasts)
-        if isinstance(command, RawBroadcast):
-            end.take_raw(command.num_bytes, self._channel)
+        store = join_store(HOST, self._channel.receive(JoinGroup).port, SECONDS)
+        end = BaselineGroup(SETTINGS, NUM_BYTES, store, rank=1)
+        self._channel.send(Done())
+        if self._channel.receive(Broadcasts).per_tensor:
+            load_each(ModuleEngine(self.model), self._channel, end.take)
         else:
-            end.take_each(ModuleEngine(self.model), self._channel)
+            end.take_raw(self._channel)
         self.received = end.buffers
         end.close()
         self._channel.close()
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Broadcasts, Channel, Peer]]:
-    ours, connection = pair("the engine", deadline_seconds=SECONDS)
-    store, port = serve_store(HOST, SECONDS)
-    peer = Peer(Channel(connection, peer="the bench", deadline_seconds=SECONDS), port, num_buffers=3)
+def ends() -> Iterator[tuple[BaselineGroup, BenchChannel, Peer]]:
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours = BenchChannel(near, peer="the engine", deadline_seconds=SECONDS)
+    peer = Peer(BenchChannel(far, peer="the bench", deadline_seconds=SECONDS))
     peer.start()
-    group = ProcessGroup("gloo", store, rank=0, size=2, timeout_seconds=SECONDS, host=HOST)
-    end = Broadcasts(group, 1000, torch.device("cpu"), 2)
+    end = make_group(SETTINGS, NUM_BYTES, [ours])
     yield end, ours, peer
     peer.join(SECONDS)
     end.close()
     ours.close()
 
 
-def test_raw_bytes_fill_flat_buffers(ends: tuple[Broadcasts, Channel, Peer]) -> None:
+def test_raw_bytes_fill_flat_buffers(ends: tuple[BaselineGroup, BenchChannel, Peer]) -> None:
     end, channel, peer = ends
     end.buffers[0].fill_(7)
     end.buffers[1].fill_(8)
-    assert end.send_raw(2900, [channel]) > 0
+    assert end.send_raw([channel]) > 0
     peer.join(SECONDS)
     assert [buffer.unique().tolist() for buffer in peer.received[:2]] == [[7], [8]]
     assert peer.received[2].tolist() == [7] * 900 + [1] * 100
 
 
-def test_each_tensor_arrives_and_is_loaded(ends: tuple[Broadcasts, Channel, Peer]) -> None:
+def test_each_tensor_arrives_and_is_loaded(ends: tuple[BaselineGroup, BenchChannel, Peer]) -> None:
     end, channel, peer = ends
-    tensors = local_tensors(build_model(SPECS))
-    fill(tensors.values(), seed=3)
-    assert end.send_each(tensors, [channel]) > 0
+    source = build_model(SPECS)
+    fill(source, seed=3)
+    tensors = local_tensors(source)
+    assert end.publish(tensors, [channel]) > 0
     peer.join(SECONDS)
     assert all(torch.equal(p, tensors[name]) for name, p in peer.model.named_parameters())

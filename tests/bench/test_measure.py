@@ -20,7 +20,7 @@ from weightcast.bench import report
 from weightcast.bench.measure import measure
 from weightcast.bench.meters import ProcessMeter, children
 from weightcast.bench.result import BenchResult
-from weightcast.bench.settings import Settings
+from weightcast.bench.settings import BenchSettings
 from weightcast.cli import exits
 
 pytestmark = [pytest.mark.usefixtures("leaves_nothing"), pytest.mark.cluster]
@@ -48,7 +48,7 @@ MIB = 1 << 20
 DEADLINE_SECONDS = 60
 
 
-def small(**changes: object) -> Settings:
+def small(**changes: object) -> BenchSettings:
     settings = {
         "shapes": "uniform",
         "num_tensors": 64,
@@ -56,7 +56,7 @@ def small(**changes: object) -> Settings:
         "num_runs": 2,
         "bucket_size_bytes": 4 * MIB,
     }
-    return Settings(**(settings | changes))  # type: ignore[arg-type]
+    return BenchSettings(**(settings | changes))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_ctrl_c_ends_the_engines() -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c) as bench:
         try:
             engine = ProcessMeter(wait_for(lambda: next(children(bench.pid), None)))
-            wait_for(lambda: engine.shared_bytes() > 0)  # it has the arena: a publish is under way
+            wait_for(lambda: engine.status_bytes("RssShmem") > 0)  # it has the arena: a publish is under way
             bench.send_signal(signal.SIGINT)
             assert bench.wait(DEADLINE_SECONDS) == exits.INTERRUPTED
         finally:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from weightcast.bench.channel import SharedBytes
 from weightcast.bench.meters import ProcessMeter, children
+from weightcast.transports.ipc.arena import OwnedSharedArena
 
 MIB = 1 << 20
 SLACK_BYTES = 8 * MIB
@@ -62,20 +62,20 @@ def test_extra_bytes_keep_the_peak(child: subprocess.Popen[str]) -> None:
 def test_shared_memory_counts_where_it_is_mapped() -> None:
     meter = ProcessMeter(os.getpid())
     meter.begin()
-    before = meter.shared_bytes()
-    shared = SharedBytes.create(32 * MIB)
-    shared.tensor.fill_(1)
-    assert meter.shared_bytes() - before == 32 * MIB
+    before = meter.status_bytes("RssShmem")
+    shared = OwnedSharedArena(0, 32 * MIB)
+    shared.buffers.get(0, 0, 32 * MIB).fill_(1)
+    assert meter.status_bytes("RssShmem") - before == 32 * MIB
     assert 32 * MIB <= meter.extra_bytes() < 32 * MIB + SLACK_BYTES
-    shared.close()
+    shared.close(free=True)
 
 
 def test_private_memory_is_not_shared() -> None:
     meter = ProcessMeter(os.getpid())
-    before = meter.private_bytes()
+    before = meter.status_bytes("RssAnon")
     # New pages from the kernel: an allocator may hand out memory that earlier tests gave back to it.
     kept = torch.frombuffer(mmap.mmap(-1, 32 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8).fill_(1)
-    assert meter.private_bytes() - before >= 31 * MIB
+    assert meter.status_bytes("RssAnon") - before >= 31 * MIB
     del kept
 
 

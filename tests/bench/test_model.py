@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from weightcast.bench.model import build_model, change, fill, local_tensors
-from weightcast.manifest import TensorSpec
+from weightcast.bench.model import TrainerRank, build_model, fill
+from weightcast.bench.settings import BenchSettings
+from weightcast.format.manifest import TensorSpec
 
 SPECS = (
     TensorSpec("model.embed.weight", "bfloat16", (100, 8)),
@@ -24,8 +25,8 @@ def test_parameters_are_the_specs() -> None:
 
 def test_fill_is_the_same_for_a_seed_and_differs_between_tensors() -> None:
     first, second = build_model(SPECS), build_model(SPECS)
-    fill(local_tensors(first).values(), seed=1)
-    fill(local_tensors(second).values(), seed=1)
+    fill(first, seed=1)
+    fill(second, seed=1)
     values = dict(first.named_parameters())
     assert all(torch.equal(values[name], p) for name, p in second.named_parameters())
     assert not torch.equal(values["model.layers.0.weight"], values["model.layers.10.weight"])
@@ -33,7 +34,7 @@ def test_fill_is_the_same_for_a_seed_and_differs_between_tensors() -> None:
 
 def test_change_changes_every_value_of_every_tensor() -> None:
     model = build_model(SPECS)
-    fill(local_tensors(model).values(), seed=1)
+    fill(model, seed=1)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    change([p.data for p in model.parameters()])
+    TrainerRank(BenchSettings(), model).change()
     assert all((before[name] != p).all() for name, p in model.named_parameters())

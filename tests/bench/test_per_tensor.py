@@ -6,17 +6,20 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 import pytest
 import torch
 
-from weightcast.bench import per_tensor
-from weightcast.bench.channel import Channel, SharedBytes, pair
+from weightcast.bench.baselines import TensorMessage, TensorSlot, load_each, take_from_slot
+from weightcast.bench.channel import BenchChannel, Done, await_done
 from weightcast.bench.model import build_model, fill, local_tensors
 from weightcast.engines.module import ModuleEngine
-from weightcast.errors import PeerDiedError, PeerTimeoutError
-from weightcast.manifest import TensorSpec
+from weightcast.errors import IntegrityError, PeerDiedError, PeerTimeoutError
+from weightcast.format.manifest import TensorSpec
+from weightcast.transports.ipc.arena import MappedSharedArena
+from weightcast.transports.ipc.records import SharedArena
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -32,10 +35,15 @@ class Note(msgspec.Struct, frozen=True):
     text: str
 
 
+def pair(deadline_seconds: float = 5.0) -> tuple[BenchChannel, BenchChannel]:
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours = BenchChannel(near, peer="the engine", deadline_seconds=deadline_seconds)
+    return ours, BenchChannel(far, peer="the bench", deadline_seconds=deadline_seconds)
+
+
 @pytest.fixture
-def ends() -> Iterator[tuple[Channel, Channel]]:
-    ours, connection = pair("the engine", deadline_seconds=5)
-    theirs = Channel(connection, peer="the bench", deadline_seconds=5)
+def ends() -> Iterator[tuple[BenchChannel, BenchChannel]]:
+    ours, theirs = pair()
     yield ours, theirs
     ours.close()
     theirs.close()
@@ -43,17 +51,18 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
 
 def test_every_tensor_arrives_at_every_engine() -> None:
     source = build_model(SPECS)
+    fill(source, seed=3)
     tensors = local_tensors(source)
-    fill(tensors.values(), seed=3)
     targets = [build_model(SPECS) for _ in range(2)]
-    pairs = [pair(f"engine {i}", deadline_seconds=5) for i in range(2)]
+    pairs = [pair() for _ in targets]
     channels = [channel for channel, _ in pairs]
-    slot = per_tensor.make_slot(tensors)
-    threads = [threading.Thread(target=_receive, args=item) for item in zip(targets, pairs, [slot] * 2, strict=True)]
+    slot = TensorSlot(max(tensor.nbytes for tensor in tensors.values()))
+    threads = [threading.Thread(target=_load, args=(m, bench)) for m, (_, bench) in zip(targets, pairs, strict=True)]
     for thread in threads:
         thread.start()
-    assert per_tensor.publish(tensors, slot.tensor, channels) > 0
-    per_tensor.end(channels)
+    slot.lend(channels)
+    assert slot.publish(tensors, channels) > 0
+    slot.end(channels)
     for thread in threads:
         thread.join(5)
     for target in targets:
@@ -63,48 +72,63 @@ def test_every_tensor_arrives_at_every_engine() -> None:
     slot.close()
 
 
-def _receive(model: torch.nn.Module, connected: tuple[Channel, socket.socket], slot: SharedBytes) -> None:
-    channel = Channel(connected[1], peer="the bench", deadline_seconds=5)
-    per_tensor.receive(ModuleEngine(model), slot.tensor, channel)
-    channel.close()
+def _load(model: torch.nn.Module, bench: BenchChannel) -> None:
+    record, descriptor = bench.receive_command(SharedArena)
+    assert descriptor is not None
+    arena = MappedSharedArena(record, descriptor)
+    memory = arena.buffers.get(0, 0, record.size_bytes)
+    load_each(ModuleEngine(model), bench, partial(take_from_slot, memory))
+    arena.close()
+    bench.close()
 
 
-def test_a_message_and_a_descriptor(ends: tuple[Channel, Channel]) -> None:
+def test_a_tensor_that_was_changed_on_the_way_is_refused(ends: tuple[BenchChannel, BenchChannel]) -> None:
     ours, theirs = ends
-    shared = SharedBytes.create(10)
-    shared.tensor.fill_(7)
-    ours.send(Note("memory"), shared.fd)
-    message, fd = theirs.receive_with_fd(Note)
-    mapped = SharedBytes(fd, 10)
+    slot = TensorSlot(8)
+    theirs.send(Done())  # answers before it has looked
+    slot.publish({"a": torch.ones(2)}, [ours])
+    message = theirs.receive(TensorMessage)
+    assert take_from_slot(slot.memory, message).tolist() == [1, 1]
+    slot.memory[0] += 1
+    with pytest.raises(IntegrityError):
+        take_from_slot(slot.memory, message)
+    slot.close()
+
+
+def test_a_message_and_a_descriptor(ends: tuple[BenchChannel, BenchChannel]) -> None:
+    ours, theirs = ends
+    memory = os.memfd_create("memory")
+    ours.send(Note("memory"), memory)
+    message, descriptor = theirs.receive_command(Note)
     assert message == Note("memory")
-    assert mapped.tensor.tolist() == [7] * 10
-    mapped.tensor[0] = 1
-    assert shared.tensor[0] == 1
-    mapped.close()
-    shared.close()
+    assert descriptor is not None
+    os.pwrite(descriptor, b"seen", 0)
+    assert os.pread(memory, 4, 0) == b"seen"
+    os.close(memory)
+    os.close(descriptor)
 
 
-def test_the_end_of_the_peer_is_an_error(ends: tuple[Channel, Channel]) -> None:
+def test_what_a_worker_failed_with_is_told(ends: tuple[BenchChannel, BenchChannel]) -> None:
+    ours, theirs = ends
+    theirs.send(Done())
+    assert await_done([ours]) == [Done()]
+    theirs.send(Done("InstallError: no"))
+    with pytest.raises(PeerDiedError, match="the engine failed: InstallError: no"):
+        await_done([ours])
+
+
+def test_the_end_of_the_peer_is_an_error(ends: tuple[BenchChannel, BenchChannel]) -> None:
     ours, theirs = ends
     theirs.close()
-    for call in (lambda: ours.receive(Note), lambda: ours.receive_with_fd(Note), lambda: ours.send(Note("x"))):
+    for call in (lambda: ours.receive(Note), lambda: ours.receive_command(Note), lambda: ours.send(Note("x"))):
         with pytest.raises(PeerDiedError, match="the engine"):
             call()
 
 
 def test_a_silent_peer_is_an_error() -> None:
-    ours, connection = pair("the engine", deadline_seconds=0.05)
-    for call in (lambda: ours.receive(Note), lambda: ours.receive_with_fd(Note)):
+    ours, theirs = pair(deadline_seconds=0.05)
+    for call in (lambda: ours.receive(Note), lambda: ours.receive_command(Note)):
         with pytest.raises(PeerTimeoutError, match=r"the engine did not answer within 0\.05 s"):
             call()
     ours.close()
-    connection.close()
-
-
-def test_closing_shared_memory_twice_does_not_close_another_descriptor() -> None:
-    shared = SharedBytes.create(10)
-    shared.close()
-    other = os.memfd_create("other")
-    shared.close()
-    os.fstat(other)
-    os.close(other)
+    theirs.close()

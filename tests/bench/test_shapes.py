@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 
 import pytest
@@ -119,7 +120,11 @@ def test_wrong_arguments(arguments: dict[str, object], message: str) -> None:
         shapes.named(**arguments)  # type: ignore[arg-type]
 
 
-def test_the_cli_names_all_shapes() -> None:
+@pytest.mark.parametrize("name", [*PUBLISHED, "many-small", "uniform"])
+def test_the_cli_names_all_shapes(name: str) -> None:
     from weightcast.cli import bench
 
-    assert bench._SHAPES == shapes.NAMES
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    assert parser.parse_args(["--shapes", name]).shapes == name
+    assert name in shapes.NAMES

@@ -12,7 +12,7 @@ import pytest
 from weightcast.bench import report
 from weightcast.bench.measure import measure
 from weightcast.bench.meters import children
-from weightcast.bench.settings import Settings
+from weightcast.bench.settings import BenchSettings
 from weightcast.cli import output
 
 pytestmark = pytest.mark.cluster
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 def test_two_trainer_ranks_over_gloo(capsys: pytest.CaptureFixture[str]) -> None:
     before = set(children(os.getpid()))
-    settings = Settings(
+    settings = BenchSettings(
         transport="gloo",
         shapes="uniform",
         num_tensors=16,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weightcast.cli.verify import Difference, Holding, compare
-from weightcast.manifest import TensorSpec
+from weightcast.format.manifest import TensorSpec
 
 A = TensorSpec("a", "bfloat16", (2, 3))
 B = TensorSpec("b", "bfloat16", (4,))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from weightcast.manifest import TensorSpec
+from weightcast.format.manifest import TensorSpec
 from weightcast.testing.payloads import raw_bytes
 
 

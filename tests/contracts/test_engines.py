@@ -9,7 +9,7 @@ import torch
 from contracts.modules import bits_of, module_of
 
 from weightcast.engines.module import ModuleEngine
-from weightcast.interfaces import Engine
+from weightcast.seams.engine import Engine
 from weightcast.testing import EngineContract, Payload
 from weightcast.testing.payloads import random_tensor
 

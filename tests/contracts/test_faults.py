@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from core.direct import DictSource, DirectEngine
+from core.direct import DirectEngine
 
-from weightcast import registry
+from weightcast import TensorSource, registry
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import PublishError
-from weightcast.publisher import Publisher
 from weightcast.testing import Corrupt, Drop, Duplicate, FaultyTransport, Kill, Reorder, Stall
 from weightcast.testing.faults import SCHEME, Fault, SenderFault
+from weightcast.trainer.publisher import Publisher
 
 TRANSPORT: object = None
 """What the registry finds under `faulty://`; each test sets its own."""
@@ -39,7 +39,7 @@ class Fleet:
         self.modules = {name: self._module() for name in ("good", "bad")}
         self.engines = [DirectEngine(name, ModuleEngine(module)) for name, module in self.modules.items()]
         self.publisher = Publisher(
-            DictSource(self.tensors),
+            TensorSource(self.tensors),
             transport=f"{SCHEME}://",
             engines=self.engines,
             bucket_size_bytes=4096,

@@ -10,8 +10,9 @@ import safetensors.torch
 import torch
 from contracts.modules import module_of
 
-from weightcast.interfaces import Held, Regions, Source
-from weightcast.manifest import Region, TensorSpec
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import TensorSpec
+from weightcast.seams.source import Held, Regions, Source
 from weightcast.sources.module import ModuleSource
 from weightcast.sources.safetensors import SafetensorsSource
 from weightcast.testing import Payload, SourceContract, payloads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightcast import registry
-from weightcast.interfaces import Receiver, Sender
+from weightcast.seams.transport import Receiver, Sender
 from weightcast.testing import TransportContract
 from weightcast.testing.transport_contract import RUN
 

@@ -3,48 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from weightcast.control.messages import InitInfo, UpdateInfo, WeightInfo
-from weightcast.gate import Gate
-from weightcast.interfaces import Regions
-from weightcast.manifest import TensorSpec, WeightVersion
-from weightcast.plan import whole
-from weightcast.publisher import Publisher
-from weightcast.worker import Worker
-
-
-class DictSource:
-    """Tensors by name; `groups` and `aliases` by name."""
-
-    def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        groups: Mapping[str, str] | None = None,
-        aliases: Mapping[str, tuple[str, ...]] | None = None,
-    ) -> None:
-        self.tensors = dict(tensors)
-        self._specs = tuple(
-            TensorSpec(
-                name,
-                str(t.dtype).removeprefix("torch."),
-                tuple(t.shape),
-                aliases=(aliases or {}).get(name, ()),
-                group=(groups or {}).get(name, ""),
-            )
-            for name, t in tensors.items()
-        )
-        self._regions = {name: ((whole(t.shape), t),) for name, t in self.tensors.items()}
-
-    def specs(self) -> Sequence[TensorSpec]:
-        return self._specs
-
-    def regions(self) -> Regions:
-        return self._regions
+from weightcast import LocalEngine
+from weightcast.format.manifest import TensorSpec, WeightVersion
+from weightcast.trainer.publisher import Publisher
 
 
 class RecordingEngine:
@@ -78,35 +44,11 @@ class RecordingEngine:
         self.num_discards += 1
 
 
-class DirectEngine:
-    """An EngineClient that calls the worker in the same process."""
+class DirectEngine(LocalEngine):
+    """A client in the same process, whose worker is impatient."""
 
     def __init__(self, name: str, engine: Any) -> None:
-        self.name = name
-        self.gate = Gate()
-        self.engine = engine
-        self.worker = Worker(engine, gate=self.gate, install_deadline_seconds=5.0)
-
-    def info(self) -> WeightInfo:
-        return self.worker.info()
-
-    def init(self, info: InitInfo) -> None:
-        self.worker.init(info)
-
-    def update(self, info: UpdateInfo) -> None:
-        self.worker.update(info)
-
-    def finish(self, version: int) -> None:
-        self.worker.finish(version)
-
-    def pause(self, run: str) -> None:
-        self.worker.pause("keep", run)
-
-    def resume(self, run: str) -> None:
-        self.worker.resume(run)
-
-    def close(self) -> None:
-        self.worker.close()
+        super().__init__(engine, name=name, install_deadline_seconds=5.0)
 
 
 @contextlib.contextmanager

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from weightcast.control.messages import InitInfo, UpdateInfo, WeightInfo
-from weightcast.gate import Gate
-from weightcast.worker import Worker
+from weightcast.engines.gate import Gate
+from weightcast.format.messages import InitInfo, UpdateInfo, WeightInfo
+from weightcast.seams.client import EngineClient
+from weightcast.serving.worker import Worker
 
 
-class ParallelEngine:
+class ParallelEngine(EngineClient):
     """An EngineClient that gives every call to every worker."""
 
     def __init__(self, name: str, engines: Sequence[Any]) -> None:

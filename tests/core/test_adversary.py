@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import weightcast
-from core.direct import DictSource, DirectEngine, RecordingEngine, fleet
-from weightcast.control.messages import WeightInfo
+from core.direct import DirectEngine, RecordingEngine, fleet
+from weightcast import TensorSource
+from weightcast.engines.gate import Gate
 from weightcast.errors import EngineBusyError, InsufficientMemoryError, PeerTimeoutError, PublishError
-from weightcast.gate import Gate
-from weightcast.publisher import Publisher
+from weightcast.format.messages import WeightInfo
+from weightcast.serving.session import PublisherSession
+from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -41,16 +43,16 @@ class HalfWay(RecordingEngine):
 
 def test_an_install_under_way_is_finished_before_another_run_may_write() -> None:
     engine = HalfWay()
-    twos = DictSource({name: torch.full_like(t, 2.0) for name, t in TENSORS.items()})
-    with fleet(DictSource(TENSORS), engine) as (first, (client,)):
+    twos = TensorSource({name: torch.full_like(t, 2.0) for name, t in TENSORS.items()})
+    with fleet(TensorSource(TENSORS), engine) as (first, (client,)):
         first.publish()
         engine.half_way.clear()
         engine.go_on.clear()
         thread = threading.Thread(target=first.publish)
         thread.start()
         assert engine.half_way.wait(DEADLINE_SECONDS)
-        assert first._wire is not None
-        first._wire.listener.drop(client.name, "as if the publisher had been killed")
+        assert first._connections is not None
+        first._connections.listener.drop(client.name, "as if the publisher had been killed")
         with Publisher(twos, engines=[client], install="streaming", deadline_seconds=3.0) as second:
             with pytest.raises(PublishError) as caught:
                 second.publish()
@@ -81,7 +83,7 @@ def test_a_loader_that_writes_into_its_tensors_spoils_nothing(install: str) -> N
             super().load((name, tensor.mul_(2)) for name, tensor in tensors)
 
     scaling, plain = Scaling(), RecordingEngine()
-    with fleet(DictSource(TENSORS), scaling, plain, install=install) as (publisher, _):
+    with fleet(TensorSource(TENSORS), scaling, plain, install=install) as (publisher, _):
         for _ in range(4):
             assert publisher.publish().ok
     assert all(torch.equal(scaling.held[name], 2 * t) for name, t in TENSORS.items())
@@ -89,19 +91,16 @@ def test_a_loader_that_writes_into_its_tensors_spoils_nothing(install: str) -> N
 
 
 def test_a_refused_manifest_does_not_spoil_the_former_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightcast import worker
-
-    source, engine = DictSource(TENSORS), RecordingEngine()
+    source, engine = TensorSource(TENSORS), RecordingEngine()
     with fleet(source, engine) as (publisher, _):
         publisher.publish()
-        other = DictSource({"big": torch.zeros(100)})
-        former = source._specs, source._regions
-        source._specs, source._regions = other._specs, other._regions
+        source.replace({"big": torch.zeros(100)})
         with monkeypatch.context() as patch:
-            patch.setattr(worker.Worker, "_check_undo", _no_memory)
+            # After the manifest was taken, before the update is begun.
+            patch.setattr(PublisherSession, "end_update", _no_memory)
             with pytest.raises(PublishError):
                 publisher.publish()
-        source._specs, source._regions = former
+        source.replace(TENSORS)
         assert publisher.publish().ok
 
 
@@ -125,7 +124,7 @@ def test_an_interrupted_install_is_torn_before_anything_can_step() -> None:
                 seen.append(self.gate.torn)
 
     client = Watching("engine", Interrupted())
-    with Publisher(DictSource(TENSORS), engines=[client]) as publisher, pytest.raises(KeyboardInterrupt):
+    with Publisher(TensorSource(TENSORS), engines=[client]) as publisher, pytest.raises(KeyboardInterrupt):
         publisher.publish()
     client.close()
     assert "installing version 0 failed" in seen[0]
@@ -138,7 +137,7 @@ def test_an_odd_label_of_one_engine_is_no_version(label: str) -> None:
             return msgspec.structs.replace(super().info(), weight_version=label)
 
     client = Odd("odd", RecordingEngine())
-    with Publisher(DictSource(TENSORS), engines=[client]) as publisher:
+    with Publisher(TensorSource(TENSORS), engines=[client]) as publisher:
         assert publisher.publish().version == 0
     client.close()
 
@@ -149,7 +148,7 @@ def test_any_error_of_one_client_is_its_own() -> None:
             raise ZeroDivisionError("a bug in somebody's client")
 
     broken, good = Broken("broken", RecordingEngine()), DirectEngine("good", RecordingEngine())
-    with Publisher(DictSource(TENSORS), engines=[broken, good], on_failure="report") as publisher:
+    with Publisher(TensorSource(TENSORS), engines=[broken, good], on_failure="report") as publisher:
         report = publisher.publish()
     broken.close()
     good.close()
@@ -171,7 +170,7 @@ def test_another_view_of_a_parameter_is_published_as_it_is_now(change: Any) -> N
 
 
 def test_a_negated_view_keeps_its_sign() -> None:
-    from weightcast.host_copy import copy_all
+    from weightcast.host.copy import copy_all
 
     source = torch._neg_view(torch.ones(40000))
     target = torch.zeros(40000)

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from core.direct import DictSource, DirectEngine, RecordingEngine
+from core.direct import DirectEngine, RecordingEngine
 from core.parallel import ParallelEngine
+from weightcast import TensorSource
 from weightcast.errors import PublishError
-from weightcast.manifest import WeightVersion
-from weightcast.publisher import Publisher
+from weightcast.format.manifest import WeightVersion
 from weightcast.testing.leftovers import nothing_left
-from weightcast.transports.collective_sender import CollectiveSender
+from weightcast.trainer.publisher import Publisher
+from weightcast.transports.collective.sender import CollectiveSender
 
 PATIENCE_SECONDS = 20.0
 HELD_UP_SECONDS = 1.0
@@ -29,7 +30,7 @@ def publishing(clients: Sequence[Any], **options: Any) -> Iterator[Publisher]:
     options = {"transport": "gloo://127.0.0.1:0", "bucket_size_bytes": 8192, "deadline_seconds": 10.0, **options}
     with nothing_left():
         try:
-            with Publisher(DictSource(TENSORS), engines=clients, **options) as publisher:
+            with Publisher(TensorSource(TENSORS), engines=clients, **options) as publisher:
                 yield publisher
         finally:
             for client in clients:
@@ -37,15 +38,15 @@ def publishing(clients: Sequence[Any], **options: Any) -> Iterator[Publisher]:
 
 
 def sender_of(publisher: Publisher) -> CollectiveSender:
-    assert publisher._wire is not None
-    sender = publisher._wire.sender
+    assert publisher._connections is not None
+    sender = publisher._connections.sender
     assert isinstance(sender, CollectiveSender)
     return sender
 
 
 def num_joined(publisher: Publisher) -> int:
     """How many receivers are in the transport's group."""
-    epoch = sender_of(publisher)._formation.epoch
+    epoch = sender_of(publisher)._membership.epoch
     assert epoch is not None
     return len(epoch.joined)
 
@@ -117,8 +118,8 @@ def test_a_receiver_that_lost_its_connection_between_publishes_is_connected_agai
         assert publisher.publish().ok
         members = sender_of(publisher)._members
         link = members.listener.links("a")[0]
-        assert client.worker._hold is not None
-        receiver: Any = client.worker._hold.receiver
+        assert client.worker._session is not None
+        receiver: Any = client.worker._session.receiver
         if end == "sender's":
             link.end("cut")
         else:
@@ -143,8 +144,8 @@ def test_a_link_lost_during_an_install_that_went_well_is_no_failure() -> None:
     client = DirectEngine("a", Cutting())
     with publishing([client]) as publisher:
         assert publisher.publish().ok
-        assert publisher._wire is not None
-        [link] = publisher._wire.listener.links("a")
+        assert publisher._connections is not None
+        [link] = publisher._connections.listener.links("a")
         client.engine.cut = lambda: link.end("cut")
         report = publisher.publish()
         assert report.ok
@@ -157,8 +158,8 @@ def test_receivers_are_as_patient_as_the_publisher() -> None:
     client = DirectEngine("a", RecordingEngine())
     with publishing([client], deadline_seconds=300.0) as publisher:
         assert publisher.publish().ok
-        assert client.worker._hold is not None
-        receiver: Any = client.worker._hold.receiver
+        assert client.worker._session is not None
+        receiver: Any = client.worker._session.receiver
         assert receiver._deadline_seconds == 300.0
 
 
@@ -176,7 +177,7 @@ def test_an_engine_is_free_for_another_run_as_soon_as_its_publisher_is_closed(tr
     with publishing([client], transport=transport) as publisher:
         assert publisher.publish().ok
         publisher.close()
-        with Publisher(DictSource(TENSORS), transport=transport, engines=[client]) as another:
+        with Publisher(TensorSource(TENSORS), transport=transport, engines=[client]) as another:
             assert another.publish().ok
             assert client.info().holder == another.run
             others_turn.set()

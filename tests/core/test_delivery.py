@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.direct import DictSource, RecordingEngine, fleet
+from core.direct import RecordingEngine, fleet
+from weightcast import TensorSource
 from weightcast.errors import IncompatibleWeightsError, PublishError, UnsupportedError
-from weightcast.manifest import Region, TensorSpec
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import TensorSpec
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -36,8 +38,8 @@ def assert_same(held: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 @pytest.mark.parametrize("install", ["staged", "streaming"])
 @pytest.mark.parametrize("bucket_size_bytes", [256, 4096, 1 << 20])
 def test_every_tensor_arrives_as_it_was(install: str, bucket_size_bytes: int) -> None:
-    engines = RecordingEngine(), RecordingEngine(DictSource(TENSORS).specs())
-    with fleet(DictSource(TENSORS), *engines, install=install, bucket_size_bytes=bucket_size_bytes) as (publisher, _):
+    engines = RecordingEngine(), RecordingEngine(TensorSource(TENSORS).specs())
+    with fleet(TensorSource(TENSORS), *engines, install=install, bucket_size_bytes=bucket_size_bytes) as (publisher, _):
         for _ in range(3):
             report = publisher.publish()
             assert report.ok
@@ -64,7 +66,7 @@ class RegionEngine(RecordingEngine):
 @pytest.mark.parametrize("install", ["staged", "streaming"])
 def test_engine_that_takes_regions_gets_cut_tensors_in_parts(install: str) -> None:
     engine = RegionEngine()
-    with fleet(DictSource(TENSORS), engine, install=install) as (publisher, _):
+    with fleet(TensorSource(TENSORS), engine, install=install) as (publisher, _):
         publisher.publish()
     assert len(engine.regions) > 1
     assert {name for name, _ in engine.regions} == {"big"}
@@ -77,7 +79,7 @@ def test_load_groups_reach_the_engine_in_one_call(install: str) -> None:
     tensors = {f"t{i}": torch.randn(30, 30) for i in range(8)}
     groups = {"t0": "a", "t5": "a", "t2": "b", "t3": "b", "t7": "b"}
     engine = RecordingEngine()
-    with fleet(DictSource(tensors, groups=groups), engine, install=install) as (publisher, _):
+    with fleet(TensorSource(tensors, groups=groups), engine, install=install) as (publisher, _):
         publisher.publish()
     assert_same(engine.held, tensors)
     for group in "ab":
@@ -88,7 +90,7 @@ def test_load_groups_reach_the_engine_in_one_call(install: str) -> None:
 
 def test_tied_names_are_given_out_as_the_engine_knows_them() -> None:
     embed = torch.randn(20, 20)
-    source = DictSource({"embed": embed}, aliases={"embed": ("head",)})
+    source = TensorSource({"embed": embed}, aliases={"embed": ("head",)})
     tied = RecordingEngine([TensorSpec("embed", "float32", (20, 20), aliases=("head",))])
     untied = RecordingEngine([TensorSpec("embed", "float32", (20, 20)), TensorSpec("head", "float32", (20, 20))])
     only_head = RecordingEngine([TensorSpec("head", "float32", (20, 20))])
@@ -110,7 +112,7 @@ def test_offenders_are_all_named_and_nothing_is_loaded() -> None:
         TensorSpec("missing", "float32", (1,)),
     ]
     picky, fine = RecordingEngine(held), RecordingEngine()
-    with fleet(DictSource(TENSORS), picky, fine) as (publisher, _):
+    with fleet(TensorSource(TENSORS), picky, fine) as (publisher, _):
         with pytest.raises(PublishError) as caught:
             publisher.publish()
         (error,) = caught.value.failures.values()
@@ -124,7 +126,7 @@ def test_offenders_are_all_named_and_nothing_is_loaded() -> None:
 
 
 def test_untied_weights_for_a_tied_engine_are_refused() -> None:
-    source = DictSource({"embed": torch.randn(4), "head": torch.randn(4)})
+    source = TensorSource({"embed": torch.randn(4), "head": torch.randn(4)})
     engine = RecordingEngine([TensorSpec("embed", "float32", (4,), aliases=("head",))])
     with fleet(source, engine, on_failure="report") as (publisher, _):
         result = publisher.publish().engines["engine-0"]
@@ -135,7 +137,7 @@ def test_untied_weights_for_a_tied_engine_are_refused() -> None:
 
 def test_undo_is_refused_by_an_engine_that_has_none() -> None:
     engine = RecordingEngine()
-    with fleet(DictSource(TENSORS), engine, undo=True) as (publisher, _), pytest.raises(PublishError) as caught:
+    with fleet(TensorSource(TENSORS), engine, undo=True) as (publisher, _), pytest.raises(PublishError) as caught:
         publisher.publish()
     assert isinstance(caught.value.failures["engine-0"], UnsupportedError)
 
@@ -144,7 +146,7 @@ def test_undo_is_refused_by_an_engine_that_has_none() -> None:
 def test_failed_load_tears_until_the_next_publish(install: str) -> None:
     engine = RecordingEngine()
     engine.fail_after = 0
-    with fleet(DictSource(TENSORS), engine, install=install) as (publisher, (client,)):
+    with fleet(TensorSource(TENSORS), engine, install=install) as (publisher, (client,)):
         with pytest.raises(PublishError):
             publisher.publish()
         assert client.gate.torn
@@ -157,14 +159,14 @@ def test_failed_load_tears_until_the_next_publish(install: str) -> None:
 
 def test_empty_model() -> None:
     engine = RecordingEngine()
-    with fleet(DictSource({}), engine) as (publisher, _):
+    with fleet(TensorSource({}), engine) as (publisher, _):
         report = publisher.publish()
     assert (report.num_bytes, report.num_buckets, report.ok) == (0, 0, True)
     assert len(engine.versions) == 1
 
 
 def test_source_that_lies_is_refused_before_anything_moves() -> None:
-    source = DictSource(TENSORS)
+    source = TensorSource(TENSORS)
     source._regions.pop("big")
     engine = RecordingEngine()
     with fleet(source, engine) as (publisher, _), pytest.raises(IncompatibleWeightsError, match="big"):
@@ -173,10 +175,10 @@ def test_source_that_lies_is_refused_before_anything_moves() -> None:
 
 
 def test_changed_specs_make_a_new_plan() -> None:
-    source, engine = DictSource({"a": torch.ones(3)}), RecordingEngine()
+    source, engine = TensorSource({"a": torch.ones(3)}), RecordingEngine()
     with fleet(source, engine) as (publisher, _):
         publisher.publish()
-        other = DictSource({"a": torch.ones(3), "b": torch.zeros(5000)})
+        other = TensorSource({"a": torch.ones(3), "b": torch.zeros(5000)})
         source._specs, source._regions = other._specs, other._regions
         publisher.publish()
     assert_same(engine.held, other.tensors)

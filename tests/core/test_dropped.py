@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import weightcast
-from core.direct import DictSource, DirectEngine, RecordingEngine
+from core.direct import DirectEngine, RecordingEngine
+from weightcast import TensorSource
 from weightcast.errors import EngineBusyError, PublishError
-from weightcast.publisher import Publisher
+from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -26,7 +27,7 @@ DEADLINE_SECONDS = 10.0
 
 def made(client: DirectEngine, transport: str = "ipc://", **options: object) -> Publisher:
     options = {"bucket_size_bytes": 4096, "deadline_seconds": DEADLINE_SECONDS, **options}
-    return Publisher(DictSource(TENSORS), engines=[client], transport=transport, **options)  # type: ignore[arg-type]
+    return Publisher(TensorSource(TENSORS), engines=[client], transport=transport, **options)  # type: ignore[arg-type]
 
 
 def is_free(client: DirectEngine) -> bool:
@@ -76,8 +77,8 @@ def test_a_collection_in_a_thread_of_its_own_does_not_wait_for_itself() -> None:
     client = DirectEngine("engine", RecordingEngine())
     publisher = made(client)
     publisher.publish()
-    assert publisher._wire is not None
-    links = publisher._wire.listener
+    assert publisher._connections is not None
+    links = publisher._connections.listener
     collected, taken = threading.Event(), links._take
 
     def collecting(*args: object) -> None:
@@ -89,12 +90,12 @@ def test_a_collection_in_a_thread_of_its_own_does_not_wait_for_itself() -> None:
 
     links._take = collecting  # type: ignore[method-assign, assignment]
     publisher.itself = publisher  # type: ignore[attr-defined]
-    hold = client.worker._hold
+    hold = client.worker._session
     assert hold is not None
     del publisher, links
-    from weightcast.control.messages import Accepted
+    from weightcast.format.messages import Accepted
 
-    hold.tell(Accepted(0))
+    hold.send(Accepted(0))
     assert collected.wait(DEADLINE_SECONDS)
     assert is_free(client)
     client.close()
@@ -169,7 +170,7 @@ def test_a_publisher_that_never_published_is_dropped_without_a_word() -> None:
     del publisher
     assert gone() is None
     with pytest.raises(ValueError, match="transport"):
-        Publisher(DictSource(TENSORS), transport="pigeon://")
+        Publisher(TensorSource(TENSORS), transport="pigeon://")
     assert is_free(client)
     client.close()
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import weightcast
-from core.direct import DictSource, DirectEngine, RecordingEngine, fleet
-from weightcast.control.messages import Abort, InitInfo, Offer, Seal, UpdateInfo
+from core.direct import DirectEngine, RecordingEngine, fleet
+from weightcast import TensorSource
 from weightcast.errors import EngineBusyError, WeightcastError
-from weightcast.manifest import WeightVersion
-from weightcast.publisher import Publisher
+from weightcast.format.manifest import WeightVersion
+from weightcast.format.messages import Abort, InitInfo, Offer, Seal, UpdateInfo
+from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -25,7 +26,7 @@ TRANSPORTS = ["ipc://", "memory://", "gloo://127.0.0.1:0"]
 
 
 def forged(kind: str, publisher: Publisher, version: int, secret: str | None) -> UpdateInfo:
-    packing = publisher._packing
+    packing = publisher._pack_plan
     assert packing is not None
     proof = {} if secret is None else {"secret": secret}
     if kind == "offer":
@@ -40,7 +41,7 @@ def forged(kind: str, publisher: Publisher, version: int, secret: str | None) ->
 @pytest.mark.parametrize("kind", ["offer", "seal", "abort"])
 def test_what_a_stranger_sends_between_two_publishes_changes_nothing(kind: str, install: str, transport: str) -> None:
     engine = RecordingEngine()
-    with fleet(DictSource(TENSORS), engine, install=install, transport=transport) as (publisher, (client,)):
+    with fleet(TensorSource(TENSORS), engine, install=install, transport=transport) as (publisher, (client,)):
         publisher.publish(CURRENT)
         for version in VERSIONS:
             for secret in SECRETS:
@@ -74,7 +75,7 @@ def test_what_a_stranger_sends_in_mid_publish_changes_nothing(kind: str, install
             return str(exc)
         return ""
 
-    with fleet(DictSource(TENSORS), engine, install=install) as (publisher, (client,)):
+    with fleet(TensorSource(TENSORS), engine, install=install) as (publisher, (client,)):
         assert publisher.publish(CURRENT - 1).ok
         assert publisher.publish(CURRENT, on_progress=meddle).ok
         assert publisher.publish().ok
@@ -98,7 +99,7 @@ def test_a_stranger_who_installs_too_early_is_refused_alone(moment: str) -> None
             super().update(info)
 
     client = Watched("engine", RecordingEngine())
-    with Publisher(DictSource(TENSORS), engines=[client]) as publisher:
+    with Publisher(TensorSource(TENSORS), engines=[client]) as publisher:
         assert publisher.publish(CURRENT).ok
         assert publisher.publish().ok
     assert [v.number for v in client.engine.versions] == [CURRENT, CURRENT + 1]
@@ -106,7 +107,7 @@ def test_a_stranger_who_installs_too_early_is_refused_alone(moment: str) -> None
 
 
 def test_who_has_the_runs_id_alone_does_not_take_its_engine() -> None:
-    with fleet(DictSource(TENSORS), RecordingEngine()) as (publisher, (client,)):
+    with fleet(TensorSource(TENSORS), RecordingEngine()) as (publisher, (client,)):
         publisher.publish(CURRENT)
         for secret in ("0" * 64, "f" * 64):
             stranger = InitInfo(publisher.run, client.name, "ipc://@nowhere", "unix:@nowhere", secret, 5.0)
@@ -117,7 +118,7 @@ def test_who_has_the_runs_id_alone_does_not_take_its_engine() -> None:
 
 def test_a_stranger_who_takes_over_with_the_runs_id_loses_the_engine_again() -> None:
     """Whoever may call the routes may take over: its publisher gets the engine back the same way."""
-    with fleet(DictSource(TENSORS), RecordingEngine(), takeover=True) as (publisher, (client,)):
+    with fleet(TensorSource(TENSORS), RecordingEngine(), takeover=True) as (publisher, (client,)):
         publisher.publish(CURRENT)
         thief = InitInfo(publisher.run, client.name, "ipc://@nowhere", "unix:@nowhere", "0" * 64, 5.0, takeover=True)
         client.init(thief)
@@ -130,7 +131,7 @@ def test_the_same_over_http() -> None:
     engine = weightcast.EngineServer(RecordingEngine(), port=0)
     with engine.start() as server:
         stranger = weightcast.HttpEngine(server.url)
-        with Publisher(DictSource(TENSORS), engines=[server.url]) as publisher:
+        with Publisher(TensorSource(TENSORS), engines=[server.url]) as publisher:
             publisher.publish(CURRENT)
             assert stranger.info().holder == publisher.run
             for kind in ("offer", "seal", "abort"):
@@ -176,7 +177,7 @@ def test_a_finish_of_somebody_else_at_the_same_time_is_waited_for() -> None:
     is_installing, may_end = threading.Event(), threading.Event()
     engine = Slow()
     client = Twice("engine", engine)
-    with Publisher(DictSource(TENSORS), engines=[client], deadline_seconds=60.0) as publisher:
+    with Publisher(TensorSource(TENSORS), engines=[client], deadline_seconds=60.0) as publisher:
         assert publisher.publish().ok
     assert [version.number for version in engine.versions] == [0]
     client.close()

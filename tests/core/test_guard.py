@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 import weightcast
-from weightcast.guard import Guard, RescueRequest, Ward, rescue
+from weightcast.links.watchdog import RecoveryRequest, Watchdog, WatchedEngines, rescue
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -24,18 +24,18 @@ def server():  # type: ignore[no-untyped-def]
         yield server
 
 
-def resume_of(server: weightcast.EngineServer) -> list[RescueRequest]:
-    return [RescueRequest(f"{server.url}/resume", {"content-type": "application/json"})]
+def resume_of(server: weightcast.EngineServer) -> list[RecoveryRequest]:
+    return [RecoveryRequest(f"{server.url}/resume", {"content-type": "application/json"})]
 
 
 def test_killed_publisher_is_replaced_by_its_guard(server: weightcast.EngineServer) -> None:
     server.gate.pause()
     program = textwrap.dedent(
         f"""
-        from weightcast.guard import Guard, RescueRequest
-        guard = Guard()
-        guard.hold("engine", [RescueRequest({server.url + "/resume"!r})])
-        guard.hold("other", [RescueRequest({server.url + "/pause?mode=keep"!r})])
+        from weightcast.links.watchdog import Watchdog, RecoveryRequest
+        guard = Watchdog()
+        guard.hold("engine", [RecoveryRequest({server.url + "/resume"!r})])
+        guard.hold("other", [RecoveryRequest({server.url + "/pause?mode=keep"!r})])
         guard.release("other")
         print(guard.pid, flush=True)
         input()
@@ -61,7 +61,7 @@ def test_killed_publisher_is_replaced_by_its_guard(server: weightcast.EngineServ
 
 
 def test_released_engine_stays_as_it_is(server: weightcast.EngineServer) -> None:
-    guard = Guard()
+    guard = Watchdog()
     guard.hold("engine", resume_of(server))
     guard.release("engine")
     server.gate.pause()
@@ -71,7 +71,7 @@ def test_released_engine_stays_as_it_is(server: weightcast.EngineServer) -> None
 
 def test_closing_a_guard_sends_what_is_held(server: weightcast.EngineServer) -> None:
     server.gate.pause()
-    guard = Guard()
+    guard = Watchdog()
     guard.hold("engine", resume_of(server))
     guard.close()
     guard.close()
@@ -79,19 +79,19 @@ def test_closing_a_guard_sends_what_is_held(server: weightcast.EngineServer) -> 
 
 
 def test_half_a_line_does_not_count() -> None:
-    ward = Ward()
+    ward = WatchedEngines()
     ward.read(b'{"held": {"a": [["http://127.0.0.1:1/x", {}, ""]]}, ')
     assert ward.held == {}
     ward.read(b'"groups": {}}\n{"held": {"b": [["http')
-    assert ward.held == {"a": [RescueRequest("http://127.0.0.1:1/x", {}, "")]}
+    assert ward.held == {"a": [RecoveryRequest("http://127.0.0.1:1/x", {}, "")]}
 
 
 def test_an_engine_that_is_gone_is_given_up() -> None:
-    assert not rescue([RescueRequest("http://127.0.0.1:9/resume")], give_up_seconds=0.3)
+    assert not rescue([RecoveryRequest("http://127.0.0.1:9/resume")], give_up_seconds=0.3)
 
 
 def test_a_refusal_is_an_answer(server: weightcast.EngineServer) -> None:
-    assert rescue([RescueRequest(f"{server.url}/no-such-route")], give_up_seconds=5)
+    assert rescue([RecoveryRequest(f"{server.url}/no-such-route")], give_up_seconds=5)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_what_an_answer_forbids_is_not_sent(
     server: weightcast.EngineServer, path: str, stop_if: str, resumed: bool
 ) -> None:
     server.gate.pause()
-    assert rescue([RescueRequest(f"{server.url}{path}", stop_if=stop_if), *resume_of(server)], give_up_seconds=5)
+    assert rescue([RecoveryRequest(f"{server.url}{path}", stop_if=stop_if), *resume_of(server)], give_up_seconds=5)
     assert server.gate.is_paused is not resumed
 
 
@@ -120,13 +120,13 @@ def test_publisher_holds_the_guard_only_where_no_lease_ends_a_pause(server: weig
             return msgspec.structs.replace(super().info(), abilities=())
 
         def finish(self, version: int) -> None:
-            seen.append(publisher._guard.pid is not None)
+            seen.append(publisher._watchdog.pid is not None)
             super().finish(version)
 
     source = weightcast.ModuleSource(torch.nn.Linear(2, 2))
     client = Stock(server.url)
     with weightcast.Publisher(source, engines=[client]) as publisher:
         publisher.publish()
-        assert publisher._guard._held == {}
+        assert publisher._watchdog._held == {}
     client.close()
     assert seen == [True]

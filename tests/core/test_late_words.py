@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from core.direct import DictSource, DirectEngine, RecordingEngine, fleet
-from weightcast.control.messages import Failed, Offer, Seal, UpdateInfo
+from core.direct import DirectEngine, RecordingEngine, fleet
+from weightcast import TensorSource
 from weightcast.errors import ControlError, ErrorRecord, PublishError, StaleVersionError
-from weightcast.listener import Link
-from weightcast.publisher import Publisher
+from weightcast.format.messages import Failed, Offer, Seal, UpdateInfo
+from weightcast.links.publisher_end import Link
+from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -30,9 +31,9 @@ class Lagging(DirectEngine):
     def _speak_late(self, call: str) -> None:
         if self.late is None or call != self.route:
             return
-        hold, (member,) = self.worker._hold, self.publisher._fleet
+        hold, (member,) = self.worker._session, self.publisher._fleet
         assert hold is not None
-        hold.tell(Failed(self.late, ErrorRecord("UpdateAbortedError", "a late word of an earlier version")))
+        hold.send(Failed(self.late, ErrorRecord("UpdateAbortedError", "a late word of an earlier version")))
         for link in member.links:
             _wait_for(link, self.late)
         raise ControlError("what really went wrong", peer=self.name)
@@ -57,7 +58,7 @@ def _wait_for(link: Link, version: int) -> None:
 @pytest.mark.parametrize("route", ["Offer", "Seal", "finish"])
 def test_a_late_failure_of_an_earlier_version_is_not_the_cause_of_this_one(route: str) -> None:
     client = Lagging("lagging", RecordingEngine())
-    with Publisher(DictSource(TENSORS), engines=[client], deadline_seconds=DEADLINE_SECONDS) as publisher:
+    with Publisher(TensorSource(TENSORS), engines=[client], deadline_seconds=DEADLINE_SECONDS) as publisher:
         publisher.publish(1)
         client.publisher, client.late, client.route = publisher, 1, route
         for number in (2, 3):
@@ -73,7 +74,7 @@ def test_a_late_failure_of_an_earlier_version_is_not_the_cause_of_this_one(route
 
 def test_a_failure_of_this_very_version_explains_more_than_a_lost_peer() -> None:
     client = Lagging("lagging", RecordingEngine())
-    with Publisher(DictSource(TENSORS), engines=[client], deadline_seconds=DEADLINE_SECONDS) as publisher:
+    with Publisher(TensorSource(TENSORS), engines=[client], deadline_seconds=DEADLINE_SECONDS) as publisher:
         publisher.publish(1)
         client.publisher, client.late, client.route = publisher, 2, "Seal"
         with pytest.raises(PublishError, match="a late word"):
@@ -97,7 +98,7 @@ def test_a_call_of_another_version_or_run_leaves_the_update_alone() -> None:
         ]
         told.extend(refusal(call) for call in calls)
 
-    with fleet(DictSource(TENSORS), RecordingEngine()) as (publisher, (client,)):
+    with fleet(TensorSource(TENSORS), RecordingEngine()) as (publisher, (client,)):
         publisher.publish(1)
         assert publisher.publish(2, on_progress=meddle).ok
         assert client.gate.version is not None
@@ -120,8 +121,8 @@ def test_a_finish_of_a_former_holder_does_not_install_what_its_successor_sealed(
     second.close()
     second.worker, second.gate = first.worker, first.gate
     with (
-        Publisher(DictSource(TENSORS), engines=[first]) as publisher,
-        Publisher(DictSource(TENSORS), engines=[second], takeover=True) as successor,
+        Publisher(TensorSource(TENSORS), engines=[first]) as publisher,
+        Publisher(TensorSource(TENSORS), engines=[second], takeover=True) as successor,
     ):
         publisher.publish(7)
         assert successor.publish(7).ok
@@ -139,5 +140,5 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 def _secret(publisher: Publisher) -> str:
-    assert publisher._wire is not None
-    return publisher._wire.listener.secret
+    assert publisher._connections is not None
+    return publisher._connections.listener.secret

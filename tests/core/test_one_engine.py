@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import weightcast
-from core.direct import DictSource, DirectEngine, RecordingEngine
-from weightcast.control.messages import InitInfo, UpdateInfo
+from core.direct import DirectEngine, RecordingEngine
+from weightcast import TensorSource
 from weightcast.errors import ClosedError, EngineBusyError, PublishError, RefusedError, StaleVersionError
-from weightcast.publisher import Publisher
+from weightcast.format.messages import InitInfo, UpdateInfo
+from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -27,7 +28,7 @@ class Other(DirectEngine):
     """The engine of another client, under this name."""
 
     def __init__(self, name: str, client: DirectEngine) -> None:
-        self.name, self.gate, self.engine, self.worker = name, client.gate, client.engine, client.worker
+        self.__dict__.update(client.__dict__, name=name)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -36,7 +37,7 @@ def test_an_engine_under_several_names_is_named_at_once(num_names: int, transpor
     first, bystander = DirectEngine("a", RecordingEngine()), DirectEngine("bystander", RecordingEngine())
     others = [Other(name, first) for name in "bc"[: num_names - 1]]
     engines = [first, *others, bystander]
-    source = DictSource(TENSORS)
+    source = TensorSource(TENSORS)
     with Publisher(source, transport=transport, engines=engines, on_failure="report") as publisher:
         for _ in range(2):
             report = publisher.publish()
@@ -58,7 +59,7 @@ def test_an_engine_under_several_names_is_named_at_once(num_names: int, transpor
 
 def test_an_engine_that_joins_later_under_another_name_is_found_out() -> None:
     first = DirectEngine("a", RecordingEngine())
-    with Publisher(DictSource(TENSORS), engines=[first]) as publisher:
+    with Publisher(TensorSource(TENSORS), engines=[first]) as publisher:
         assert publisher.publish().ok
         publisher.add_engine(Other("b", first))
         with pytest.raises(PublishError, match="b and a are one and the same engine"):
@@ -72,7 +73,7 @@ def test_a_server_by_its_names_and_addresses() -> None:
     with weightcast.EngineServer(RecordingEngine(), port=0).start() as server:
         port = server.url.rpartition(":")[2]
         urls = [f"http://127.0.0.1:{port}/", f"http://localhost:{port}", f"http://[::ffff:127.0.0.1]:{port}"]
-        with Publisher(DictSource(TENSORS), engines=urls, on_failure="report") as publisher:
+        with Publisher(TensorSource(TENSORS), engines=urls, on_failure="report") as publisher:
             with pytest.raises(ValueError, match="in the fleet already"):
                 publisher.add_engine(f"http://127.0.0.1:{port}")
             report = publisher.publish()
@@ -98,9 +99,9 @@ def test_who_loses_its_engine_while_it_connects_is_told_who_has_it(transport: st
                 assert winner.publish().ok
 
     loser = Publisher(
-        DictSource(TENSORS), transport=transport, engines=[Overtaken("engine", client)], deadline_seconds=600.0
+        TensorSource(TENSORS), transport=transport, engines=[Overtaken("engine", client)], deadline_seconds=600.0
     )
-    winner = Publisher(DictSource(TWOS), transport=transport, engines=[client], takeover=True)
+    winner = Publisher(TensorSource(TWOS), transport=transport, engines=[client], takeover=True)
     with winner, loser:
         with pytest.raises(PublishError) as caught:
             loser.publish()
@@ -123,11 +124,11 @@ def test_who_loses_its_engine_to_a_run_that_has_let_it_go_again_is_told_at_once(
             super().init(info)
             if not self.is_overtaken:
                 self.is_overtaken = True
-                with Publisher(DictSource(TWOS), transport=transport, engines=[client], takeover=True) as winner:
+                with Publisher(TensorSource(TWOS), transport=transport, engines=[client], takeover=True) as winner:
                     assert winner.publish().ok
 
     engines = [Overtaken("engine", client)]
-    with Publisher(DictSource(TENSORS), transport=transport, engines=engines, deadline_seconds=600.0) as loser:
+    with Publisher(TensorSource(TENSORS), transport=transport, engines=engines, deadline_seconds=600.0) as loser:
         with pytest.raises(PublishError) as caught:
             loser.publish()
         assert isinstance(caught.value.failures["engine"], ClosedError)
@@ -163,8 +164,8 @@ def test_who_loses_its_engine_in_mid_publish_is_told_who_has_it(step: str) -> No
     overtaken = Overtaken("engine", client)
     options: dict[str, Any] = {"bucket_size_bytes": 4096, "deadline_seconds": DEADLINE_SECONDS}
     with (
-        Publisher(DictSource(TENSORS), engines=[overtaken], **options) as loser,
-        Publisher(DictSource(TWOS), engines=[client], takeover=True, **options) as winner,
+        Publisher(TensorSource(TENSORS), engines=[overtaken], **options) as loser,
+        Publisher(TensorSource(TWOS), engines=[client], takeover=True, **options) as winner,
     ):
         with pytest.raises(PublishError) as caught:
             loser.publish(on_progress=lambda done, total: overtaken._overtake("received"))
@@ -184,7 +185,7 @@ def test_of_two_that_take_over_at_once_nobody_blames_the_network(transport: str)
         begin = threading.Barrier(2)
         publishers = [
             Publisher(
-                DictSource(tensors), transport=transport, engines=[Other("engine", client)], takeover=True,
+                TensorSource(tensors), transport=transport, engines=[Other("engine", client)], takeover=True,
                 deadline_seconds=DEADLINE_SECONDS,
             )
             for tensors in (TENSORS, TWOS)
@@ -224,7 +225,7 @@ def test_of_two_that_take_over_at_once_nobody_blames_the_network(transport: str)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_publish_to_nobody_says_so(transport: str) -> None:
     client = DirectEngine("engine", RecordingEngine())
-    with Publisher(DictSource(TENSORS), transport=transport, engines=[]) as publisher:
+    with Publisher(TensorSource(TENSORS), transport=transport, engines=[]) as publisher:
         with pytest.raises(ValueError, match=r"no engine to publish to.*add_engine"):
             publisher.publish()
         publisher.add_engine(client)
@@ -236,5 +237,5 @@ def test_a_publish_to_nobody_says_so(transport: str) -> None:
 
 
 def test_a_store_needs_no_engine(tmp_path: Path) -> None:
-    with Publisher(DictSource(TENSORS), transport=f"file://{tmp_path}/store", engines=[]) as publisher:
+    with Publisher(TensorSource(TENSORS), transport=f"file://{tmp_path}/store", engines=[]) as publisher:
         assert publisher.publish().ok

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import types
 from typing import Any
 
 import pytest
 import torch
 
 import weightcast
-from core.direct import DictSource, DirectEngine, RecordingEngine, fleet
+from core.direct import DirectEngine, RecordingEngine, fleet
+from weightcast import TensorSource
 from weightcast.errors import (
     ClosedError,
     ControlError,
@@ -21,7 +21,8 @@ from weightcast.errors import (
     StaleVersionError,
     UnsupportedError,
 )
-from weightcast.publisher import Publisher
+from weightcast.host import memory as host_memory
+from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -45,7 +46,7 @@ TENSORS = {f"t{i}": torch.randn(40, 40) for i in range(12)}
 )
 def test_wrong_arguments_say_what_is_right(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Publisher(DictSource(TENSORS), **options)
+        Publisher(TensorSource(TENSORS), **options)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -54,9 +55,9 @@ def test_error_in_mid_publish_leaves_nobody_paused_and_the_next_publish_works(
     error: type[BaseException], install: str
 ) -> None:
     engine = RecordingEngine()
-    with fleet(DictSource(TENSORS), engine, install=install) as (publisher, (client,)):
+    with fleet(TensorSource(TENSORS), engine, install=install) as (publisher, (client,)):
         publisher.publish()
-        wire = publisher._wire
+        wire = publisher._connections
         assert wire is not None
         send = wire.sender.send
 
@@ -79,7 +80,7 @@ def test_error_in_mid_publish_leaves_nobody_paused_and_the_next_publish_works(
 def test_report_instead_of_raise() -> None:
     good, bad = RecordingEngine(), RecordingEngine()
     bad.fail_after = 3
-    with fleet(DictSource(TENSORS), good, bad, on_failure="report") as (publisher, _):
+    with fleet(TensorSource(TENSORS), good, bad, on_failure="report") as (publisher, _):
         report = publisher.publish()
     assert not report.ok
     assert report.engines["engine-0"].ok
@@ -92,7 +93,7 @@ def test_report_instead_of_raise() -> None:
 def test_fleet_may_change_between_publishes() -> None:
     first, second = RecordingEngine(), RecordingEngine()
     newcomer = DirectEngine("newcomer", second)
-    with fleet(DictSource(TENSORS), first) as (publisher, (client,)):
+    with fleet(TensorSource(TENSORS), first) as (publisher, (client,)):
         publisher.publish()
         publisher.add_engine(newcomer)
         assert set(publisher.publish().engines) == {"engine-0", "newcomer"}
@@ -100,7 +101,7 @@ def test_fleet_may_change_between_publishes() -> None:
         assert set(publisher.publish().engines) == {"newcomer"}
         with pytest.raises(ValueError, match="not in the fleet"):
             publisher.remove_engine("engine-0")
-        with Publisher(DictSource(TENSORS), engines=[client]) as other:
+        with Publisher(TensorSource(TENSORS), engines=[client]) as other:
             assert other.publish().version == 2  # one above the engine's own
     newcomer.close()
     assert [v.number for v in first.versions] == [0, 1, 2]
@@ -108,7 +109,7 @@ def test_fleet_may_change_between_publishes() -> None:
 
 
 def test_versions_only_grow_and_close_is_final() -> None:
-    with fleet(DictSource(TENSORS), RecordingEngine()) as (publisher, _):
+    with fleet(TensorSource(TENSORS), RecordingEngine()) as (publisher, _):
         assert publisher.publish(10).version == 10
         assert publisher.publish().version == 11
         for version, words in ((11, "not above 11"), (3, "not above 11"), (-1, "from 0 to"), (1 << 63, "from 0 to")):
@@ -129,7 +130,7 @@ def test_calls_from_several_threads_wait_for_each_other() -> None:
         except BaseException as exc:
             errors.append(exc)
 
-    with fleet(DictSource(TENSORS), engine) as (publisher, _):
+    with fleet(TensorSource(TENSORS), engine) as (publisher, _):
         threads = [threading.Thread(target=publish, args=(publisher,)) for _ in range(6)]
         for thread in threads:
             thread.start()
@@ -141,7 +142,7 @@ def test_calls_from_several_threads_wait_for_each_other() -> None:
 
 def test_one_engine_that_is_not_there_does_not_spoil_the_others() -> None:
     engine = RecordingEngine()
-    with fleet(DictSource(TENSORS), engine) as (publisher, _):
+    with fleet(TensorSource(TENSORS), engine) as (publisher, _):
         publisher.add_engine("http://127.0.0.1:9")
         with pytest.raises(PublishError, match="1 of 2 engines") as caught:
             publisher.publish()
@@ -164,10 +165,10 @@ def test_token_is_needed_and_named_when_missing() -> None:
 
 
 def test_memory_is_checked_before_any_byte_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightcast import host_memory
+    from weightcast.host import memory as host_memory
 
     engine = RecordingEngine()
-    with fleet(DictSource(TENSORS), engine) as (publisher, (client,)):
+    with fleet(TensorSource(TENSORS), engine) as (publisher, (client,)):
         with monkeypatch.context() as patch:
             patch.setattr(host_memory, "available_bytes", lambda *args, **kwargs: 1000)
             with pytest.raises(InsufficientMemoryError, match="1000"):
@@ -184,21 +185,19 @@ class Undoable(RecordingEngine):
 
 
 def test_undo_copy_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightcast import admission
-
     engine = Undoable()
-    monkeypatch.setattr(admission, "host_memory", types.SimpleNamespace(available_bytes=lambda: 1000))
-    with fleet(DictSource(TENSORS), engine, undo=True) as (publisher, _), pytest.raises(PublishError) as caught:
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
+    with fleet(TensorSource(TENSORS), engine, undo=True) as (publisher, _), pytest.raises(PublishError) as caught:
         publisher.publish()
     assert isinstance(caught.value.failures["engine-0"], InsufficientMemoryError)
     assert engine.calls == []
 
 
 def test_worker_refuses_what_is_not_its_runs() -> None:
-    from weightcast.control.messages import Abort, InitInfo, Offer, Seal
+    from weightcast.format.messages import Abort, InitInfo, Offer, Seal
 
     engine = RecordingEngine()
-    with fleet(DictSource(TENSORS), engine) as (publisher, (client,)):
+    with fleet(TensorSource(TENSORS), engine) as (publisher, (client,)):
         publisher.publish(5)
         worker, digest = client.worker, "0" * 64
         stranger = InitInfo("f" * 32, "x", "ipc://@nowhere", "unix:@nowhere", digest, 5.0)
@@ -227,7 +226,7 @@ def test_worker_refuses_what_is_not_its_runs() -> None:
 
 def test_progress_is_told_after_each_bucket() -> None:
     told: list[tuple[int, int]] = []
-    with fleet(DictSource(TENSORS), RecordingEngine()) as (publisher, _):
+    with fleet(TensorSource(TENSORS), RecordingEngine()) as (publisher, _):
         report = publisher.publish(on_progress=lambda done, total: told.append((done, total)))
     assert len(told) == report.num_buckets > 1
     assert [done for done, _ in told] == sorted({done for done, _ in told})

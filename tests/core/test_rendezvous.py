@@ -13,8 +13,8 @@ import pytest
 from torch.distributed import DistNetworkError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from weightcast.errors import PeerDiedError
+from weightcast.links.group_join import ExpectedPeer, GroupJoin, expected
 from weightcast.process_group import ProcessGroup, join_store, serve_store, translated
-from weightcast.rendezvous import Expected, Rendezvous, expected
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 SECONDS = 60.0
@@ -23,10 +23,10 @@ TORCH_SECONDS = 1800.0
 
 
 @contextlib.contextmanager
-def listening(host: str) -> Iterator[tuple[Rendezvous, int]]:
+def listening(host: str) -> Iterator[tuple[GroupJoin, int]]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
-    rendezvous = Rendezvous(listener)
+    rendezvous = GroupJoin(listener)
     with contextlib.closing(rendezvous):
         yield rendezvous, listener.getsockname()[1]
 
@@ -119,12 +119,12 @@ def test_addresses_are_read_as_gloo_writes_them() -> None:
         return struct.pack("=Q", 4) + b"name" + address + struct.pack(f"={len(numbers)}q", *numbers)
 
     assert list(expected(member(socket.AF_INET, "192.0.2.7", [4, 9]), 2)) == [
-        Expected("192.0.2.7", 7, 4),
-        Expected("192.0.2.7", 7, 9),
+        ExpectedPeer("192.0.2.7", 7, 4),
+        ExpectedPeer("192.0.2.7", 7, 9),
     ]
     assert list(expected(member(socket.AF_INET6, "2001:db8::1", []), 2)) == [
-        Expected("2001:db8::1", 7, 0),
-        Expected("2001:db8::1", 7, 1),
+        ExpectedPeer("2001:db8::1", 7, 0),
+        ExpectedPeer("2001:db8::1", 7, 1),
     ]
     assert not list(expected(b"something else", 2))
     assert not list(expected(b"", 2))

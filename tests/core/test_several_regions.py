@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from core.direct import DirectEngine, RecordingEngine
-from weightcast import export
 from weightcast.errors import IncompatibleWeightsError
-from weightcast.interfaces import Held, Regions
-from weightcast.manifest import Region, TensorSpec
-from weightcast.publisher import Publisher
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import TensorSpec
+from weightcast.seams.source import Held, Regions
 from weightcast.sources.store import StoreSource
+from weightcast.trainer import export
+from weightcast.trainer.publisher import Publisher
 
 
 class RegionSource:

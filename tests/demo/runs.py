@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from weightcast.demo.events import Checked, Ended, Evaluated, Event, Saved, Stepped, Warming
-from weightcast.demo.result import Machine, Result
-from weightcast.demo.settings import Settings
-from weightcast.report import StageSeconds
+from weightcast.demo.messages import Checked, DemoSettings, Evaluated, Event, RunEnded, Saved, Stepped, Warming
+from weightcast.demo.report import Result, this_machine
+from weightcast.trainer.report import EngineResult, PublishReport, StageSeconds
 
 ENGINES = ("http://127.0.0.1:1111", "http://127.0.0.1:2222")
 
 
 def step(number: int, *, num_rollouts: int = 8) -> Stepped:
-    return Stepped(
-        step=number,
-        reward=0.1 * number,
-        solved=0.05 * number,
-        versions=dict.fromkeys(ENGINES, number),
+    report = PublishReport(
+        run="0" * 32,
+        version=number,
         num_bytes=2_500_000,
         num_tensors=36,
+        num_buckets=1,
+        install="staged",
         seconds=StageSeconds(gather=0.001, offer=0.002, pack=0.003, send=0.004, seal=0.005, pause=0.006, total=0.03),
-        gb_per_second=0.083,
+        engines={name: EngineResult(ok=True) for name in ENGINES},
+    )
+    return Stepped(
+        report=report,
+        rollout_seconds=0.1,
+        train_seconds=0.2,
+        step_seconds=0.4,
+        reward=0.1 * number,
+        solved=0.05 * number,
         num_rollouts=num_rollouts,
         num_spanning=3 if num_rollouts else 0,
+        num_tokens=0,
+        num_stale_tokens=0,
     )
 
 
@@ -52,12 +61,12 @@ def events() -> list[Event]:
         *(step(number) for number in range(1, 5)),
         evaluated("end", 0.9),
         *(check(engine) for engine in ENGINES),
-        Ended(),
+        RunEnded(),
     ]
 
 
 def result(*happened: Event) -> Result:
-    found = Result(settings=Settings(seed=0, num_steps=4), machine=Machine.this(2), num_engines=2)
+    found = Result(settings=DemoSettings(seed=0, num_steps=4), machine=this_machine(), num_engines=2)
     for event in happened:
         found.add(event)
     return found

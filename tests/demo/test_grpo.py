@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from weightcast.demo import grpo, task
-from weightcast.demo.grpo import Answer, Group
-from weightcast.demo.ranks import Ranks
+from weightcast.demo.grpo import Batch
+from weightcast.demo.rollouts import Answer, Group
 from weightcast.demo.task import Puzzle, answer_ids
 
 PUZZLE = Puzzle((3, 1))
@@ -45,10 +45,16 @@ def test_a_batch_ignores_what_follows_an_early_end() -> None:
     assert batch.old_logprobs.shape == (2, 3)
 
 
+def test_an_empty_batch_has_the_form_of_a_collated_one() -> None:
+    batch = grpo.collate([Group(PUZZLE, (answer(RIGHT), answer(SHORT)))])
+    for empty, tensor in zip(Batch.empty(2, 2), batch, strict=True):
+        assert (empty.shape, empty.dtype) == (tensor.shape, tensor.dtype)
+
+
 def test_the_loss_makes_better_answers_likelier() -> None:
     model, uniform = Table(3), -math.log(len(task.WORDS))
     batch = grpo.collate([Group(PUZZLE, (answer(RIGHT, uniform), answer(WRONG, uniform)))])
-    loss = grpo.loss(model, batch, num_tokens=grpo.num_tokens(batch))
+    loss = grpo.loss(model, batch, num_tokens=batch.num_tokens)
     assert loss.item() == pytest.approx(0, abs=1e-6)
     loss.backward()
     assert model.logits.grad is not None
@@ -62,14 +68,14 @@ def test_what_two_ranks_make_of_their_shares_is_on_average_what_one_makes_of_all
     uniform = -math.log(len(task.WORDS))
     batch = grpo.collate([Group(PUZZLE, (answer(RIGHT, uniform), answer(SHORT, uniform), answer(WRONG, uniform)))])
 
-    def gradient(ranks: Ranks) -> torch.Tensor:
+    def gradient(rank: int, num_ranks: int) -> torch.Tensor:
         model = Table(3)
-        grpo.loss(model, ranks.share(batch), num_tokens=grpo.num_tokens(batch) / ranks.size).backward()
+        grpo.loss(model, batch.shard(rank, num_ranks), num_tokens=batch.num_tokens / num_ranks).backward()
         assert model.logits.grad is not None
         return model.logits.grad
 
-    both = (gradient(Ranks(0, 2)) + gradient(Ranks(1, 2))) / 2
-    torch.testing.assert_close(both, gradient(Ranks()))
+    both = (gradient(0, 2) + gradient(1, 2)) / 2
+    torch.testing.assert_close(both, gradient(0, 1))
 
 
 @pytest.mark.parametrize(("moved", "is_pushed"), [(1.0, False), (-1.0, True)])

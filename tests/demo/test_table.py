@@ -8,14 +8,14 @@ import pytest
 from demo import runs
 from rich.console import Console
 
-from weightcast.demo.events import Checked, Ended
-from weightcast.demo.table import LiveView, PlainView, describe, sparkline, view
+from weightcast.demo.messages import Checked, RunEnded
+from weightcast.demo.table import LiveTable, describe, print_event, sparkline, view
 
 
 def show(console: Console) -> str:
     with view(console) as shown:
         for event in runs.events():
-            shown.show(event)
+            shown(event)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -44,24 +44,26 @@ def test_a_live_table_on_a_terminal() -> None:
 
 
 def test_the_terminal_decides() -> None:
-    assert isinstance(view(Console(file=io.StringIO())), PlainView)
-    assert isinstance(view(Console(file=io.StringIO(), force_terminal=True)), LiveView)
+    with view(Console(file=io.StringIO())) as shown:
+        assert shown.func is print_event
+    with view(Console(file=io.StringIO(), force_terminal=True)) as shown:
+        assert isinstance(shown.__self__, LiveTable)
 
 
 def test_an_engine_that_did_not_take_a_version_is_seen() -> None:
     console = Console(file=io.StringIO(), width=120)
     step = runs.step(1)
-    step.versions[runs.ENGINES[1]] = None
-    PlainView(console).show(step)
+    step.report.engines[runs.ENGINES[1]].ok = False
+    print_event(console, step)
     assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue().splitlines()[1].split()[2:4] == ["v1", "failed"]
+    assert console.file.getvalue().split()[2:4] == ["v1", "failed"]
 
 
 def test_descriptions() -> None:
     assert "DIFFERS" in describe(runs.check("http://x", "another token"))
     assert isinstance(runs.check("http://x"), Checked)
-    assert "time" in describe(Ended(is_early=True))
-    assert describe(Ended()) == ""
+    assert "time" in describe(RunEnded(is_early=True))
+    assert describe(RunEnded()) == ""
 
 
 @pytest.mark.parametrize(("values", "line"), [([], ""), ([0, 0.5, 1], " ▄█"), ([-1, 2], " █")])

@@ -8,11 +8,12 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from weightcast.bucket import DTYPE_NAMES, TORCH_DTYPES
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError
-from weightcast.interfaces import Casting, Engine, Readable, RegionLoader, Undoable
-from weightcast.manifest import Region, WeightVersion
+from weightcast.format.bucket import DTYPE_NAMES, TORCH_DTYPES
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import WeightVersion
+from weightcast.seams.engine import Casting, Engine, ExposesTensors, RegionLoader, Undoable
 
 VERSION = WeightVersion("0" * 32, 7)
 
@@ -48,7 +49,7 @@ def update_of(engine: ModuleEngine, seed: int = 1) -> dict[str, torch.Tensor]:
 
 def test_it_has_every_ability() -> None:
     engine = ModuleEngine(make_net())
-    for ability in (Engine, RegionLoader, Undoable, Readable, Casting):
+    for ability in (Engine, RegionLoader, Undoable, ExposesTensors, Casting):
         assert isinstance(engine, ability)
 
 

@@ -13,7 +13,7 @@ import pytest
 from examples.program import Program
 from safetensors.torch import load_file
 
-from weightcast.tensor_digest import tensor_digest
+from weightcast.format.tensor_digest import tensor_digest
 
 pytestmark = pytest.mark.cluster
 

@@ -14,7 +14,7 @@ from examples.program import Program
 from safetensors.torch import load_file
 
 import weightcast
-from weightcast.tensor_digest import tensor_digest
+from weightcast.format.tensor_digest import tensor_digest
 
 pytestmark = pytest.mark.cluster
 

@@ -28,8 +28,8 @@ LARGE_WIDTH = 1024
 
 _context = forking.preloaded(
     "torch",
-    "weightcast.publisher",
-    "weightcast.control.server",
+    "weightcast.trainer.publisher",
+    "weightcast.control.server.app",
     "weightcast.transports.ipc",
     "weightcast.transports.collective",
     "faults.engine_actor",
@@ -69,7 +69,7 @@ def expected_digests(version: int, width: int = WIDTH) -> dict[str, str]:
 
 
 def digests(model: nn.Module) -> dict[str, str]:
-    from weightcast.tensor_digest import tensor_digest
+    from weightcast.format.tensor_digest import tensor_digest
 
     return {name: tensor_digest(tensor) for name, tensor in model.state_dict().items()}
 

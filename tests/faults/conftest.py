@@ -51,12 +51,12 @@ class Stage:
     """The actors of one test, ended whatever happens; what survives is checked against the version's own weights."""
 
     def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+        self._connections = wire
         self._actors: list[EngineProcess | PublisherProcess] = []
         self._stores: list[TCPStore] = []
 
     def engine(self, port: int = 0, **options: object) -> EngineProcess:
-        actor = EngineProcess(port, width=self._wire.width, **options)
+        actor = EngineProcess(port, width=self._connections.width, **options)
         self._actors.append(actor)
         return actor
 
@@ -83,7 +83,7 @@ class Stage:
 
     def _start_publisher(self, engines: Sequence[EngineProcess], options: dict[str, object]) -> PublisherProcess:
         urls = [engine.url for engine in engines]
-        actor = PublisherProcess(urls, transport=self._wire.url, width=self._wire.width, **options)
+        actor = PublisherProcess(urls, transport=self._connections.url, width=self._connections.width, **options)
         self._actors.append(actor)
         return actor
 

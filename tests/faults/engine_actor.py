@@ -16,7 +16,7 @@ from faults.actors import WIDTH, Actor, Stops, build_model, digests, fill, footp
 
 
 def engine_main(pipe: Connection, port: int, width: int, options: dict[str, Any]) -> None:
-    from weightcast.control.server import EngineServer
+    from weightcast.control.server.app import EngineServer
     from weightcast.engines.module import ModuleEngine
 
     settle_in(options)
@@ -50,7 +50,7 @@ def engine_main(pipe: Connection, port: int, width: int, options: dict[str, Any]
                     StoppingEngine.fail_load = flag
                     pipe.send(("done",))
                 case ("cut", connection):
-                    cut(connection, server.worker._hold.info, server.port)
+                    cut(connection, server.worker._session.info, server.port)
                     pipe.send(("done",))
                 case ("served",):
                     pipe.send(("served", (msgspec.to_builtins(server.worker.info()), digests(model))))

@@ -17,11 +17,13 @@ from torch import nn
 
 import weightcast
 from faults.actors import WIDTH, Actor, Stops, bucket_size_bytes, build_model, fill, footprint, settle_in
-from weightcast import host_memory, registry
-from weightcast.control.messages import Offer, Seal
-from weightcast.interfaces import Regions
-from weightcast.manifest import Region, TensorSpec
-from weightcast.tensor_digest import tensor_digest
+from weightcast import registry
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import TensorSpec
+from weightcast.format.messages import Offer, Seal
+from weightcast.format.tensor_digest import tensor_digest
+from weightcast.host import memory as host_memory
+from weightcast.seams.source import Regions
 
 _JOIN_SECONDS = 20.0
 _AVAILABLE_BYTES = host_memory.available_bytes

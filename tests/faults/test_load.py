@@ -31,9 +31,9 @@ def set_weights(model: torch.nn.Module, version: int) -> None:
 
 
 def text_engine_main(pipe: Connection) -> None:
+    from weightcast.engines.gate import Gate
     from weightcast.engines.module import ModuleEngine
     from weightcast.engines.transformers import TextGenerator
-    from weightcast.gate import Gate
 
     torch.set_num_threads(1)
     model, gate = make_model(), Gate()

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from core.direct import DirectEngine, RecordingEngine
 
-from weightcast.interfaces import Source
-from weightcast.publisher import Publisher
+from weightcast.seams.source import Source
+from weightcast.trainer.publisher import Publisher
 
 
 def published(source: Source, **more: Any) -> dict[str, torch.Tensor]:

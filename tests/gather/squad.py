@@ -15,12 +15,15 @@ from typing import Any
 import forking
 import torch
 
-from weightcast.interfaces import Held
-from weightcast.manifest import Region, TensorSpec
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import TensorSpec
+from weightcast.seams.source import Held
 
 DEADLINE_SECONDS = 30.0
 
-_context = forking.preloaded("torch", "torch.distributed", "weightcast.publisher", "weightcast.transports.memory")
+_context = forking.preloaded(
+    "torch", "torch.distributed", "weightcast.trainer.publisher", "weightcast.transports.memory"
+)
 
 Tensors = dict[str, torch.Tensor]
 Cut = Callable[[torch.Tensor, int, int], list[Held]]
@@ -242,7 +245,7 @@ class Rank:
         import torch.distributed as dist
         from core.direct import DirectEngine, RecordingEngine
 
-        from weightcast.publisher import Publisher
+        from weightcast.trainer.publisher import Publisher
 
         self.unmake()
         members = tuple(range(self.size)) if group is None else tuple(group)
@@ -310,7 +313,7 @@ class Rank:
 
     def stop_at(self, bucket: int) -> None:
         """Say so over the pipe and wait for a word, when this rank is about to send its part of that bucket."""
-        from weightcast.gather import Contribution
+        from weightcast.trainer.group.gather import Contribution
 
         pack = Contribution._pack
 
@@ -325,7 +328,7 @@ class Rank:
 
     def fail_at(self, bucket: int, error: BaseException) -> None:
         """Raise, once, when this rank packs its part of that bucket."""
-        from weightcast.gather import Contribution, GatheringPacker
+        from weightcast.trainer.group.gather import Contribution, GatheringPacker
 
         owner: Any = GatheringPacker if self.rank == 0 else Contribution
         name = "_unpack" if self.rank == 0 else "_pack"
@@ -341,11 +344,11 @@ class Rank:
 
     def rewind(self, at: int, to: int) -> None:
         """Once, lose the buckets from `to` on, notice it at bucket `at`, and ask for them again."""
-        from weightcast.bucket import slot_size_bytes
+        from weightcast.format.bucket import slot_size_bytes
 
-        sender = self.publisher._wire.sender
+        sender = self.publisher._connections.sender
         buffer, send = sender.buffer, sender.send
-        lost = torch.empty(slot_size_bytes(self.publisher._packing.layout.manifest), dtype=torch.uint8)
+        lost = torch.empty(slot_size_bytes(self.publisher._pack_plan.layout.manifest), dtype=torch.uint8)
 
         def losing_buffer(index: int) -> torch.Tensor:
             return lost if index >= to else buffer(index)

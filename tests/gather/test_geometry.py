@@ -9,20 +9,21 @@ import pytest
 import torch
 
 from gather.squad import CUTS, MODELS
-from weightcast.assignment import Part, Shard, assign, held_shards
-from weightcast.bucket import Layout
-from weightcast.cuts import Cuts, Runs, Sources, bucket_views, is_run, message_views
 from weightcast.errors import IncompatibleWeightsError, PeerTimeoutError, StaleVersionError
-from weightcast.host_copy import copy_all
-from weightcast.manifest import ITEMSIZE_BYTES, Region, TensorSpec, decode, encode
-from weightcast.plan import plan
-from weightcast.trainer_records import Failure
+from weightcast.format.bucket import Layout
+from weightcast.format.geometry import Region, is_run
+from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, decode, encode
+from weightcast.format.plan import plan
+from weightcast.host.copy import copy_all
+from weightcast.trainer.group.assignment import HeldRegion, Shard, assign, held_shards
+from weightcast.trainer.group.records import Failure
+from weightcast.trainer.group.slices import CopyRuns, ShardSlices, SliceSources, bucket_views, message_views
 
 SPEC = TensorSpec("w", "float32", (6, 4))
 
 
-def part(offsets: Sequence[int], sizes: Sequence[int]) -> Part:
-    return Part(0, Region(tuple(offsets), tuple(sizes)))
+def part(offsets: Sequence[int], sizes: Sequence[int]) -> HeldRegion:
+    return HeldRegion(0, Region(tuple(offsets), tuple(sizes)))
 
 
 TOP, BOTTOM, ALL = part((0, 0), (3, 4)), part((3, 0), (3, 4)), part((0, 0), (6, 4))
@@ -38,12 +39,12 @@ TOP, BOTTOM, ALL = part((0, 0), (3, 4)), part((3, 0), (3, 4)), part((0, 0), (6, 
         ([[], [TOP, BOTTOM], [TOP, BOTTOM]], [[], [0], [1]]),
     ],
 )
-def test_each_region_is_brought_once(held: list[list[Part]], expected: list[list[int]]) -> None:
+def test_each_region_is_brought_once(held: list[list[HeldRegion]], expected: list[list[int]]) -> None:
     assert assign([SPEC], held) == expected
 
 
 @pytest.mark.parametrize("held", [[[TOP]], [[TOP], []], [[ALL], [TOP]], [[TOP], [part((2, 0), (4, 4))]], [[], []]])
-def test_what_does_not_tile_is_named(held: list[list[Part]]) -> None:
+def test_what_does_not_tile_is_named(held: list[list[HeldRegion]]) -> None:
     with pytest.raises(IncompatibleWeightsError, match=r"'w' of shape \[6, 4\]"):
         assign([SPEC], held)
 
@@ -70,11 +71,11 @@ def test_regions_that_are_not_of_the_specs() -> None:
     ],
 )
 def test_what_lies_in_one_run(piece: tuple[int, ...], region: tuple[int, ...], expected: bool) -> None:
-    assert is_run(Region((0,) * len(piece), piece), Region((0,) * len(region), region)) is expected
+    assert is_run(Region((0,) * len(region), region), piece) is expected
 
 
 def test_runs_that_meet_on_both_sides_are_one() -> None:
-    runs = Runs()
+    runs = CopyRuns()
     for run in ((0, 64, 8), (8, 72, 8), (16, 96, 8), (32, 104, 8)):
         runs.add(*run)
     assert list(runs) == [(0, 64, 16), (16, 96, 8), (32, 104, 8)]
@@ -89,7 +90,7 @@ def test_messages_are_dense_and_fill_every_bucket(cut: str, bucket_size_bytes: i
     held = [held_shards(specs, {n: CUTS[cut](t, rank, size) for n, t in model.items()}) for rank in range(size)]
     brought = [[held[rank][i] for i in indices] for rank, indices in enumerate(assign(specs, held))]
     assert sum(_bytes(specs, shard) for shards in brought for shard in shards) == layout.manifest.num_bytes
-    ends = [(cuts, Sources(cuts, shards)) for shards in brought for cuts in [Cuts(layout, shards)]]
+    ends = [(cuts, SliceSources(cuts, shards)) for shards in brought for cuts in [ShardSlices(layout, shards)]]
     for index, num_bytes in enumerate(layout.manifest.buckets):
         bucket, expected = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
         for cuts, sources in ends:
@@ -105,7 +106,7 @@ def _bytes(specs: Sequence[TensorSpec], shard: Shard) -> int:
     return shard.region.numel * ITEMSIZE_BYTES[specs[shard.tensor].dtype]
 
 
-def _move(layout: Layout, cuts: Cuts, sources: Sources, index: int, bucket: torch.Tensor) -> None:
+def _move(layout: Layout, cuts: ShardSlices, sources: SliceSources, index: int, bucket: torch.Tensor) -> None:
     """As a message: packed on one side, taken apart on the other."""
     found = cuts.of(index)
     ends = list(itertools.accumulate((cut.num_bytes for cut in found), initial=0))

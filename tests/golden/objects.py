@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightcast.control.messages import (
+from weightcast.errors import ErrorRecord
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import Manifest, Piece, TensorRecord, WeightVersion
+from weightcast.format.messages import (
     Abort,
     Accepted,
     Failed,
@@ -19,8 +22,6 @@ from weightcast.control.messages import (
     UpdateInfo,
     WeightInfo,
 )
-from weightcast.errors import ErrorRecord
-from weightcast.manifest import Manifest, Piece, Region, TensorRecord, WeightVersion
 
 RUN = "0123456789abcdeffedcba9876543210"
 VERSION = WeightVersion(RUN, 7)

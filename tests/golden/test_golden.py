@@ -13,9 +13,16 @@ import torch
 import xxhash
 from golden.objects import MANIFEST, MESSAGES, VERSION
 
-from weightcast.bucket import TRAILER_BYTES, DigestKind, check_trailer, payload_digest, root_digest, write_trailer
-from weightcast.link import Frames, frame
-from weightcast.manifest import Manifest, decode, encode
+from weightcast.format.bucket import (
+    TRAILER_BYTES,
+    DigestKind,
+    check_trailer,
+    payload_digest,
+    root_digest,
+    write_trailer,
+)
+from weightcast.format.manifest import Manifest, decode, encode
+from weightcast.links.worker_end import Frames, frame
 
 HERE = Path(__file__).parent
 DIGESTS = json.loads((HERE / "digests.json").read_text())

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from weightcast import manifest as m
+from weightcast.format import manifest as m
 
 Json = dict[str, Any]
 Case = tuple[bytes, str, str]

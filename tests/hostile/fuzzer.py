@@ -22,12 +22,12 @@ import torch
 from golden.objects import MESSAGES
 from hostile.cases import VALID
 
-from weightcast.bucket import TRAILER_BYTES, Layout, check_trailer, slot_size_bytes, write_trailer
-from weightcast.control.messages import InitInfo, LinkMessage, Offer, UpdateInfo, WeightInfo
 from weightcast.errors import ErrorRecord, IntegrityError, ManifestError, WeightcastError, from_record
-from weightcast.link import Frames, frame
-from weightcast.manifest import Manifest, WeightVersion, decode, encode
-from weightcast.transports.ipc_records import MAX_RECORD_BYTES, ToReceiver, ToSender
+from weightcast.format.bucket import TRAILER_BYTES, Layout, check_trailer, slot_size_bytes, write_trailer
+from weightcast.format.manifest import Manifest, WeightVersion, decode, encode
+from weightcast.format.messages import InitInfo, LinkMessage, Offer, UpdateInfo, WeightInfo
+from weightcast.links.worker_end import Frames, frame
+from weightcast.transports.ipc.records import MAX_RECORD_BYTES, ToReceiver, ToSender
 
 SLOW_SECONDS = 5.0
 _LAID_OUT_BYTES = 1 << 22

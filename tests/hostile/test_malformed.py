@@ -24,11 +24,12 @@ from hostile.cases import (
     Case,
 )
 
-from weightcast import manifest as manifest_module
-from weightcast.control.messages import InitInfo, LinkMessage, UpdateInfo
 from weightcast.errors import ManifestError
-from weightcast.link import Frames
-from weightcast.manifest import Manifest, decode
+from weightcast.format import geometry as geometry_module
+from weightcast.format import manifest as manifest_module
+from weightcast.format.manifest import Manifest, decode
+from weightcast.format.messages import InitInfo, LinkMessage, UpdateInfo
+from weightcast.links.worker_end import Frames
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,5 +109,6 @@ def test_the_list_of_faults_is_closed_and_every_one_of_them_occurs_here() -> Non
     words = set(re.findall(r"`([a-z_]+)`", documented)) - {"fault"}
     tables = (MANIFESTS, UPDATES, INITS, LINKS)
     tested = {fault for cases in tables for _, fault, _ in cases.values()} | {"too_large"}
-    raised = set(re.findall(r'_fault\(\s*"([a-z_]+)"', Path(manifest_module.__file__).read_text()))
+    sources = "".join(Path(module.__file__).read_text() for module in (manifest_module, geometry_module))
+    raised = set(re.findall(r'malformed\(\s*"([a-z_]+)"', sources))
     assert words == tested == raised

@@ -15,25 +15,26 @@ import torch
 
 import weightcast
 from integrations.vllm_api_server import ApiServerClient, Cores
-from weightcast.control.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
-from weightcast.control.rank_calls import Init, Leave, Update
+from weightcast.control.worker_rpc import Init, Leave, UpdateCall
 from weightcast.errors import ClosedError, EngineTornError, InstallError, PeerTimeoutError, PublishError
-from weightcast.guest.turns import Turns
+from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
+from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.vllm.engine import VllmEngine
+from weightcast.seams.client import EngineClient
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 T = TypeVar("T")
 
 
-class ApiServer:
+class ApiServer(EngineClient):
     """An API server with an event loop of its own; to a publisher it is an engine that pauses by itself."""
 
-    def __init__(self, cores: Cores, turns: Turns, *, deadline_seconds: float = 10.0) -> None:
+    def __init__(self, cores: Cores, turns: ServerMutex, *, deadline_seconds: float = 10.0) -> None:
         self.name = "vllm"
         self.pause: PauseMode = "keep"
         self.client = ApiServerClient(cores)
-        self._turns = turns
+        self._mutex = turns
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -52,7 +53,7 @@ class ApiServer:
         self.do(self.engine.call(Init(info)))
 
     def update(self, info: UpdateInfo) -> None:
-        self.do(self.engine.call(Update(info)))
+        self.do(self.engine.call(UpdateCall(info)))
 
     def finish(self, version: int) -> float:
         return self.do(self.engine.install(version, self.pause)).pause_seconds
@@ -66,7 +67,7 @@ class ApiServer:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(30)
         self._loop.close()
-        self._turns.close()
+        self._mutex.close()
 
 
 @pytest.fixture(params=[1, 2], ids=["one engine", "two engines"])
@@ -77,7 +78,7 @@ def cores(request: pytest.FixtureRequest) -> Cores:
 @pytest.fixture
 def servers(cores: Cores, tmp_path: Path) -> Iterator[list[ApiServer]]:
     """Two API servers of the same cores."""
-    made = [ApiServer(cores, Turns.of_several(2, launcher=os.getpid(), folder=str(tmp_path))) for _ in range(2)]
+    made = [ApiServer(cores, ServerMutex.of_several(2, launcher=os.getpid(), folder=str(tmp_path))) for _ in range(2)]
     yield made
     made[0].do(made[0].engine.call(Leave()))
     for server in made:
@@ -234,7 +235,7 @@ def test_a_persons_pause_outlives_an_install(cores: Cores, servers: list[ApiServ
 
 @pytest.mark.parametrize("was_paused", [False, True], ids=["", "a person's"])
 def test_a_pause_that_takes_too_long_is_given_up(cores: Cores, tmp_path: Path, was_paused: bool) -> None:
-    with contextlib.closing(ApiServer(cores, Turns.of_one(), deadline_seconds=2.0)) as server:
+    with contextlib.closing(ApiServer(cores, ServerMutex.of_one(), deadline_seconds=2.0)) as server:
         with publisher(server, 1.0) as it:
             it.publish()
         if was_paused:

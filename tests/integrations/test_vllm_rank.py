@@ -13,10 +13,9 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from core.direct import DictSource
 
-from weightcast.control.messages import InitInfo, Seal, UpdateInfo, WeightInfo
-from weightcast.control.rank_calls import Ask, Init, Install, Leave, RankCall, RankReply, Settle, Update
+from weightcast import TensorSource
+from weightcast.control.worker_rpc import Ask, Init, Install, Leave, RankCall, RankReply, Settle, UpdateCall
 from weightcast.errors import (
     ClosedError,
     EngineTornError,
@@ -29,11 +28,13 @@ from weightcast.errors import (
     UpdateAbortedError,
     from_record,
 )
-from weightcast.guest.rank import Agree, Rank
-from weightcast.guest.ranks import Outcome, Ranks
-from weightcast.manifest import WeightVersion
-from weightcast.publisher import Publisher
+from weightcast.format.manifest import WeightVersion
+from weightcast.format.messages import InitInfo, Seal, UpdateInfo, WeightInfo
+from weightcast.integrations.plugin.rank_consensus import Outcome, RankConsensus
+from weightcast.integrations.plugin.rank_worker import Agree, RankWorker
+from weightcast.seams.client import EngineClient
 from weightcast.testing.leftovers import nothing_left
+from weightcast.trainer.publisher import Publisher
 
 NUM_RANKS = 2
 TENSORS = {"a": torch.arange(1000.0), "b": torch.arange(3000.0).reshape(3, 1000)}
@@ -91,7 +92,7 @@ class Model:
             raise RuntimeError(f"the test's fault in {step}")
 
 
-class Engine:
+class Engine(EngineClient):
     """Two ranks behind one client, as vLLM's executor would call them: each call on all of them at once."""
 
     name = "engine"
@@ -105,9 +106,9 @@ class Engine:
         self.replies: list[RankReply] = []
         self._run = ""
 
-    def _rank(self, rank: int, group: Any, options: dict[str, Any]) -> Rank:
-        ranks = Ranks([group], deadline_seconds=10.0)
-        return Rank(self._make_model, ranks, engine_rank=rank, world_size=NUM_RANKS, **options)
+    def _rank(self, rank: int, group: Any, options: dict[str, Any]) -> RankWorker:
+        ranks = RankConsensus([group], deadline_seconds=10.0)
+        return RankWorker(self._make_model, ranks, engine_rank=rank, world_size=NUM_RANKS, **options)
 
     def _make_model(self, agree: Agree) -> Model:
         self.models.append(Model(agree))
@@ -140,7 +141,7 @@ class Engine:
         self.require(Init(info))
 
     def update(self, info: UpdateInfo) -> None:
-        self.require(Update(info))
+        self.require(UpdateCall(info))
 
     def finish(self, version: int) -> None:
         self.require(Install(self._run, version))
@@ -160,7 +161,7 @@ def _gloo(store: Any, rank: int) -> Any:
 @contextlib.contextmanager
 def publisher(engine: Engine, tensors: dict[str, torch.Tensor] = TENSORS, **options: Any) -> Iterator[Publisher]:
     options = {"bucket_size_bytes": 4096, "deadline_seconds": 10.0, **options}
-    with Publisher(DictSource(tensors), engines=[engine], **options) as made:
+    with Publisher(TensorSource(tensors), engines=[engine], **options) as made:
         yield made
 
 
@@ -366,7 +367,7 @@ def test_streaming_is_refused(engine: Engine) -> None:
 
 def test_calls_out_of_order_are_errors_that_all_ranks_share(engine: Engine) -> None:
     run = "a" * 32
-    for call in (Install(run, 3), Update(Seal(run, 3, 1, "0" * 32))):
+    for call in (Install(run, 3), UpdateCall(Seal(run, 3, 1, "0" * 32))):
         error = engine.call(call)
         assert error is not None
         assert error.kind == "ClosedError"
@@ -396,7 +397,7 @@ def test_a_rank_that_never_answers_is_an_error_by_the_deadline() -> None:
     store = dist.HashStore()
     with concurrent.futures.ThreadPoolExecutor(NUM_RANKS) as pool:
         group, _other = pool.map(lambda rank: _gloo(store, rank), range(NUM_RANKS))
-    ranks = Ranks([group], deadline_seconds=0.2)
+    ranks = RankConsensus([group], deadline_seconds=0.2)
     with pytest.raises(PeerError, match="do not answer each other"):
         ranks.exchange(Outcome())
     with pytest.raises(PeerError, match="out of step, restart it"):
@@ -408,7 +409,7 @@ def test_outcomes_of_any_length_come_in_the_order_of_ranks() -> None:
     outcomes = [Outcome(ErrorRecord("InstallError", "x" * 5000, torn=True)), Outcome(serves=True)]
 
     def exchange(rank: int) -> list[Outcome]:
-        return Ranks([_gloo(store, rank)]).exchange(outcomes[rank])
+        return RankConsensus([_gloo(store, rank)]).exchange(outcomes[rank])
 
     with concurrent.futures.ThreadPoolExecutor(NUM_RANKS) as pool:
         assert list(pool.map(exchange, range(NUM_RANKS))) == [outcomes] * NUM_RANKS

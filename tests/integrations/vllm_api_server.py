@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from server.stock_vllm import FragileEngine
 
-from weightcast.control.rank_calls import METHOD
-from weightcast.guest.rank import Rank
-from weightcast.guest.ranks import Ranks
+from weightcast.control.worker_rpc import METHOD
+from weightcast.integrations.plugin.rank_consensus import RankConsensus
+from weightcast.integrations.plugin.rank_worker import RankWorker
 
 
 class Cores:
@@ -28,7 +28,7 @@ class Cores:
         self.modules = [torch.nn.Linear(8, 8) for _ in range(num_engines)]
         self.engines = [FragileEngine(module) for module in self.modules]
         self.ranks = [
-            Rank(lambda agree, e=engine: e, Ranks([]), engine_rank=i, world_size=num_engines)
+            RankWorker(lambda agree, e=engine: e, RankConsensus([]), engine_rank=i, world_size=num_engines)
             for i, engine in enumerate(self.engines)
         ]
         self.label = "default"

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import transformers
 
-from weightcast.checkpoint import checkpoint_tensors
-from weightcast.manifest import TensorSpec
+from weightcast.checkpoint.live import checkpoint_tensors
+from weightcast.format.manifest import TensorSpec
 
 TINY: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -25,8 +25,8 @@ from core.direct import DirectEngine, RecordingEngine
 
 from megatron_core.cases import CASES, TOKENS, Case
 from weightcast.process_group import ProcessGroup
-from weightcast.publisher import Publisher
 from weightcast.sources.megatron.source import MegatronSource
+from weightcast.trainer.publisher import Publisher
 
 DEADLINE_SECONDS = 240.0
 BUCKET_BYTES = 1 << 16

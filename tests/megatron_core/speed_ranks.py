@@ -23,22 +23,20 @@ import torch.distributed as dist
 from core.direct import DirectEngine
 
 from megatron_core import models, shards
-from weightcast.bench import engines as bench_engines
-from weightcast.bench import per_tensor
-from weightcast.bench.channel import SharedBytes
+from weightcast.bench.baselines import TensorSlot
 from weightcast.bench.meters import ProcessMeter
 from weightcast.bench.model import build_model
-from weightcast.bench.settings import Settings
-from weightcast.bucket import TRAILER_BYTES
+from weightcast.bench.settings import BenchSettings
+from weightcast.bench.workers import BenchEngine, started_engines
 from weightcast.engines.module import ModuleEngine
-from weightcast.interfaces import Regions
-from weightcast.manifest import TensorSpec
-from weightcast.publisher import Publisher
+from weightcast.format.manifest import TensorSpec
+from weightcast.seams.source import Regions
 from weightcast.sources.megatron.families import FAMILIES
 from weightcast.sources.megatron.layouts import Axis
 from weightcast.sources.megatron.mapping import Chunk, Parallel
-from weightcast.sources.megatron.mapping import Mapping as ModelMapping
+from weightcast.sources.megatron.mapping import TensorMapping as ModelMapping
 from weightcast.sources.megatron.sizes import read_config
+from weightcast.trainer.publisher import Publisher
 
 NUM_RANKS = 4
 DEADLINE_SECONDS = 500.0
@@ -191,9 +189,7 @@ def extra_memory(source: Shard) -> list[int]:
     """What a first publish to an engine beside takes at its peak, of every rank: bytes beyond what was resident."""
     meter, extra = ProcessMeter(os.getpid()), [0] * NUM_RANKS
     with (
-        bench_engines.started(source.specs(), Settings())
-        if dist.get_rank() == 0
-        else contextlib.nullcontext() as beside
+        started_engines(source.specs(), BenchSettings()) if dist.get_rank() == 0 else contextlib.nullcontext() as beside
     ):
         engines = [engine.url for engine in beside or ()]
         # Staged has an arena of the model's size besides, for the engines of the host.
@@ -212,11 +208,11 @@ def measured(source: Shard, old: PerParameter) -> dict[str, Any]:
         inside = [DirectEngine("inside", ModuleEngine(build_model(specs)))] if is_first else []
         for engine in inside:
             stack.callback(engine.close)
-        beside = stack.enter_context(bench_engines.started(specs, Settings())) if is_first else []
+        beside = stack.enter_context(started_engines(specs, BenchSettings())) if is_first else []
         options: dict[str, Any] = {"deadline_seconds": 120.0}
         near = stack.enter_context(Publisher(source, transport="memory://", engines=inside, **options))
         far = stack.enter_context(Publisher(source, engines=[engine.url for engine in beside], **options))
-        slot = stack.enter_context(contextlib.closing(_slot(specs)))
+        slot = stack.enter_context(contextlib.closing(TensorSlot(max(spec.num_bytes for spec in specs))))
         ways: dict[str, Callable[[], object]] = {
             "ours": near.publish,
             "old": lambda: _load(old, inside[0].engine if inside else None),
@@ -235,26 +231,18 @@ def measured(source: Shard, old: PerParameter) -> dict[str, Any]:
     return {**medians, "num_tensors": len(specs), "num_bytes": sum(spec.num_bytes for spec in specs)}
 
 
-def _slot(specs: Sequence[TensorSpec]) -> SharedBytes:
-    """Shared memory for the largest tensor, every page of it resident."""
-    slot = SharedBytes.create(max(spec.num_bytes for spec in specs) + TRAILER_BYTES)
-    slot.tensor.zero_()
-    return slot
-
-
 def _load(old: PerParameter, engine: Any) -> None:
     for named in old.gather():
         for each in named:
             engine.load([each])
 
 
-def _load_beside(old: PerParameter, engines: list[bench_engines.BenchEngine], slot: SharedBytes) -> None:
-    if engines:
-        bench_engines.lend_slot(engines, slot)
+def _load_beside(old: PerParameter, engines: list[BenchEngine], slot: TensorSlot) -> None:
+    channels = [engine.channel for engine in engines]
+    slot.lend(channels)
     for named in old.gather():
-        per_tensor.publish(dict(named), slot.tensor, [engine.channel for engine in engines])
-    if engines:
-        per_tensor.end([engine.channel for engine in engines])
+        slot.publish(dict(named), channels)
+    slot.end(channels)
 
 
 def run(directory: Path) -> dict[str, Any]:

@@ -12,25 +12,27 @@ from hypothesis import strategies as st
 
 from megatron_core import models, shards
 from megatron_core.shards import Job, Sharder, Tensors
-from weightcast.assignment import Part, assign, held_shards
-from weightcast.bucket import narrow
 from weightcast.errors import IncompatibleWeightsError
-from weightcast.manifest import TensorSpec
+from weightcast.format.bucket import narrow
+from weightcast.format.manifest import TensorSpec
 from weightcast.sources.megatron.families import FAMILIES
 from weightcast.sources.megatron.layouts import Axis, Gated, Rows
-from weightcast.sources.megatron.mapping import Chunk, Mapping, Parallel, Placed
+from weightcast.sources.megatron.mapping import Chunk, Parallel, PlacedRegion, TensorMapping
 from weightcast.sources.megatron.rules import Family
 from weightcast.sources.megatron.sizes import read_config
+from weightcast.trainer.group.assignment import HeldRegion, assign, held_shards
 
 EXPERTS: list[shards.Experts] = ["each", "sequential", "grouped", "stacked"]
 
 
-def mapping(hf_config: Any, job: Job, rank: shards.Rank, family: Family | None = None) -> Mapping:
+def mapping(hf_config: Any, job: Job, rank: shards.Rank, family: Family | None = None) -> TensorMapping:
     place = Parallel(Axis(rank.tp, job.tp), Axis(rank.ep, job.ep), Axis(rank.etp, job.etp))
-    return Mapping(family or FAMILIES[hf_config.model_type], read_config(hf_config), place, dtype="float64")
+    return TensorMapping(family or FAMILIES[hf_config.model_type], read_config(hf_config), place, dtype="float64")
 
 
-def placed(hf_config: Any, job: Job, rank: shards.Rank, tensors: Tensors, family: Family | None = None) -> list[Placed]:
+def placed(
+    hf_config: Any, job: Job, rank: shards.Rank, tensors: Tensors, family: Family | None = None
+) -> list[PlacedRegion]:
     chunk = Chunk(list(tensors.items()), job.stages[rank.stage], rank.stage == 0)
     return mapping(hf_config, job, rank, family).placed(chunk)
 
@@ -144,7 +146,7 @@ def test_every_name_of_a_published_model_is_made_once(model: str) -> None:
         parts = [(numbers[name], region, view) for name, views in regions.items() for region, view in views]
         # Models of this size are on the meta device, where `held_shards` would refuse them.
         assert all(tuple(view.shape) == region.sizes for _, region, view in parts)
-        held.append([Part(number, region) for number, region, _ in parts if region.numel])
+        held.append([HeldRegion(number, region) for number, region, _ in parts if region.numel])
     found = [name for spec in specs for name in spec.names]
     assert len(found) == len(set(found))
     assert {s.name: s.shape for s in specs} == {s.name: s.shape for s in expected}
@@ -254,7 +256,7 @@ def test_load_groups_name_what_is_loaded_together() -> None:
 def test_prediction_layers_come_after_the_model_s_own() -> None:
     fields = {**QWEN3, "num_key_value_heads": 4, **models.TINY["deepseek_v3"]}
     config = read_config(models.config("deepseek_v3", **fields))
-    found = Mapping(FAMILIES["deepseek_v3"], config, Parallel(), dtype="bfloat16", num_mtp_layers=1)
+    found = TensorMapping(FAMILIES["deepseek_v3"], config, Parallel(), dtype="bfloat16", num_mtp_layers=1)
     chunk = Chunk(
         [
             ("mtp.layers.0.enorm.weight", torch.zeros(24)),
@@ -283,7 +285,7 @@ def test_prediction_layers_come_after_the_model_s_own() -> None:
 
 def test_a_configuration_without_sizes_is_an_error() -> None:
     with pytest.raises(ValueError, match="hf_config lacks num_attention_heads, vocab_size"):
-        Mapping(FAMILIES["llama"], {"num_hidden_layers": 1, "hidden_size": 8}, Parallel(), dtype="float32")
+        TensorMapping(FAMILIES["llama"], {"num_hidden_layers": 1, "hidden_size": 8}, Parallel(), dtype="float32")
 
 
 def test_gated_rows_of_each_rank_are_both_tensors() -> None:

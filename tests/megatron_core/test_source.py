@@ -15,9 +15,9 @@ from torch import nn
 
 from megatron_core import models, shards
 from megatron_core.test_mapping import QWEN3
-from weightcast.publisher import Publisher
 from weightcast.sources.megatron.mapping import Parallel
 from weightcast.sources.megatron.source import MegatronSource
+from weightcast.trainer.publisher import Publisher
 
 JOB = shards.Job(stages=((0, 1),), padded=32)
 

@@ -81,6 +81,10 @@ def server(request: pytest.FixtureRequest, checkpoint: Checkpoints, cold: ColdSe
 @pytest.fixture(scope="session")
 def python() -> Iterator[WarmPython]:
     """One that has imported what trainers need."""
-    modules = "real_vllm.trainer", "transformers.models.qwen3.modeling_qwen3", "weightcast.integrations.sglang.stock"
+    modules = (
+        "real_vllm.trainer",
+        "transformers.models.qwen3.modeling_qwen3",
+        "weightcast.integrations.sglang.stock.server",
+    )
     with contextlib.closing(WarmPython(*modules, environment=child_environment(ONE))) as python:
         yield python

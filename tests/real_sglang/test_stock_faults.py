@@ -22,7 +22,7 @@ from real_sglang.oracle import assert_drops_caches, assert_serves
 from real_sglang.servers import STOCK, STOCK_TWO, Server, Setup
 from weightcast import Publisher
 from weightcast.errors import IncompatibleWeightsError, PublishError, WeightcastError
-from weightcast.integrations.sglang.flattened import BucketSource, FlattenedBucket
+from weightcast.integrations.sglang.stock.flattened import BucketSource, FlattenedBucket
 from weightcast.process_group import serve_store
 
 Spoil = Callable[[dict[str, torch.Tensor]], None]
@@ -135,8 +135,8 @@ SCRIPT = """
 import os, signal, sys
 from real_sglang.servers import Setup
 from real_vllm.trainer import GLOO, trainer
-from weightcast.integrations.sglang.stock import StockServer
-from weightcast.integrations.sglang.stock_group import StockGroup
+from weightcast.integrations.sglang.stock.server import SglangStockServer
+from weightcast.integrations.sglang.stock.group import StockGroup
 url, when, tp, version = sys.argv[1:]
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -150,7 +150,7 @@ def broadcast(group, flat):
     send(group, flat)
 StockGroup.broadcast = broadcast
 if when == "before the server resumes":
-    StockServer.resume = die
+    SglangStockServer.resume = die
 with trainer(Setup(plugin=False, tp=int(tp)), url, transport=GLOO, bucket_size_bytes=1 << 15) as it:
     it.publish(2, version=int(version))
 """

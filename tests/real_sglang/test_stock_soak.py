@@ -13,8 +13,8 @@ from real_vllm.trainer import GLOO, checkpoint_tensors, trainer
 from real_sglang.oracle import assert_serves
 from real_sglang.servers import STOCK, STOCK_TWO, Server, Setup
 from real_sglang.test_transactional_soak import publish_under_streams
-from weightcast.guard import Guard
-from weightcast.integrations.sglang.stock_group import StockGroup
+from weightcast.integrations.sglang.stock.group import StockGroup
+from weightcast.links.watchdog import Watchdog
 
 
 @on(STOCK, full=[STOCK_TWO])
@@ -48,7 +48,7 @@ def test_two_thousand_tensors_come_forty_times_as_fast_as_one_by_one(server: Ser
 
 def one_by_one(server: Server, tensors: dict[str, torch.Tensor]) -> float:
     """Seconds for one request and one broadcast for each tensor, as SGLang's plain route has it."""
-    guard = Guard()
+    guard = Watchdog()
     group = StockGroup("one-by-one", "gloo", "127.0.0.1", 2, 60.0, guard)
     body = {"master_address": "127.0.0.1", "master_port": group.port, "rank_offset": 1, "world_size": 2}
     call(server, group.connect, "/init_weights_update_group", body | {"group_name": group.name, "backend": "gloo"})

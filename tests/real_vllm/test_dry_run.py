@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from weightcast.guest.dry_run import MAX_FAULTS, Outcome
+from weightcast.format.manifest import TensorSpec
+from weightcast.integrations.plugin.dry_run import MAX_FAULTS, DryRunOutcome
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.dry_run import dry_run
-from weightcast.manifest import TensorSpec
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Load = Callable[[nn.Module, Weights], None]
@@ -68,7 +68,7 @@ def specs(**shapes: tuple[int, ...]) -> list[TensorSpec]:
 WHOLE = specs(a=(2, 3), b=(2, 3), bias=(4,))
 
 
-def unset(outcome: Outcome) -> dict[str, int]:
+def unset(outcome: DryRunOutcome) -> dict[str, int]:
     return {name: target.num_unset for name, target in outcome.targets.items() if target.is_parameter}
 
 

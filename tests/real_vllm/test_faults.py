@@ -26,13 +26,7 @@ from real_vllm.servers import ONE, REPLICAS, STOCK, STOCK_REPLICAS, TWO, Server,
 from real_vllm.test_acceptance import Stream
 from real_vllm.trainer import Tensors, checkpoint_tensors, trainer
 from weightcast import HttpEngine, Publisher, PublishError
-from weightcast.errors import (
-    ControlError,
-    IncompatibleWeightsError,
-    InstallError,
-    PeerTimeoutError,
-    WeightcastError,
-)
+from weightcast.errors import ControlError, IncompatibleWeightsError, InstallError, PeerTimeoutError, WeightcastError
 from weightcast.integrations.vllm.engine import DEADLINE_SECONDS
 
 Spoil = Callable[[dict[str, torch.Tensor]], list[str]]

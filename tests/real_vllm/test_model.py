@@ -22,13 +22,13 @@ from weightcast.errors import (
     UnsupportedError,
     WeightcastError,
 )
-from weightcast.guest.acceptance import ByDryRun
+from weightcast.format.manifest import TensorSpec, WeightVersion
+from weightcast.format.plan import plan
+from weightcast.integrations.plugin.acceptance import ByDryRun
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.dry_run import dry_run
 from weightcast.integrations.vllm.model import VllmModel
-from weightcast.interfaces import Engine, Readable, Undoable, Validating
-from weightcast.manifest import TensorSpec, WeightVersion
-from weightcast.plan import plan
+from weightcast.seams.engine import Engine, ExposesTensors, Undoable, Validating
 from weightcast.sources.module import ModuleSource
 
 VERSION = WeightVersion("5a" * 16, 1)
@@ -116,7 +116,7 @@ def test_it_has_the_abilities_that_it_claims(offline: Offline) -> None:
     engine: Engine = engine_of(offline)
     assert isinstance(engine, Validating)
     assert isinstance(engine, Undoable)
-    assert not isinstance(engine, Readable)
+    assert not isinstance(engine, ExposesTensors)
     assert engine.specs() is None
 
 

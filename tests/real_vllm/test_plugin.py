@@ -15,15 +15,16 @@ from real_engines.setups import on
 from real_vllm.cold import assert_serves
 from real_vllm.servers import STOCK, Server, Setup, child_environment
 from real_vllm.trainer import GLOO, IPC, trainer
-from weightcast.control.messages import InitInfo, Offer, Seal, UpdateInfo, WeightInfo
-from weightcast.control.rank_calls import Ask, RankReply, unmarked
+from weightcast.control.worker_rpc import Ask, RankReply, unmarked
 from weightcast.errors import ClosedError, IncompleteUpdateError, UnsupportedError, WeightcastError, from_record
+from weightcast.format.messages import InitInfo, Offer, Seal, UpdateInfo, WeightInfo
 from weightcast.integrations.vllm import plugin
+from weightcast.seams.client import EngineClient, ServesTraffic
 
 STOCK_TWO = Setup(tp=2, endpoints=False)
 
 
-class FourCalls:
+class FourCalls(EngineClient, ServesTraffic):
     """An EngineClient by vLLM's stock routes only. `seals`: whether it passes seals on."""
 
     def __init__(self, server: Server, *, seals: bool = True) -> None:

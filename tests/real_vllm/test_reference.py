@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weightcast.guest.reference import INDEX_FILE
+from weightcast.format.manifest import TensorSpec
+from weightcast.integrations.plugin.checkpoint_header import INDEX_FILE
 from weightcast.integrations.vllm.reference import reference
-from weightcast.manifest import TensorSpec
 
 A, B, OLD = {"a": torch.zeros(2, 3)}, {"b": torch.zeros((), dtype=torch.bfloat16)}, {"old": torch.zeros(1)}
 SPECS = [TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "bfloat16", ())]

@@ -22,8 +22,8 @@ from real_vllm.servers import PLAIN, TESTS, Server, Setup
 from real_vllm.trainer import Tensors, Trainer, checkpoint_tensors, trainer
 from weightcast import HttpEngine, Publisher, PublishError, SafetensorsSource
 from weightcast.errors import IncompatibleWeightsError, InstallError, UnsupportedError, WeightcastError
-from weightcast.integrations.vllm.reload_client import ReloadServer
-from weightcast.integrations.vllm.reload_folder import FOLDER
+from weightcast.integrations.vllm.stock_reload.client import ReloadServer
+from weightcast.integrations.vllm.stock_reload.folder import FOLDER
 
 PLAIN_TWO = Setup(backend=None, endpoints=False, tp=2)
 PLAIN_REPLICAS = Setup(backend=None, endpoints=False, dp=2)
@@ -58,7 +58,7 @@ def heal(server: Server, it: Trainer, seed: int = 0) -> None:
 @on(PLAIN, full=[PLAIN_TWO, PLAIN_REPLICAS])
 def test_alternating_publishes_serve_what_was_published(server: Server, store: str) -> None:
     with contextlib.closing(HttpEngine(server.url)) as engine:
-        assert isinstance(engine.negotiate(), ReloadServer)
+        assert isinstance(engine.connect(), ReloadServer)
     with trainer(server.setup, server.url, transport=store) as it:
         for seed in (1, 0, 1):
             report = it.publish(seed)
@@ -123,7 +123,7 @@ def test_a_reload_that_fails_leaves_the_server_paused_until_a_publish_heals_it(
         with pytest.raises(httpx.TimeoutException):
             server.complete(PROMPT, 1, seconds=1)
         with contextlib.closing(HttpEngine(server.url)) as engine:
-            assert f"version {it.publisher.version} did not end" in engine.negotiate().info().torn
+            assert f"version {it.publisher.version} did not end" in engine.connect().info().torn
         heal(server, it, 1)
     server.call("test_fail_load", after)
     with trainer(server.setup, server.url, transport=store) as it:
@@ -157,8 +157,8 @@ from real_vllm.models import make_model
 from weightcast import HttpEngine, ModuleSource, Publisher
 
 class Dying(HttpEngine):
-    def negotiate(self):
-        client = super().negotiate()
+    def connect(self):
+        client = super().connect()
         client.finish = lambda version: os.kill(os.getpid(), signal.SIGKILL)
         return client
 

@@ -11,7 +11,8 @@ import torch
 from real_vllm.models import make_model, model_of
 from real_vllm.servers import Setup
 from weightcast import ModuleSource, Publisher, PublishError, PublishReport, Region, TensorSpec, WeightcastError
-from weightcast.interfaces import EngineClient, Regions
+from weightcast.seams.client import EngineClient
+from weightcast.seams.source import Regions
 
 IPC = "ipc://"
 GLOO = "gloo://127.0.0.1:0"

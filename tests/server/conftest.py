@@ -10,10 +10,10 @@ import torch
 from server.tiny_qwen3 import make_model, make_tokenizer, version
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from weightcast.control.server import EngineServer
+from weightcast.control.server.app import EngineServer
+from weightcast.engines.gate import Gate
 from weightcast.engines.module import ModuleEngine
 from weightcast.engines.transformers import TextGenerator
-from weightcast.gate import Gate
 
 
 @pytest.fixture(scope="session", autouse=True)

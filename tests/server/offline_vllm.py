@@ -11,9 +11,9 @@ import msgspec
 import torch
 from server.stock_vllm import FragileEngine
 
-from weightcast.control.rank_calls import METHOD, Leave, RankCall
-from weightcast.guest.rank import Rank
-from weightcast.guest.ranks import Ranks
+from weightcast.control.worker_rpc import METHOD, Leave, RankCall
+from weightcast.integrations.plugin.rank_consensus import RankConsensus
+from weightcast.integrations.plugin.rank_worker import RankWorker
 
 
 class InprocClient:
@@ -30,7 +30,7 @@ class OfflineLLM:
     def __init__(self, *, is_inside: bool = True) -> None:
         self.module = torch.nn.Linear(8, 8)
         self.engine = FragileEngine(self.module)
-        self.rank = Rank(lambda agree: self.engine, Ranks([]), engine_rank=0, world_size=1)
+        self.rank = RankWorker(lambda agree: self.engine, RankConsensus([]), engine_rank=0, world_size=1)
         self.llm_engine = SimpleNamespace(engine_core=InprocClient() if is_inside else OtherClient())
         self.log: list[str] = []
         self.threads: set[int] = set()

@@ -1,7 +1,7 @@
 """vLLM's stock routes over real ranks: a stand-in for the wire format alone, for tests that need no vLLM.
 
 What it plays, and nothing else: one JSON object per route, a label and a pause in the front end, the replies of the
-first data-parallel engine only, errors wrapped in a 500. Each engine is one `Rank` around a module.
+first data-parallel engine only, errors wrapped in a 500. Each engine is one `RankWorker` around a module.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from safetensors.torch import load_file
 
-from weightcast.control.rank_calls import METHOD, Leave, RankCall
+from weightcast.control.worker_rpc import METHOD, Leave, RankCall
 from weightcast.engines.module import ModuleEngine
-from weightcast.guest.rank import Rank
-from weightcast.guest.ranks import Ranks
+from weightcast.integrations.plugin.rank_consensus import RankConsensus
+from weightcast.integrations.plugin.rank_worker import RankWorker
 
 
 class FragileEngine(ModuleEngine):
@@ -46,7 +46,7 @@ class StockVllm:
         self.modules = [torch.nn.Linear(8, 8) for _ in range(num_engines)]
         self.engines = [FragileEngine(module) for module in self.modules]
         self.ranks = [
-            Rank(lambda agree, e=engine: e, Ranks([]), engine_rank=i, world_size=num_engines, token=token)
+            RankWorker(lambda agree, e=engine: e, RankConsensus([]), engine_rank=i, world_size=num_engines, token=token)
             for i, engine in enumerate(self.engines)
         ]
         self.backend = backend

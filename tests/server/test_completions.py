@@ -14,9 +14,9 @@ import pytest
 from server.tiny_qwen3 import RUN, make_model
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from weightcast.control.server import EngineServer
+from weightcast.control.server.app import EngineServer
+from weightcast.engines.gate import Gate
 from weightcast.engines.transformers import SamplingParams
-from weightcast.gate import Gate
 
 PROMPT = [5, 9, 17]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}

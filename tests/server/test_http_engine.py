@@ -17,9 +17,8 @@ from server.stock_vllm import StockVllm
 
 import weightcast
 from weightcast.control.client import HttpEngine
-from weightcast.control.messages import InitInfo
-from weightcast.control.rank_calls import marked, unmarked
-from weightcast.control.server import EngineServer
+from weightcast.control.server.app import EngineServer
+from weightcast.control.worker_rpc import marked, unmarked
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import (
     ControlError,
@@ -33,7 +32,8 @@ from weightcast.errors import (
     WeightcastError,
     to_record,
 )
-from weightcast.integrations.vllm.http import StockServer
+from weightcast.format.messages import InitInfo
+from weightcast.integrations.vllm.http import VllmStockServer
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -84,7 +84,7 @@ def reply(status: str, body: object) -> bytes:
 def test_the_reference_server_is_spoken_to_as_it_is() -> None:
     with EngineServer(ModuleEngine(torch.nn.Linear(2, 2))) as server:
         engine = HttpEngine(server.url)
-        assert engine.negotiate() is engine
+        assert engine.connect() is engine
         assert engine.info().weight_version == "default"
         engine.close()
 
@@ -92,8 +92,8 @@ def test_the_reference_server_is_spoken_to_as_it_is() -> None:
 def test_stock_vllm_with_the_backend_is_driven_by_its_own_routes() -> None:
     with StockVllm(2).serve() as vllm:
         engine = HttpEngine(vllm.url)
-        client = engine.negotiate()
-        assert isinstance(client, StockServer)
+        client = engine.connect()
+        assert isinstance(client, VllmStockServer)
         info = client.info()
         assert (info.weight_version, info.world_size, info.paused, info.torn) == ("default", 2, False, "")
         assert "undo" in info.abilities
@@ -106,7 +106,7 @@ def test_a_vllm_without_weight_routes_is_told_what_it_lacks() -> None:
     vllm = StockVllm(is_dev=False)
     with vllm.serve(), contextlib.closing(HttpEngine(vllm.url)) as engine:
         with pytest.raises(ControlError, match=r"vLLM 0\.32\.0 without weight routes.*VLLM_PLUGINS=weightcast") as got:
-            engine.negotiate()
+            engine.connect()
         assert got.value.peer == vllm.url
         assert vllm.log == []
 
@@ -139,12 +139,12 @@ def test_a_vllm_without_our_backend_takes_versions_from_a_store_only(backend: st
 )
 def test_a_stranger_is_no_engine_server(raw: Serve, answer: bytes) -> None:
     with pytest.raises(ControlError, match="no engine server"):
-        raw(answer).negotiate()
+        raw(answer).connect()
 
 
 def test_a_server_in_trouble_is_not_taken_for_a_stranger(raw: Serve) -> None:
     with pytest.raises(ControlError, match="answered 500: out of order"):
-        raw(reply("500 Oops", {"error": {"message": "out of order"}})).negotiate()
+        raw(reply("500 Oops", {"error": {"message": "out of order"}})).connect()
 
 
 # --- errors ---
@@ -197,18 +197,18 @@ def test_nobody_there_died_and_nobody_answering_is_late(raw: Serve) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         late = HttpEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_seconds=0.2)
         with pytest.raises(PeerTimeoutError, match="gave no answer in time"):
-            late.negotiate()
+            late.connect()
         late.close()
     with pytest.raises(PeerDiedError, match="can't be reached"):
         late_again(late.name)
     with pytest.raises(PeerDiedError):
-        raw(b"").negotiate()
+        raw(b"").connect()
 
 
 def late_again(url: str) -> None:
     engine = HttpEngine(url, timeout_seconds=5)
     try:
-        engine.negotiate()
+        engine.connect()
     finally:
         engine.close()
 
@@ -275,7 +275,7 @@ def test_an_answer_that_never_ends_is_cut_at_the_deadline() -> None:
         engine = HttpEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_seconds=0.5)
         start = time.monotonic()
         with pytest.raises(PeerTimeoutError, match="did not end its answer"):
-            engine.negotiate()
+            engine.connect()
         assert time.monotonic() - start < 10
         stop.set()
         engine.close()
@@ -288,7 +288,7 @@ def test_the_token_goes_with_the_request_and_into_the_init_but_into_no_text() ->
     with StockVllm(token="a-secret").serve() as vllm:
         for token, is_right in (("a-secret", True), ("another", False), (None, False)):
             engine = HttpEngine(vllm.url, token=token)
-            client = engine.negotiate()
+            client = engine.connect()
             info = InitInfo("0" * 32, vllm.url, "ipc://nowhere", "unix:@nobody", "0" * 64, 5)
             if is_right:
                 client.init(info)

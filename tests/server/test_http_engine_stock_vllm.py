@@ -14,7 +14,7 @@ import torch
 from server.stock_vllm import StockVllm
 
 import weightcast
-from weightcast.control.server import EngineServer
+from weightcast.control.server.app import EngineServer
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import IncompatibleWeightsError, InstallError, PeerTimeoutError, PublishError, RefusedError
 
@@ -66,7 +66,7 @@ def test_versions_are_installed_in_a_pause_and_labelled_before_it_ends(vllm: Sto
             assert report.engines[vllm.url].pause_seconds >= report.engines[vllm.url].install_seconds > 0
             assert (vllm.label, vllm.is_paused, set(vllm.values())) == (str(version), False, {version + 1.0})
             assert vllm.log[-8:] == ["update offer", "update seal", *INSTALL]
-        assert publisher._guard._held == {}
+        assert publisher._watchdog._held == {}
 
 
 def test_one_publisher_updates_vllm_and_the_reference_server(vllm: StockVllm) -> None:
@@ -149,7 +149,7 @@ def test_a_torn_server_stays_paused_until_a_publish_heals_it(vllm: StockVllm) ->
         assert error.torn
     assert vllm.is_paused, "closing the publisher resumed a torn server"
     client = weightcast.HttpEngine(vllm.url)
-    assert client.negotiate().info().torn
+    assert client.connect().info().torn
     client.close()
     for engine in vllm.engines:
         engine.is_broken = False
@@ -193,8 +193,8 @@ def test_a_token_that_the_ranks_want_is_the_publishers() -> None:
 TRAINER = """
     import sys, torch, weightcast
     class Dying(weightcast.HttpEngine):
-        def negotiate(self):
-            client = super().negotiate()
+        def connect(self):
+            client = super().connect()
             finish = client.finish
             def die(version):
                 if {after!r}:

@@ -13,10 +13,10 @@ from server.test_versions import assert_each_token_is_of_its_version
 from server.tiny_qwen3 import make_model
 from transformers import Qwen3ForCausalLM
 
-from weightcast.control.server import EngineServer
+from weightcast.control.server.app import EngineServer
 from weightcast.engines.transformers import Completion, SamplingParams
-from weightcast.publisher import Publisher
 from weightcast.sources.module import ModuleSource
+from weightcast.trainer.publisher import Publisher
 
 ROOT = Path(__file__).parents[2]
 

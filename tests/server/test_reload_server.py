@@ -23,7 +23,7 @@ from weightcast.errors import (
     UnsupportedError,
     WeightcastError,
 )
-from weightcast.integrations.vllm.reload_folder import FOLDER
+from weightcast.integrations.vllm.stock_reload.folder import FOLDER
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -169,8 +169,8 @@ def test_on_a_cpu_a_model_without_an_lm_head_of_its_own_is_refused(vllm: StockVl
 TRAINER = """
     import os, signal, sys, torch, weightcast
     class Dying(weightcast.HttpEngine):
-        def negotiate(self):
-            client = super().negotiate()
+        def connect(self):
+            client = super().connect()
             client.finish = lambda version: os.kill(os.getpid(), signal.SIGKILL)
             return client
     source = weightcast.ModuleSource(torch.nn.Linear(8, 8))

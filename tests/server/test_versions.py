@@ -11,9 +11,9 @@ import torch
 from server.tiny_qwen3 import RUN, make_model, teacher_forced, version
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from weightcast.engines.gate import Gate
 from weightcast.engines.transformers import Completion, Delta, SamplingParams, TextGenerator, VersionSpan
 from weightcast.errors import EngineTornError, PeerTimeoutError
-from weightcast.gate import Gate
 
 DEADLINE = 30
 PROMPT = [5, 9, 17, 33, 2]

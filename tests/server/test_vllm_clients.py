@@ -17,7 +17,7 @@ from server.offline_vllm import OfflineLLM, OnlineLLM
 import weightcast
 from weightcast.errors import ControlError, InstallError, PeerDiedError, PeerTimeoutError, PublishError
 from weightcast.integrations.vllm import AsyncLLMEngine, LLMEngine, RayEngine
-from weightcast.interfaces import EngineClient, Pausable, Settling
+from weightcast.seams.client import EngineClient, ServesTraffic, TwoPhaseInstall
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ INSTALL = ["sleep 0 keep", "reset_prefix_cache", "install", "settle", "ask", "la
 
 def test_an_llm_is_updated_in_a_pause_and_labelled_before_it_ends(llm: OfflineLLM) -> None:
     engine = LLMEngine(llm)
-    assert isinstance(engine, Pausable)
-    assert isinstance(engine, Settling)
+    assert isinstance(engine, ServesTraffic)
+    assert isinstance(engine, TwoPhaseInstall)
     with publisher_of(3.0, engine) as publisher:
         assert publisher.publish().ok
     assert (value_of(llm), llm.label, llm.is_scheduling) == (3.0, "0", True)

@@ -17,8 +17,8 @@ from server.tiny_qwen3 import RUN, version
 from transformers import Qwen3ForCausalLM
 
 from weightcast.control.client import HttpEngine
-from weightcast.control.messages import Abort, InitInfo, Offer, Seal
-from weightcast.control.server import EngineServer
+from weightcast.control.server.app import EngineServer
+from weightcast.engines.gate import Gate
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import (
     ClosedError,
@@ -30,9 +30,9 @@ from weightcast.errors import (
     WeightcastError,
     from_record,
 )
-from weightcast.gate import Gate
-from weightcast.plan import plan
-from weightcast.tensor_digest import tensor_digest
+from weightcast.format.messages import Abort, InitInfo, Offer, Seal
+from weightcast.format.plan import plan
+from weightcast.format.tensor_digest import tensor_digest
 
 ROUTES = [
     ("POST", "/init_weight_transfer_engine"),
@@ -168,6 +168,17 @@ def test_a_body_over_the_cap_is_refused_before_it_is_read(plain: EngineServer, a
     assert ask.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "detail"),
+    [("GET", "/nowhere", 404, "Not Found"), ("GET", "/pause", 405, "Method Not Allowed")],
+)
+def test_an_unknown_route_is_answered_in_json(
+    ask: httpx.Client, method: str, path: str, status: int, detail: str
+) -> None:
+    answer = ask.request(method, path)
+    assert (answer.status_code, answer.json()) == (status, {"detail": detail})
+
+
 def test_a_call_without_a_hold_comes_back_as_the_error_it_was(engine: HttpEngine) -> None:
     manifest = plan(engine.specs(), 1 << 20)
     for call in (
@@ -284,7 +295,7 @@ def test_one_gate_for_all(model: Qwen3ForCausalLM, generator: object, module: to
 
 _SERVE = """
 import sys, torch
-from weightcast.control.server import EngineServer
+from weightcast.control.server.app import EngineServer
 from weightcast.engines.module import ModuleEngine
 server = EngineServer(ModuleEngine(torch.nn.Linear(2, 2))).start()
 print(server.url, flush=True)

@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from weightcast.manifest import WeightVersion
+from weightcast.format.manifest import WeightVersion
 
 VOCABULARY = 128
 EOS = 1

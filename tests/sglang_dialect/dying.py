@@ -11,9 +11,9 @@ import threading
 import urllib.parse
 from typing import Any, Literal, get_args
 
-from weightcast.integrations.sglang import stock_group
-from weightcast.integrations.sglang.stock_group import StockGroup
-from weightcast.integrations.sglang.stock_routes import StockRoutes
+from weightcast.integrations.sglang.stock import group as stock_group
+from weightcast.integrations.sglang.stock.group import StockGroup
+from weightcast.integrations.sglang.stock.routes import SglangRoutes
 from weightcast.process_group import join_store
 
 Moment = Literal["before ranks connect", "when ranks wait for ours", "when ranks wait in gloo", "after the join"]
@@ -32,11 +32,11 @@ def die_in_join(moment: Moment, store_port: int = 0, number: signal.Signals = si
     match moment:
         case "before ranks connect":
 
-            def ask_and_die(routes: StockRoutes, group: str, host: str, port: int, *rest: Any) -> None:
+            def ask_and_die(routes: SglangRoutes, group: str, host: str, port: int, *rest: Any) -> None:
                 _send_join(routes, group, host, port, *rest)
                 die()
 
-            StockRoutes.join_group = ask_and_die  # type: ignore[method-assign]
+            SglangRoutes.join_group = ask_and_die  # type: ignore[method-assign]
             StockGroup.connect = lambda _: threading.Event().wait()  # type: ignore[method-assign,assign,return-value]
         case "when ranks wait for ours":
 
@@ -60,11 +60,11 @@ def die_in_join(moment: Moment, store_port: int = 0, number: signal.Signals = si
                 _, listener = serve(host, seconds)
                 return join_store(host, store_port, seconds), listener
 
-            def ask(routes: StockRoutes, group: str, host: str, port: int, *rest: Any) -> None:
+            def ask(routes: SglangRoutes, group: str, host: str, port: int, *rest: Any) -> None:
                 join(routes, group, host, store_port, *rest)
 
-            join = StockRoutes.join_group
-            StockRoutes.join_group = ask  # type: ignore[method-assign]
+            join = SglangRoutes.join_group
+            SglangRoutes.join_group = ask  # type: ignore[method-assign]
             stock_group.serve_shared_store = serve_elsewhere
             stock_group.ProcessGroup = answer_and_die  # type: ignore[misc,assign]
         case "after the join":
@@ -78,7 +78,7 @@ def die_in_join(moment: Moment, store_port: int = 0, number: signal.Signals = si
 
 
 def _send_join(
-    routes: StockRoutes, group: str, host: str, port: int, rank_offset: int, size: int, backend: str
+    routes: SglangRoutes, group: str, host: str, port: int, rank_offset: int, size: int, backend: str
 ) -> None:
     """The request without its reply: it has gone when this returns."""
     server = urllib.parse.urlsplit(routes.name)

@@ -14,13 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.bucket import TORCH_DTYPES, Layout, Packer, slot_size_bytes
 from weightcast.errors import ManifestError
-from weightcast.integrations.sglang.flattened import BucketSource, FlattenedBucket, buckets, lay_out
-from weightcast.integrations.sglang.stock_buckets import Filler, FlatBuckets
-from weightcast.integrations.sglang.stock_handle import handle, shared
-from weightcast.manifest import ITEMSIZE_BYTES, TensorSpec, WeightVersion
-from weightcast.plan import plan
+from weightcast.format.bucket import TORCH_DTYPES, Layout, slot_size_bytes
+from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, WeightVersion
+from weightcast.format.plan import plan
+from weightcast.integrations.sglang.stock.buckets import Filler, FlatBuckets
+from weightcast.integrations.sglang.stock.flattened import BucketSource, FlattenedBucket, buckets, lay_out
+from weightcast.integrations.sglang.stock.handle import handle, shared
+from weightcast.trainer.packer import Packer
 
 DTYPES = ["uint8", "bool", "bfloat16", "float16", "float32", "int64", "float8_e4m3fn"]
 VERSION = WeightVersion("0" * 32, 1)

@@ -24,7 +24,7 @@ from sglang_dialect.conftest import BUCKET_BYTES, Start, tensors
 from sglang_dialect.dying import MOMENTS, Moment
 from sglang_dialect.stock_sglang import StockSglang
 from weightcast import Publisher, PublishError
-from weightcast.control.server import EngineServer
+from weightcast.control.server.app import EngineServer
 from weightcast.errors import (
     ControlError,
     IncompatibleWeightsError,
@@ -36,12 +36,12 @@ from weightcast.errors import (
     UnsupportedError,
     WeightcastError,
 )
-from weightcast.integrations.sglang.stock_acceptance import Acceptance
-from weightcast.integrations.sglang.stock_tensor import _require_here
-from weightcast.interfaces import Regions
-from weightcast.manifest import TensorSpec
-from weightcast.plan import plan
+from weightcast.format.manifest import TensorSpec
+from weightcast.format.plan import plan
+from weightcast.integrations.sglang.stock.acceptance import CheckpointAcceptance
+from weightcast.integrations.sglang.stock.route_tensor import _require_here
 from weightcast.process_group import serve_store
+from weightcast.seams.source import Regions
 
 pytestmark = [
     pytest.mark.usefixtures("leaves_nothing"),
@@ -242,7 +242,7 @@ def test_the_servers_own_dtype_is_taken_as_well(start: Start) -> None:
 
 
 def test_where_no_checkpoint_can_be_read_the_first_update_is_the_measure() -> None:
-    acceptance = Acceptance(None, "float32")
+    acceptance = CheckpointAcceptance(None, "float32")
     acceptance.accept(plan(Trained().specs(), 4096))
     with pytest.raises(IncompatibleWeightsError, match=r"missing tensor 'layers\.5\.scale'"):
         acceptance.accept(plan(Tensors(wrong("missing")).specs(), 4096))
@@ -334,11 +334,11 @@ def test_a_killed_trainer_leaves_a_server_whole_or_standing_still(start: Start, 
             os.kill(os.getpid(), signal.SIGKILL)
     with publisher(source.step(1), url) as made:
         if when == "before":
-            from weightcast.integrations.sglang.stock_sender import StockSender
+            from weightcast.integrations.sglang.stock.sender import StockSender
             StockSender.send = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         if when == "after":
-            from weightcast.integrations.sglang.stock import StockServer
-            StockServer.resume = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            from weightcast.integrations.sglang.stock.server import SglangStockServer
+            SglangStockServer.resume = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         made.publish(version=1, on_progress=die)
     """
     assert python.run(textwrap.dedent(script), server.url, when) == -signal.SIGKILL
@@ -424,7 +424,7 @@ FORK_AND_DIE = """
 import os, sys
 from sglang_dialect.dying import die_in_join
 from sglang_dialect.test_stock_fleet import Trained, publisher
-from weightcast.integrations.sglang import stock_group
+from weightcast.integrations.sglang.stock import group as stock_group
 url, alive = sys.argv[1:]
 die_in_join("when ranks wait for ours")
 die = stock_group.ProcessGroup

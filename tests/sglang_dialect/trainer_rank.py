@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from sglang_dialect.conftest import BUCKET_BYTES, tensors
 from weightcast import Publisher, Region, TensorSpec
-from weightcast.interfaces import Held, Regions
+from weightcast.seams.source import Held, Regions
 
 
 class Half:

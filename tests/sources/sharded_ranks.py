@@ -40,11 +40,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from weightcast.checkpoint import checkpoint_tensors
+from weightcast.checkpoint.live import checkpoint_tensors
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import IncompatibleWeightsError
-from weightcast.publisher import Publisher
 from weightcast.sources.module import ModuleSource
+from weightcast.trainer.publisher import Publisher
 
 DEADLINE_SECONDS = 60.0
 

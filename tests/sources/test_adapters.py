@@ -16,8 +16,8 @@ from core.direct import DirectEngine, RecordingEngine
 from forking import preloaded
 from torch import nn
 
-from weightcast.publisher import Publisher
 from weightcast.sources.module import ModuleSource
+from weightcast.trainer.publisher import Publisher
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from weightcast.bucket import DTYPE_NAMES, TRAILER_BYTES, Layout, Packer
-from weightcast.manifest import Region, WeightVersion
-from weightcast.plan import plan, whole
+from weightcast.format.bucket import DTYPE_NAMES, TRAILER_BYTES, Layout
+from weightcast.format.geometry import Region, whole
+from weightcast.format.manifest import WeightVersion
+from weightcast.format.plan import plan
 from weightcast.sources.module import ModuleSource
+from weightcast.trainer.packer import Packer
 
 VERSION = WeightVersion("0" * 32, 1)
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from weightcast.errors import ClosedError
-from weightcast.plan import whole
+from weightcast.format.geometry import whole
 from weightcast.sources.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsSource
 
 TENSORS = {

@@ -13,7 +13,7 @@ import torch
 from sources import sharded_ranks
 from sources.sharded_ranks import PLAYS
 
-from weightcast.manifest import Region, check_tiling
+from weightcast.format.geometry import Region, check_tiling
 
 pytestmark = pytest.mark.cluster
 

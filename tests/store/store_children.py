@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from store.store_kit import Holder, manifest_of, model, number_in, send, url
 
-from weightcast.follower import Follower
-from weightcast.manifest import WeightVersion
+from weightcast.format.manifest import WeightVersion
+from weightcast.serving.follower import Follower
 from weightcast.store.reading import pinned
 from weightcast.transports.store import StoreSender
 

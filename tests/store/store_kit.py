@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
-from weightcast.bucket import Layout, Packer
 from weightcast.errors import IncompleteUpdateError
-from weightcast.manifest import Manifest, TensorSpec, WeightVersion
-from weightcast.plan import plan
+from weightcast.format.bucket import Layout
+from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
+from weightcast.format.plan import plan
+from weightcast.trainer.packer import Packer
 from weightcast.transports.store import StoreSender
 
 RUN = "5c" * 16

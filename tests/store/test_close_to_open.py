@@ -31,8 +31,8 @@ from store.store_kit import (
 )
 
 from weightcast.errors import EngineBusyError, PeerTimeoutError
-from weightcast.follower import Follower
-from weightcast.manifest import WeightVersion
+from weightcast.format.manifest import WeightVersion
+from weightcast.serving.follower import Follower
 from weightcast.store.reading import pinned
 from weightcast.transports.store import StoreSender
 

@@ -14,22 +14,23 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from core.direct import DictSource, DirectEngine, RecordingEngine, fleet
+from core.direct import DirectEngine, RecordingEngine, fleet
 from safetensors.torch import load_file
 from store.store_kit import LONG_SECONDS, OTHER_RUN, RUN, Holder, manifest_of, model, number_in, send, url, write
 
-from weightcast import cli
-from weightcast.bucket import Layout, Packer
+from weightcast import TensorSource, cli
 from weightcast.cli import exits
 from weightcast.errors import InstallError, IntegrityError, PublishError, StaleVersionError, UpdateAbortedError
-from weightcast.follower import Follower
-from weightcast.manifest import MAX_VERSION, TensorSpec, WeightVersion
-from weightcast.publisher import Publisher
-from weightcast.relay import Relay
-from weightcast.replay import rollback
+from weightcast.format.bucket import Layout
+from weightcast.format.manifest import MAX_VERSION, TensorSpec, WeightVersion
+from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
 from weightcast.store.reading import StoreReader, pinned
 from weightcast.store.records import FORMAT, Commit, seal
+from weightcast.trainer.packer import Packer
+from weightcast.trainer.publisher import Publisher
+from weightcast.trainer.relay import Relay
+from weightcast.trainer.rollback import rollback
 from weightcast.transports.store import StoreReceiver, StoreSender
 
 INSTALLS: tuple[Literal["staged", "streaming"], ...] = ("staged", "streaming")
@@ -51,7 +52,7 @@ def number_held(directory: Path) -> int:
     return number_in({name: held[0][1] for name, held in StoreSource(url(directory)).regions().items()})
 
 
-def fill(source: DictSource, number: int) -> None:
+def fill(source: TensorSource, number: int) -> None:
     for name, tensor in model(number).items():
         source.tensors[name].copy_(tensor)
 
@@ -67,7 +68,7 @@ def specs_of(tensors: dict[str, torch.Tensor]) -> list[TensorSpec]:
 @pytest.mark.parametrize("options", ["", "?num_threads=3"])
 def test_what_every_engine_refused_is_not_the_newest(tmp_path: Path, install: str, options: str) -> None:
     """Half a model: the engines want a tensor that the trainer's source lacks."""
-    source = DictSource(model(1))
+    source = TensorSource(model(1))
     engines = [RecordingEngine(), RecordingEngine()]
     follower_engine = Holder()
     with (
@@ -98,7 +99,7 @@ def test_what_every_engine_refused_is_not_the_newest(tmp_path: Path, install: st
 @pytest.mark.parametrize("harm", ["another's", "garbage", "a link", "lost"])
 def test_a_future_pointer_that_is_not_ours_any_more_is_not_committed(tmp_path: Path, harm: str) -> None:
     """The writer's lock was lost, say, and another's version is sealed, which its engines may refuse."""
-    source, engine, path = DictSource(model(1)), RecordingEngine(), tmp_path / "next.json"
+    source, engine, path = TensorSource(model(1)), RecordingEngine(), tmp_path / "next.json"
     commit = engine.commit
 
     def spoil(version: WeightVersion) -> None:
@@ -124,7 +125,7 @@ def test_a_future_pointer_that_is_not_ours_any_more_is_not_committed(tmp_path: P
 
 
 def test_a_slow_reader_of_the_oldest_slot_does_not_cost_the_version_before(tmp_path: Path) -> None:
-    source, engine, options = DictSource(model(0)), RecordingEngine(), "?num_slots=3"
+    source, engine, options = TensorSource(model(0)), RecordingEngine(), "?num_slots=3"
     with fleet(source, engine, transport=url(tmp_path, options)) as (publisher, _):
         fill(source, 1)
         publisher.publish()
@@ -142,7 +143,7 @@ def test_a_slow_reader_of_the_oldest_slot_does_not_cost_the_version_before(tmp_p
 
 @pytest.mark.parametrize("on_failure", ["raise", "report"])
 def test_what_no_engine_installed_is_not_the_newest_and_its_slot_is_free(tmp_path: Path, on_failure: Any) -> None:
-    source, engine = DictSource(model(1)), RecordingEngine()
+    source, engine = TensorSource(model(1)), RecordingEngine()
     with fleet(source, engine, transport=url(tmp_path), on_failure=on_failure) as (publisher, _):
         publisher.publish()
         engine.fail_after = 3
@@ -164,7 +165,7 @@ def test_what_no_engine_installed_is_not_the_newest_and_its_slot_is_free(tmp_pat
 
 @pytest.mark.parametrize("on_failure", ["raise", "report"])
 def test_one_engine_that_installed_it_makes_it_the_newest(tmp_path: Path, on_failure: Any) -> None:
-    source, good, bad = DictSource(model(1)), RecordingEngine(), RecordingEngine(specs_of(model(0, 13)))
+    source, good, bad = TensorSource(model(1)), RecordingEngine(), RecordingEngine(specs_of(model(0, 13)))
     with fleet(source, good, bad, transport=url(tmp_path), on_failure=on_failure) as (publisher, _):
         if on_failure == "report":
             assert not publisher.publish().ok
@@ -194,7 +195,7 @@ def test_the_pointer_moves_after_the_engines_have_read_and_installed(tmp_path: P
             with Follower(url(tmp_path), Holder()) as follower:
                 seen.append((-1 if commit is None else commit.newest.number, follower.poll() is None))
 
-    source, engine = DictSource(model(1)), Looking()
+    source, engine = TensorSource(model(1)), Looking()
     with fleet(source, engine, transport=url(tmp_path), install=install) as (publisher, _):
         publisher.publish()
         assert set(seen) == {(-1, True)}
@@ -216,7 +217,7 @@ def test_an_interrupted_publish_is_not_the_newest(tmp_path: Path) -> None:
                 raise KeyboardInterrupt
             super().commit(version)
 
-    source, engine = DictSource(model(1)), Interrupted()
+    source, engine = TensorSource(model(1)), Interrupted()
     with fleet(source, engine, transport=url(tmp_path)) as (publisher, _):
         publisher.publish()
         engine.is_interrupted = True
@@ -235,7 +236,8 @@ DYING = """
     import os, signal, sys
     sys.path.insert(0, {tests!r})
     from pathlib import Path
-    from core.direct import DictSource, RecordingEngine, fleet
+    from core.direct import RecordingEngine, fleet
+    from weightcast import TensorSource
     from store.store_kit import model, url
 
     class Killing(RecordingEngine):
@@ -243,7 +245,7 @@ DYING = """
             if version.number:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    with fleet(DictSource(model(1)), Killing(), transport=url(Path({directory!r}))) as (publisher, _):
+    with fleet(TensorSource(model(1)), Killing(), transport=url(Path({directory!r}))) as (publisher, _):
         publisher.publish()
         publisher.publish()
 """
@@ -261,7 +263,7 @@ def test_a_trainer_that_dies_before_the_pointer_leaves_the_version_before(tmp_pa
         followed = follower.poll()
         assert followed is not None
         assert followed.version == 0
-        with Publisher(DictSource(model(3)), transport=url(tmp_path)) as publisher:
+        with Publisher(TensorSource(model(3)), transport=url(tmp_path)) as publisher:
             assert publisher.publish().version == 2
         assert not (tmp_path / "next.json").exists()
         assert follower.poll() is not None
@@ -271,15 +273,15 @@ def test_a_trainer_that_dies_before_the_pointer_leaves_the_version_before(tmp_pa
 
 def test_numbers_that_were_given_up_do_not_come_again(tmp_path: Path) -> None:
     picky = RecordingEngine(specs_of(model(0, 13)))
-    with fleet(DictSource(model(1)), picky, transport=url(tmp_path)) as (it, _), pytest.raises(PublishError):
+    with fleet(TensorSource(model(1)), picky, transport=url(tmp_path)) as (it, _), pytest.raises(PublishError):
         it.publish(6)
     # Nothing of that one was ever written; of this one it is.
     bad = RecordingEngine()
     bad.fail_after = 0
-    with fleet(DictSource(model(1)), bad, transport=url(tmp_path)) as (it, _), pytest.raises(PublishError):
+    with fleet(TensorSource(model(1)), bad, transport=url(tmp_path)) as (it, _), pytest.raises(PublishError):
         it.publish(7)
     assert StoreReader(tmp_path).commit() is None
-    with Publisher(DictSource(model(1)), transport=url(tmp_path)) as it:
+    with Publisher(TensorSource(model(1)), transport=url(tmp_path)) as it:
         assert it.publish().version == 8
 
 
@@ -304,7 +306,7 @@ def test_a_relay_into_a_store_passes_on_what_its_engines_took(tmp_path: Path) ->
 
 
 def test_export_writes_what_was_taken(tmp_path: Path) -> None:
-    source, engine = DictSource(model(1)), RecordingEngine()
+    source, engine = TensorSource(model(1)), RecordingEngine()
     with fleet(source, engine, transport=url(tmp_path / "store")) as (publisher, _):
         publisher.publish()
         engine._specs = specs_of(model(0, 13))
@@ -360,7 +362,7 @@ def test_a_sealed_version_that_is_not_committed_is_given_up(tmp_path: Path, endi
 
 
 def test_at_the_last_number_a_run_ends_and_the_store_goes_on(tmp_path: Path) -> None:
-    with Publisher(DictSource(model(1)), transport=url(tmp_path)) as publisher:
+    with Publisher(TensorSource(model(1)), transport=url(tmp_path)) as publisher:
         assert publisher.publish(MAX_VERSION).version == MAX_VERSION
         before = (tmp_path / "current.json").read_bytes()
         for _ in range(2):
@@ -372,14 +374,14 @@ def test_at_the_last_number_a_run_ends_and_the_store_goes_on(tmp_path: Path) -> 
     engine = Holder()
     with Follower(url(tmp_path), engine) as follower:
         assert follower.poll().version == MAX_VERSION  # type: ignore[union-attr]
-        with Publisher(DictSource(model(2)), transport=url(tmp_path)) as publisher:
+        with Publisher(TensorSource(model(2)), transport=url(tmp_path)) as publisher:
             assert [publisher.publish().version for _ in range(2)] == [0, 1]
         assert follower.poll().version == 1  # type: ignore[union-attr]
     assert number_in(engine.held) == 2
 
 
 def test_rollback_at_the_last_number(tmp_path: Path) -> None:
-    source = DictSource(model(1))
+    source = TensorSource(model(1))
     with Publisher(source, transport=url(tmp_path)) as publisher:
         publisher.publish(4)
         fill(source, 2)
@@ -397,7 +399,7 @@ def test_a_number_beyond_the_limits_is_refused_before_anything_is_written(
     tmp_path: Path, version: Any, kind: type[Exception]
 ) -> None:
     store = tmp_path / "store"
-    with Publisher(DictSource(model(1)), transport=url(store)) as publisher:
+    with Publisher(TensorSource(model(1)), transport=url(store)) as publisher:
         with pytest.raises(kind):
             publisher.publish(version)
         assert not store.exists()

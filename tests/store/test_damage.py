@@ -12,6 +12,7 @@ import pytest
 import torch
 from store.store_kit import RUN, Holder, manifest_of, model, number_in, url, write
 
+from weightcast.engines.gate import Gate
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import (
     IncompatibleWeightsError,
@@ -21,9 +22,8 @@ from weightcast.errors import (
     PeerTimeoutError,
     WeightcastError,
 )
-from weightcast.follower import Follower, follow
-from weightcast.gate import Gate
-from weightcast.manifest import WeightVersion
+from weightcast.format.manifest import WeightVersion
+from weightcast.serving.follower import Follower, follow
 from weightcast.store import reading
 from weightcast.store.reading import StoreReader
 

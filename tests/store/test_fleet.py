@@ -7,11 +7,12 @@ from typing import Literal
 
 import pytest
 import torch
-from core.direct import DictSource, RecordingEngine, fleet
+from core.direct import RecordingEngine, fleet
 from store.store_kit import Holder, number_in, url
 
+from weightcast import TensorSource
 from weightcast.errors import PublishError
-from weightcast.follower import Follower
+from weightcast.serving.follower import Follower
 from weightcast.transports.store import StoreSender
 
 INSTALLS: tuple[Literal["staged", "streaming"], ...] = ("staged", "streaming")
@@ -34,7 +35,7 @@ def fill(held: dict[str, torch.Tensor], number: int) -> None:
 @pytest.mark.parametrize("install", INSTALLS)
 @pytest.mark.parametrize("options", ["", "?num_threads=3"])
 def test_engines_and_a_follower_get_every_version(tmp_path: Path, install: str, options: str) -> None:
-    source = DictSource(tensors())
+    source = TensorSource(tensors())
     engines = RecordingEngine(), RecordingEngine()
     address = url(tmp_path, options)
     with (
@@ -54,7 +55,7 @@ def test_engines_and_a_follower_get_every_version(tmp_path: Path, install: str, 
 
 
 def test_an_engine_that_fails_leaves_the_version_in_the_store(tmp_path: Path) -> None:
-    source = DictSource(tensors())
+    source = TensorSource(tensors())
     good, bad = RecordingEngine(), RecordingEngine()
     with fleet(source, good, bad, transport=url(tmp_path)) as (publisher, _):
         fill(source.tensors, 1)
@@ -71,7 +72,7 @@ def test_an_engine_that_fails_leaves_the_version_in_the_store(tmp_path: Path) ->
 
 
 def test_the_number_is_above_the_store_and_the_engines(tmp_path: Path) -> None:
-    source = DictSource(tensors())
+    source = TensorSource(tensors())
     with fleet(source, RecordingEngine(), transport=url(tmp_path)) as (publisher, _):
         publisher.publish(7)
     with fleet(source, RecordingEngine(), transport=url(tmp_path)) as (publisher, _):
@@ -82,11 +83,11 @@ def test_an_error_while_it_is_written_leaves_the_version_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one of a writing thread is raised, and engines are told."""
-    source, engine = DictSource(tensors()), RecordingEngine()
+    source, engine = TensorSource(tensors()), RecordingEngine()
     with fleet(source, engine, transport=url(tmp_path, "?num_threads=4"), bucket_size_bytes=64 << 10) as (publisher, _):
         fill(source.tensors, 1)
         publisher.publish()
-        wire = publisher._wire
+        wire = publisher._connections
         assert wire is not None
         assert isinstance(wire.sender, StoreSender)
         write, calls = wire.sender._writer.write, 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from core.direct import DictSource, RecordingEngine, fleet
+from core.direct import RecordingEngine, fleet
 from forking import in_child
 from store.store_kit import (
     OTHER_RUN,
@@ -29,23 +29,18 @@ from store.store_kit import (
     write,
 )
 
-from weightcast.errors import (
-    ClosedError,
-    EngineBusyError,
-    InsufficientMemoryError,
-    IntegrityError,
-    ManifestError,
-)
-from weightcast.follower import Follower
-from weightcast.manifest import TensorSpec, WeightVersion
-from weightcast.plan import plan
-from weightcast.publisher import Publisher
+from weightcast import TensorSource
+from weightcast.errors import ClosedError, EngineBusyError, InsufficientMemoryError, IntegrityError, ManifestError
+from weightcast.format.manifest import TensorSpec, WeightVersion
+from weightcast.format.plan import plan
+from weightcast.serving.follower import Follower
 from weightcast.sources.module import ModuleSource
 from weightcast.sources.store import StoreSource
 from weightcast.store import reading
 from weightcast.store.files import room_for
 from weightcast.store.reading import StoreReader
-from weightcast.store.survey import survey
+from weightcast.store.status import store_status
+from weightcast.trainer.publisher import Publisher
 from weightcast.transports.store import StoreSender
 
 Place = Callable[[Path], object]
@@ -120,7 +115,7 @@ def test_a_living_sender_makes_again_what_was_lost(tmp_path: Path, name: str, op
 
 
 def test_engines_of_a_publish_go_on_when_the_lock_file_was_removed(tmp_path: Path) -> None:
-    source, engine = DictSource(model(1)), RecordingEngine()
+    source, engine = TensorSource(model(1)), RecordingEngine()
     with fleet(source, engine, transport=url(tmp_path)) as (publisher, _):
         publisher.publish()
         (tmp_path / "writer.lock").unlink()
@@ -268,7 +263,7 @@ def test_a_folder_that_is_something_else_is_refused(tmp_path: Path, depth: str, 
     before = content_of(elsewhere)
     path.symlink_to(elsewhere) if intruder == "link" else INTRUDERS[intruder][0](path)
     expected = rf"{path} is {INTRUDERS[intruder][1]}, a directory was expected.*remove"
-    for attempt in (lambda: StoreSource(url(store)), lambda: write(store, 3), lambda: survey(store)):
+    for attempt in (lambda: StoreSource(url(store)), lambda: write(store, 3), lambda: store_status(store)):
         with pytest.raises(IntegrityError, match=expected):
             attempt()
     assert content_of(elsewhere) == before
@@ -281,7 +276,7 @@ def test_a_folder_that_no_pointer_could_name_is_no_slot(tmp_path: Path, name: st
     for number in range(2, 6):
         write(tmp_path, number)
         assert number_held(tmp_path) == number
-        assert survey(tmp_path).newest.version.number == number
+        assert store_status(tmp_path).newest.version.number == number
     assert not any((tmp_path / "slots" / name).iterdir())
 
 
@@ -294,7 +289,7 @@ def test_a_store_may_itself_be_behind_a_link(tmp_path: Path) -> None:
             write(tmp_path / "store", number)
             assert follower.poll() is not None
             assert number_in(engine.held) == number
-    assert survey(tmp_path / "store").newest.number == 3
+    assert store_status(tmp_path / "store").newest.number == 3
     assert number_held(tmp_path / "disk") == 3
 
 
@@ -320,7 +315,7 @@ def test_a_file_without_permission_is_named(name: str) -> None:
 
 
 def test_a_forked_child_can_not_publish(tmp_path: Path) -> None:
-    with Publisher(DictSource(model(1)), transport=url(tmp_path, "?num_threads=2")) as publisher:
+    with Publisher(TensorSource(model(1)), transport=url(tmp_path, "?num_threads=2")) as publisher:
         publisher.publish()
         before = content_of(tmp_path)
 

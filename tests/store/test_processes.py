@@ -37,8 +37,8 @@ from store.store_kit import (
 )
 
 from weightcast.errors import EngineBusyError, InsufficientMemoryError, PeerTimeoutError
-from weightcast.follower import Follower
-from weightcast.manifest import WeightVersion
+from weightcast.format.manifest import WeightVersion
+from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
 from weightcast.store.reading import StoreReader
 from weightcast.transports.store import StoreSender

@@ -11,19 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from core.direct import DictSource
 from safetensors.torch import load_file, save_file
 from store.store_kit import LONG_SECONDS, RUN, model, url, write
 
-from weightcast import cli
+from weightcast import TensorSource, cli
 from weightcast.cli import exits
-from weightcast.control.server import EngineServer
+from weightcast.control.server.app import EngineServer
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import UnsupportedError
-from weightcast.export import export
 from weightcast.sources.safetensors import SafetensorsSource
 from weightcast.sources.store import StoreSource
 from weightcast.store.reading import pinned
+from weightcast.trainer.export import export
 
 
 @pytest.fixture
@@ -56,7 +55,7 @@ def test_publish_into_a_store_and_export_from_it(tmp_path: Path, call: Callable[
 
 def test_shards_and_their_index(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.full((1000,), i, dtype=torch.float32) for i in range(10)} | {"big": torch.ones(9000)}
-    names = export(DictSource(tensors), tmp_path / "out", max_shard_bytes=12_000)
+    names = export(TensorSource(tensors), tmp_path / "out", max_shard_bytes=12_000)
     assert names[-1] == "model.safetensors.index.json"
     assert names[0] == "model-00001-of-00005.safetensors"
     index = json.loads((tmp_path / "out" / names[-1]).read_text())
@@ -68,7 +67,7 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    source = DictSource({"fine": torch.ones(3), "not in the format": torch.ones(3, dtype=torch.complex128)})
+    source = TensorSource({"fine": torch.ones(3), "not in the format": torch.ones(3, dtype=torch.complex128)})
     with pytest.raises(UnsupportedError, match="complex128"):
         export(source, tmp_path / "out", max_shard_bytes=1)
     assert list(tmp_path.iterdir()) == []

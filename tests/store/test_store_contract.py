@@ -6,16 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from weightcast.interfaces import Receiver, Sender
+from weightcast.seams.transport import Receiver, Sender
 from weightcast.testing.reading import Reader
-from weightcast.testing.transport_contract import (
-    ENDED,
-    RUN,
-    SHORT_SECONDS,
-    TransportContract,
-    numbered,
-    version,
-)
+from weightcast.testing.transport_contract import ENDED, RUN, SHORT_SECONDS, TransportContract, numbered, version
 from weightcast.transports.store import StoreReceiver, StoreSender
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from core.direct import DictSource
 from store.store_kit import (
     LONG_SECONDS,
     OTHER_RUN,
@@ -26,7 +25,7 @@ from store.store_kit import (
     write,
 )
 
-from weightcast import host_memory
+from weightcast import TensorSource
 from weightcast.errors import (
     ClosedError,
     EngineBusyError,
@@ -35,14 +34,15 @@ from weightcast.errors import (
     StaleVersionError,
     UpdateAbortedError,
 )
-from weightcast.follower import Follower
-from weightcast.manifest import TensorSpec, WeightVersion
-from weightcast.plan import plan
-from weightcast.publisher import Publisher
-from weightcast.replay import rollback
+from weightcast.format.manifest import TensorSpec, WeightVersion
+from weightcast.format.plan import plan
+from weightcast.host import memory as host_memory
+from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
 from weightcast.store.address import StoreAddress
 from weightcast.store.reading import StoreReader, pinned
+from weightcast.trainer.publisher import Publisher
+from weightcast.trainer.rollback import rollback
 from weightcast.transports.store import StoreSender
 
 
@@ -78,7 +78,7 @@ def test_a_publisher_needs_no_engines(tmp_path: Path, options: str) -> None:
     tensors = model(1)
     engine = Holder()
     with (
-        Publisher(DictSource(tensors), transport=url(tmp_path, options)) as publisher,
+        Publisher(TensorSource(tensors), transport=url(tmp_path, options)) as publisher,
         Follower(url(tmp_path, options), engine) as follower,
     ):
         assert follower.poll() is None
@@ -97,9 +97,9 @@ def test_a_publisher_needs_no_engines(tmp_path: Path, options: str) -> None:
 
 def test_numbers_go_on_from_run_to_run(tmp_path: Path) -> None:
     for expected in (0, 1, 2):
-        with Publisher(DictSource(model(0)), transport=url(tmp_path)) as publisher:
+        with Publisher(TensorSource(model(0)), transport=url(tmp_path)) as publisher:
             assert publisher.publish().version == expected
-    with Publisher(DictSource(model(0)), transport=url(tmp_path)) as publisher:
+    with Publisher(TensorSource(model(0)), transport=url(tmp_path)) as publisher:
         assert publisher.publish(40).version == 40
         with pytest.raises(ValueError, match="not above 40"):
             publisher.publish(40)
@@ -154,7 +154,7 @@ def test_odd_tensors_and_names_come_back_whole(tmp_path: Path, options: str) -> 
         "large": torch.arange(1 << 20),
         "tied": torch.arange(1000.0),
     }
-    source = DictSource(tensors, aliases={"tied": ("lm_head", "a/alias")})
+    source = TensorSource(tensors, aliases={"tied": ("lm_head", "a/alias")})
     with Publisher(source, transport=url(tmp_path, options), bucket_size_bytes=1 << 16) as publisher:
         publisher.publish()
     read = StoreSource(url(tmp_path))
@@ -367,7 +367,7 @@ def test_addresses() -> None:
 
 
 def test_specs_keep_their_groups(tmp_path: Path) -> None:
-    source = DictSource(model(1), groups={"t0": "g", "t3": "g"})
+    source = TensorSource(model(1), groups={"t0": "g", "t3": "g"})
     with Publisher(source, transport=url(tmp_path)) as publisher:
         publisher.publish()
     groups: dict[str, list[str]] = {}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from integrations.test_vllm_rank import Engine
 
-from weightcast.control.rank_calls import METHOD
+from weightcast.control.worker_rpc import METHOD
 
 
 class Waiting(AssertionError):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from integrations.test_vllm_rank import TENSORS, Engine
 
-from weightcast.control.rank_calls import METHOD
+from weightcast.control.worker_rpc import METHOD
 from weightcast.integrations.torchrl import VLLMDoubleBufferSyncScheme, VLLMDoubleBufferWeightSender
 
 __all__ = ["TENSORS", "Copies", "LoadingModule", "Workers", "sender_of", "vllm_shape", "weights"]

@@ -15,8 +15,8 @@ from torchrl_scheme.engine_kit import SHAPES, AsyncVLLM, Collective, Shape
 from torchrl_scheme.scheme_kit import TENSORS, LoadingModule, sender_of, vllm_shape
 
 from weightcast.errors import EngineTornError, InstallError, PublishError
+from weightcast.format.manifest import WeightVersion
 from weightcast.integrations.torchrl import VLLMDoubleBufferSyncScheme as Scheme
-from weightcast.manifest import WeightVersion
 from weightcast.testing.leftovers import nothing_left
 
 OLD = {name: tensor + 1 for name, tensor in TENSORS.items()}

@@ -27,13 +27,7 @@ from torchrl_scheme.scheme_kit import (
     weights,
 )
 
-from weightcast.errors import (
-    EngineBusyError,
-    InstallError,
-    InsufficientMemoryError,
-    IntegrityError,
-    PeerTimeoutError,
-)
+from weightcast.errors import EngineBusyError, InstallError, InsufficientMemoryError, IntegrityError, PeerTimeoutError
 from weightcast.integrations.torchrl import VLLMDoubleBufferSyncScheme as Scheme
 from weightcast.integrations.torchrl import VLLMDoubleBufferTransport
 from weightcast.store.reading import pinned

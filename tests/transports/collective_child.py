@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 
 from weightcast import registry
-from weightcast.bucket import write_trailer
-from weightcast.manifest import TensorSpec, WeightVersion
-from weightcast.plan import plan
+from weightcast.format.bucket import write_trailer
+from weightcast.format.manifest import TensorSpec, WeightVersion
+from weightcast.format.plan import plan
 
 BUCKET_BYTES = 32 << 20
 EXIT_STATUS = 7

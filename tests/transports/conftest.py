@@ -11,7 +11,7 @@ import pytest
 from transports.transport_kit import LONG_SECONDS, RUN
 
 from weightcast import registry
-from weightcast.interfaces import Receiver, Sender
+from weightcast.seams.transport import Receiver, Sender
 
 
 @dataclasses.dataclass

@@ -11,28 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-from weightcast import host_memory, registry
-from weightcast.bucket import slot_size_bytes, write_trailer
-from weightcast.errors import (
-    InsufficientMemoryError,
-    ManifestError,
-    PeerDiedError,
-    PeerTimeoutError,
-    UnsupportedError,
-)
-from weightcast.interfaces import Receiver
-from weightcast.link import frame
-from weightcast.manifest import Manifest, TensorSpec, WeightVersion
-from weightcast.places import pages
-from weightcast.plan import plan
+from weightcast import registry
+from weightcast.errors import InsufficientMemoryError, ManifestError, PeerDiedError, PeerTimeoutError, UnsupportedError
+from weightcast.format.arena import pages
+from weightcast.format.bucket import slot_size_bytes, write_trailer
+from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
+from weightcast.format.plan import plan
+from weightcast.host import memory as host_memory
+from weightcast.links.worker_end import frame
 from weightcast.process_group import ProcessGroup
+from weightcast.seams.transport import Receiver
 from weightcast.testing.leftovers import nothing_left
 from weightcast.testing.reading import Reader
-from weightcast.transports.collective_records import Joining, parse_address, parse_endpoint
-from weightcast.transports.collective_sender import CollectiveSender
-from weightcast.transports.collective_sharing import SharedMemory, read_along
-from weightcast.transports.collective_stream import Target
-from weightcast.transports.collective_supply import Supply
+from weightcast.transports.collective.broadcast_reader import BucketTarget
+from weightcast.transports.collective.host_fanout import SharedMemory, read_along
+from weightcast.transports.collective.receive_buffers import ReceiveBuffers
+from weightcast.transports.collective.records import Joining, parse_address, parse_endpoint
+from weightcast.transports.collective.sender import CollectiveSender
 
 RUN = "5a" * 16
 ENDPOINT = "gloo://127.0.0.1:0"
@@ -59,7 +54,7 @@ class Hall:
 
     @property
     def epoch(self) -> int:
-        return self.sender._formation.num_epochs
+        return self.sender._membership.num_epochs
 
     def update(self, number: int, receivers: dict[str, Receiver], **at_bucket: object) -> dict[str, Reader]:
         """Send a version; `at_bucket` maps a peer to a function of each of its buckets."""
@@ -171,7 +166,7 @@ def test_who_cannot_join_is_named_and_keeps_nobody_waiting(hall: Hall, monkeypat
     def share(readers: tuple[str, ...]) -> str:
         raise InsufficientMemoryError("no memory here")
 
-    monkeypatch.setattr(receivers["a"]._supply, "share", share)
+    monkeypatch.setattr(receivers["a"]._buffers, "share", share)
     readers = hall.update(1, receivers)
     assert whole(readers["b"], hall.manifest, 1)
     assert set(hall.sender.failures) == {"a"}
@@ -186,7 +181,7 @@ def test_what_an_engine_fails_in_by_itself_is_not_the_others_fault(hall: Hall, m
     def target(*args: object, **options: object) -> object:
         raise InsufficientMemoryError("no memory here")
 
-    monkeypatch.setattr(receivers["a"]._supply, "target", target)
+    monkeypatch.setattr(receivers["a"]._buffers, "target", target)
     readers = hall.update(1, receivers)
     assert all(whole(readers[peer], hall.manifest, 1) for peer in "bc")
     assert set(hall.sender.failures) == {"a"}
@@ -194,7 +189,7 @@ def test_what_an_engine_fails_in_by_itself_is_not_the_others_fault(hall: Hall, m
 
 
 def test_late_bytes_of_a_group_that_was_left_never_land_in_another_manifests_bucket() -> None:
-    supply = Supply(RUN, "a", torch.device("cpu"), DEADLINE_SECONDS)
+    supply = ReceiveBuffers(RUN, "a", torch.device("cpu"), DEADLINE_SECONDS)
     large = plan([TensorSpec(f"t{i}", "uint8", (32768,)) for i in range(2)], 32768)
     small = plan([TensorSpec(f"t{i}", "uint8", (2048,)) for i in range(16)], 2048)
     supply.prepare(large, staged=True)
@@ -212,7 +207,7 @@ def test_late_bytes_of_a_group_that_was_left_never_land_in_another_manifests_buc
 class StillReceiving:
     """A stream whose broadcasts go on after it was left."""
 
-    def __init__(self, *targets: Target) -> None:
+    def __init__(self, *targets: BucketTarget) -> None:
         self.targets = targets
 
     def has_ended(self, seconds: float) -> bool:
@@ -242,7 +237,7 @@ def test_streaming_two_buckets_arrive_while_one_is_held_and_no_more(hall: Hall) 
     with a._condition:
         assert a._condition.wait_for(lambda: wanted.num_received == 4 and not stream.targets, DEADLINE_SECONDS)
     assert stream.position == 4
-    assert a._supply._memory.size_bytes <= 3 * pages(slot_size_bytes(hall.manifest))
+    assert a._buffers._memory.size_bytes <= 3 * pages(slot_size_bytes(hall.manifest))
     reader.go_on.set()
     assert whole(reader, hall.manifest, 1)
     sending.join(DEADLINE_SECONDS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightcast import host_copy
-from weightcast.host_copy import PLAIN_BYTES, copy_all, is_plain
+from weightcast.host import copy as host_copy
+from weightcast.host.copy import PLAIN_BYTES, copy_all, is_plain
 
 LARGE = PLAIN_BYTES
 

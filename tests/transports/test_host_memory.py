@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weightcast.host_memory import available_bytes
+from weightcast.host.memory import available_bytes
 
 GIB = 1 << 30
 

@@ -16,11 +16,11 @@ from transports.conftest import Ends
 from transports.transport_kit import LONG_SECONDS, RUN, Background, check, make_manifest, read_all, send_all, version
 
 from weightcast.errors import ManifestError, PeerDiedError
-from weightcast.manifest import encode
-from weightcast.places import place
+from weightcast.format.arena import place
+from weightcast.format.manifest import encode
 from weightcast.transports.ipc import IpcReceiver
-from weightcast.transports.ipc_arena import MappedSharedArena, OwnedSharedArena
-from weightcast.transports.ipc_records import Begin, Ready, SharedArena, Waiting, Welcome
+from weightcast.transports.ipc.arena import MappedSharedArena, OwnedSharedArena
+from weightcast.transports.ipc.records import BucketReady, IpcBegin, IpcWaiting, SharedArena, Welcome
 
 SIZE_BYTES = 1 << 16
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -150,12 +150,12 @@ def fake(leaves_nothing: None) -> Iterator[tuple[IpcReceiver, socket.socket]]:
             yield receiver, sock
 
 
-BEGIN = Begin(version=1, update=1, staged=True, num_buckets=5)
+BEGIN = IpcBegin(version=1, update=1, staged=True, num_buckets=5)
 
 
-def _ready(**changes: int) -> Ready:
+def _ready(**changes: int) -> BucketReady:
     fields = {"version": 1, "update": 1, "generation": 1, "index": 0, "offset_bytes": 0}
-    return Ready(**{**fields, **changes})
+    return BucketReady(**{**fields, **changes})
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_superfluous_descriptors_are_closed(fake: tuple[IpcReceiver, socket.sock
     receiver.open(make_manifest(), version(1), staged=True)
     reader, writer = os.pipe()
     descriptor = _memory()
-    socket.send_fds(sock, [encode(Waiting())], [writer])
+    socket.send_fds(sock, [encode(IpcWaiting())], [writer])
     socket.send_fds(sock, [encode(SharedArena(1, SIZE_BYTES))], [descriptor, writer])
     socket.send_fds(sock, [encode(SharedArena(2, SIZE_BYTES))], [writer, descriptor])
     for open_here in (descriptor, writer):
@@ -244,7 +244,7 @@ def test_buckets_of_a_former_attempt_are_ignored(fake: tuple[IpcReceiver, socket
     arena.buffers.get(1, SIZE_BYTES // 2, SIZE_BYTES // 2).fill_(2)
     sock.send(encode(BEGIN))
     sock.send(encode(_ready()))
-    sock.send(encode(Begin(version=1, update=2, staged=True, num_buckets=5)))
+    sock.send(encode(IpcBegin(version=1, update=2, staged=True, num_buckets=5)))
     sock.send(encode(_ready()))
     sock.send(encode(_ready(update=2, offset_bytes=SIZE_BYTES // 2)))
     bucket = next(iter(receiver))

@@ -10,10 +10,11 @@ from transports.conftest import Ends
 from transports.ipc_children import Child
 from transports.transport_kit import LONG_SECONDS, RUN, value_of, version
 
-from weightcast.bucket import Layout, Packer, check_trailer
 from weightcast.errors import PeerDiedError, PeerTimeoutError
-from weightcast.manifest import TensorSpec
-from weightcast.plan import plan
+from weightcast.format.bucket import Layout, check_trailer
+from weightcast.format.manifest import TensorSpec
+from weightcast.format.plan import plan
+from weightcast.trainer.packer import Packer
 from weightcast.transports.ipc import IpcReceiver
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,8 @@ from transports.conftest import Ends
 from transports.ipc_children import Child
 from transports.transport_kit import LONG_SECONDS, RUN, Background, make_manifest, read_all, send_all, version
 
-from weightcast.transports import ipc_devices
 from weightcast.transports.ipc import IpcReceiver, IpcSender
+from weightcast.transports.ipc import devices as ipc_devices
 
 DEFAULT = "ipc://@weightcast-0"
 ADDRESSES = {"a": "ipc://@weightcast-1", "b & c?": "ipc://@weightcast-2"}

@@ -22,22 +22,31 @@ from transports.transport_kit import (
 )
 
 from weightcast.errors import PeerDiedError
-from weightcast.interfaces import Sender
-from weightcast.manifest import decode, encode
-from weightcast.transports import ipc_channel, ipc_listener
-from weightcast.transports.ipc_records import MAX_RECORD_BYTES, Ended, Hello, Joined, Refused, Released, ToReceiver
+from weightcast.format.manifest import decode, encode
+from weightcast.seams.transport import Sender
+from weightcast.transports.ipc import channel as ipc_channel
+from weightcast.transports.ipc import listener as ipc_listener
+from weightcast.transports.ipc.records import (
+    MAX_RECORD_BYTES,
+    Awaiting,
+    IpcEnded,
+    IpcHello,
+    Refused,
+    Released,
+    ToReceiver,
+)
 
 HOSTILE_PACKETS = {
     "garbage": b"\x00\xff" * 50,
-    "truncated": encode(Hello(RUN, "engine"))[:-3],
+    "truncated": encode(IpcHello(RUN, "engine"))[:-3],
     "not a record": b"[1, 2, 3]",
     "unknown kind": b'{"kind":"exec","code":"1"}',
-    "not a hello": encode(Joined(1)),
+    "not a hello": encode(Awaiting(1)),
     "the other direction": b'{"kind":"welcome"}',
-    "other run": encode(Hello(OTHER_RUN, "engine")),
+    "other run": encode(IpcHello(OTHER_RUN, "engine")),
     "bad run": b'{"kind":"hello","run":"xyz","peer":"engine","protocol":1}',
-    "other protocol": encode(Hello(RUN, "engine", protocol=999)),
-    "long name": encode(Hello(RUN, "x" * 5000)),
+    "other protocol": encode(IpcHello(RUN, "engine", protocol=999)),
+    "long name": encode(IpcHello(RUN, "x" * 5000)),
     "oversized": b"{" + b" " * (MAX_RECORD_BYTES + 100),
     "deeply nested": b"[" * 30_000,
 }
@@ -120,7 +129,7 @@ def test_descriptors_that_come_unasked_are_closed(ipc_ends: Ends, sockets: conte
     sender = ipc_ends.sender()
     stranger = _connect(sender, sockets)
     reader, writer = os.pipe()
-    socket.send_fds(stranger, [encode(Hello(RUN, "engine"))], [writer] * 3)
+    socket.send_fds(stranger, [encode(IpcHello(RUN, "engine"))], [writer] * 3)
     os.close(writer)
     stranger.recv(MAX_RECORD_BYTES)
     # The end of the pipe shows that no copy of its other end is open any more.
@@ -139,7 +148,7 @@ def test_a_receiver_that_turns_to_garbage_is_dropped_and_named(
 ) -> None:
     sender, manifest = ipc_ends.sender(), make_manifest(6)
     rogue, lively = _connect(sender, sockets), ipc_ends.receiver(sender, "lively")
-    rogue.send(encode(Hello(RUN, "rogue")))
+    rogue.send(encode(IpcHello(RUN, "rogue")))
     lively.open(manifest, version(1), staged=False)
     sender.open(manifest, version(1), peers=["rogue", "lively"], staged=False)
     reader = Background(read_all, lively, manifest, 1)
@@ -153,7 +162,7 @@ def test_a_receiver_that_turns_to_garbage_is_dropped_and_named(
 def test_releases_of_other_updates_and_buckets_free_nothing(ipc_ends: Ends, sockets: contextlib.ExitStack) -> None:
     sender, manifest = ipc_ends.sender(deadline_seconds=0.4), make_manifest(3)
     rogue = _connect(sender, sockets)
-    rogue.send(encode(Hello(RUN, "rogue")))
+    rogue.send(encode(IpcHello(RUN, "rogue")))
     sender.open(manifest, version(7), peers=["rogue"], staged=False)
     send(sender, manifest, 7, 0)
     send(sender, manifest, 7, 1)
@@ -162,8 +171,8 @@ def test_releases_of_other_updates_and_buckets_free_nothing(ipc_ends: Ends, sock
         Released(version=7, update=1, generation=999, index=0),
         Released(version=7, update=1, generation=1, index=1),
         Released(version=7, update=1, generation=1, index=4_000_000_000),
-        Ended(version=6, update=999),
-        Hello(RUN, "rogue"),
+        IpcEnded(version=6, update=999),
+        IpcHello(RUN, "rogue"),
     ):
         rogue.send(encode(record))
     send(sender, manifest, 7, 2)

@@ -18,8 +18,6 @@ from transports.transport_kit import (
     version,
 )
 
-from weightcast import host_memory
-from weightcast.bucket import slot_size_bytes
 from weightcast.errors import (
     ClosedError,
     InsufficientMemoryError,
@@ -29,7 +27,9 @@ from weightcast.errors import (
     StaleVersionError,
     UpdateAbortedError,
 )
-from weightcast.manifest import Manifest, WeightVersion
+from weightcast.format.bucket import slot_size_bytes
+from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.host import memory as host_memory
 
 SHORT_SECONDS = 0.3
 MODES = pytest.mark.parametrize("staged", [False, True], ids=["streaming", "staged"])

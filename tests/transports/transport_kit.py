@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from weightcast.bucket import check_trailer, write_trailer
-from weightcast.interfaces import Bucket, Receiver, Sender
-from weightcast.manifest import Manifest, TensorSpec, WeightVersion
-from weightcast.plan import plan
+from weightcast.format.bucket import check_trailer, write_trailer
+from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
+from weightcast.format.plan import plan
+from weightcast.seams.transport import Bucket, Receiver, Sender
 
 RUN = "5e" * 16
 OTHER_RUN = "a7" * 16

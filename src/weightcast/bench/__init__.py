@@ -2,7 +2,5 @@
 
 Engines are processes of their own behind the real control routes, the publisher is this process (and further ones,
 where the model is sharded), and nothing is tuned: torch's threads, the bucket size and the digests are a user's
-defaults. What each figure means is said once, in `result.py`.
+defaults. `result.py` says what each figure means.
 """
-
-from __future__ import annotations

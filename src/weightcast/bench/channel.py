@@ -1,114 +1,99 @@
-"""A connected local socket between the bench and one engine process: typed messages, and memory passed along.
+"""A connected local socket between the bench and one of its workers: one packet for each record, both ends waiting.
 
-One message is one packet. Every wait ends by the deadline that was given when the channel was made, which the kernel
-keeps, so that waiting costs no call of its own.
+The ipc transport's channel, which never waits, is not used: a poll before each read would more than double a bare round
+trip, and thereby flatter a publish beside the round trips per tensor that it is measured against.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import torch
+import msgspec
 
-from weightcast.errors import PeerDiedError, PeerTimeoutError
-from weightcast.manifest import decode, encode
+from weightcast.errors import PeerDiedError, PeerError, PeerTimeoutError
+from weightcast.format.manifest import decode, encode
 
+ANSWER_SECONDS = 600.0
 MAX_PACKET_BYTES = 1 << 16
 
-T = TypeVar("T")
+R = TypeVar("R", bound=msgspec.Struct)
 
 
-class Channel:
-    """One end. `peer` is what errors call the other one."""
+class BenchChannel:
+    """One end. `peer` is what errors call the other one. Without a deadline, it may be silent while it lives.
 
-    def __init__(self, connection: socket.socket, *, peer: str, deadline_seconds: float) -> None:
-        self._socket, self._peer, self._deadline_seconds = connection, peer, deadline_seconds
+    Raises PeerDiedError at the end of the connection, PeerTimeoutError past the deadline.
+    """
+
+    def __init__(self, connection: socket.socket, *, peer: str, deadline_seconds: float = 0.0) -> None:
+        self.peer = peer
+        self._socket, self._deadline_seconds = connection, deadline_seconds
+        # Kept by the kernel, so that waiting costs no call of its own.
         timeout = struct.pack("ll", int(deadline_seconds), int(deadline_seconds % 1 * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, timeout)
 
-    def send(self, message: Any, fd: int | None = None) -> None:
-        """Send one message, with a descriptor if given. Raises PeerDiedError or PeerTimeoutError."""
+    def send(self, record: msgspec.Struct, descriptor: int | None = None) -> None:
+        """Send one record, with a descriptor if given."""
         try:
-            if fd is None:
-                self._socket.send(encode(message))
+            if descriptor is None:
+                self._socket.send(encode(record))
             else:
-                socket.send_fds(self._socket, [encode(message)], [fd])
-        except BlockingIOError as exc:
-            raise self._late() from exc
+                socket.send_fds(self._socket, [encode(record)], [descriptor])
         except OSError as exc:
-            raise self._dead() from exc
+            raise self._error(exc) from exc
 
-    def receive(self, kind: type[T]) -> T:
-        """The next message. Raises PeerDiedError at the end of the connection, PeerTimeoutError past the deadline."""
+    def receive(self, kind: type[R]) -> R:
+        """The next record."""
         try:
-            data = self._socket.recv(MAX_PACKET_BYTES)
-        except BlockingIOError as exc:
-            raise self._late() from exc
+            record: R = _decoded(self._socket.recv(MAX_PACKET_BYTES), kind)
+            return record
         except OSError as exc:
-            raise self._dead() from exc
-        if not data:
-            raise self._dead()
-        return decode(data, kind)
-
-    def receive_with_fd(self, kind: type[T]) -> tuple[T, int]:
-        """The next message and the descriptor that came with it, which the caller closes."""
-        message, fd = self.receive_command(kind)
-        if fd is None:
-            raise self._dead()
-        return message, fd
+            raise self._error(exc) from exc
 
     def receive_command(self, kind: Any) -> tuple[Any, int | None]:
-        """The next message, and the descriptor if one came with it, which the caller closes."""
+        """The next record of the union `kind`, and the descriptor if one came with it, which the caller closes."""
         try:
-            data, fds, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 1)
-        except BlockingIOError as exc:
-            raise self._late() from exc
+            data, descriptors, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 1)
+            return _decoded(data, kind), descriptors[0] if descriptors else None
         except OSError as exc:
-            raise self._dead() from exc
-        if not data:
-            raise self._dead()
-        return decode(data, kind), fds[0] if fds else None
+            raise self._error(exc) from exc
 
     def close(self) -> None:
         self._socket.close()
 
-    def _dead(self) -> PeerDiedError:
-        return PeerDiedError(f"{self._peer} has ended its connection to the bench", peer=self._peer)
-
-    def _late(self) -> PeerTimeoutError:
-        return PeerTimeoutError(f"{self._peer} did not answer within {self._deadline_seconds:g} s", peer=self._peer)
-
-
-def pair(peer: str, *, deadline_seconds: float) -> tuple[Channel, socket.socket]:
-    """A channel and the socket to hand to the other process."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return Channel(ours, peer=peer, deadline_seconds=deadline_seconds), theirs
+    def _error(self, exc: OSError) -> PeerError:
+        if isinstance(exc, BlockingIOError):
+            return PeerTimeoutError(f"{self.peer} did not answer within {self._deadline_seconds:g} s", peer=self.peer)
+        return PeerDiedError(f"{self.peer} has ended its connection to the bench", peer=self.peer)
 
 
-class SharedBytes:
-    """Anonymous shared memory as a uint8 tensor. Its descriptor can be sent to a peer, which maps it with `attach`."""
+def _decoded(data: bytes, kind: Any) -> Any:
+    if not data:
+        raise ConnectionResetError
+    return decode(data, kind)
 
-    def __init__(self, fd: int, num_bytes: int) -> None:
-        self.fd = fd
-        self.tensor = torch.frombuffer(mmap.mmap(fd, max(num_bytes, 1)), dtype=torch.uint8)
 
-    @classmethod
-    def create(cls, num_bytes: int) -> SharedBytes:
-        fd = os.memfd_create("weightcast-bench")
-        try:
-            os.truncate(fd, max(num_bytes, 1))
-            return cls(fd, num_bytes)
-        except BaseException:
-            os.close(fd)
-            raise
+class Done(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A worker has done what it was told. `error`: how it failed. `url`: an engine's control routes, at its start."""
 
-    def close(self) -> None:
-        """Close the descriptor; the memory goes with the last tensor of it."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+    error: str = ""
+    url: str = ""
+
+
+def tell(workers: Sequence[BenchChannel], record: msgspec.Struct, descriptor: int | None = None) -> None:
+    for worker in workers:
+        worker.send(record, descriptor)
+
+
+def await_done(workers: Sequence[BenchChannel]) -> list[Done]:
+    """What every worker answers. Raises PeerDiedError if one has failed."""
+    answers = []
+    for worker in workers:
+        answers.append(answer := worker.receive(Done))
+        if answer.error:
+            raise PeerDiedError(f"{worker.peer} failed: {answer.error}", peer=worker.peer)
+    return answers

@@ -9,16 +9,15 @@ from typing import Any
 
 from rich.table import Table
 
-from weightcast.bench.result import BenchResult, Run
+from weightcast.bench.result import BenchResult
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _MIB = 1 << 20
-_STAGES = ("gather", "offer", "pack", "send", "seal")
-_REST = "install"
 _INK, _GRID = "#333333", "#dddddd"
 _BAR_COLORS = {"one memcpy": "#9aa5b1", "raw broadcast": "#9aa5b1", "publish": "#2563eb"}
 _SLOW_COLOR = "#b45309"
-_STAGE_COLORS = ("#94a3b8", "#64748b", "#2563eb", "#93c5fd", "#a78bfa", "#f59e0b")
+_STAGE_COLORS = {"gather": "#94a3b8", "offer": "#64748b", "pack": "#2563eb", "send": "#93c5fd", "seal": "#a78bfa"}
+_INSTALL_COLOR = "#f59e0b"
 
 
 def table(result: BenchResult) -> Table:
@@ -39,58 +38,34 @@ def _title(result: BenchResult) -> str:
 
 
 def _rows(result: BenchResult) -> Iterator[tuple[str, str, str]]:
+    extra, cpu = result.extra_bytes, result.cpu_seconds
+    memcpy = f"{result.memcpy_gb_per_s:.1f} GB/s, one thread; {result.all_threads_copy_gb_per_s:.1f} by torch"
+    publish = f"{result.memcpy_ratio:.2f} x one memcpy, {result.gb_per_second:.2f} GB/s"
     yield "tensors", f"{result.num_tensors:,}", f"{result.num_bytes / 1e9:.3f} GB in {result.num_buckets} buckets"
-    yield "one memcpy", _ms(result.memcpy_seconds), f"{result.memcpy_gb_per_s:.1f} GB/s, {_threads(result)}"
-    yield (
-        "publish to installed",
-        _ms(result.publish_seconds),
-        f"{result.memcpy_ratio:.2f} x one memcpy, {result.gb_per_second:.2f} GB/s",
-    )
-    yield from _raw_rows(result)
-    yield "pause", _ms(result.pause_seconds), f"{result.pause_seconds / result.memcpy_seconds:.2f} x one memcpy"
-    yield (
-        "CPU, publisher + engines",
-        f"{result.cpu_seconds.publisher * 1e3:.0f} + {result.cpu_seconds.engine * 1e3:.0f} ms",
-        f"{result.cpu_us_per_tensor:.1f} us per tensor",
-    )
-    yield (
-        "extra memory, publisher / engine",
-        f"{result.extra_bytes.publisher / _MIB:.0f} / {result.extra_bytes.engine / _MIB:.0f} MiB",
-        f"{result.host_extra_bytes / _MIB:.0f} MiB on the host; bucket {result.bucket_size_bytes / _MIB:.0f} MiB, "
-        f"largest tensor {result.largest_tensor_bytes / _MIB:.0f} MiB",
-    )
-    yield from _rank_rows(result)
-    if result.per_tensor_seconds is not None and result.per_tensor_speedup is not None:
-        yield (
-            f"one {result.per_tensor_way} per tensor",
-            _ms(result.per_tensor_seconds),
-            _speedup(result.per_tensor_speedup),
-        )
-    yield "first publish", _ms(result.first_publish_seconds), "connections and arena included"
-    yield "engines hold what was sent", "yes" if result.verified else "NO", "digest of every tensor"
-
-
-def _raw_rows(result: BenchResult) -> Iterator[tuple[str, str, str]]:
-    if result.raw_seconds is not None and result.of_raw is not None and result.transfer_of_raw is not None:
+    yield "one memcpy", _ms(result.memcpy_seconds), f"{memcpy} with {result.torch_threads}"
+    yield "publish to installed", _ms(result.publish_seconds), publish
+    if result.raw_seconds is not None:
         raw = f"{result.num_bytes / result.raw_seconds / 1e9:.2f} GB/s"
         reached = f"publish reaches {result.of_raw:.0%} of it, its transfer {result.transfer_of_raw:.0%}"
         yield "raw broadcast", _ms(result.raw_seconds), f"{raw}; {reached}"
-
-
-def _rank_rows(result: BenchResult) -> Iterator[tuple[str, str, str]]:
+    yield "pause", _ms(result.pause_seconds), f"{result.pause_seconds / result.memcpy_seconds:.2f} x one memcpy"
+    both_cpu = f"{cpu.publisher * 1e3:.0f} + {cpu.engine * 1e3:.0f} ms"
+    yield "CPU, publisher + engines", both_cpu, f"{result.cpu_us_per_tensor:.1f} us per tensor"
+    host = f"{_mib(result.host_extra_bytes)} MiB on the host; bucket {_mib(result.bucket_size_bytes)} MiB"
+    both_extra = f"{_mib(extra.publisher)} / {_mib(extra.engine)} MiB"
+    largest = f"largest tensor {_mib(result.largest_tensor_bytes)} MiB"
+    yield "extra memory, publisher / engine", both_extra, f"{host}, {largest}"
     if result.other_ranks_extra_bytes is not None:
-        shard = result.bucket_size_bytes / result.trainer_ranks
-        yield (
-            "extra memory, other trainer ranks",
-            f"{result.other_ranks_extra_bytes / _MIB:.0f} MiB",
-            f"a bucket's shard is {shard / _MIB:.1f} MiB",
-        )
+        shard = f"a bucket's shard is {result.bucket_size_bytes / result.trainer_ranks / _MIB:.1f} MiB"
+        yield "extra memory, other trainer ranks", f"{_mib(result.other_ranks_extra_bytes)} MiB", shard
     if result.full_tensor_seconds is not None and result.full_tensor_speedup is not None:
-        yield (
-            "full_tensor() of each parameter",
-            _ms(result.full_tensor_seconds),
-            f"the whole {_speedup(result.full_tensor_speedup)}",
-        )
+        speedup = f"the whole {_speedup(result.full_tensor_speedup)}"
+        yield "full_tensor() of each parameter", _ms(result.full_tensor_seconds), speedup
+    if result.per_tensor_seconds is not None and result.per_tensor_speedup is not None:
+        speedup = _speedup(result.per_tensor_speedup)
+        yield f"one {result.per_tensor_way} per tensor", _ms(result.per_tensor_seconds), speedup
+    yield "first publish", _ms(result.first_publish_seconds), "connections and arena included"
+    yield "engines hold what was sent", "yes" if result.verified else "NO", "digest of every tensor"
 
 
 def _speedup(speedup: float) -> str:
@@ -101,30 +76,28 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
 
 
-def _threads(result: BenchResult) -> str:
-    return f"one thread; {result.all_threads_copy_gb_per_s:.1f} by torch with {result.torch_threads}"
-
-
-def require_matplotlib() -> None:
-    """Raise ModuleNotFoundError, with the remedy, if no plot could be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ModuleNotFoundError("a plot needs matplotlib: pip install 'weightcast[bench]'")
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:.0f}"
 
 
 def check_plot(path: Path) -> None:
-    """Raise what `plot` would raise, so that nothing is measured in vain."""
+    """Raise what `plot` would raise, so that nothing is measured in vain.
+
+    ValueError for another suffix than those of PLOT_SUFFIXES, FileNotFoundError where there is no directory,
+    ModuleNotFoundError, with the remedy, without matplotlib.
+    """
     if path.suffix.lower() not in PLOT_SUFFIXES:
         raise ValueError(f"can't draw a plot to {path}; its name must end in {', '.join(PLOT_SUFFIXES)}")
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(f"{path.parent}, where the plot is to be, is not a directory")
-    require_matplotlib()
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("a plot needs matplotlib: pip install 'weightcast[bench]'")
 
 
 def plot(result: BenchResult, path: Path) -> None:
     """Draw the publish against memcpy and the baseline, and each run by stage. The suffix of `path` is the format.
 
-    Raises ValueError for another suffix than those of PLOT_SUFFIXES, FileNotFoundError where there is no directory,
-    ModuleNotFoundError, with the remedy, without matplotlib.
+    Raises as `check_plot`.
     """
     check_plot(path)
     from matplotlib.figure import Figure
@@ -162,8 +135,10 @@ def _draw_stages(axes: Any, result: BenchResult) -> None:
     """A bar for each run, of stages that follow one another; the pause, which overlaps them, is a mark."""
     labels = [str(index + 1) for index in range(len(result.runs))]
     bottom = [0.0] * len(labels)
-    for stage, color in zip((*_STAGES, _REST), _STAGE_COLORS, strict=True):
-        heights = [_stage_seconds(run, stage) * 1e3 for run in result.runs]
+    for stage, color in (*_STAGE_COLORS.items(), ("install", _INSTALL_COLOR)):
+        heights = [run.seconds.get(stage, 0.0) * 1e3 for run in result.runs]
+        if stage == "install":  # what the stages of the publisher's report leave of the whole
+            heights = [max(run.publish_seconds * 1e3 - low, 0.0) for run, low in zip(result.runs, bottom, strict=True)]
         axes.bar(labels, heights, bottom=bottom, label=stage, color=color, width=0.7)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     pauses = [run.pause_seconds * 1e3 for run in result.runs]
@@ -175,10 +150,3 @@ def _draw_stages(axes: Any, result: BenchResult) -> None:
     for handle in legend.legend_handles:
         if hasattr(handle, "set_sizes"):
             handle.set_sizes([120])
-
-
-def _stage_seconds(run: Run, stage: str) -> float:
-    """Of a stage that the publisher reports; of the install, whatever the others leave of the whole."""
-    if stage == _REST:
-        return max(run.publish_seconds - sum(run.seconds.get(name, 0.0) for name in _STAGES), 0.0)
-    return run.seconds.get(stage, 0.0)

@@ -7,9 +7,6 @@ up over the engines.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable
-
 import msgspec
 
 
@@ -51,11 +48,20 @@ class Run(msgspec.Struct, frozen=True):
         """Until every engine has every bucket."""
         return sum(self.seconds[stage] for stage in ("gather", "offer", "pack", "send"))
 
+    @property
+    def of_raw(self) -> float | None:
+        return self.raw_seconds and self.raw_seconds / self.publish_seconds
+
+    @property
+    def transfer_of_raw(self) -> float | None:
+        return self.raw_seconds and self.raw_seconds / self.transfer_seconds
+
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `weightcast bench --json`.
+    """The JSON of `weightcast bench --json`. What was not measured is None.
 
-    transport, shapes, install, num_engines: what was asked for. num_tensors, num_bytes: what one publish carries.
+    transport, shapes, install, num_engines, layers, scale, device, trainer_ranks: what was asked for; trainer_ranks are
+    the processes over which the model was sharded. num_tensors, num_bytes, num_buckets: what one publish carries.
     memcpy_gb_per_s: 1e9 bytes a second of one memcpy (one thread) of num_bytes, from one warm buffer to another.
     all_threads_copy_gb_per_s: the same by torch's `copy_` with all its threads, once.
     publish_seconds: from the call of `publish` until every engine serves the version; median.
@@ -63,19 +69,18 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     pause_seconds: how long the engine that stood still for longest stood still; median.
     cpu_us_per_tensor: CPU time of the publisher (with its guard process) and all engines in a publish / num_tensors.
     extra_bytes: see Bytes. host_extra_bytes: the same for the host: private memory of all, and the arena once.
-    per_tensor_seconds: the way that bucketing replaced, None where it was not measured. per_tensor_way says which one:
-    "round trip", one for each tensor, see `per_tensor`; "broadcast", one for each tensor, see `broadcasts`.
-    per_tensor_speedup: per_tensor_seconds / publish_seconds.
+    other_ranks_extra_bytes: that of the trainer rank besides rank 0 that has the highest, which extra_bytes leaves out;
+    the CPU time of these ranks counts as the publisher's.
+    per_tensor_seconds: the way that buckets replaced. per_tensor_way says which one: "round trip", one for each tensor,
+    see `TensorSlot`; "broadcast", one for each tensor, see `BaselineGroup`.
+    full_tensor_seconds: `full_tensor()` of every parameter, one after the other on all ranks, and nothing else; median.
+    per_tensor_speedup, full_tensor_speedup: these seconds / publish_seconds, of the whole publish therefore.
     bucket_size_bytes: the payload that a bucket of these publishes may hold, whether asked for or chosen.
     raw_seconds: one broadcast of num_bytes in flat buffers of the bucket's size, between the same processes, nothing
     else; median; None where buckets don't travel in a process group. of_raw: raw_seconds / publish_seconds of each run,
     the median of these; what the publish reaches of the raw throughput.
     transfer_seconds: of publish_seconds, until every engine has every bucket, checked; the rest is installing. With
     "streaming" that is nearly all. transfer_of_raw: the median of raw_seconds / the transfer's seconds of each run.
-    trainer_ranks: processes over which the model was sharded; their CPU time counts as the publisher's, extra_bytes
-    does not hold them: other_ranks_extra_bytes is that of the highest. full_tensor_seconds: `full_tensor()` of every
-    parameter, one after the other on all ranks, and nothing else; median. full_tensor_speedup: full_tensor_seconds /
-    publish_seconds, of the whole publish therefore. None with one rank.
     verified: whether, after the last run, every engine held bit for bit what the publisher has.
     """
 
@@ -91,8 +96,8 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     pause_seconds: float
     cpu_us_per_tensor: float
     extra_bytes: Bytes
-    per_tensor_seconds: float | None
-    per_tensor_speedup: float | None
+    per_tensor_seconds: float | None = None
+    per_tensor_speedup: float | None = None
 
     layers: int | None
     scale: int
@@ -112,14 +117,14 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
 
     device: str
     trainer_ranks: int
-    per_tensor_way: str | None
-    raw_seconds: float | None
-    of_raw: float | None
+    per_tensor_way: str | None = None
+    raw_seconds: float | None = None
+    of_raw: float | None = None
     transfer_seconds: float
-    transfer_of_raw: float | None
+    transfer_of_raw: float | None = None
     other_ranks_extra_bytes: int | None
-    full_tensor_seconds: float | None
-    full_tensor_speedup: float | None
+    full_tensor_seconds: float | None = None
+    full_tensor_speedup: float | None = None
 
     @property
     def gb_per_second(self) -> float:
@@ -129,7 +134,3 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     def encode(self) -> bytes:
         """The JSON, indented."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2)
-
-
-def median(runs: Iterable[Run], figure: Callable[[Run], float]) -> float:
-    return statistics.median(figure(run) for run in runs)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
-from weightcast.control.messages import InstallMode
-
-COLLECTIVE = ("gloo", "nccl")
+from weightcast import registry
+from weightcast.format.messages import InstallMode
+from weightcast.format.plan import fitting_bucket_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """`num_tensors` and `num_bytes` are for the shapes `uniform` only; `bucket_size_bytes` None: the default.
+class BenchSettings:
+    """One field for each option of `weightcast bench` that has a bearing on what is measured.
 
+    `num_tensors` and `num_bytes` are for the shapes `uniform` only; `bucket_size_bytes` None: the default.
     `host`: the address that gloo and NCCL connect at. `trainer_ranks`: processes over which the model is sharded.
     `per_tensor`: measure the slow ways too. Raises ValueError for what can't be combined.
     """
@@ -53,13 +54,13 @@ class Settings:
     @property
     def is_collective(self) -> bool:
         """Whether buckets travel in a process group."""
-        return self.transport in COLLECTIVE
+        return self.transport in ("gloo", "nccl")
 
     def engine_device(self, index: int) -> str:
         """Where an engine's model is. The members of an NCCL group each need a GPU of their own; the trainer has 0."""
         return f"cuda:{index + 1}" if self.transport == "nccl" else self.device
 
-    @property
-    def one_process(self) -> bool:
-        """Whether the transport joins ends of one process only."""
-        return self.transport == "memory"
+    def bucket_size_for(self, num_bytes: int) -> int:
+        """The bucket size that was asked for, or what a publisher of `num_bytes` chooses by itself."""
+        default = registry.transport(self.transport_url).default_bucket_size_bytes[self.device]
+        return self.bucket_size_bytes or fitting_bucket_size(num_bytes, default)

@@ -36,7 +36,7 @@ exit status:
 {exits.TABLE}"""
 
 
-class Command(Protocol):
+class Subcommand(Protocol):
     """What a module of this package gives."""
 
     EPILOG: str
@@ -77,12 +77,12 @@ def _report(exc: BaseException, *, as_json: bool) -> int:
     return exits.NEGATIVE if status is None else status
 
 
-def _command(name: str) -> Command:
-    module: Command = importlib.import_module(f"weightcast.cli.{name}")
+def _command(name: str) -> Subcommand:
+    module: Subcommand = importlib.import_module(f"weightcast.cli.{name}")
     return module
 
 
-def _parser(chosen: str, command: Command | None) -> argparse.ArgumentParser:
+def _parser(chosen: str, command: Subcommand | None) -> argparse.ArgumentParser:
     """The parser of all commands; only the chosen one's options are filled in."""
     parser = argparse.ArgumentParser(
         "weightcast", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter

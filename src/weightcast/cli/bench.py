@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
+from weightcast.bench import shapes
 from weightcast.cli import exits, output, values
 
 EPILOG = """
@@ -27,18 +29,18 @@ for the memcpy that it is measured against; over gloo and nccl, staged, once mor
 """
 
 _MIB = 1 << 20
-_TRANSPORTS = ("ipc", "memory", "gloo", "nccl")
-_SHAPES = (
-    *("qwen3-0.6b", "qwen3-1.7b", "llama-3.2-1b", "qwen3-30b-a3b", "qwen3-next-80b-a3b", "moonlight-16b-a3b"),
-    *("many-small", "uniform"),
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--transport", choices=_TRANSPORTS, default="ipc", help="memory: all in one process (%(default)s)")
+    add(
+        "--transport",
+        choices=("ipc", "memory", "gloo", "nccl"),
+        default="ipc",
+        help="memory: all in one process (%(default)s)",
+    )
     add("--host", default="127.0.0.1", help="what gloo and nccl connect at, an address of this host (%(default)s)")
-    add("--shapes", choices=_SHAPES, default="qwen3-0.6b", help="what is published (default: %(default)s)")
+    add("--shapes", choices=shapes.NAMES, default="qwen3-0.6b", help="what is published (default: %(default)s)")
     add("--install", choices=("staged", "streaming"), default="staged", help="default: %(default)s")
     add("--trainer-ranks", type=int, default=1, metavar="N", help="shard the model over N processes, by FSDP2")
     add("--num-engines", type=int, default=1, metavar="N", help="default: %(default)s")
@@ -57,24 +59,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from weightcast.bench import report
     from weightcast.bench.measure import measure
-    from weightcast.bench.settings import Settings
+    from weightcast.bench.settings import BenchSettings
 
-    settings = Settings(
-        transport=args.transport,
-        shapes=args.shapes,
-        install=args.install,
-        num_engines=args.num_engines,
-        num_runs=args.runs,
-        bucket_size_bytes=args.bucket_size_mib and args.bucket_size_mib * _MIB,
-        num_tensors=args.num_tensors,
-        num_bytes=args.total_mib * _MIB,
-        layers=args.layers,
-        scale=args.scale,
-        per_tensor=not args.no_per_tensor,
-        host=args.host,
-        trainer_ranks=args.trainer_ranks,
-        device=args.device,
-    )
+    options = vars(args) | {
+        "num_runs": args.runs,
+        "per_tensor": not args.no_per_tensor,
+        "num_bytes": args.total_mib * _MIB,
+        "bucket_size_bytes": args.bucket_size_mib and args.bucket_size_mib * _MIB,
+    }
+    names = {field.name for field in dataclasses.fields(BenchSettings)}
+    settings = BenchSettings(**{name: option for name, option in options.items() if name in names})
     if args.plot is not None:
         report.check_plot(args.plot)
     with output.stage("starting") as say:

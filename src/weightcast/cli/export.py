@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from weightcast.export import export
     from weightcast.sources.store import StoreSource
+    from weightcast.trainer.export import export
 
     with output.stage(f"reading {args.store}") as say:
         source = StoreSource(args.store)

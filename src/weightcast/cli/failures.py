@@ -12,7 +12,7 @@ from weightcast.errors import WeightcastError, to_record
 _USAGE = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ImportError)
 
 _EXTRAS = {
-    "fastapi": "serve",
+    "starlette": "serve",
     "uvicorn": "serve",
     "prometheus_client": "serve",
     "transformers": "serve",

@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _follow(args: argparse.Namespace, stop: threading.Event) -> None:
-    from weightcast.follower import Follower
-    from weightcast.relay import Relay
+    from weightcast.serving.follower import Follower
+    from weightcast.trainer.relay import Relay
 
     relay = Relay(
         args.engines,

@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from weightcast.cli import exits, output, values
-from weightcast.control.messages import WeightInfo
-from weightcast.manifest import TensorSpec
+from weightcast.format.manifest import TensorSpec
+from weightcast.format.messages import WeightInfo
 from weightcast.store.address import StoreAddress
 from weightcast.store.records import StoreInfo
 
@@ -78,10 +78,10 @@ def _look(target: str, token_file: Path | None) -> tuple[WeightInfo | None, Stor
 def _look_at_store(url: str) -> tuple[StoreInfo, Sequence[TensorSpec]]:
     """What its records say; the data is not read."""
     from weightcast.store.reading import pinned
-    from weightcast.store.survey import survey
+    from weightcast.store.status import store_status
 
     directory = StoreAddress.parse(url).directory
-    info = survey(directory)
+    info = store_status(directory)
     with pinned(directory, label="weightcast inspect") as version:
         return info, version.manifest.tensors
 

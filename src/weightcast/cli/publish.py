@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from weightcast.cli import exits, output, values
-from weightcast.manifest import MAX_VERSION
-from weightcast.report import PublishReport
+from weightcast.format.manifest import MAX_VERSION
+from weightcast.trainer.report import PublishReport
 
 EPILOG = """
 examples:
@@ -53,9 +53,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _publish(args: argparse.Namespace, on_progress: output.Update) -> PublishReport:
-    from weightcast.bucket import TORCH_DTYPES
-    from weightcast.publisher import Publisher
+    from weightcast.format.bucket import TORCH_DTYPES
     from weightcast.sources.safetensors import SafetensorsSource
+    from weightcast.trainer.publisher import Publisher
 
     with contextlib.ExitStack() as stack:
         dtype = None if args.dtype is None else TORCH_DTYPES[args.dtype]

@@ -89,10 +89,10 @@ def _check_host(host: str) -> None:
 
 def _serve(model: Any, tokenizer: Any, args: argparse.Namespace, token: str | None) -> None:
     """Serve until SIGTERM or Ctrl-C."""
-    from weightcast.control.server import EngineServer
+    from weightcast.control.server.app import EngineServer
+    from weightcast.engines.gate import Gate
     from weightcast.engines.module import ModuleEngine
     from weightcast.engines.transformers import TextGenerator
-    from weightcast.gate import Gate
 
     gate, name = Gate(), args.model.resolve().name
     with contextlib.closing(TextGenerator(model, tokenizer, gate=gate)) as generator:

@@ -19,8 +19,8 @@ from rich.text import Text
 from weightcast.cli import exits, output, values
 from weightcast.control.client import HttpEngine
 from weightcast.errors import ControlError
-from weightcast.interfaces import Source
-from weightcast.manifest import TensorSpec
+from weightcast.format.manifest import TensorSpec
+from weightcast.seams.source import Source
 from weightcast.store.address import StoreAddress
 
 EPILOG = """
@@ -143,7 +143,7 @@ def _verify(checkpoint_name: str, engines: Sequence[str], token: str | None) -> 
 
 
 def _digest_checkpoint(source: Source) -> Holding:
-    from weightcast.tensor_digest import tensor_digest
+    from weightcast.format.tensor_digest import tensor_digest
 
     specs, regions = source.specs(), source.regions()
     digests = {}

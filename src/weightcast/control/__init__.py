@@ -1,1 +1,4 @@
-"""The control plane: typed records, the client on the trainer's side, the reference server's routes."""
+"""The control protocol over HTTP, from both sides, and over a method of an engine's workers.
+
+Here belongs what carries control messages. Their records are in `format.messages`, what they do in `serving.worker`.
+"""

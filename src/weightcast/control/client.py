@@ -12,22 +12,22 @@ import msgspec
 
 from weightcast import registry
 from weightcast.control.http import HttpRoutes
-from weightcast.control.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
 from weightcast.errors import ControlError
-from weightcast.guard import RescueRequest
-from weightcast.interfaces import EngineClient, Fingerprint
-from weightcast.manifest import TensorSpec
+from weightcast.format.manifest import TensorSpec
+from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
+from weightcast.links.watchdog import RecoveryRequest
+from weightcast.seams.client import EngineClient, Fingerprint, ServesTraffic
 
 _PAUSE_MODES = ("keep", "wait", "abort")
 _encode = msgspec.json.encode
 
 
-class HttpEngine:
+class HttpEngine(EngineClient, ServesTraffic):
     """An engine server: `weightcast serve`, EngineServer, or vLLM.
 
     `pause` is how its requests are treated during an install: `keep` freezes them and goes on with the new weights
     (the answer says which tokens came from which), `wait` finishes them first, `abort` ends them. `token` is the
-    server's. The methods speak the native protocol; `negotiate` has the client for a server of another dialect.
+    server's. The methods speak the native protocol; `connect` has the client for a server of another dialect.
     Requests go straight to the engine, never through a proxy that the environment names. Thread-safe.
     """
 
@@ -42,7 +42,7 @@ class HttpEngine:
         self._negotiated: EngineClient | None = None
         self._run = ""
 
-    def negotiate(self) -> EngineClient:
+    def connect(self) -> EngineClient:
         """Ask what answers here now; return the client that speaks to it: this one, or one of a registered dialect.
 
         Raises PeerError; ControlError if it is no engine server, or one that lacks something, which is named.
@@ -50,14 +50,16 @@ class HttpEngine:
         info = self._routes.probe("/weight_info", _AnyInfo)
         if info is not None and info.protocol is not None:
             return self
-        for speak in registry.http_dialects():
-            client: EngineClient | None = speak(self._routes, self._pause_mode)
+        asked = []
+        for kind, detect in registry.http_dialects():
+            client = detect(self._routes, self._pause_mode)
             if client is not None:
                 self._negotiated = client
                 return client
+            asked.append(kind)
         raise ControlError(
             f"{self.name} is no engine server that weightcast knows: it has no /weight_info of the control protocol, "
-            f"and is none of {', '.join(registry.HTTP_DIALECTS)}",
+            f"and is none of {', '.join(asked)}",
             peer=self.name,
         )
 
@@ -114,12 +116,12 @@ class HttpEngine:
         names = hashlib.sha256(_encode([name for name, _ in digests])).hexdigest()
         return Fingerprint(f"digests {names}", hashlib.sha256(_encode(digests)).hexdigest())
 
-    def rescue(self, run: str) -> list[RescueRequest]:
+    def recovery_requests(self, run: str) -> list[RecoveryRequest]:
         """What the guard process must send in our place if this process dies while the engine is paused for `run`."""
-        return [RescueRequest(url=f"{self.name}/resume?run={run}", headers=dict(self._routes.headers))]
+        return [RecoveryRequest(url=f"{self.name}/resume?run={run}", headers=dict(self._routes.headers))]
 
     def close(self) -> None:
-        """Close the connections, and the client that `negotiate` gave last. Idempotent."""
+        """Close the connections, and the client that `connect` gave last. Idempotent."""
         if self._negotiated is not None:
             self._negotiated.close()
         self._routes.close()

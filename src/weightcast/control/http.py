@@ -8,12 +8,12 @@ Each request has a connection of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
-from weightcast.control.rank_calls import unmarked
+from weightcast.control.worker_rpc import unmarked
 from weightcast.errors import (
     ClosedError,
     ControlError,
@@ -24,7 +24,7 @@ from weightcast.errors import (
     WeightcastError,
     from_record,
 )
-from weightcast.manifest import MAX_MESSAGE_BYTES, decode
+from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode
 
 T = TypeVar("T")
 
@@ -32,11 +32,11 @@ T = TypeVar("T")
 class HttpRoutes:
     """The routes of the server at `url`, which is the engine's name. `headers` go with every request. Thread-safe.
 
-    `token` is sent as a bearer token. `timeout_seconds` bounds a whole request. Raises ValueError for what is no URL.
+    `token` is sent as a bearer token. `timeout_seconds` bounds a whole request. Raises ValueError if `url` is no URL.
     """
 
     def __init__(self, url: str, *, token: str | None, timeout_seconds: float) -> None:
-        import httpx
+        import httpx  # Here, since it imports rich where that is installed, and takes long.
 
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{url!r} is not the URL of an engine; write one like http://127.0.0.1:8000")
@@ -47,7 +47,7 @@ class HttpRoutes:
             self.headers["authorization"] = f"Bearer {token}"
         self._timeout_seconds = timeout_seconds
         try:
-            # A server may close a connection that nobody uses, or that it has answered an error on, while the next
+            # A server may close a connection that is idle, or that it has answered an error on, while the next
             # request is on its way: no connection is used twice.
             self._client = httpx.Client(
                 base_url=self.name,
@@ -61,26 +61,22 @@ class HttpRoutes:
         self._httpx = httpx
 
     def get(self, path: str, kind: type[T]) -> T:
-        """GET, decoded. Raises PeerError, or what the engine answered with; ControlError if it is something else."""
-        return self._typed(path, self._expected("GET", path, None), kind)
+        """GET, decoded. Raises PeerError, or the engine's own error; ControlError for a reply of another form."""
+        return self._decoded(path, self._request("GET", path)[1], kind)
 
     def post(self, path: str, body: bytes | None = None) -> bytes:
-        """POST, and the reply's bytes. Raises PeerError, or what the engine answered with."""
-        return self._expected("POST", path, body)
+        """POST, and the reply's bytes. Raises PeerError, or the engine's own error."""
+        return self._request("POST", path, body)[1]
 
     def post_for(self, path: str, body: bytes, kind: type[T]) -> T:
-        """POST, and the reply decoded."""
-        return self._typed(path, self._expected("POST", path, body), kind)
+        """POST, and the reply decoded. Raises what `get` does."""
+        return self._decoded(path, self._request("POST", path, body)[1], kind)
 
     def probe(self, path: str, kind: type[T]) -> T | None:
-        """GET; None if the server has no such route or answers in another form. Raises the errors of `get` else."""
-        status, content = self._send("GET", path, None)
-        if status in (404, 405):
-            return None
-        if status != 200:
-            raise self._error(path, status, content)
+        """GET; None if the server has no such route or answers in another form. Raises the other errors of `get`."""
+        status, content = self._request("GET", path, expected=(200, 404, 405))
         try:
-            return decode(content, kind)
+            return decode(content, kind) if status == 200 else None
         except WeightcastError:
             return None
 
@@ -88,40 +84,35 @@ class HttpRoutes:
         """Close the connections. Idempotent."""
         self._client.close()
 
-    def _typed(self, path: str, content: bytes, kind: type[T]) -> T:
+    def _decoded(self, path: str, content: bytes, kind: type[T]) -> T:
         try:
             return decode(content, kind)
         except WeightcastError as exc:
             raise ControlError(f"{self.name}{path} did not answer as an engine: {exc}", peer=self.name) from exc
 
-    def _expected(self, method: str, path: str, body: bytes | None) -> bytes:
-        status, content = self._send(method, path, body)
-        if status != 200:
-            raise self._error(path, status, content)
-        return content
-
-    def _send(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+    def _request(
+        self, method: str, path: str, body: bytes | None = None, *, expected: Collection[int] = (200,)
+    ) -> tuple[int, bytes]:
+        """The status, one of those expected, and the whole reply: by the deadline, no larger than a message may be."""
         if self._client.is_closed:
             raise ClosedError(f"the connections to {self.name} were closed")
-        httpx, end = self._httpx, time.monotonic() + self._timeout_seconds
+        end, content = time.monotonic() + self._timeout_seconds, bytearray()
         try:
             with self._client.stream(method, path, content=body) as reply:
-                return reply.status_code, self._read(path, reply.iter_bytes(), end)
-        except httpx.TimeoutException as exc:
+                for chunk in reply.iter_bytes():
+                    content += chunk
+                    if time.monotonic() > end:
+                        raise PeerTimeoutError(f"{self.name}{path} did not end its answer in time", peer=self.name)
+                    if len(content) > MAX_MESSAGE_BYTES:
+                        message = f"{self.name}{path} answered with over {MAX_MESSAGE_BYTES} bytes"
+                        raise ControlError(message, peer=self.name)
+        except self._httpx.TimeoutException as exc:
             raise PeerTimeoutError(f"{self.name}{path} gave no answer in time: {exc}", peer=self.name) from exc
-        except httpx.HTTPError as exc:
+        except self._httpx.HTTPError as exc:
             raise PeerDiedError(f"{self.name}{path} can't be reached: {exc}", peer=self.name) from exc
-
-    def _read(self, path: str, chunks: Iterator[bytes], end: float) -> bytes:
-        """The whole reply: by `end`, and no larger than a message may be."""
-        content = bytearray()
-        for chunk in chunks:
-            content += chunk
-            if time.monotonic() > end:
-                raise PeerTimeoutError(f"{self.name}{path} did not end its answer in time", peer=self.name)
-            if len(content) > MAX_MESSAGE_BYTES:
-                raise ControlError(f"{self.name}{path} answered with over {MAX_MESSAGE_BYTES} bytes", peer=self.name)
-        return bytes(content)
+        if reply.status_code not in expected:
+            raise self._error(path, reply.status_code, bytes(content))
+        return reply.status_code, bytes(content)
 
     def _error(self, path: str, status: int, content: bytes) -> WeightcastError:
         """The error inside a reply: weightcast's own record where there is one, else the text that came."""

@@ -1,7 +1,6 @@
 """The demo: GRPO on a small Qwen3, published after every step to live engines, all on one machine.
 
-`run` is the command. `supervisor` starts the ranks of the `trainer` and the engines (`weightcast serve`), as processes
-of their own. On each trainer rank: `ranks`, `policy`, `warmup`, `grpo`, `masters`, put together by `learner`. On rank 0
-besides: `task` and `rollouts`, led by `training`, judged by `oracle`. `events` come back; `table` shows them, `result`
-collects them, `report` writes them down.
+`weightcast demo` reads from `supervisor`, which starts the ranks of the `trainer` and the engines (`weightcast serve`)
+as processes. `messages` are what supervisor and trainer send each other; `table` shows the events among them, `report`
+collects them.
 """

@@ -1,48 +1,27 @@
-"""GRPO: the advantage of an answer is its reward against the others of its group; no value model.
+"""GRPO: the advantage of an answer is its reward relative to the others of its group; no value model.
 
 The importance ratio compares the trainer's log-probabilities with those that the engine reported when it sampled, so
-an answer that an older version gave (or two versions, one after the other) is weighted as what it is. The ratio is
-clipped from above more loosely than from below (DAPO), which keeps rare good answers from being cut off.
+an answer of an older version (or of two versions, one after the other) is weighted correctly. The ratio is clipped
+from above more loosely than from below (DAPO), so that rare good answers are not cut off.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch.nn import Module
 
-from weightcast.demo import task
-from weightcast.demo.task import Puzzle
+from weightcast.demo import policy, task
+from weightcast.demo.rollouts import Group
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 ADVANTAGE_EPSILON = 1e-3
 IGNORED = -100
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
-    """One sampled answer: its tokens, the engine's log-probability of each, and the version each came from."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Group:
-    """The answers to one puzzle."""
-
-    puzzle: Puzzle
-    answers: tuple[Answer, ...]
-
-    @property
-    def rewards(self) -> list[float]:
-        return [task.reward(self.puzzle, answer.token_ids) for answer in self.answers]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """`tokens` [answers, prompt + answer], `targets` and `old_logprobs` [answers, answer], `advantages` [answers].
 
     Targets after an answer's end are IGNORED; all puzzles of a batch have the same length.
@@ -53,6 +32,22 @@ class Batch:
     old_logprobs: torch.Tensor
     advantages: torch.Tensor
 
+    @classmethod
+    def empty(cls, num_answers: int, num_digits: int) -> Batch:
+        """Uninitialised memory, with the shapes and dtypes of a collated batch."""
+        tokens = torch.empty(num_answers, 2 * num_digits + 3, dtype=torch.int64)
+        targets = torch.empty(num_answers, num_digits + 1, dtype=torch.int64)
+        return cls(tokens, targets, torch.empty(targets.shape), torch.empty(num_answers))
+
+    def shard(self, rank: int, num_ranks: int) -> Batch:
+        """The answers that one data-parallel rank learns from."""
+        return Batch(*(tensor[rank::num_ranks] for tensor in self))
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all answers together."""
+        return int((self.targets != IGNORED).sum())
+
 
 def advantages(rewards: Sequence[float]) -> list[float]:
     """Rewards in units of their group's standard deviation, around its mean; zeros if all are equal."""
@@ -62,34 +57,23 @@ def advantages(rewards: Sequence[float]) -> list[float]:
 
 
 def collate(groups: Sequence[Group]) -> Batch:
-    rows, targets, old, scores = [], [], [], []
+    rows, targets, old_logprobs, scores = [], [], [], []
     for group in groups:
-        width = group.puzzle.num_answer_tokens
-        for answer, score in zip(group.answers, advantages(group.rewards), strict=True):
-            missing = width - len(answer.token_ids)
-            rows.append([*group.puzzle.prompt_ids, *answer.token_ids, *[task.PAD_ID] * missing])
-            targets.append([*answer.token_ids, *[IGNORED] * missing])
-            old.append([*answer.logprobs, *[0.0] * missing])
-            scores.append(score)
-    return Batch(torch.tensor(rows), torch.tensor(targets), torch.tensor(old), torch.tensor(scores))
+        scores += advantages(group.rewards)
+        for answer in group.answers:
+            num_missing = group.puzzle.num_answer_tokens - len(answer.token_ids)
+            rows.append([*group.puzzle.prompt_ids, *answer.token_ids, *[task.PAD_ID] * num_missing])
+            targets.append([*answer.token_ids, *[IGNORED] * num_missing])
+            old_logprobs.append([*answer.logprobs, *[0.0] * num_missing])
+    return Batch(torch.tensor(rows), torch.tensor(targets), torch.tensor(old_logprobs), torch.tensor(scores))
 
 
-def num_tokens(batch: Batch) -> int:
-    """Of all answers together."""
-    return int((batch.targets != IGNORED).sum())
-
-
-def loss(model: torch.nn.Module, batch: Batch, *, num_tokens: float) -> torch.Tensor:
+def loss(model: Module, batch: Batch, *, num_tokens: float) -> torch.Tensor:
     """The clipped policy gradient, a sum over all tokens of all answers, divided by `num_tokens`.
 
     With the batch's own number it is their mean (DAPO: long answers count by their length).
     """
-    mask = batch.targets != IGNORED
-    width = batch.targets.shape[1]
-    logits = model(input_ids=batch.tokens[:, :-1], use_cache=False, logits_to_keep=width).logits.float()
-    chosen = batch.targets.clamp(min=0).unsqueeze(-1)
-    logprobs = logits.log_softmax(-1).gather(-1, chosen).squeeze(-1)
-    ratio = (logprobs - batch.old_logprobs).exp()
-    score = batch.advantages.unsqueeze(-1)
-    gain = torch.minimum(ratio * score, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * score)
-    return -(gain * mask).sum() / num_tokens
+    ratio = (policy.logprobs(model, batch.tokens, batch.targets) - batch.old_logprobs).exp()
+    advantage = batch.advantages.unsqueeze(-1)
+    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage)
+    return -(gain * (batch.targets != IGNORED)).sum() / num_tokens

@@ -1,227 +1,175 @@
-"""Runs the trainer's ranks and the engines to their end, and whatever happens leaves nothing of them behind.
+"""Starts the trainer's ranks and the engines as processes, yields the trainer's events, and ends all processes.
 
-Invariants: everything lives in one run directory, which is removed after the last process has ended; a signal, a child
-that ends too early or a silence that lasts too long ends the run; nothing waits for anything but the selector.
+Invariants: all files of a run are in one directory, which is removed after the last process has ended. Every process
+has a session of its own, so that Ctrl-C on the terminal reaches the supervisor only, and a pipe as stdin, whose end
+means that the supervisor is gone. A signal, a process that ends too early, or silence for too long ends the run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
-import selectors
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
-from weightcast.demo.children import Child, Children
-from weightcast.demo.events import Ended, Event, EventReader, Saved
-from weightcast.demo.interrupts import Interrupts
-from weightcast.demo.settings import MODEL_DIRECTORY, Settings
+from weightcast.demo.messages import DemoSettings, Event, RunEnded, Saved, decoder
 
-PREFIX = "weightcast-demo-"
-TRAINER = "weightcast.demo.trainer"
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SILENCE_SECONDS = 120.0
-_READ_BYTES = 1 << 16
-_READY = re.compile(rb"^weightcast: serving .* at (http://\S+)\n", re.MULTILINE)
+TERMINATION_SECONDS = 8.0
+NUM_LOG_LINES = 15
+_SERVING = re.compile(rb"weightcast: serving .* at (http://\S+)\n")
 
-Watch = Callable[[Event], None]
+_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+Inbox: TypeAlias = "queue.SimpleQueue[signal.Signals | tuple[str, bytes | int]]"
+"""Signals that were received; and from each process its name with a line of its stdout, or at last its exit status."""
 
 
 class Interrupted(Exception):
-    """The run was ended by a signal; `status` is the exit status that says so."""
-
-    def __init__(self, received: signal.Signals) -> None:
-        super().__init__(received.name)
-        self.status = 128 + received
+    """The run was ended by this signal."""
 
 
-class _Failed(Exception):
-    """A process did not do its part; the text says which and how."""
+def run(settings: DemoSettings, num_engines: int) -> Generator[Event]:
+    """Run the demo in processes of its own; yield each of the trainer's events, the last is a RunEnded.
 
-
-def run(settings: Settings, num_engines: int, watch: Watch) -> None:
-    """Run the demo in processes of its own; `watch` is told each of the trainer's events, the last is an Ended.
-
-    Blocks until every process has ended and the run directory is gone. Raises Interrupted for SIGINT, SIGTERM or
-    SIGHUP. For the main thread.
+    When this generator is exhausted or closed, all processes have ended and the run directory is removed. Raises
+    Interrupted for SIGINT, SIGTERM or SIGHUP. For the main thread.
     """
-    with Interrupts() as interrupts:
+    inbox: Inbox = queue.SimpleQueue()
+    with catch_signals(inbox) as received:
         with (
-            tempfile.TemporaryDirectory(prefix=PREFIX) as directory,
-            Children(Path(directory), _environment(directory)) as children,
-            _Loop(interrupts) as loop,
+            tempfile.TemporaryDirectory(prefix="weightcast-demo-") as directory,
+            contextlib.closing(Processes(directory, inbox)) as processes,
         ):
-            _Run(settings, num_engines, watch, Path(directory), children, loop).run()
-        if interrupts.received is not None:
-            raise Interrupted(interrupts.received)
+            yield from _supervise(settings, num_engines, directory, inbox, processes)
+        if received:
+            raise Interrupted(received[0])
 
 
-class _Loop:
-    """Calls back when something can be read; ends when it is told to, or by a signal."""
+@contextlib.contextmanager
+def catch_signals(inbox: Inbox) -> Iterator[list[signal.Signals]]:
+    """Put signals into `inbox` and into the list. No exception interrupts what starts or ends a process."""
+    received: list[signal.Signals] = []
 
-    def __init__(self, interrupts: Interrupts) -> None:
-        self._interrupts = interrupts
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(interrupts, selectors.EVENT_READ, lambda: None)
-        self.is_over = False
+    def note(number: int, frame: object) -> None:
+        received.append(signal.Signals(number))
+        inbox.put(received[-1])
 
-    def add(self, source: int | Child, call: Callable[[], object]) -> None:
-        self._selector.register(source, selectors.EVENT_READ, call)
-
-    def remove(self, source: int | Child) -> None:
-        """Idempotent."""
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(source)
-
-    def run(self, silence_seconds: Callable[[], float]) -> None:
-        """Raises _Failed once `silence_seconds()` has reached SILENCE_SECONDS, and what a call raises."""
-        while not self.is_over and self._interrupts.received is None:
-            left = SILENCE_SECONDS - silence_seconds()
-            if left <= 0:
-                raise _Failed(f"nothing was heard of trainer or engines for {SILENCE_SECONDS:.0f} s")
-            for key, _ in self._selector.select(left):
-                if not self.is_over:
-                    key.data()
-
-    def __enter__(self) -> _Loop:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._selector.close()
+    with contextlib.ExitStack() as stack:
+        for number in SIGNALS:
+            stack.callback(signal.signal, number, signal.signal(number, note))
+        yield received
 
 
-class _Run:
-    """The trainer first, whose rank 0 writes the model directory; then the engines, of which every rank is told."""
-
-    def __init__(
-        self, settings: Settings, num_engines: int, watch: Watch, directory: Path, children: Children, loop: _Loop
-    ) -> None:
-        self._settings = settings
-        self._num_engines = num_engines
-        self._watch = watch
-        self._directory = directory
-        self._children = children
-        self._loop = loop
-        self._events = EventReader()
-        self._trainer: list[Child] = []
-        self._urls: dict[str, str] = {}
-        self._heard = time.monotonic()
-
-    def run(self) -> None:
+def _supervise(
+    settings: DemoSettings, num_engines: int, directory: str, inbox: Inbox, processes: Processes
+) -> Iterator[Event]:
+    """Start the trainer, whose rank 0 writes the model directory, then the engines; send their URLs to every rank."""
+    urls, num_ranks, settings_json = (
+        dict[str, str](),
+        settings.num_trainer_ranks,
+        msgspec.json.encode(settings).decode(),
+    )
+    trainer = ["trainer"] if num_ranks == 1 else [f"trainer rank {rank}" for rank in range(num_ranks)]
+    for rank, name in enumerate(trainer):
+        processes.start(name, "weightcast.demo.trainer", settings_json, directory, str(rank))
+    while True:
         try:
-            with self._started_leader():
-                self._start_followers()
-                self._loop.run(lambda: time.monotonic() - self._heard)
-        except _Failed as exc:
-            self._watch(Ended(problem=str(exc)))
-
-    @contextlib.contextmanager
-    def _started_leader(self) -> Iterator[None]:
-        reader, writer = os.pipe()
-        try:
-            try:
-                leader = self._start_trainer(0, writer)
-            finally:
-                os.close(writer)
-            self._loop.add(reader, lambda: self._read_events(reader))
-            self._loop.add(leader, lambda: self._leader_ended(leader, reader))
-            yield
-        finally:
-            os.close(reader)
-
-    def _start_followers(self) -> None:
-        for trainer_rank in range(1, self._settings.num_trainer_ranks):
-            follower = self._start_trainer(trainer_rank)
-            self._loop.add(follower, partial(self._follower_ended, follower))
-
-    def _start_trainer(self, trainer_rank: int, events_descriptor: int | None = None) -> Child:
-        settings = msgspec.json.encode(self._settings).decode()
-        passed = () if events_descriptor is None else (events_descriptor,)
-        command = [sys.executable, "-m", TRAINER, settings, str(self._directory), *map(str, (trainer_rank, *passed))]
-        name = "trainer" if self._settings.num_trainer_ranks == 1 else f"trainer rank {trainer_rank}"
-        child = self._children.start(name, command, pass_descriptors=passed)
-        self._trainer.append(child)
-        return child
-
-    def _engine_command(self, index: int) -> list[str]:
-        serve = [sys.executable, "-m", "weightcast.cli", "serve", str(self._directory / MODEL_DIRECTORY)]
-        # Weights of their own: what an engine answers with afterwards can only have come through a publish.
-        weights = ["--random-weights", str(self._settings.seed + 1 + index)]
-        return [*serve, "--port", "0", "--threads", "1", "--exit-with-parent", *weights]
-
-    def _read_events(self, reader: int) -> bool:
-        """Read once; whether there was anything."""
-        data = os.read(reader, _READ_BYTES)
-        if not data:
-            self._loop.remove(reader)
-        for event in self._events.feed(data):
-            self._heard = time.monotonic()
-            if isinstance(event, Saved):
-                self._start_engines()
-            self._watch(event)
-            self._loop.is_over |= isinstance(event, Ended)
-        return bool(data)
-
-    def _leader_ended(self, leader: Child, reader: int) -> None:
-        while not self._loop.is_over and self._read_events(reader):
-            pass
-        if not self._loop.is_over:
-            raise _Failed(leader.last_words())
-
-    def _follower_ended(self, follower: Child) -> None:
-        """It has done its part if its status is 0; rank 0 may go on."""
-        self._loop.remove(follower)
-        if follower.status() != 0:
-            raise _Failed(follower.last_words())
-
-    def _start_engines(self) -> None:
-        for index in range(self._num_engines):
-            engine = self._children.start(f"engine {index}", self._engine_command(index), read_stdout=True)
-            self._watch_engine(engine)
-
-    def _watch_engine(self, engine: Child) -> None:
-        stdout, output = engine.stdout.fileno(), bytearray()
-
-        def read() -> None:
-            data = os.read(stdout, _READ_BYTES)
-            if not data:
-                self._loop.remove(stdout)
-            if engine.name not in self._urls:
-                output.extend(data)
-                self._look_for_url(engine, bytes(output))
-
-        def ended() -> None:
-            raise _Failed(engine.last_words())
-
-        self._loop.add(stdout, read)
-        self._loop.add(engine, ended)
-
-    def _look_for_url(self, engine: Child, output: bytes) -> None:
-        found = _READY.search(output)
-        if found is None:
+            message = inbox.get(timeout=SILENCE_SECONDS)
+        except queue.Empty:
+            yield RunEnded(problem=f"nothing was heard of trainer or engines for {SILENCE_SECONDS:.0f} s")
             return
-        self._heard = time.monotonic()
-        self._urls[engine.name] = found.group(1).decode()
-        if len(self._urls) == self._num_engines:
-            for trainer in self._trainer:
-                trainer.tell(msgspec.json.encode(sorted(self._urls.values())))
+        if isinstance(message, signal.Signals):
+            return
+        name, output = message
+        if isinstance(output, int):
+            if output != 0 or name not in trainer[1:]:  # the other ranks may end before rank 0
+                yield RunEnded(problem=processes.describe_end(name, output))
+                return
+        elif name == trainer[0]:
+            event = decoder.decode(output)
+            if isinstance(event, Saved):
+                for index in range(num_engines):
+                    # Random weights: an engine can only equal the trainer afterwards by way of a publish.
+                    weights = f"{directory}/model", "--random-weights", str(settings.seed + 1 + index)
+                    options = "--port", "0", "--threads", "1", "--exit-with-parent"
+                    processes.start(f"engine {index}", "weightcast.cli", "serve", *weights, *options)
+            yield event
+            if isinstance(event, RunEnded):
+                return
+        elif match := _SERVING.match(output):
+            urls[name] = match.group(1).decode()
+            if len(urls) == num_engines:
+                for name in trainer:
+                    processes.send(name, msgspec.json.encode(sorted(urls.values())) + b"\n")
 
 
-def _environment(directory: str) -> dict[str, str]:
-    """The children's: temporary files go to the run directory, trainer ranks meet on loopback, nothing asks a hub,
-    nothing forks a tokenizer's pool."""
-    return {
-        **os.environ,
-        "TMPDIR": directory,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
+class Processes:
+    """Python processes by name."""
+
+    def __init__(self, directory: str, inbox: Inbox) -> None:
+        self._directory = directory
+        self._inbox = inbox
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, module: str, *arguments: str) -> None:
+        """Run a module; its stdout goes to the inbox, its stderr to a log file."""
+        with self._log(name).open("wb") as log:
+            self._processes[name] = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **_ENVIRONMENT, "TMPDIR": self._directory},
+                start_new_session=True,
+            )
+        threading.Thread(target=self._read, args=(name, self._processes[name]), daemon=True).start()
+
+    def send(self, name: str, line: bytes) -> None:
+        """Write to a process's stdin, unless the process has ended."""
+        stdin = self._processes[name].stdin
+        assert stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            os.write(stdin.fileno(), line)
+
+    def describe_end(self, name: str, status: int) -> str:
+        """The exit status, -n after signal n, in words, with the end of the process's log."""
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        lines = self._log(name).read_text(errors="replace").splitlines()[-NUM_LOG_LINES:]
+        return "\n  | ".join([f"{name} {how}" + (", the end of its log:" if lines else ""), *lines])
+
+    def _log(self, name: str) -> Path:
+        return Path(self._directory, f"{name.replace(' ', '-')}.log")
+
+    def _read(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                self._inbox.put((name, line))
+        self._inbox.put((name, process.wait()))
+
+    def close(self) -> None:
+        """End all processes: SIGTERM, and SIGKILL after TERMINATION_SECONDS."""
+        for process in self._processes.values():
+            process.terminate()
+        deadline = time.monotonic() + TERMINATION_SECONDS
+        for process in self._processes.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            assert process.stdin is not None
+            process.stdin.close()

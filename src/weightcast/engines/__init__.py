@@ -1,1 +1,1 @@
-"""Where weights land: one module for each kind of `Engine`. They don't import each other."""
+"""What serves weights in this process: a module, a text generator. Engines share the gate, not each other's code."""

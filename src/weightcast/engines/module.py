@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from weightcast import host_copy
-from weightcast.bucket import DTYPE_NAMES, narrow
-from weightcast.checkpoint import CASTABLE, Buffers, LiveCheckpoint, Names
-from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError, ManifestError
-from weightcast.manifest import Region, TensorSpec, WeightVersion, check_tiling
-
-_MAX_NAMED = 20
+from weightcast.checkpoint.live import CASTABLE, Buffers, LiveCheckpoint, Names
+from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError, ManifestError, listed
+from weightcast.format.bucket import DTYPE_NAMES, narrow
+from weightcast.format.geometry import Region, check_tiling, is_inside
+from weightcast.format.manifest import TensorSpec, WeightVersion
+from weightcast.host import copy as host_copy
 
 
 class ModuleEngine:
@@ -38,7 +37,7 @@ class ModuleEngine:
         self._cast = cast
         self._live = LiveCheckpoint(model, buffers=buffers, names=names)
         self._live.require_memory()
-        self._targets = _Targets(self._live)
+        self._targets = _ParameterTargets(self._live)
         self._updating = False
         self._is_fresh = False
         self._replaced = False
@@ -88,7 +87,7 @@ class ModuleEngine:
         self._begin()
         (number,) = self._targets.numbers([name])
         target = self._targets.views[number]
-        if not _is_inside(region, target.shape) or tuple(part.shape) != region.sizes:
+        if not is_inside(region, target.shape) or tuple(part.shape) != region.sizes:
             found = f"{list(part.shape)} elements at {list(region.offsets)}"
             raise IncompatibleWeightsError(f"{found} are not a region of {name!r} {list(target.shape)}")
         self._check_dtype(number, part)
@@ -108,10 +107,9 @@ class ModuleEngine:
             raise InstallError("the module's tensors were replaced during the update: publish again", torn=True)
         missing = self._missing()
         if missing:
-            shown = ", ".join(repr(spec.name) for spec in missing[:_MAX_NAMED])
-            more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
+            names = listed([repr(spec.name) for spec in missing], most=20, separator=", ")
             raise IncompleteUpdateError(
-                f"{len(missing)} of {len(self._live.specs)} tensors were not loaded: {shown}{more}; publish all of them"
+                f"{len(missing)} of {len(self._live.specs)} tensors were not loaded: {names}; publish all of them"
             )
         self.discard()
         self.version = version
@@ -161,7 +159,7 @@ class ModuleEngine:
         if has_changed:
             self._replaced = self._updating
             self._live.require_memory()
-            self._targets = _Targets(self._live)
+            self._targets = _ParameterTargets(self._live)
 
     def _check(self, numbers: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
         shapes, dtypes = self._targets.shapes, self._targets.dtypes
@@ -172,7 +170,7 @@ class ModuleEngine:
                 for number, source in zip(numbers, sources, strict=True)
                 if source.shape != shapes[number]
             ]
-            raise IncompatibleWeightsError(f"other shapes: {'; '.join(problems[:_MAX_NAMED])}", problems)
+            raise IncompatibleWeightsError(f"other shapes: {listed(problems)}", problems)
         if not all(map(operator.is_, map(_dtype_of, sources), map(dtypes.__getitem__, numbers))):
             for number, source in zip(numbers, sources, strict=True):
                 self._check_dtype(number, source)
@@ -216,7 +214,7 @@ _shape_of = operator.attrgetter("shape")
 _dtype_of = operator.attrgetter("dtype")
 
 
-class _Targets:
+class _ParameterTargets:
     """The module's tensors by number, prepared for many checks at once."""
 
     def __init__(self, live: LiveCheckpoint) -> None:
@@ -232,7 +230,7 @@ class _Targets:
             return [self._by_name[name] for name in names]
         except KeyError as exc:
             problems = [f"unknown tensor {name!r}" for name in names if name not in self._by_name]
-            raise IncompatibleWeightsError("; ".join(problems[:_MAX_NAMED]), problems) from exc
+            raise IncompatibleWeightsError(listed(problems), problems) from exc
 
 
 def _once(
@@ -251,10 +249,3 @@ def _once(
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
-
-
-def _is_inside(region: Region, shape: Sequence[int]) -> bool:
-    return len(region.offsets) == len(region.sizes) == len(shape) and all(
-        offset >= 0 and size >= 0 and offset + size <= limit
-        for offset, size, limit in zip(region.offsets, region.sizes, shape, strict=True)
-    )

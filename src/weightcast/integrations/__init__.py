@@ -1,1 +1,4 @@
-"""Whole adapters, made of the parts: one package for each engine or framework."""
+"""weightcast inside other people's engines, and their clients: one package for each framework.
+
+Frameworks don't know of each other; what their engines have in common is in `plugin`.
+"""

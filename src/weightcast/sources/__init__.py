@@ -1,1 +1,1 @@
-"""Where weights come from: one module for each kind of `Source`. They don't import each other."""
+"""Where weights come from: modules, Megatron models, safetensors files, stores. Sources don't know of each other."""

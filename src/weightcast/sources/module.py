@@ -8,10 +8,10 @@ import msgspec
 import torch
 from torch import nn
 
-from weightcast.bucket import DTYPE_NAMES
-from weightcast.checkpoint import CASTABLE, Buffers, LiveCheckpoint, Names, OnAdapters
-from weightcast.interfaces import Regions
-from weightcast.manifest import TensorSpec
+from weightcast.checkpoint.live import CASTABLE, Buffers, LiveCheckpoint, Names, OnAdapters
+from weightcast.format.bucket import DTYPE_NAMES
+from weightcast.format.manifest import TensorSpec
+from weightcast.seams.source import Regions
 
 
 class ModuleSource:

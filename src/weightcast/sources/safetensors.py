@@ -13,12 +13,12 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from weightcast.bucket import DTYPE_NAMES
-from weightcast.checkpoint import CASTABLE
+from weightcast.checkpoint.live import CASTABLE
 from weightcast.errors import ClosedError
-from weightcast.interfaces import Regions
-from weightcast.manifest import TensorSpec
-from weightcast.plan import whole
+from weightcast.format.bucket import DTYPE_NAMES
+from weightcast.format.geometry import whole
+from weightcast.format.manifest import TensorSpec
+from weightcast.seams.source import Regions
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

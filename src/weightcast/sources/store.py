@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from weightcast import host_memory
-from weightcast.assemble import LoadPlan
-from weightcast.bucket import Layout
-from weightcast.errors import InsufficientMemoryError
-from weightcast.interfaces import Bucket, Regions
-from weightcast.manifest import TensorSpec, WeightVersion
-from weightcast.places import Buffers, place
-from weightcast.plan import whole
+from weightcast.format.bucket import TORCH_DTYPES, Layout, narrow, slot_size_bytes
+from weightcast.format.geometry import whole
+from weightcast.format.manifest import TensorSpec, WeightVersion
+from weightcast.host import memory as host_memory
+from weightcast.host.copy import copy_all
+from weightcast.seams.source import Regions
 from weightcast.store.address import StoreAddress
 from weightcast.store.reading import PinnedVersion, pinned
 
@@ -21,7 +19,7 @@ from weightcast.store.reading import PinnedVersion, pinned
 class StoreSource:
     """A `Source` of one version of a store, which may go on meanwhile: nothing is held there after it was read.
 
-    Host memory: the version.
+    Host memory: the version, and one bucket while it is read.
     """
 
     def __init__(self, url: str, *, previous: bool = False, version: WeightVersion | None = None) -> None:
@@ -36,7 +34,7 @@ class StoreSource:
             self.committed_at = found.stored.committed_at
             records = found.manifest.tensors
             tensors = _read(found)
-        self._specs = tuple(TensorSpec(r.name, r.dtype, r.shape, aliases=r.aliases, group=r.group) for r in records)
+        self._specs = tuple(record.spec for record in records)
         self._regions = {spec.name: ((whole(spec.shape), tensors[spec.name]),) for spec in self._specs}
 
     def specs(self) -> Sequence[TensorSpec]:
@@ -49,38 +47,14 @@ class StoreSource:
 
 
 def _read(version: PinnedVersion) -> dict[str, torch.Tensor]:
-    manifest = version.manifest
-    places = place(manifest, num_slots=1, staged=True, adjoining=True)
-    needed, available = places.size_bytes, host_memory.available_bytes()
-    if needed > available:
-        raise InsufficientMemoryError(
-            f"version {version.stored.number} needs {needed} bytes, this host has {available}"
-        )
-    buffers, buckets, digests = Buffers(torch.empty(needed, dtype=torch.uint8)), [], []
-    for index in range(len(manifest.buckets)):
-        buffer = buffers.get(index, places.offsets[index], places.sizes_bytes[index])
+    manifest, layout = version.manifest, Layout(version.manifest)
+    buffer = torch.empty(slot_size_bytes(manifest), dtype=torch.uint8)
+    host_memory.require(manifest.num_bytes, f"reading version {version.stored.number}", "free memory")
+    tensors = {r.name: torch.empty(r.shape, dtype=TORCH_DTYPES[r.dtype]) for r in manifest.tensors}
+    digests = []
+    for index, entries in enumerate(layout.entries):
         digests.append(version.read_checked(index, buffer))
-        buckets.append(Bucket(index, buffer))
+        targets = [narrow(tensors[entry.record.name], entry.piece.region) for entry in entries]
+        copy_all(targets, layout.views(index, buffer))
     version.check_root(digests)
-    keeper = _Keeper()
-    LoadPlan(Layout(manifest), keeper, None).load_all(buckets)
-    return keeper.tensors
-
-
-class _Keeper:
-    """Takes what an engine would be given, and keeps it."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-
-    def specs(self) -> None:
-        return None
-
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.tensors.update(tensors)
-
-    def commit(self, version: WeightVersion) -> None:
-        """Nothing is served here."""
-
-    def discard(self) -> None:
-        """Nothing is served here."""
+    return tensors

@@ -14,9 +14,9 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from weightcast.bucket import TRAILER_BYTES
 from weightcast.errors import InsufficientMemoryError, IntegrityError
-from weightcast.manifest import Manifest
+from weightcast.format.bucket import TRAILER_BYTES
+from weightcast.format.manifest import Manifest
 
 POINTER = "current.json"
 NEXT = "next.json"
@@ -106,7 +106,7 @@ def data_name(file: int | str) -> str:
     return f"data.{file}"
 
 
-class DataPlaces:
+class FileLayout:
     """Where the buckets of a manifest lie in `num_files` files: bucket k in file k % num_files, aligned.
 
     Several files, since a filesystem lets only one thread at a time write into one.

@@ -19,10 +19,10 @@ from pathlib import Path
 import msgspec
 
 from weightcast.errors import ManifestError, UnsupportedError
-from weightcast.forked import close_in_child
-from weightcast.manifest import decode
+from weightcast.format.manifest import decode
+from weightcast.host.fork import close_in_child
 from weightcast.store.files import open_file, unreadable
-from weightcast.store.records import Reader
+from weightcast.store.records import ReaderRecord
 
 PIN_BYTES = 256
 NUM_PINS = 256
@@ -74,7 +74,7 @@ class LockFile:
     def close(self) -> None:
         """Release everything. Idempotent."""
         if not self._file.closed:
-            # In so many words: a filesystem in user space is not told that a lock ended with its descriptor.
+            # Unlock explicitly: FUSE is not notified when a lock disappears with its file descriptor.
             with contextlib.suppress(OSError, UnsupportedError):
                 self._call(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0, _TO_END)
             self._file.close()
@@ -90,7 +90,7 @@ class LockFile:
             ) from exc
 
 
-def pin(path: Path, reader: Reader) -> LockFile | None:
+def pin(path: Path, reader: ReaderRecord) -> LockFile | None:
     """Hold a slot for reading: one record of its `pins`, which then names `reader`. None if it is being written.
 
     Where it can't be written the record stays without a name. Raises IntegrityError if there is no such file.
@@ -146,15 +146,15 @@ def readers(file: LockFile) -> list[str]:
     return sorted(found)
 
 
-def _encode(reader: Reader) -> bytes:
+def _encode(reader: ReaderRecord) -> bytes:
     data = msgspec.json.encode(reader)
     if len(data) > PIN_BYTES:
         label = reader.label.encode("ascii", "replace").decode()[:64]
-        data = msgspec.json.encode(Reader(reader.host[:64], reader.pid, label))
+        data = msgspec.json.encode(ReaderRecord(reader.host[:64], reader.pid, label))
     return data[:PIN_BYTES].ljust(PIN_BYTES)
 
 
 def _name(data: bytes) -> str:
     with contextlib.suppress(ManifestError):
-        return decode(data, Reader).describe()
+        return decode(data, ReaderRecord).describe()
     return "a reader that could not write its name"

@@ -17,9 +17,9 @@ from types import TracebackType
 
 import torch
 
-from weightcast.bucket import TRAILER_BYTES, check_trailer, root_digest, slot_size_bytes
 from weightcast.errors import ClosedError, IntegrityError
-from weightcast.manifest import MAX_MESSAGE_BYTES, Manifest, WeightVersion
+from weightcast.format.bucket import TRAILER_BYTES, check_trailer, root_digest, slot_size_bytes
+from weightcast.format.manifest import MAX_MESSAGE_BYTES, Manifest, WeightVersion
 from weightcast.store import locks
 from weightcast.store.files import (
     MANIFEST,
@@ -29,7 +29,7 @@ from weightcast.store.files import (
     SEAL,
     WRITER,
     WRITER_LOCK,
-    DataPlaces,
+    FileLayout,
     data_name,
     open_file,
     read_at,
@@ -38,7 +38,7 @@ from weightcast.store.files import (
     unreadable,
 )
 from weightcast.store.locks import LockFile
-from weightcast.store.records import MAX_RECORD_BYTES, Commit, Stored, Writer, this_reader, unseal
+from weightcast.store.records import MAX_RECORD_BYTES, Commit, Stored, WriterRecord, this_reader, unseal
 
 _PIN_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS = 0.0005
@@ -49,7 +49,7 @@ _LONGEST_PAUSE_SECONDS = 0.05
 class WriterState:
     """The last writer of a store, and whether it still holds the store's lock."""
 
-    record: Writer | None
+    record: WriterRecord | None
     is_alive: bool
 
 
@@ -98,7 +98,7 @@ class StoreReader:
         """Who writes, or wrote last."""
         path = self.directory / WRITER
         data = read_file(path, MAX_RECORD_BYTES)
-        record = None if data is None else unseal(data, Writer, str(path))
+        record = None if data is None else unseal(data, WriterRecord, str(path))
         path = self.directory / WRITER_LOCK
         try:
             lock = LockFile(path, os.O_RDONLY)
@@ -200,7 +200,7 @@ class PinnedVersion:
         self.stored = stored
         self.manifest = manifest
         self._lock = lock
-        self._places = DataPlaces(manifest, stored.num_files)
+        self._arena_layout = FileLayout(manifest, stored.num_files)
         self._paths = [slot / data_name(file) for file in range(stored.num_files)]
         self._descriptors: list[int] = []
         try:
@@ -212,7 +212,7 @@ class PinnedVersion:
 
     def read(self, index: int, buffer: torch.Tensor) -> None:
         """Read bucket `index` with its trailer into the beginning of `buffer`, unchecked. Raises IntegrityError."""
-        file, offset = self._places.at(index)
+        file, offset = self._arena_layout.at(index)
         size = self.manifest.buckets[index] + TRAILER_BYTES
         read_at(self._descriptors[file], buffer.numpy().data[:size], offset, self._paths[file])
 

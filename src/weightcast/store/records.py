@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from weightcast.errors import IntegrityError, ManifestError
-from weightcast.manifest import MAX_BUCKETS, RunId, VersionNumber, WeightVersion, decode, encode
+from weightcast.format.manifest import MAX_BUCKETS, RunId, VersionNumber, WeightVersion, decode, encode
 
 FORMAT = "weightcast-store-1"
 MAX_RECORD_BYTES = 64 << 10
@@ -60,7 +60,7 @@ class Commit(msgspec.Struct, frozen=True):
     digest: str = ""
 
 
-class Writer(msgspec.Struct, frozen=True):
+class WriterRecord(msgspec.Struct, frozen=True):
     """`writer.json`: who has or had `writer.lock`; `attempt` counts updates, `aborted` says why the last one ended.
 
     `number`: of the last version that was begun, by this writer or one before.
@@ -79,7 +79,7 @@ class Writer(msgspec.Struct, frozen=True):
         return f"run {self.run} (pid {self.pid} on {self.host})"
 
 
-class Reader(msgspec.Struct, frozen=True):
+class ReaderRecord(msgspec.Struct, frozen=True):
     """A record of a slot's `pins`: who holds the lock on it."""
 
     host: str
@@ -108,7 +108,7 @@ class StoreInfo(msgspec.Struct, frozen=True):
     slots: list[SlotInfo]
 
 
-R = TypeVar("R", Commit, Writer)
+R = TypeVar("R", Commit, WriterRecord)
 
 
 def seal(record: R) -> bytes:
@@ -137,13 +137,13 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _digest(record: Commit | Writer) -> str:
+def _digest(record: Commit | WriterRecord) -> str:
     return hashlib.sha256(encode(msgspec.structs.replace(record, digest=""))).hexdigest()
 
 
-def this_reader(label: str) -> Reader:
-    return Reader(socket.gethostname(), os.getpid(), encodable(label))
+def this_reader(label: str) -> ReaderRecord:
+    return ReaderRecord(socket.gethostname(), os.getpid(), encodable(label))
 
 
-def this_writer(run: str) -> Writer:
-    return Writer(FORMAT, run, socket.gethostname(), os.getpid())
+def this_writer(run: str) -> WriterRecord:
+    return WriterRecord(FORMAT, run, socket.gethostname(), os.getpid())

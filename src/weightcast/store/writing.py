@@ -15,8 +15,6 @@ from pathlib import Path
 
 import msgspec
 
-from weightcast import host_memory
-from weightcast.bucket import root_digest
 from weightcast.errors import (
     ClosedError,
     EngineBusyError,
@@ -25,7 +23,9 @@ from weightcast.errors import (
     PeerTimeoutError,
     StaleVersionError,
 )
-from weightcast.manifest import MAX_MESSAGE_BYTES, MAX_VERSION, Manifest, WeightVersion
+from weightcast.format.bucket import root_digest
+from weightcast.format.manifest import MAX_MESSAGE_BYTES, MAX_VERSION, Manifest, WeightVersion
+from weightcast.host import memory as host_memory
 from weightcast.store import locks
 from weightcast.store.address import StoreAddress
 from weightcast.store.files import (
@@ -37,7 +37,7 @@ from weightcast.store.files import (
     SLOTS,
     WRITER,
     WRITER_LOCK,
-    DataPlaces,
+    FileLayout,
     check_folder,
     data_name,
     grow,
@@ -59,7 +59,7 @@ from weightcast.store.records import (
     MAX_RECORD_BYTES,
     Commit,
     Stored,
-    Writer,
+    WriterRecord,
     encodable,
     seal,
     slot_number,
@@ -99,7 +99,7 @@ class _Attempt:
     version: WeightVersion
     manifest_digest: str
     num_buckets: int
-    places: DataPlaces
+    arena_layout: FileLayout
     slot: _Slot
     sealed: Commit | None = None
 
@@ -185,14 +185,14 @@ class StoreWriter:
             )
         self._check_pointer()  # whose slot is not ours to write
         data, digest = self._encoded(manifest)
-        places = DataPlaces(manifest, self._address.num_threads)
+        arena_layout = FileLayout(manifest, self._address.num_threads)
         slot = self._free_slot()
         try:
             remove(slot.path / SEAL)
-            self._prepare(slot, places)
+            self._prepare(slot, arena_layout)
             if not _holds(slot.path / MANIFEST, data):
                 replace_file(slot.path / MANIFEST, data, fsync=self._address.fsync)
-            self._attempt = _Attempt(version, digest, len(manifest.buckets), places, slot)
+            self._attempt = _Attempt(version, digest, len(manifest.buckets), arena_layout, slot)
             self._record = msgspec.structs.replace(
                 self._record, attempt=self._record.attempt + 1, number=version.number, aborted=""
             )
@@ -206,7 +206,7 @@ class StoreWriter:
         """Write bucket `index` with its trailer. Raises InsufficientMemoryError, OSError."""
         attempt = self._attempt
         assert attempt is not None
-        file, offset = attempt.places.at(index)
+        file, offset = attempt.arena_layout.at(index)
         with room_for(attempt.slot.path / data_name(file)):
             write_at(attempt.slot.descriptors[file], data, offset)
 
@@ -221,7 +221,7 @@ class StoreWriter:
             run=attempt.version.run,
             number=attempt.version.number,
             slot=attempt.slot.number,
-            num_files=attempt.places.num_files,
+            num_files=attempt.arena_layout.num_files,
             num_buckets=attempt.num_buckets,
             manifest_digest=attempt.manifest_digest,
             root=root_digest(attempt.manifest_digest, digests),
@@ -302,11 +302,11 @@ class StoreWriter:
             f"{self._directory} is being written by {name}: close it first (asked by run {self._run})"
         )
 
-    def _former_writer(self) -> Writer | None:
+    def _former_writer(self) -> WriterRecord | None:
         path = self._directory / WRITER
         with contextlib.suppress(IntegrityError):
             data = read_file(path, MAX_RECORD_BYTES)
-            return None if data is None else unseal(data, Writer, str(path))
+            return None if data is None else unseal(data, WriterRecord, str(path))
         return None
 
     def _tell(self) -> None:
@@ -405,27 +405,24 @@ class StoreWriter:
             peer=shown,
         )
 
-    def _prepare(self, slot: _Slot, places: DataPlaces) -> None:
+    def _prepare(self, slot: _Slot, arena_layout: FileLayout) -> None:
         """Open the slot's files and make room in them. Raises InsufficientMemoryError before anything is written."""
-        paths = slot.paths(places.num_files)
+        paths = slot.paths(arena_layout.num_files)
         for path in set(slot.path.glob(data_name("*"))).difference(paths):
             remove(path)
         for path in paths:
             slot.descriptors.append(open_file(path, os.O_RDWR | os.O_CREAT))
         needed = sum(
             max(0, size - os.fstat(descriptor).st_blocks * 512)
-            for descriptor, size in zip(slot.descriptors, places.sizes_bytes, strict=True)
+            for descriptor, size in zip(slot.descriptors, arena_layout.sizes_bytes, strict=True)
         )
-        if needed and is_in_memory(slot.path) and needed > (available := host_memory.available_bytes()):
-            raise InsufficientMemoryError(
-                f"{slot.path} needs {needed} bytes more of host memory, this host or container has {available} left: "
-                "put the store on a disk, or free memory"
-            )
+        if needed and is_in_memory(slot.path):
+            host_memory.require(needed, f"{slot.path}, in memory,", "put the store on a disk, or free memory")
         # With room for the readers' names, which a full disk must not keep from reading.
         grow(
             [slot.path / PINS, *paths],
             [slot.lock.descriptor, *slot.descriptors],
-            [locks.PINS_BYTES, *places.sizes_bytes],
+            [locks.PINS_BYTES, *arena_layout.sizes_bytes],
         )
 
 

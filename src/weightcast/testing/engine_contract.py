@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from weightcast.errors import IncompleteUpdateError, WeightcastError
-from weightcast.interfaces import Engine, Readable, RegionLoader, Undoable
-from weightcast.manifest import Region, TensorSpec, WeightVersion
-from weightcast.plan import compare_specs
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import TensorSpec, WeightVersion
+from weightcast.seams.engine import Engine, ExposesTensors, RegionLoader, Undoable
+from weightcast.serving.load_plan import compare_specs
 from weightcast.testing.payloads import PAYLOADS, Payload, random_tensor, raw_bytes
 
 ONE, TWO = (WeightVersion("5a" * 16, number) for number in (1, 2))
@@ -117,7 +118,7 @@ class EngineContract:
         assert self.raw(engine) == before
 
     def test_reading(self, engine: Engine, payload: Payload) -> None:
-        if not isinstance(engine, Readable):
+        if not isinstance(engine, ExposesTensors):
             return
         engine.load(payload.tensors().items())
         engine.commit(ONE)
@@ -150,7 +151,7 @@ class EngineContract:
 def _groups(payload: Payload) -> Iterator[dict[str, torch.Tensor]]:
     calls: dict[str, dict[str, torch.Tensor]] = {}
     for spec, tensor in payload.build():
-        calls.setdefault(spec.group or f"\0{spec.name}", {})[spec.name] = tensor
+        calls.setdefault(spec.load_group, {})[spec.name] = tensor
     yield from calls.values()
 
 

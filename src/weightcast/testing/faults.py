@@ -14,8 +14,8 @@ from typing import TypeAlias
 import torch
 
 from weightcast.errors import WeightcastError
-from weightcast.interfaces import Bucket, Receiver, Sender, Transport
-from weightcast.manifest import Manifest, WeightVersion
+from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.seams.transport import Bucket, Receiver, Sender, Transport
 
 SCHEME = "faulty"
 
@@ -105,6 +105,9 @@ class FaultySender:
             self._strike(fault, index)
         return self.inner.send(index)
 
+    def connected(self, peers: Sequence[str]) -> Sequence[str]:
+        return self.inner.connected(peers)
+
     def abort(self, reason: str) -> None:
         self.inner.abort(reason)
 
@@ -154,6 +157,9 @@ class FaultyReceiver:
                 yield from _struck(fault, bucket)
         if held is not None:
             yield held
+
+    def reread(self, bucket: Bucket) -> bool:
+        return self.inner.reread(bucket)
 
     def end(self) -> None:
         self.inner.end()

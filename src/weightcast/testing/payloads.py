@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from weightcast.manifest import ITEMSIZE_BYTES, DigestKind, Manifest, TensorSpec
-from weightcast.plan import plan
+from weightcast.format.manifest import ITEMSIZE_BYTES, DigestKind, Manifest, TensorSpec
+from weightcast.format.plan import plan
 
 Item = tuple[TensorSpec, torch.Tensor]
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from weightcast.bucket import Layout, Packer, check_trailer
 from weightcast.errors import IntegrityError
-from weightcast.interfaces import Bucket, Receiver, Sender
-from weightcast.manifest import Manifest, WeightVersion
+from weightcast.format.bucket import Layout, check_trailer
+from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.seams.transport import Bucket, Receiver, Sender
 from weightcast.testing.payloads import DTYPES, Payload
+from weightcast.trainer.packer import Packer
 
 PATIENCE_SECONDS = 30.0
 

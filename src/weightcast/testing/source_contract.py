@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from weightcast.assignment import tiling
-from weightcast.bucket import Layout, Packer, slot_size_bytes
-from weightcast.interfaces import Held, Source
-from weightcast.manifest import TensorSpec, WeightVersion, check_tiling
-from weightcast.plan import plan
+from weightcast.format.bucket import Layout, slot_size_bytes
+from weightcast.format.geometry import check_tiling
+from weightcast.format.manifest import TensorSpec, WeightVersion
+from weightcast.format.plan import plan
+from weightcast.seams.source import Held, Source
 from weightcast.testing.payloads import DTYPES, PAYLOADS, Payload, raw_bytes
+from weightcast.trainer.group.assignment import tiling
+from weightcast.trainer.packer import Packer
 
 _VERSION = WeightVersion("5a" * 16, 1)
 

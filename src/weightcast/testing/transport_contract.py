@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from weightcast.bucket import slot_size_bytes, write_trailer
 from weightcast.errors import (
     ClosedError,
     IntegrityError,
@@ -18,9 +17,10 @@ from weightcast.errors import (
     UpdateAbortedError,
     WeightcastError,
 )
-from weightcast.interfaces import Receiver, Sender
-from weightcast.manifest import Manifest, TensorSpec, WeightVersion
-from weightcast.plan import plan
+from weightcast.format.bucket import slot_size_bytes, write_trailer
+from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
+from weightcast.format.plan import plan
+from weightcast.seams.transport import Receiver, Sender
 from weightcast.testing.faults import Corrupt, Drop, Duplicate, Fault, FaultyReceiver, FaultySender, Reorder
 from weightcast.testing.leftovers import nothing_left
 from weightcast.testing.payloads import PAYLOADS, Payload

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from weightcast import registry
-from weightcast.bucket import Layout, Packer
 from weightcast.errors import PeerDiedError, UpdateAbortedError, WeightcastError
-from weightcast.interfaces import Receiver, Sender
-from weightcast.manifest import Manifest, WeightVersion
+from weightcast.format.bucket import Layout
+from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.seams.transport import Receiver, Sender
 from weightcast.testing.payloads import PAYLOADS, Payload
 from weightcast.testing.reading import PATIENCE_SECONDS, Reader, unpack
+from weightcast.trainer.packer import Packer
 
 RUN = "5a" * 16
 _PEERS = ("a", "b")

@@ -1,1 +1,4 @@
-"""The ways in which buckets travel. Each is found by its URL scheme (`weightcast.registry`); none imports another."""
+"""How buckets get from a publisher to workers. Transports don't know of each other; `registry` finds one by its URL.
+
+Here belongs what moves bytes and knows who has them. What an update means is not decided here.
+"""

@@ -1,28 +1,14 @@
 """Text generation with a transformers causal language model that can take new weights between any two steps.
 
 The embedded default behind `weightcast serve`: for laptops, tests and small models. Weights reach the same model
-through a `ModuleEngine`; the gate keeps the two apart.
+through a `ModuleEngine`; the gate keeps generation and installs apart.
 """
 
-from __future__ import annotations
-
-from weightcast.engines.transformers.generator import QueueFullError, TextGenerator
-from weightcast.engines.transformers.request import (
-    Completion,
-    Delta,
-    Request,
-    SamplingParams,
-    TokenLogprobs,
-    VersionSpan,
-)
-
-__all__ = [
-    "Completion",
-    "Delta",
-    "QueueFullError",
-    "Request",
-    "SamplingParams",
-    "TextGenerator",
-    "TokenLogprobs",
-    "VersionSpan",
-]
+from weightcast.engines.transformers.generator import QueueFullError as QueueFullError
+from weightcast.engines.transformers.generator import TextGenerator as TextGenerator
+from weightcast.engines.transformers.request import Completion as Completion
+from weightcast.engines.transformers.request import Delta as Delta
+from weightcast.engines.transformers.request import Request as Request
+from weightcast.engines.transformers.request import SamplingParams as SamplingParams
+from weightcast.engines.transformers.request import TokenLogprobs as TokenLogprobs
+from weightcast.engines.transformers.request import VersionSpan as VersionSpan

@@ -1,7 +1,10 @@
-"""Continuous batching over a gate: requests wait in a bounded queue, run in cohorts, end at any time.
+"""Continuous batching over a gate: requests wait in a bounded queue, run in batches, and may end at any time.
 
-Invariants: one thread touches the model; every forward pass is one step of the gate, so an install waits for at most
-one; the KV cache of one version is never read under another; no request is begun while a pause drains the running ones.
+Invariants: one thread uses the model; every forward pass is one step of the gate, so an install waits for at most one;
+the KV cache of one version is never read under another; no request begins while a pause drains the running ones.
+
+Not transformers' own continuous batching: it has one random seed for all requests, no log-probabilities but those of
+the chosen token, and keeps its KV cache when the weights change.
 """
 
 from __future__ import annotations
@@ -14,16 +17,14 @@ from concurrent.futures import Future
 
 import torch
 
-from weightcast.engines.transformers.cohort import Cohort
-from weightcast.engines.transformers.model import CausalModel
-from weightcast.engines.transformers.request import Completion, Delta, Request, Row, SamplingParams
+from weightcast.engines.gate import Gate
+from weightcast.engines.transformers.batch import CausalModel, DecodeBatch
+from weightcast.engines.transformers.request import Completion, DecodeRow, Delta, Request, SamplingParams
 from weightcast.engines.transformers.text import Tokenizer
 from weightcast.errors import ClosedError, EngineTornError, PeerTimeoutError, WeightcastError
-from weightcast.gate import Gate
-from weightcast.manifest import WeightVersion
 
 _POLL_SECONDS = 0.1
-"""How often a paused generator looks whether requests were cancelled, aborted or closed meanwhile."""
+"""How often a paused generator looks for cancelled requests, an abort, or `close`."""
 
 
 class QueueFullError(WeightcastError):
@@ -34,8 +35,9 @@ class TextGenerator:
     """Generates with `model`, which it puts into eval mode, in a thread of its own. All methods are thread-safe.
 
     `tokenizer` may be None where prompts are token ids and no text is wanted. At most `max_batch_size` sequences run at
-    once, at most `max_prefill_tokens` (padding included) are prefilled in one step unless one prompt alone is longer,
-    and `max_queue` completions wait. Memory: the KV cache of the running sequences, twice while one grows.
+    once, at most `max_prefill_tokens` (padding included) of new sequences are prefilled in one step unless one prompt
+    alone is longer, and `max_queue` completions wait. Memory: the KV cache of the running sequences, twice while one
+    grows.
     """
 
     def __init__(
@@ -56,8 +58,8 @@ class TextGenerator:
         self._max_batch_size, self._max_prefill_tokens = max_batch_size, max_prefill_tokens
         self._max_queue = max_queue
         self._condition = threading.Condition()
-        self._waiting: deque[Row] = deque()
-        self._cohorts: deque[Cohort] = deque()
+        self._waiting: deque[DecodeRow] = deque()
+        self._batches: deque[DecodeBatch] = deque()
         self._num_running = 0
         self._is_aborting = False
         self._has_cancelled = False
@@ -97,13 +99,17 @@ class TextGenerator:
         whole version, ClosedError.
         """
         sampling = sampling or SamplingParams()
-        self._check(prompts, sampling)
-        stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._model.eos_token_ids)
+        self._model.check(prompts, sampling)
+        if len(prompts) * sampling.n > self._max_queue:
+            raise ValueError(f"{len(prompts)} prompts x n={sampling.n} completions; the limit is {self._max_queue}")
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, which this server lacks: use stop_token_ids")
+        eos = frozenset() if sampling.ignore_eos else self._model.eos_token_ids
         request = Request(
             prompts,
             sampling,
             tokenizer=self.tokenizer,
-            stop_token_ids=stops,
+            stop_token_ids=eos.union(sampling.stop_token_ids),
             on_delta=on_delta,
             weight_version=self.gate.version,
         )
@@ -165,13 +171,6 @@ class TextGenerator:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
-        self._model.check(prompts, sampling)
-        if len(prompts) * sampling.n > self._max_queue:
-            raise ValueError(f"{len(prompts)} prompts x n={sampling.n} completions; the limit is {self._max_queue}")
-        if sampling.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, which this server lacks: use stop_token_ids")
-
     def _note_cancelled(self, future: Future[list[Completion]]) -> None:
         if future.cancelled():
             with self._condition:
@@ -183,53 +182,42 @@ class TextGenerator:
     def _run(self) -> None:
         try:
             with torch.inference_mode():
-                while self._await_work():
-                    self._try_step()
+                while self._wait_for_work():
+                    try:
+                        self._step()
+                    except PeerTimeoutError:
+                        pass  # Paused: the next turn looks again.
+                    except EngineTornError as exc:
+                        self._fail_all(exc)
                     self._settle()
         finally:
             with self._condition:
                 self._is_closed = True
             self._fail_all(ClosedError("the generator was closed before the request was answered"))
 
-    def _await_work(self) -> bool:
+    def _step(self) -> None:
+        with self.gate.step(timeout_seconds=_POLL_SECONDS) as version:
+            batch = None if self._is_aborting else self._next_batch()
+            if batch is None:
+                return
+            try:
+                batch.step(version)
+            except Exception as exc:  # What the model raises fails these requests, and the generator goes on.
+                for row in batch.rows:
+                    row.request.fail(exc)
+
+    def _wait_for_work(self) -> bool:
+        """False once the generator is closed."""
         with self._condition:
-            while not self._is_closed and not self._num_running:
-                if self._waiting and not self.gate.is_draining:
-                    break
+            while not (self._is_closed or self._num_running or (self._waiting and not self.gate.is_draining)):
                 self._condition.wait(_POLL_SECONDS if self._waiting else None)
             return not self._is_closed
 
-    def _try_step(self) -> None:
-        try:
-            with self.gate.step(timeout_seconds=_POLL_SECONDS) as version:
-                self._step(version)
-        except PeerTimeoutError:
-            pass  # Paused: the next turn looks again.
-        except EngineTornError as exc:
-            self._fail_all(exc)
-
-    def _step(self, version: WeightVersion | None) -> None:
-        if self._is_aborting:
-            return
-        rows = self._admit()
-        if rows:
-            cohort = Cohort(self._model, rows)
-        elif self._cohorts:
-            cohort = self._cohorts.popleft()
-        else:
-            return
-        self._cohorts.append(cohort)
-        try:
-            cohort.step(version)
-        except Exception as exc:  # Whatever the model raises is these requests' answer, not the generator's end.
-            for row in cohort.rows:
-                row.request.fail(exc)
-
-    def _admit(self) -> list[Row]:
-        """Take waiting rows for one prefill. Under the lock, so that a drain sees them either waiting or running."""
-        rows: list[Row] = []
+    def _next_batch(self) -> DecodeBatch | None:
+        """Waiting rows as a batch of their own, which is prefilled first; else the running batches take turns."""
+        rows: list[DecodeRow] = []
         longest = 0
-        with self._condition:
+        with self._condition:  # so that a drain sees each row either waiting or running
             while self._waiting and not self.gate.is_draining and self._num_running < self._max_batch_size:
                 row = self._waiting[0]
                 longest = max(longest, row.num_tokens)
@@ -239,22 +227,25 @@ class TextGenerator:
                 if not row.is_over:
                     rows.append(row)
                     self._num_running += 1
-        return rows
+        if rows:
+            self._batches.append(DecodeBatch(self._model, rows))
+        elif self._batches:
+            self._batches.rotate(-1)
+        return self._batches[-1] if self._batches else None
 
     def _settle(self) -> None:
-        """Between steps: let ended rows go, join what can be joined, tell a drain that waits."""
-        if self._is_aborting:
-            for row in (row for cohort in self._cohorts for row in cohort.rows):
+        """Between steps: remove ended rows, join batches, wake a drain that waits."""
+        for batch in self._batches:
+            for row in batch.rows if self._is_aborting else ():
                 row.abort(self.gate.version)
-        for cohort in self._cohorts:
-            cohort.drop_ended()
-        self._cohorts = deque(cohort for cohort in self._cohorts if cohort.rows)
-        if len(self._cohorts) > 1:
-            newest = self._cohorts.pop()
-            if not any(cohort.try_join(newest) for cohort in self._cohorts):
-                self._cohorts.append(newest)
+            batch.drop_ended()
+        self._batches = deque(batch for batch in self._batches if batch.rows)
+        if len(self._batches) > 1:
+            newest = self._batches.pop()
+            if not any(batch.try_join(newest) for batch in self._batches):
+                self._batches.append(newest)
         with self._condition:
-            self._num_running = sum(len(cohort.rows) for cohort in self._cohorts)
+            self._num_running = sum(len(batch.rows) for batch in self._batches)
             if not self._num_running:
                 self._is_aborting = False
             if self._has_cancelled:
@@ -264,9 +255,9 @@ class TextGenerator:
 
     def _fail_all(self, error: Exception) -> None:
         with self._condition:
-            rows = [*self._waiting, *(row for cohort in self._cohorts for row in cohort.rows)]
+            rows = [*self._waiting, *(row for batch in self._batches for row in batch.rows)]
             self._waiting.clear()
-            self._cohorts.clear()
+            self._batches.clear()
             self._num_running = 0
             self._condition.notify_all()
         for row in rows:

@@ -1,15 +1,13 @@
-"""Tokens to text while they come: whole characters only, cut at the first stop string.
+"""Tokens to text while they are generated: whole characters only, cut at the first stop string.
 
-Invariants: what `flush` has given out is never taken back, so text that could be the beginning of a stop string is
-held; the pieces of `flush` joined are `text()`.
+Not `tokenizers.decoders.DecodeStream`: it raises at bytes that are no UTF-8, which a model under training generates,
+never returns the half character that a sequence may end with, and takes no tokenizer that is written in Python.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol
-
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(Protocol):
@@ -22,76 +20,58 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Any, **options: Any) -> str: ...
 
 
-def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """The text of tokens, special ones left out, spaces as the tokenizer has them."""
-    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
 class TextCursor:
-    """One row's text. With neither stop strings nor a live reader nothing is decoded before the end."""
+    """The text of one row. With neither stop strings nor a `live` reader, nothing is decoded before `finish`.
+
+    Text that `flush` has returned is never taken back, so what could be the beginning of a stop string is held until
+    more tokens decide. The pieces of `flush` joined are `text`.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...], *, live: bool) -> None:
+        self.text = ""
         self._tokenizer = tokenizer
         self._stop = stop
-        self._incremental = tokenizer is not None and (bool(stop) or live)
-        self._text = ""
-        self._num_flushed = 0
-        self._begin = 0
-        self._end = 0
-        self._num_hidden = 0
-        self._is_cut = False
+        self._is_incremental = bool(stop) or live
+        self._is_finished = False
+        self._num_flushed = 0  # characters of `text`
+        self._begin = self._end = 0  # the tokens that gave the newest piece of `text`
 
-    def push(self, tokens: list[int], *, is_stop: bool) -> bool:
-        """`tokens` has grown by one, which has no text if `is_stop`. True if the text has reached a stop string."""
-        self._num_hidden = int(is_stop)
-        if not self._incremental or is_stop:
+    def push(self, tokens: list[int]) -> bool:
+        """Decode what is new in `tokens`, which have grown by one. True if the text has reached a stop string."""
+        piece = self._undecoded(tokens) if self._is_incremental else ""
+        if not piece or piece.endswith("\N{REPLACEMENT CHARACTER}"):  # The rest of a character is still to come.
             return False
-        piece = self._pending(tokens)
-        if not piece or piece.endswith(_UNFINISHED):
-            return False
-        self._text += piece
+        searched = len(self.text)
+        self.text += piece
         self._begin, self._end = self._end, len(tokens)
-        return self._cut(len(self._text) - len(piece))
-
-    def finish(self, tokens: list[int]) -> None:
-        """No token will follow: what was held back as half a character is text now."""
-        if self._incremental and not self._is_cut:
-            self._text += self._pending(tokens[: len(tokens) - self._num_hidden])
-
-    def _pending(self, tokens: list[int]) -> str:
-        # Decoded together with the piece before: alone, a token would lose its leading space.
-        assert self._tokenizer is not None
-        known = decode(self._tokenizer, tokens[self._begin : self._end])
-        return decode(self._tokenizer, tokens[self._begin :])[len(known) :]
-
-    def _cut(self, searched: int) -> bool:
-        found = [
-            at for at in (self._text.find(stop, max(0, searched - len(stop) + 1)) for stop in self._stop) if at >= 0
-        ]
+        found = [self.text.find(stop, max(0, searched - len(stop) + 1)) for stop in self._stop]
+        found = [at for at in found if at >= 0]
         if found:
-            self._text = self._text[: min(found)]
-            self._is_cut = True
-        return self._is_cut
+            self.text = self.text[: min(found)]
+            self._is_finished = True
+        return self._is_finished
 
-    def flush(self, *, final: bool) -> str:
-        """The text that has become certain since the last call; with `final`, all that is left."""
-        end = len(self._text) if final else len(self._text) - self._num_held()
-        piece = self._text[self._num_flushed : end]
-        self._num_flushed = max(end, self._num_flushed)
+    def finish(self, tokens: Sequence[int]) -> None:
+        """No token will follow `tokens`: text that was held back for more is final. Only the first call counts."""
+        if not self._is_finished:
+            self.text += self._undecoded(tokens)
+            self._is_finished = True
+
+    def flush(self) -> str:
+        """The text that has become certain since the last call."""
+        num_held = 0
+        if not self._is_finished:
+            longest = max(map(len, self._stop), default=1) - 1
+            tails = (self.text[-length:] for length in range(min(longest, len(self.text)), 0, -1))
+            num_held = len(next((tail for tail in tails if any(stop.startswith(tail) for stop in self._stop)), ""))
+        piece = self.text[self._num_flushed : len(self.text) - num_held]
+        self._num_flushed += len(piece)
         return piece
 
-    def _num_held(self) -> int:
-        longest = max(map(len, self._stop), default=1) - 1
-        for num_chars in range(min(longest, len(self._text)), 0, -1):
-            tail = self._text[-num_chars:]
-            if any(stop.startswith(tail) for stop in self._stop):
-                return num_chars
-        return 0
-
-    def text(self, tokens: list[int]) -> str:
-        """All of the row's text, given all of its tokens."""
+    def _undecoded(self, tokens: Sequence[int]) -> str:
         if self._tokenizer is None:
             return ""
-        if self._incremental:
-            return self._text
-        return decode(self._tokenizer, tokens[: len(tokens) - self._num_hidden])
+        # Decoded together with the piece before: alone, a token would lose its leading space.
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        known = self._tokenizer.decode(tokens[self._begin : self._end], **options)
+        return self._tokenizer.decode(tokens[self._begin :], **options)[len(known) :]

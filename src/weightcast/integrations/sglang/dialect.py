@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from weightcast.control.http import HttpRoutes
-from weightcast.control.messages import PauseMode
 from weightcast.errors import UnsupportedError
-from weightcast.integrations.sglang.stock import StockServer
-from weightcast.integrations.sglang.stock_routes import ModelInfo, ServerInfo, SglangPause, StockRoutes
-from weightcast.interfaces import EngineClient
+from weightcast.format.messages import PauseMode
+from weightcast.integrations.sglang.stock.routes import ModelInfo, ServerInfo, SglangPause, SglangRoutes
+from weightcast.integrations.sglang.stock.sender import StockSender
+from weightcast.integrations.sglang.stock.server import SglangStockServer
+from weightcast.seams.client import EngineClient
 
 _PAUSES: dict[PauseMode, SglangPause] = {"keep": "retract", "abort": "abort"}
 
 
-def speak(routes: HttpRoutes, pause: PauseMode) -> EngineClient | None:
-    """The client for an SGLang server; None for what is none. Raises UnsupportedError if it can't be updated safely."""
+def detect(routes: HttpRoutes, pause: PauseMode) -> EngineClient | None:
+    """The client for an SGLang server; None if it is none. Raises UnsupportedError if it can't be updated safely."""
     model = routes.probe("/model_info", ModelInfo)
     if model is None:
         return None
@@ -21,7 +22,7 @@ def speak(routes: HttpRoutes, pause: PauseMode) -> EngineClient | None:
     if server is None:
         return None
     _require_supported(routes.name, server, pause)
-    return StockServer(StockRoutes(routes), model, server, pause=_PAUSES[pause])
+    return SglangStockServer(SglangRoutes(routes), model, server, pause=_PAUSES[pause], sender_type=StockSender)
 
 
 def _require_supported(name: str, server: ServerInfo, pause: PauseMode) -> None:

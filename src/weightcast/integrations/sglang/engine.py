@@ -11,18 +11,18 @@ from typing import Any
 
 import msgspec
 
-from weightcast.control.messages import PauseMode
-from weightcast.control.rank_calls import RankCall, RankReply
-from weightcast.guest.engine import GuestEngine
-from weightcast.guest.replies import Replies
-from weightcast.guest.turns import Turns
+from weightcast.control.worker_rpc import RankCall, RankReply
+from weightcast.format.messages import PauseMode
+from weightcast.integrations.plugin.engine import PluginEngine
+from weightcast.integrations.plugin.replies import Replies
+from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.sglang import internals
 from weightcast.integrations.sglang.scheduler import FORMAT
 
 _POLL_SECONDS = 0.02
 
 
-class SglangEngine(GuestEngine):
+class SglangEngine(PluginEngine):
     """The engine behind SGLang's TokenizerManager. Raises UnsupportedError if that lacks what is leant on."""
 
     def __init__(self, manager: Any, *, deadline_seconds: float = 60.0) -> None:
@@ -32,7 +32,7 @@ class SglangEngine(GuestEngine):
             *("model_update_lock", "pause_generation", "continue_generation", "abort_request", "update_weight_version"),
             "config_value",
         )
-        super().__init__("SGLang", Turns.of_one(), deadline_seconds)
+        super().__init__("SGLang", ServerMutex.of_one(), deadline_seconds)
         self._manager = manager
         self._continue = manager.continue_generation
 

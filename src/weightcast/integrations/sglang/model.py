@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from weightcast.errors import InstallError
-from weightcast.guest import undo
-from weightcast.guest.acceptance import acceptance
-from weightcast.guest.dry_run import dry_run, present
-from weightcast.guest.model import Agree, LoaderEngine, Tensors, alone
-from weightcast.guest.reference import reference
+from weightcast.integrations.plugin import undo
+from weightcast.integrations.plugin.acceptance import acceptance
+from weightcast.integrations.plugin.checkpoint_header import reference
+from weightcast.integrations.plugin.dry_run import dry_run, present
+from weightcast.integrations.plugin.model import Agree, LoaderEngine, Tensors, alone
 from weightcast.integrations.sglang import internals
 
 

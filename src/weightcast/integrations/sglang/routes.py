@@ -13,9 +13,9 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException
 
-from weightcast.control.server_weights import guarded
+from weightcast.control.routes import guarded
 from weightcast.errors import EngineTornError
-from weightcast.guest.routes import EngineRoutes, TornGuard, log
+from weightcast.integrations.plugin.routes import EngineRoutes, TornGuard, log
 from weightcast.integrations.sglang.engine import SglangEngine
 from weightcast.integrations.sglang.scheduler import TOKEN_VARIABLE
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from weightcast.control.messages import WeightInfo
-from weightcast.control.rank_calls import RankReply
+from weightcast.control.worker_rpc import RankReply
 from weightcast.errors import ClosedError, ErrorRecord, from_record, to_record
-from weightcast.guest.rank import Rank
-from weightcast.guest.ranks import Outcome, Ranks
+from weightcast.format.messages import WeightInfo
+from weightcast.integrations.plugin.rank_consensus import Outcome, RankConsensus
+from weightcast.integrations.plugin.rank_worker import RankWorker
 from weightcast.integrations.sglang import internals
 from weightcast.integrations.sglang.model import SglangModel
 
@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 def made(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After a scheduler was made: prepare its rank, while nothing is served yet. Whatever fails is said when asked."""
     try:
-        setattr(scheduler, _RANK, _prepared(scheduler, Ranks([internals.parallel().tp_group.cpu_group])))
+        setattr(scheduler, _RANK, _prepared(scheduler, RankConsensus([internals.parallel().tp_group.cpu_group])))
     except Exception as exc:
         logger.warning("this SGLang can't be updated by weightcast: %s", exc)
         setattr(scheduler, _RANK, to_record(exc))
 
 
-def _prepared(scheduler: Any, ranks: Ranks) -> SchedulerRank:
+def _prepared(scheduler: Any, ranks: RankConsensus) -> SchedulerRank:
     """This rank, if all ranks could be prepared. Raises what the first one could not be for."""
     rank: SchedulerRank | None = None
     error: ErrorRecord | None = None
@@ -75,7 +75,7 @@ def _refusals(error: ErrorRecord | None) -> str:
 class SchedulerRank:
     """One rank of the engine. Raises UnsupportedError if this SGLang lacks what is leant on."""
 
-    def __init__(self, scheduler: Any, ranks: Ranks) -> None:
+    def __init__(self, scheduler: Any, ranks: RankConsensus) -> None:
         internals.require(scheduler, "flush_cache", "is_fully_idle", "_engine_paused", "tp_worker", "server_args")
         internals.require(scheduler.tp_worker, "model_runner")
         internals.require_arguments(scheduler.flush_cache, "empty_cache")
@@ -92,7 +92,7 @@ class SchedulerRank:
             flush=functools.partial(scheduler.flush_cache, empty_cache=False),
             is_alone=parallel.tp_size == 1,
         )
-        self._rank = Rank(
+        self._rank = RankWorker(
             lambda agree: make(agree=agree),
             ranks,
             engine_rank=self._engine_rank,

@@ -16,17 +16,18 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from weightcast import host_copy, registry
-from weightcast.guest.refusal import Refusal
-from weightcast.manifest import WeightVersion
-from weightcast.relay import Relay
+from weightcast import registry
+from weightcast.format.manifest import WeightVersion
+from weightcast.host import copy as host_copy
+from weightcast.integrations.plugin.refusal import Refusal
+from weightcast.trainer.relay import Relay
 
 logger = logging.getLogger(__name__)
 
-LocalEngine: TypeAlias = "DirectModel | RemoteEngine"
+VllmUnderTorchRL: TypeAlias = "DirectModel | RemoteEngine"
 
 
-def engine_for(vllm_engine: Any, *, transport: str = "ipc://", undo: bool = True) -> LocalEngine:
+def engine_for(vllm_engine: Any, *, transport: str = "ipc://", undo: bool = True) -> VllmUnderTorchRL:
     """Whichever fits. `transport` takes the weights from this process to workers that are elsewhere.
 
     `undo`: workers that are elsewhere keep a host copy of the live weights while they load.

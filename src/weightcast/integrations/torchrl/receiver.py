@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from weightcast.errors import InstallError
-from weightcast.follower import Followed, Follower
-from weightcast.integrations.torchrl.engines import LocalEngine, RemoteEngine, engine_for
-from weightcast.integrations.torchrl.transport import THREADED_BUCKET_BYTES, store_url
+from weightcast.format.manifest import WeightVersion
+from weightcast.format.plan import plan
+from weightcast.integrations.torchrl.engines import RemoteEngine, VllmUnderTorchRL, engine_for
+from weightcast.integrations.torchrl.transport import THREADED_BUCKET_BYTES, SchemeOptions, store_url
 from weightcast.integrations.torchrl.weights import WeightsSource, named_tensors
-from weightcast.interfaces import Undoable
-from weightcast.manifest import WeightVersion
-from weightcast.plan import plan
-
-if TYPE_CHECKING:
-    from weightcast.integrations.torchrl.scheme import VLLMDoubleBufferSyncScheme
+from weightcast.seams.engine import Undoable
+from weightcast.serving.follower import Followed, Follower
 
 
 class VLLMDoubleBufferWeightReceiver:
@@ -29,12 +26,12 @@ class VLLMDoubleBufferWeightReceiver:
     """
 
     # What is made by `__new__`, as TorchRL's tests do, applies weights to its engine.
-    _engine: LocalEngine | None = None
+    _engine: VllmUnderTorchRL | None = None
     _undo = True
 
     def __init__(
         self,
-        scheme: VLLMDoubleBufferSyncScheme,
+        scheme: SchemeOptions,
         vllm_engine: Any,
         *,
         transport: str = "ipc://",

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
-from weightcast.adapters import Merging
-from weightcast.integrations.torchrl.transport import VLLMDoubleBufferTransport
+from weightcast.checkpoint.adapters import Merging
+from weightcast.integrations.torchrl.transport import SchemeOptions, VLLMDoubleBufferTransport
 from weightcast.integrations.torchrl.weights import extract
-
-if TYPE_CHECKING:
-    from weightcast.integrations.torchrl.scheme import VLLMDoubleBufferSyncScheme
 
 
 class VLLMDoubleBufferWeightSender:
     """Made by a scheme. The model is held weakly."""
 
-    def __init__(self, scheme: VLLMDoubleBufferSyncScheme) -> None:
+    def __init__(self, scheme: SchemeOptions) -> None:
         """Raises ValueError for an unknown strategy."""
         self._scheme = scheme
         self._strategy = WeightStrategy(extract_as=scheme.strategy_name)

@@ -6,19 +6,20 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from tensordict import TensorDict
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
-from weightcast.follower import Follower
+from weightcast.engines.tensors import TensorSink
 from weightcast.integrations.torchrl.weights import WeightsSource, extract
-from weightcast.manifest import WeightVersion
-from weightcast.publisher import Publisher
+from weightcast.serving.follower import Follower
+from weightcast.trainer.publisher import Publisher
 
+_PASS_ON = WeightStrategy()
 THREADED_BUCKET_BYTES = 64 << 20
 """Larger than most tensors: with several threads, what is cut is put together for a loader that takes whole tensors."""
 
@@ -26,6 +27,16 @@ THREADED_BUCKET_BYTES = 64 << 20
 def store_url(directory: str | os.PathLike[str], num_threads: int) -> str:
     """The store in a directory, which may be relative, read and written by so many threads."""
     return f"{Path(directory).absolute().as_uri()}?num_threads={num_threads}"
+
+
+class SchemeOptions(Protocol):
+    """What a sender and a receiver read of the scheme that has made them."""
+
+    local_addr: str
+    num_threads: int
+    strategy_name: Literal["tensordict", "state_dict"]
+
+    def create_transport(self) -> VLLMDoubleBufferTransport: ...
 
 
 class VLLMDoubleBufferTransport:
@@ -48,7 +59,7 @@ class VLLMDoubleBufferTransport:
         self._source = WeightsSource()
         self._publisher: Publisher | None = None
         self._follower: Follower | None = None
-        self._taken = _Taken()
+        self._taken = TensorSink()
         self._lock = threading.Lock()
         self._exits = contextlib.ExitStack()
         weakref.finalize(self, self._exits.close)
@@ -93,7 +104,8 @@ class VLLMDoubleBufferTransport:
                 url = store_url(self.local_addr, self.num_threads)
                 self._follower = self._exits.enter_context(Follower(url, self._taken, label="torchrl transport"))
             followed = self._follower.wait(timeout or 0.0)
-            return None if followed is None else TensorDict(self._taken.take(), batch_size=[])
+            tensors, self._taken.tensors = self._taken.tensors, {}
+            return None if followed is None else TensorDict(tensors, batch_size=[])
 
     def check_connection(self) -> bool:
         """Whether the directory to be written is there, or could be made."""
@@ -113,30 +125,3 @@ class VLLMDoubleBufferTransport:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._make_state()
-
-
-class _Taken:
-    """An `Engine` that takes copies."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
-
-    def take(self) -> dict[str, torch.Tensor]:
-        tensors, self._tensors = self._tensors, {}
-        return tensors
-
-    def specs(self) -> None:
-        return None
-
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._tensors.update((name, tensor.clone()) for name, tensor in tensors)
-
-    def commit(self, version: WeightVersion) -> None:
-        """Nothing is served here."""
-
-    def discard(self) -> None:
-        self._tensors = {}
-
-
-_PASS_ON = WeightStrategy()
-"""What reaches a transport was extracted; a module, which TorchRL's would not take, is in the default way."""

@@ -16,12 +16,12 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, is_leaf_nonten
 from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
-from weightcast.adapters import Merging, has_adapters, require_merged
-from weightcast.bucket import DTYPE_NAMES
-from weightcast.checkpoint import memory_key, require_here
-from weightcast.interfaces import Regions
-from weightcast.manifest import TensorSpec
-from weightcast.plan import whole
+from weightcast.checkpoint.adapters import Merging, has_adapters, require_merged
+from weightcast.checkpoint.live import memory_key, require_here
+from weightcast.format.bucket import DTYPE_NAMES
+from weightcast.format.geometry import whole
+from weightcast.format.manifest import TensorSpec
+from weightcast.seams.source import Regions
 
 _LOOKS = (torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous)
 _GEOMETRY = (operator.attrgetter("shape"), operator.attrgetter("dtype"), torch.Tensor.stride)

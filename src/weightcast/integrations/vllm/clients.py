@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from weightcast.control.messages import PauseMode
-from weightcast.control.rank_calls import METHOD, unmarked
+from weightcast.control.worker_rpc import METHOD, unmarked
 from weightcast.errors import ControlError, PeerDiedError, PeerTimeoutError, WeightcastError, from_record
-from weightcast.guest.refusal import Refusal
+from weightcast.format.messages import PauseMode
+from weightcast.integrations.plugin.refusal import Refusal
 from weightcast.integrations.vllm.rank_client import RankClient, Status
 
 Call = Callable[..., Any]

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightcast.guest import dry_run as guest
-from weightcast.guest.dry_run import Outcome, present
+from weightcast.format.manifest import TensorSpec
+from weightcast.integrations.plugin import dry_run as guest
+from weightcast.integrations.plugin.dry_run import DryRunOutcome, present
 from weightcast.integrations.vllm import internals, layers
-from weightcast.manifest import TensorSpec
 
 
-def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> Outcome:
+def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> DryRunOutcome:
     """What vLLM's loader would do with tensors of these names, shapes and dtypes, in this order.
 
     `calls` counts those into what `layers.Filling` fills.
@@ -69,7 +69,7 @@ def _counted(loader: Callable[..., Any], on_call: Callable[[], None]) -> Callabl
     return load
 
 
-def _passed_by(model: nn.Module, outcome: Outcome, calls: Mapping[str, int]) -> Iterator[str]:
+def _passed_by(model: nn.Module, outcome: DryRunOutcome, calls: Mapping[str, int]) -> Iterator[str]:
     """What is set in layers that must be filled by their loaders, but by other means."""
     for target in outcome.targets.values():
         layer = target.name.rpartition(".")[0]

@@ -6,21 +6,23 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from weightcast.control.messages import PauseMode
-from weightcast.control.rank_calls import METHOD, Ask, RankCall, numbered, replies_to
-from weightcast.guest.engine import GuestEngine
-from weightcast.guest.replies import Replies
-from weightcast.guest.turns import Turns
+from weightcast.control.worker_rpc import METHOD, Ask, RankCall, numbered, replies_to
+from weightcast.format.messages import PauseMode
+from weightcast.integrations.plugin.engine import PluginEngine
+from weightcast.integrations.plugin.replies import Replies
+from weightcast.integrations.plugin.server_mutex import ServerMutex
 
 DEADLINE_SECONDS = 50.0
 """Less than a publisher waits for an answer by default, so that it hears why there is none."""
 
 
-class VllmEngine(GuestEngine):
+class VllmEngine(PluginEngine):
     """The engine behind `client`, vLLM's EngineClient. By default one API server is in front of it."""
 
-    def __init__(self, client: Any, turns: Turns | None = None, *, deadline_seconds: float = DEADLINE_SECONDS) -> None:
-        super().__init__("vLLM", Turns.of_one() if turns is None else turns, deadline_seconds)
+    def __init__(
+        self, client: Any, mutex: ServerMutex | None = None, *, deadline_seconds: float = DEADLINE_SECONDS
+    ) -> None:
+        super().__init__("vLLM", ServerMutex.of_one() if mutex is None else mutex, deadline_seconds)
         self._client = client
 
     def world_size(self, *, with_data_parallel: bool) -> int:

@@ -12,11 +12,12 @@ from typing import Any
 import msgspec
 
 from weightcast.control.http import HttpRoutes
-from weightcast.control.messages import PauseMode
-from weightcast.control.rank_calls import METHOD, Ask
+from weightcast.control.worker_rpc import METHOD, Ask
 from weightcast.errors import ControlError
-from weightcast.guard import RescueRequest
+from weightcast.format.messages import PauseMode
 from weightcast.integrations.vllm.rank_client import RankClient, Status
+from weightcast.integrations.vllm.replies import RankResults, WeightInfoReply, WorldSizeReply
+from weightcast.links.watchdog import RecoveryRequest
 
 BACKEND = "weightcast"
 _CONFIG = '{"backend": "weightcast"}'
@@ -26,9 +27,9 @@ RESUME = "/wake_up?tags=scheduling"
 _IS_TORN = r'"torn":\s*"[^"]'
 
 
-def speak(routes: HttpRoutes, pause: PauseMode) -> StockServer | None:
-    """The client for a vLLM server with our backend; None for what is none. Raises ControlError if it has no routes."""
-    if routes.probe("/weight_info", _WeightInfo) is None:
+def detect(routes: HttpRoutes, pause: PauseMode) -> VllmStockServer | None:
+    """The client for a vLLM server with our backend; None if it is none. Raises ControlError if it has no routes."""
+    if routes.probe("/weight_info", WeightInfoReply) is None:
         version = routes.probe("/version", _Version)
         if version is None:
             return None
@@ -37,47 +38,47 @@ def speak(routes: HttpRoutes, pause: PauseMode) -> StockServer | None:
             f"and start it with VLLM_PLUGINS=weightcast and --weight-transfer-config '{_CONFIG}'",
             peer=routes.name,
         )
-    info = routes.probe("/server_info?config_format=json", _ServerInfo)
+    info = routes.probe("/server_info?config_format=json", _ServerKind)
     if info is None:
         return None
     transfer = info.vllm_config.weight_transfer_config
     if transfer is None or transfer.backend != BACKEND:
         return None
-    return StockServer(routes, pause=pause)
+    return VllmStockServer(routes, pause=pause)
 
 
-class StockServer(RankClient):
+class VllmStockServer(RankClient):
     """A vLLM server by its stock routes. If this process dies in a pause, the guard resumes it, unless it is torn."""
 
     def __init__(self, routes: HttpRoutes, *, pause: PauseMode) -> None:
-        super().__init__(routes.name, StockRoutes(routes), pause=pause, token=routes.token)
+        super().__init__(routes.name, VllmRoutes(routes), pause=pause, token=routes.token)
         self._routes = routes
 
-    def rescue(self, run: str) -> list[RescueRequest]:
+    def recovery_requests(self, run: str) -> list[RecoveryRequest]:
         """Ask whether a rank is torn (that waits for an install under way); if none is, resume."""
         headers = dict(self._routes.headers)
         ask = _encode(_rank_call(msgspec.to_builtins(Ask()))).decode()
         return [
-            RescueRequest(f"{self.name}/collective_rpc", headers, ask, stop_if=_IS_TORN),
-            RescueRequest(f"{self.name}{RESUME}", headers),
+            RecoveryRequest(f"{self.name}/collective_rpc", headers, ask, stop_if=_IS_TORN),
+            RecoveryRequest(f"{self.name}{RESUME}", headers),
         ]
 
     def close(self) -> None:
         self._routes.close()
 
 
-class StockRoutes:
+class VllmRoutes:
     """`Control` by vLLM's own routes."""
 
     def __init__(self, routes: HttpRoutes) -> None:
         self._routes = routes
 
     def call_ranks(self, call: Any) -> list[Any]:
-        return self._routes.post_for("/collective_rpc", _encode(_rank_call(call)), _Results).results
+        return self._routes.post_for("/collective_rpc", _encode(_rank_call(call)), RankResults).results
 
     def status(self) -> Status:
-        label = self._routes.get("/weight_info", _WeightInfo).weight_version
-        world_size = self._routes.get("/get_world_size", _WorldSize).world_size
+        label = self._routes.get("/weight_info", WeightInfoReply).weight_version
+        world_size = self._routes.get("/get_world_size", WorldSizeReply).world_size
         return Status(label, self._routes.get("/is_paused", _IsPaused).is_paused, world_size)
 
     def pause(self, mode: PauseMode) -> None:
@@ -95,24 +96,12 @@ def _rank_call(call: Any) -> dict[str, Any]:
     return {"method": METHOD, "args": [call]}
 
 
-class _WeightInfo(msgspec.Struct):
-    weight_version: str
-
-
 class _IsPaused(msgspec.Struct):
     is_paused: bool
 
 
-class _WorldSize(msgspec.Struct):
-    world_size: int
-
-
 class _Version(msgspec.Struct):
     version: str
-
-
-class _Results(msgspec.Struct):
-    results: list[Any]
 
 
 class _WeightTransferConfig(msgspec.Struct):
@@ -123,5 +112,5 @@ class _VllmConfig(msgspec.Struct):
     weight_transfer_config: _WeightTransferConfig | None = None
 
 
-class _ServerInfo(msgspec.Struct):
+class _ServerKind(msgspec.Struct):
     vllm_config: _VllmConfig

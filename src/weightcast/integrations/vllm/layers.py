@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from weightcast.errors import InstallError
-from weightcast.guest.dry_run import present
+from weightcast.integrations.plugin.dry_run import present
 from weightcast.integrations.vllm import internals
 
 Tensors = dict[str, torch.Tensor]

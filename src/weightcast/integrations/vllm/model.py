@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightcast.guest import undo
-from weightcast.guest.acceptance import Acceptance, acceptance
-from weightcast.guest.model import Agree, LoaderEngine, Tensors, alone
+from weightcast.integrations.plugin import undo
+from weightcast.integrations.plugin.acceptance import Acceptance, acceptance
+from weightcast.integrations.plugin.model import Agree, LoaderEngine, Tensors, alone
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.dry_run import dry_run
+from weightcast.integrations.vllm.layerwise_load import Reload
 from weightcast.integrations.vllm.reference import reference
-from weightcast.integrations.vllm.reload import Reload
 
 
 class VllmModel(LoaderEngine):

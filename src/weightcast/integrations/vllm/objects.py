@@ -10,16 +10,16 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from weightcast.control.messages import PauseMode
-from weightcast.control.rank_calls import METHOD
+from weightcast.control.worker_rpc import METHOD
 from weightcast.errors import ControlError, PeerDiedError, PeerTimeoutError, WeightcastError
-from weightcast.guest.refusal import Refusal
+from weightcast.format.messages import PauseMode
+from weightcast.integrations.plugin.refusal import Refusal
 from weightcast.integrations.vllm.clients import AsyncLLMEngine, LLMEngine
 from weightcast.integrations.vllm.rank_client import RankClient, Status
-from weightcast.interfaces import EngineClient
+from weightcast.seams.client import EngineClient
 
 
-def speak(engine: Any) -> list[EngineClient]:
+def detect(engine: Any) -> list[EngineClient]:
     """The clients of an engine object, one for each replica; empty if it has no `collective_rpc`."""
     if not hasattr(engine, "collective_rpc"):
         return []

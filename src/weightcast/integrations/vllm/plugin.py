@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from weightcast.control.messages import WeightInfo
-from weightcast.control.rank_calls import METHOD, RankReply
+from weightcast.control.worker_rpc import METHOD, RankReply
 from weightcast.errors import UnsupportedError, to_record
+from weightcast.format.messages import WeightInfo
 
 BACKEND = "weightcast"
 

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 from msgspec import UNSET
 
-from weightcast.control.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
-from weightcast.control.rank_calls import (
+from weightcast.control.worker_rpc import (
     Ask,
     Init,
     Install,
@@ -22,12 +21,14 @@ from weightcast.control.rank_calls import (
     RankCall,
     RankReply,
     Settle,
-    Update,
+    UpdateCall,
     numbered,
     replies_to,
 )
 from weightcast.errors import ClosedError, PeerError, WeightcastError, from_record
-from weightcast.guest.refusal import Refusal
+from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
+from weightcast.integrations.plugin.refusal import Refusal
+from weightcast.seams.client import EngineClient, ServesTraffic
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,8 @@ class Control(Protocol):
     def set_label(self, version: str) -> None: ...
 
 
-class RankClient:
-    """An `EngineClient` over a `Control`, also `Pausable`, `Settling` and `Distrusted`. `name`: as errors call it.
+class RankClient(EngineClient, ServesTraffic):
+    """An `EngineClient` over a `Control`, with `TwoPhaseInstall`. `name`: as errors call it.
 
     `refusal`: that of the object of this process by which callers generate. `token` is what the engine's processes have
     as WEIGHTCAST_TOKEN. `pause`: what becomes of requests, see HttpEngine.
@@ -112,7 +113,7 @@ class RankClient:
         self._run = info.run
 
     def update(self, info: UpdateInfo) -> None:
-        self._required(Update(info))
+        self._required(UpdateCall(info))
 
     def finish(self, version: int) -> None:
         """Install on every rank. Raises the first error; ranks of other data-parallel engines say theirs on links."""
@@ -141,15 +142,15 @@ class RankClient:
                     self._control.set_label(infos[0].weight_version)
                 self._control.resume()
         except WeightcastError as exc:
-            self.distrust(f"it could not be resumed: {exc}")
+            self.quarantine(f"it could not be resumed: {exc}")
             raise
         if torn:
-            self.distrust(torn)
+            self.quarantine(torn)
             logger.warning("%s stays paused until a complete update heals it: %s", self.name, torn)
         elif self._refusal is not None:
             self._refusal.end()
 
-    def distrust(self, reason: str) -> None:
+    def quarantine(self, reason: str) -> None:
         """Have requests refused, where the engine is an object of this process, until it is resumed."""
         if self._refusal is not None:
             self._refusal.begin(reason)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightcast.guest import reference as guest
-from weightcast.manifest import TensorSpec
+from weightcast.format.manifest import TensorSpec
+from weightcast.integrations.plugin import checkpoint_header as guest
 
 
 def reference(vllm_config: Any) -> list[TensorSpec] | None:

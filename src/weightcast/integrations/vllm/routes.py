@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
 
-from weightcast.control.server_replies import error_reply, reply
-from weightcast.control.server_weights import Handler, guarded, pause_mode
+from weightcast.control.replies import error_reply, reply
+from weightcast.control.routes import Handler, guarded, pause_mode
 from weightcast.errors import ClosedError, EngineTornError, WeightcastError
-from weightcast.guest.routes import EngineRoutes, TornGuard, log
-from weightcast.guest.turns import Turns
+from weightcast.integrations.plugin.routes import EngineRoutes, TornGuard, log
+from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.vllm.engine import VllmEngine
 
 TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
@@ -67,8 +67,8 @@ class WeightcastRoutes:
             return
         num_servers = getattr(args, "api_server_count", None) or 1
         # Several API servers are children of one process.
-        turns = Turns.of_several(num_servers, launcher=os.getppid()) if num_servers > 1 else Turns.of_one()
-        self._engine = VllmEngine(engine_client, turns)
+        mutex = ServerMutex.of_several(num_servers, launcher=os.getppid()) if num_servers > 1 else ServerMutex.of_one()
+        self._engine = VllmEngine(engine_client, mutex)
 
     def _require_engine(self) -> VllmEngine:
         if self._engine is None:

@@ -1,4 +1,4 @@
-"""The backend "weightcast" of vLLM's weight transfer: in each worker, vLLM's stock calls over that worker's `Rank`.
+"""The backend "weightcast" of vLLM's weight transfer: in each worker, vLLM's stock calls over its `RankWorker`.
 
 Invariants: no call waits for the publisher; a call that failed on any rank raises on the last one only, since vLLM
 stops reading its ranks' replies at the first that raises and answers later calls with the rest. For the same reason
@@ -19,11 +19,11 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
-from weightcast.control.messages import InitInfo, UpdateInfo
-from weightcast.control.rank_calls import Init, Leave, Update, marked
+from weightcast.control.worker_rpc import Init, Leave, UpdateCall, marked
 from weightcast.errors import ClosedError, ErrorRecord, ManifestError, UnsupportedError, WeightcastError, to_record
-from weightcast.guest.rank import Rank
-from weightcast.guest.ranks import Ranks
+from weightcast.format.messages import InitInfo, UpdateInfo
+from weightcast.integrations.plugin.rank_consensus import RankConsensus
+from weightcast.integrations.plugin.rank_worker import RankWorker
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.model import VllmModel
 
@@ -56,9 +56,9 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
         first_rank = parallel.data_parallel_index * parallel.world_size
         groups = [get_tp_group().cpu_group, get_pp_group().cpu_group]
         self._is_last = parallel.rank == parallel.world_size - 1
-        self._rank = Rank(
+        self._rank = RankWorker(
             lambda agree: VllmModel(model, vllm_config, device, agree=agree),
-            Ranks(groups, first_rank=first_rank),
+            RankConsensus(groups, first_rank=first_rank),
             engine_rank=first_rank + parallel.rank,
             world_size=parallel.world_size_across_dp,
             token=os.environ.get(TOKEN_VARIABLE, ""),
@@ -94,7 +94,7 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
 
     def update_weights(self, update_info: Any) -> None:
         """Take an offer, a seal or an abort."""
-        self._stock(lambda: self._rank.do(Update(_typed(update_info, UpdateInfo))))
+        self._stock(lambda: self._rank.do(UpdateCall(_typed(update_info, UpdateInfo))))
 
     receive_weights = update_weights
 

@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from weightcast.manifest import Region
+from weightcast.format.geometry import Region
 
 Sizes: TypeAlias = Mapping[str, int]
 """Sizes and switches of a model by name (see `sizes`)."""
@@ -32,7 +32,7 @@ ALONE = Axis()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class LayoutPart:
     """A view of a local tensor, and its region of tensor number `number` of a rule; the view has the region's sizes."""
 
     number: int
@@ -40,7 +40,7 @@ class Part:
     view: torch.Tensor
 
 
-class Layout(Protocol):
+class ShardLayout(Protocol):
     """One way in which a parameter is cut and joined."""
 
     def shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
@@ -51,7 +51,7 @@ class Layout(Protocol):
         """What a rank holds. Raises ValueError if it can't be cut so."""
         ...
 
-    def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[Part]:
+    def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[LayoutPart]:
         """Raises ValueError for a local tensor of another shape."""
         ...
 
@@ -68,9 +68,9 @@ class Whole:
     def local_shape(self, sizes: Sizes, axis: Axis) -> tuple[int, ...]:
         return self.shapes(sizes)[0]
 
-    def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[Part]:
+    def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[LayoutPart]:
         require_shape(local, self.local_shape(sizes, axis))
-        yield Part(0, Region((0,) * local.ndim, tuple(local.shape)), local)
+        yield LayoutPart(0, Region((0,) * local.ndim, tuple(local.shape)), local)
 
 
 class Columns:
@@ -85,9 +85,9 @@ class Columns:
     def local_shape(self, sizes: Sizes, axis: Axis) -> tuple[int, ...]:
         return (sizes[self._rows], share(sizes[self._columns], axis))
 
-    def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[Part]:
+    def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[LayoutPart]:
         require_shape(local, self.local_shape(sizes, axis))
-        yield Part(0, Region((0, axis.rank * local.shape[1]), tuple(local.shape)), local)
+        yield LayoutPart(0, Region((0, axis.rank * local.shape[1]), tuple(local.shape)), local)
 
 
 class Rows:
@@ -108,7 +108,7 @@ class Rows:
     def local_shape(self, sizes: Sizes, axis: Axis) -> tuple[int, ...]:
         return (share(sum(sizes[rows] for rows in self._rows), axis), *self._rest(sizes))
 
-    def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[Part]:
+    def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[LayoutPart]:
         total = sum(sizes[rows] for rows in self._rows)
         if self._whole and local.ndim and local.shape[0] == total:
             axis = ALONE
@@ -121,7 +121,7 @@ class Rows:
     def _num_blocks(self, sizes: Sizes, axis: Axis) -> int:
         return sizes[self._blocks] if self._blocks else 1
 
-    def _cut(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[Part]:
+    def _cut(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[LayoutPart]:
         """The runs of rows that this rank's stretch has in common with each block's share of each tensor."""
         begin, end = axis.rank * local.shape[0], (axis.rank + 1) * local.shape[0]
         num_blocks, row = self._num_blocks(sizes, axis), 0
@@ -145,7 +145,7 @@ class Gated(Rows):
 class Vocabulary(Rows):
     """Rows, of which the last ones over all ranks may be padding, which is left out."""
 
-    def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[Part]:
+    def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[LayoutPart]:
         rows, rest = sizes[self._rows[0]], self._rest(sizes)
         if not local.ndim or tuple(local.shape[1:]) != rest or local.shape[0] * axis.size < rows:
             raise ValueError(
@@ -154,8 +154,8 @@ class Vocabulary(Rows):
         yield from self._cut(sizes, axis, local)
 
 
-def _rows_part(number: int, offset: int, view: torch.Tensor) -> Part:
-    return Part(number, Region((offset, *(0 for _ in view.shape[1:])), tuple(view.shape)), view)
+def _rows_part(number: int, offset: int, view: torch.Tensor) -> LayoutPart:
+    return LayoutPart(number, Region((offset, *(0 for _ in view.shape[1:])), tuple(view.shape)), view)
 
 
 def share(size: int, axis: Axis) -> int:

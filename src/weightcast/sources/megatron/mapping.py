@@ -10,17 +10,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from weightcast.interfaces import Held
-from weightcast.manifest import TensorSpec
-from weightcast.sources.megatron.layouts import ALONE, Axis, Part, share, unstacked
+from weightcast.errors import listed
+from weightcast.format.manifest import TensorSpec
+from weightcast.seams.source import Held
+from weightcast.sources.megatron.layouts import ALONE, Axis, LayoutPart, share, unstacked
 from weightcast.sources.megatron.rules import EXPERT, Config, Family, Match, Rule, Table
 from weightcast.sources.megatron.sizes import sizes_of
 
-_MAX_LISTED = 8
 _INNER = r"(?:transformer_layer|mtp_model_layer)\."
 _LAYER = re.compile(rf"(?P<block>decoder|mtp)\.layers\.(?P<index>\d+)\.(?P<inner>{_INNER})?(?P<rest>.+)")
 
@@ -51,7 +51,7 @@ class Chunk:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedRegion:
     """A part of the tensor `name` of the checkpoint, and the parameter of a chunk that has it.
 
     `is_copy`: another stage owns it (an embedding for tied weights, or of a prediction layer); it is loaded, not sent.
@@ -67,7 +67,7 @@ class _NoRuleError(Exception):
     """No rule takes a parameter of this name."""
 
 
-class Mapping:
+class TensorMapping:
     """Of one model on one rank."""
 
     def __init__(
@@ -122,9 +122,9 @@ class Mapping:
 
     # --- Megatron's side ---
 
-    def placed(self, chunk: Chunk) -> list[Placed]:
+    def placed(self, chunk: Chunk) -> list[PlacedRegion]:
         """Every part that a chunk holds. Raises ValueError, naming every parameter that has no place."""
-        placed: list[Placed] = []
+        placed: list[PlacedRegion] = []
         unknown, unfit = [], []
         for name, tensor in chunk.tensors:
             try:
@@ -135,14 +135,14 @@ class Mapping:
                 unfit.append(f"{name!r}: {exc}")
         if unknown:
             raise ValueError(
-                f"{len(unknown)} Megatron parameters have no rule in the table of this family: {_listed(unknown)}; "
+                f"{len(unknown)} Megatron parameters have no rule in the table of this family: {listed(unknown)}; "
                 "add rules to it (docs/megatron.md), or give another `family`"
             )
         if unfit:
-            raise ValueError(f"{len(unfit)} Megatron parameters do not fit the configuration: {_listed(unfit)}")
+            raise ValueError(f"{len(unfit)} Megatron parameters do not fit the configuration: {listed(unfit)}")
         return placed
 
-    def _placed(self, name: str, tensor: torch.Tensor, chunk: Chunk) -> Iterator[Placed]:
+    def _placed(self, name: str, tensor: torch.Tensor, chunk: Chunk) -> Iterator[PlacedRegion]:
         if name == "output_layer.weight" and self.sizes["tied"]:
             name, is_copy = "embedding.word_embeddings.weight", True
         else:
@@ -150,7 +150,7 @@ class Mapping:
         match, prefix = self._located(name, chunk.layers)
         for expert, part in self._parts(match, tensor):
             hf_name = _hf_names(match.rule, prefix, expert)[part.number]
-            yield Placed(hf_name, name, (part.region, part.view), is_copy)
+            yield PlacedRegion(hf_name, name, (part.region, part.view), is_copy)
 
     def _located(self, name: str, layers: Sequence[int]) -> tuple[Match, str]:
         """The rule for a parameter, and the prefix of its layer on the checkpoint's side. Raises _NoRuleError."""
@@ -177,7 +177,7 @@ class Mapping:
             raise ValueError(f"it is of layer {layer}; the configuration has {num_layers}")
         return layer
 
-    def _parts(self, match: Match, tensor: torch.Tensor) -> Iterator[tuple[int, Part]]:
+    def _parts(self, match: Match, tensor: torch.Tensor) -> Iterator[tuple[int, LayoutPart]]:
         """The parts of a parameter, each with the number of its expert in the whole model."""
         sizes, layout, axis = self.sizes, match.rule.layout, self._axis(match.rule)
         if not match.rule.is_of_experts:
@@ -209,9 +209,3 @@ def canonical(name: str) -> str:
 
 def _hf_names(rule: Rule, prefix: str, expert: int) -> list[str]:
     return [prefix + name.replace(EXPERT, str(expert)) for name in rule.hf]
-
-
-def _listed(items: Iterable[str]) -> str:
-    listed = list(items)
-    more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
-    return "; ".join(listed[:_MAX_LISTED]) + more

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
-from weightcast.sources.megatron.layouts import Layout, Sizes
+from weightcast.sources.megatron.layouts import ShardLayout, Sizes
 
 Config: TypeAlias = Mapping[str, Any]
 """The fields of a Hugging Face config.json."""
@@ -32,7 +32,7 @@ class Rule:
 
     names: tuple[str, ...]
     hf: tuple[str, ...]
-    layout: Layout
+    layout: ShardLayout
     when: tuple[str, ...] = ()
     axis: Literal["tensor", "expert"] = "tensor"
     stacked: tuple[str, ...] = ()

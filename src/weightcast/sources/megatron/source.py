@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightcast.bucket import DTYPE_NAMES, narrow
-from weightcast.checkpoint import CASTABLE, require_here
-from weightcast.interfaces import Held, Regions
-from weightcast.manifest import Region, TensorSpec
+from weightcast.checkpoint.changes import TensorChangeDetector
+from weightcast.checkpoint.live import CASTABLE, require_here
+from weightcast.errors import listed
+from weightcast.format.bucket import DTYPE_NAMES, narrow
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import TensorSpec
+from weightcast.seams.source import Held, Regions
 from weightcast.sources.megatron import parallel as parallel_state
 from weightcast.sources.megatron.families import FAMILIES
-from weightcast.sources.megatron.mapping import Chunk, Mapping, Parallel, Placed
+from weightcast.sources.megatron.mapping import Chunk, Parallel, PlacedRegion, TensorMapping
 from weightcast.sources.megatron.rules import Family
 from weightcast.sources.megatron.sizes import read_config
-from weightcast.watch import Watch
-
-_MAX_LISTED = 8
 
 _SAME_FIELDS = {
     "num_layers": "layers",
@@ -67,7 +67,7 @@ class MegatronSource:
         if DTYPE_NAMES.get(published) not in CASTABLE:
             raise ValueError(f"dtype is {published}; weights can be published in {', '.join(sorted(CASTABLE))}")
         self._mtp = mtp
-        self._mapping = Mapping(
+        self._mapping = TensorMapping(
             _family(family, config["model_type"]),
             config,
             parallel or parallel_state.current(),
@@ -78,8 +78,8 @@ class MegatronSource:
         for model in self._models:
             _require_tying(model, tied=bool(self._mapping.sizes["tied"]))
         self._regions: Regions | None = None
-        self._placed: list[Placed] = []
-        self._watches: list[Watch] = []
+        self._placed: list[PlacedRegion] = []
+        self._watches: list[TensorChangeDetector] = []
         self._derive()
 
     def specs(self) -> Sequence[TensorSpec]:
@@ -109,7 +109,7 @@ class MegatronSource:
         """
         self._derive()
         _require_memory(self._placed)
-        places: dict[str, list[Placed]] = {}
+        places: dict[str, list[PlacedRegion]] = {}
         for each in self._placed:
             places.setdefault(each.name, []).append(each)
         shapes = {spec.name: spec.shape for spec in self._mapping.specs}
@@ -126,7 +126,7 @@ class MegatronSource:
             missing.discard(name)
             _fill(places.get(name, ()), tensor)
         if missing:
-            raise ValueError(f"{len(missing)} tensors of this rank were not given: {_listed(sorted(missing))}")
+            raise ValueError(f"{len(missing)} tensors of this rank were not given: {listed(sorted(missing))}")
 
     @torch.no_grad()
     def _zero_padding(self) -> None:
@@ -137,7 +137,7 @@ class MegatronSource:
                     tensor.zero_()
 
     def _derive(self) -> None:
-        self._watches = [Watch(model, with_buffers=True) for model in self._models]
+        self._watches = [TensorChangeDetector(model, with_buffers=True) for model in self._models]
         self._placed = [each for model in self._models for each in self._mapping.placed(self._chunk(model))]
 
     def _chunk(self, model: nn.Module) -> Chunk:
@@ -175,7 +175,7 @@ def _family(family: Family | str | None, model_type: str) -> Family:
     return FAMILIES[name]
 
 
-def _require_same(megatron: Any, mapping: Mapping) -> None:
+def _require_same(megatron: Any, mapping: TensorMapping) -> None:
     """Shapes do not tell all: other heads and groups may make as many rows."""
     fields = _SAME_FIELDS | ({} if mapping.sizes["kv_rank"] else _ATTENTION_FIELDS)
     found = {name: getattr(megatron, name, None) for name in fields}
@@ -230,7 +230,7 @@ def _require_gathered(chunk: nn.Module) -> None:
         module = module._modules.get("module")
 
 
-def _require_memory(placed: Iterable[Placed]) -> None:
+def _require_memory(placed: Iterable[PlacedRegion]) -> None:
     for each in placed:
         if each.held[1].is_meta:
             raise ValueError(
@@ -239,7 +239,7 @@ def _require_memory(placed: Iterable[Placed]) -> None:
             )
 
 
-def _regions(placed: Iterable[Placed]) -> dict[str, tuple[Held, ...]]:
+def _regions(placed: Iterable[PlacedRegion]) -> dict[str, tuple[Held, ...]]:
     """Parts by name, what other stages own left out. Raises ValueError for a region that two parameters hold."""
     regions: dict[str, list[Held]] = {}
     owners: dict[tuple[str, Region], str] = {}
@@ -255,12 +255,7 @@ def _regions(placed: Iterable[Placed]) -> dict[str, tuple[Held, ...]]:
 
 
 @torch.no_grad()
-def _fill(places: Iterable[Placed], tensor: torch.Tensor) -> None:
+def _fill(places: Iterable[PlacedRegion], tensor: torch.Tensor) -> None:
     for each in places:
         region, view = each.held
         view.copy_(narrow(tensor, region))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + more

@@ -1,0 +1,91 @@
+"""How far it is from `Publisher.publish` to `Engine.commit`: frames and files of weightcast, both sides together.
+
+One trainer rank publishes to a reference server over ipc, for the first time. Printed are the calls that lead to the
+commit, on the publisher's side down to the request that installs and on the engine's side from its route on, and how
+many files were executed from `publish()` until it returned. Exits with 1 above the limits of docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import FrameType
+
+import httpx
+import torch
+
+import weightcast
+
+PACKAGE = Path(weightcast.__file__).parent
+
+
+class Recorder:
+    """Notes which files of the package are executed while it is on."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.files: set[str] = set()
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        if self.is_on and event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+            self.files.add(frame.f_code.co_filename)
+
+
+def ours() -> list[str]:
+    """The package's frames of the calling thread, outermost first, without the caller's own."""
+    found = []
+    for frame in traceback.extract_stack()[:-2]:
+        if frame.filename.startswith(str(PACKAGE)):
+            found.append(f"{Path(frame.filename).relative_to(PACKAGE)}:{frame.name}")
+    return found
+
+
+def main() -> None:
+    recorder = Recorder()
+    threading.setprofile(recorder)
+    sys.setprofile(recorder)
+    publisher_side: list[str] = []
+    route: list[str] = []
+    thread: list[str] = []
+
+    class Engine(weightcast.ModuleEngine):
+        def commit(self, version: weightcast.WeightVersion) -> None:
+            thread.extend([*ours(), "engines/module.py:commit"])
+            super().commit(version)
+
+    class Client(httpx.Client):
+        def stream(self, method: str, url: str, **options: object) -> object:  # type: ignore[override]
+            if "/finish_weight_update" in str(url):
+                publisher_side.extend(ours())
+            return super().stream(method, url, **options)  # type: ignore[arg-type]
+
+    class Pool(concurrent.futures.ThreadPoolExecutor):
+        def submit(self, *args: object, **options: object) -> object:  # type: ignore[override]
+            # The last call from a route before the commit is that of the install.
+            if not thread and any(frame.startswith("control/") for frame in ours()):
+                route[:] = [frame for frame in ours() if not frame.startswith("control/server/")]
+            return super().submit(*args, **options)  # type: ignore[arg-type]
+
+    httpx.Client = Client  # type: ignore[misc]
+    # The server makes its pool of threads by this name.
+    concurrent.futures.ThreadPoolExecutor = Pool  # type: ignore[misc]
+    model = torch.nn.Linear(4, 4)
+    with (
+        weightcast.EngineServer(Engine(torch.nn.Linear(4, 4))) as server,
+        weightcast.Publisher(weightcast.ModuleSource(model), engines=[server.url]) as publisher,
+    ):
+        recorder.is_on = True
+        publisher.publish()
+        recorder.is_on = False
+    frames = publisher_side + route + thread
+    print("\n".join(f"  {frame}" for frame in frames))
+    files = sorted(str(Path(file).relative_to(PACKAGE)) for file in recorder.files)
+    print(f"{len(frames)} frames from publish() to Engine.commit")
+    print(f"{len(files)} files: {' '.join(files)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""What a publish is measured against: a memcpy, a raw broadcast, and the steps per tensor that buckets replaced.
+
+Each function that sends has its engine's end beside it; `worker` calls those. Handshakes and warm memory lie outside
+what is timed.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy
+import torch
+from torch.distributed import Work
+
+from weightcast.bench.channel import ANSWER_SECONDS, BenchChannel, Done, await_done, tell
+from weightcast.bench.settings import BenchSettings
+from weightcast.format.bucket import DTYPE_NAMES, TORCH_DTYPES, TRAILER_BYTES, check_trailer, write_trailer
+from weightcast.format.manifest import WeightVersion
+from weightcast.process_group import ProcessGroup, Store, serve_store, wait
+from weightcast.seams.engine import Engine
+from weightcast.transports.ipc.arena import OwnedSharedArena
+from weightcast.transports.ipc.records import SharedArena
+
+MAX_MEMCPY_BYTES = 2 << 30
+NUM_BUFFERS = 2
+VERSION = WeightVersion("0" * 32, 0)
+
+Tensors: TypeAlias = Mapping[str, torch.Tensor]
+Channels: TypeAlias = Sequence[BenchChannel]
+
+
+class TensorMessage(msgspec.Struct, frozen=True):
+    """The tensor of this name is next. An empty name ends the tensors."""
+
+    name: str
+    index: int = 0
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+class JoinGroup(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
+    """Join the process group of the baselines, whose store has this port."""
+
+    port: int
+
+
+class Broadcasts(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
+    """Take part in one raw broadcast of all bytes, or in a broadcast for each tensor."""
+
+    per_tensor: bool
+
+
+EngineCommand: TypeAlias = SharedArena | JoinGroup | Broadcasts
+"""What the bench sends to an engine, which answers each with Done once it is ready. SharedArena: `TensorSlot.lend`."""
+
+
+class Memcpy:
+    """Copies `num_bytes` between two warm buffers, as memcpy does it: one thread. On a GPU: device to device.
+
+    Memory: twice `num_bytes`, at most twice MAX_MEMCPY_BYTES; beyond that the buffers, which no cache could hold, are
+    copied repeatedly until `num_bytes` have been.
+    """
+
+    def __init__(self, num_bytes: int, device: str = "cpu") -> None:
+        self._device = torch.device(device)
+        self._numel = -(-num_bytes // 2)
+        size = min(self._numel, MAX_MEMCPY_BYTES // 2)
+        self._source = torch.ones(size, dtype=torch.bfloat16, device=device)
+        self._target = torch.empty(size, dtype=torch.bfloat16, device=device)
+        self.seconds()
+
+    def seconds(self) -> float:
+        """Copy once; return how long it took. numpy's copy of a contiguous array is one call of memcpy."""
+        if self._device.type != "cpu":
+            return self.all_threads_seconds()
+        target, source = (tensor.view(torch.int16).numpy() for tensor in (self._target, self._source))
+        return self._timed(numpy.copyto, target, source)
+
+    def all_threads_seconds(self) -> float:
+        """The same by torch's `copy_` with torch's default threads."""
+        return self._timed(torch.Tensor.copy_, self._target, self._source)
+
+    def _timed(self, copy: Callable[[Any, Any], object], target: Any, source: Any) -> float:
+        _synchronize(self._device)
+        left, start = self._numel, time.perf_counter()
+        while left > 0:
+            size = min(left, len(source))
+            copy(target[:size], source[:size])
+            left -= size
+        _synchronize(self._device)
+        return time.perf_counter() - start
+
+
+def load_each(engine: Engine, bench: BenchChannel, take: Callable[[TensorMessage], torch.Tensor]) -> None:
+    """The engine's end of a step per tensor: load what `take` makes of each message, and answer."""
+    done = Done()
+    bench.send(done)
+    while (message := bench.receive(TensorMessage)).name:
+        engine.load([(message.name, take(message))])
+        bench.send(done)
+
+
+class TensorSlot:
+    """Warm shared memory of one tensor: the way of one round trip over a local socket for every tensor.
+
+    It proves as much as a publish does, with the same parts: the publisher copies a tensor into the slot, writes its
+    trailer and tells every engine; each engine checks trailer and digest, loads the tensor and answers; then the next.
+    The channel is lean (one packet each way, no threads, no HTTP), so what it costs is the round trip.
+    """
+
+    def __init__(self, largest_bytes: int) -> None:
+        """Raises InsufficientMemoryError if the host or a cgroup hasn't that much left."""
+        num_bytes = largest_bytes + TRAILER_BYTES
+        self._arena = OwnedSharedArena(0, num_bytes)
+        self.memory = self._arena.buffers.get(0, 0, num_bytes).zero_()
+
+    def lend(self, engines: Channels) -> None:
+        """Let every engine map the slot; they wait for tensors until `end`."""
+        tell(engines, *self._arena.announcement())
+        await_done(engines)
+
+    def publish(self, tensors: Tensors, engines: Channels) -> float:
+        """Send every tensor to every engine, one round trip each; return the seconds it took."""
+        start = time.perf_counter()
+        for index, (name, tensor) in enumerate(tensors.items()):
+            _view(self.memory, tensor.dtype, tensor.shape).copy_(tensor)
+            write_trailer(self.memory, tensor.nbytes, VERSION, index, "xxh3-128")
+            tell(engines, TensorMessage(name, index, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
+            await_done(engines)
+        return time.perf_counter() - start
+
+    def end(self, engines: Channels) -> None:
+        """Tell the engines that no tensor follows."""
+        tell(engines, TensorMessage(""))
+
+    def close(self) -> None:
+        self._arena.close(free=True)
+
+
+def take_from_slot(memory: torch.Tensor, message: TensorMessage) -> torch.Tensor:
+    """The engine's end of `TensorSlot.publish`: the checked tensor, a view. Raises IntegrityError."""
+    tensor = _view(memory, TORCH_DTYPES[message.dtype], message.shape)
+    check_trailer(memory, tensor.nbytes, VERSION, message.index, "xxh3-128")
+    return tensor
+
+
+class BaselineGroup:
+    """A member of a process group of this process (rank 0) and all engines, of the transport's kind.
+
+    The raw limit: `num_bytes` in flat buffers of the bucket's size, and nothing else: no packing, no digest, no
+    installing. They come from two buffers, as a publish's do, and arrive where a publish's do: in two, or when staged
+    in memory for all of them; the buffers are resident from the start. The way per tensor: a message that names it, one
+    broadcast into a tensor of its own, the engine's `load`, and the answer; none of a publish's other promises.
+    """
+
+    def __init__(self, settings: BenchSettings, num_bytes: int, store: Store, rank: int) -> None:
+        """Blocks until all members are there. Raises PeerError."""
+        self._device = torch.device(settings.engine_device(rank - 1) if rank else settings.device)
+        self._group = ProcessGroup(
+            settings.transport,
+            store,
+            rank=rank,
+            size=settings.num_engines + 1,
+            timeout_seconds=ANSWER_SECONDS,
+            host=settings.host,
+            device=self._device if settings.transport == "nccl" else None,
+        )
+        self._num_bytes, self._buffer_bytes = num_bytes, settings.bucket_size_for(num_bytes)
+        holds_all = rank > 0 and settings.install == "staged"
+        num_buffers = -(-num_bytes // self._buffer_bytes) if holds_all else NUM_BUFFERS
+        self.buffers = [
+            torch.ones(self._buffer_bytes, dtype=torch.uint8, device=self._device) for _ in range(num_buffers)
+        ]
+
+    def close(self) -> None:
+        """Disconnect; the group's store ends with it."""
+        self._group.close()
+        del self._group
+
+    def send_raw(self, engines: Channels) -> float:
+        """Broadcast all bytes; return the seconds until every engine has them."""
+        tell(engines, Broadcasts(per_tensor=False))
+        await_done(engines)
+        start = time.perf_counter()
+        self._broadcast_raw()
+        await_done(engines)
+        return time.perf_counter() - start
+
+    def take_raw(self, bench: BenchChannel) -> None:
+        """The engine's end of `send_raw`."""
+        bench.send(Done())
+        self._broadcast_raw()
+        bench.send(Done())
+
+    def _broadcast_raw(self) -> None:
+        works = collections.deque[Work]()
+        for index, start in enumerate(range(0, self._num_bytes, self._buffer_bytes)):
+            if len(works) == NUM_BUFFERS:
+                wait(works.popleft())
+            buffer = self.buffers[index % len(self.buffers)][: min(self._buffer_bytes, self._num_bytes - start)]
+            works.append(self._group.broadcast(buffer, root=0))
+        for work in works:
+            wait(work)
+        _synchronize(self._device)
+
+    def publish(self, tensors: Tensors, engines: Channels) -> float:
+        """Send every tensor to every engine; return the seconds until all are loaded."""
+        tell(engines, Broadcasts(per_tensor=True))
+        await_done(engines)
+        start = time.perf_counter()
+        for index, (name, tensor) in enumerate(tensors.items()):
+            tell(engines, TensorMessage(name, index, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
+            wait(self._group.broadcast(tensor, root=0))
+            await_done(engines)
+        seconds = time.perf_counter() - start
+        tell(engines, TensorMessage(""))
+        return seconds
+
+    def take(self, message: TensorMessage) -> torch.Tensor:
+        """The engine's end of `publish`, for one tensor."""
+        tensor = torch.empty(message.shape, dtype=TORCH_DTYPES[message.dtype], device=self._device)
+        wait(self._group.broadcast(tensor, root=0))
+        return tensor
+
+
+def make_group(settings: BenchSettings, num_bytes: int, engines: Channels) -> BaselineGroup:
+    """This process's member of the group, once every engine has joined it too."""
+    store, port = serve_store(settings.host, ANSWER_SECONDS)
+    tell(engines, JoinGroup(port))
+    group = BaselineGroup(settings, num_bytes, store, rank=0)
+    await_done(engines)
+    return group
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _view(memory: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    numel = math.prod(shape)
+    return memory[: numel * dtype.itemsize].view(dtype).view(shape)

@@ -1,0 +1,158 @@
+"""What transformers does between a live model and its checkpoint, as views: names, fused experts, tied weights.
+
+transformers loads a checkpoint through conversions (it renames, stacks experts, joins gate and up) and reverts them in
+`save_pretrained`. Here its own reversal runs on stand-ins without data, one storage each, in which only views may be
+made; where an outcome lies in its stand-in says which part of the live tensor it is. Invariants: every outcome is a
+view of one live tensor, and the outcomes of a live tensor hold each of its elements once; else a ValueError.
+transformers is never imported here: a model that is one of its own has brought it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightcast.errors import ManifestError
+from weightcast.format.geometry import Region, check_tiling
+
+Reversal = Callable[[Any, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether it is a model of transformers, whose checkpoint may differ from its state dict."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
+def unsaved_names(model: nn.Module) -> frozenset[str]:
+    """The names that `save_pretrained` leaves out."""
+    return frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
+def main_name(model: nn.Module, tied: Sequence[str]) -> str:
+    """Of names tied to the same values, the one that `save_pretrained` keeps: not declared as tied to another."""
+    patterns = list(_tied_patterns(model))
+    undeclared = [name for name in tied if not any(pattern.search(name) for pattern in patterns)]
+    return undeclared[0] if undeclared else max(tied)
+
+
+def _tied_patterns(model: nn.Module) -> Iterator[re.Pattern[str]]:
+    for prefix, module in model.named_modules():
+        for key in getattr(module, "_tied_weights_keys", None) or ():
+            yield re.compile(f"{prefix}.{key}" if prefix else key)
+
+
+def checkpoint_views(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that `save_pretrained` would write for these live ones (by state dict name), as views of them.
+
+    No data is read, moved or copied; meta tensors will do. Raises ValueError, naming the tensor, where the checkpoint's
+    form is not a view of the live one.
+    """
+    loading = sys.modules.get("transformers.core_model_loading")
+    revert: Reversal | None = getattr(loading, "revert_weight_conversion", None)
+    if revert is None:
+        return dict(tensors)
+    standins = {
+        name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        for name, tensor in tensors.items()
+    }
+    try:
+        with _ViewsOnly():  # type: ignore[no-untyped-call]
+            outcomes = revert(model, dict(standins))
+    except Exception as exc:
+        raise _not_a_view(model, f"reverting its weight conversion failed: {exc}") from exc
+    owners = {standin.untyped_storage()._cdata: name for name, standin in standins.items()}
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in tensors}
+    views: dict[str, torch.Tensor] = {}
+    for name, outcome in outcomes.items():
+        owner = owners.get(outcome.untyped_storage()._cdata)
+        if owner is None or outcome.dtype != standins[owner].dtype:
+            raise _not_a_view(model, f"{name!r} is computed from live tensors")
+        parts[owner].append(outcome)
+        live = tensors[owner]
+        offset = live.storage_offset() + outcome.storage_offset()
+        views[name] = live.as_strided(outcome.shape, outcome.stride(), offset)
+    for name, standin in standins.items():
+        _prove_whole(model, name, standin, parts[name])
+    return views
+
+
+class _ViewsOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets a clone (what `contiguous` makes) be a view, and refuses to write."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.clone.default:
+            return torch.ops.aten.alias.default(args[0])
+        if func._schema.is_mutable:
+            raise TypeError(f"{func} writes to a tensor")
+        return func(*args, **(kwargs or {}))
+
+
+def _not_a_view(model: nn.Module, what: str) -> ValueError:
+    return ValueError(
+        f"{type(model).__name__} can't be seen in checkpoint form without a copy: {what}. "
+        "Write a Source (or an Engine) of your own for it; see docs/writing-an-engine.md"
+    )
+
+
+def _prove_whole(model: nn.Module, name: str, standin: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Prove that `parts` hold each element of the stand-in exactly once."""
+    if standin.numel() == 0 or (len(parts) == 1 and _geometry(parts[0]) == _geometry(standin)):
+        return
+    try:
+        tile(standin, parts, name)
+    except ManifestError as exc:
+        raise _not_a_view(model, f"its checkpoint would not hold each element of {name!r} once: {exc}") from exc
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def tile(whole: torch.Tensor, parts: Sequence[torch.Tensor], name: str) -> None:
+    """Prove that strided views tile a strided tensor of the same storage. Raises ManifestError if they don't.
+
+    All strides that occur, in ascending order, are taken for the places of a mixed-radix number: an element's offset
+    in the storage is then a vector of digits, each view a box of them, and tiling by boxes is decided exactly.
+    """
+    strides = {stride for t in (whole, *parts) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1}
+    places = sorted(strides | {1})
+    if places[0] < 1 or any(upper % lower for lower, upper in itertools.pairwise(places)):
+        raise ManifestError(f"the strides {places} of the parts of {name!r} do not divide each other")
+    shape = _box(whole, places, name)
+    boxes = [_box(part, places, name) for part in parts if part.numel()]
+    check_tiling([Region(_minus(b.offsets, shape.offsets), b.sizes) for b in boxes], shape.sizes, name)
+    for box in boxes:
+        inside = zip(_minus(box.offsets, shape.offsets), box.sizes, shape.sizes, strict=True)
+        if any(start < 0 or start + size > limit for start, size, limit in inside):
+            raise ManifestError(f"a part of {name!r} reaches out of it")
+
+
+def _minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    return tuple(x - y for x, y in zip(a, b, strict=True))
+
+
+def _box(view: torch.Tensor, places: Sequence[int], name: str) -> Region:
+    """The box of digit vectors that a view's elements have. Raises ManifestError if they are not one."""
+    rest, offsets = int(view.storage_offset()), [0] * len(places)
+    for k in reversed(range(len(places))):
+        offsets[k], rest = divmod(rest, places[k])
+    sizes = [1] * len(places)
+    for stride, size in zip(view.stride(), view.shape, strict=True):
+        k = places.index(stride) if size > 1 else 0
+        while size > 1:
+            base = places[k + 1] // places[k] if k + 1 < len(places) else offsets[k] + size
+            count = size if offsets[k] + size <= base else base
+            if sizes[k] != 1 or size % count or offsets[k] + count > base:
+                raise ManifestError(f"a part of {name!r} of sizes {list(view.shape)} is not a box")
+            sizes[k], size, k = count, size // count, k + 1
+    return Region(tuple(offsets), tuple(sizes))

@@ -1,0 +1,344 @@
+"""A live module in checkpoint form: the names and shapes that `save_pretrained` would write, as views, never copies.
+
+For a model of transformers that is its checkpoint (see `conversion`); for any other module its state dict, without the
+prefixes of wrappers (DDP, torch.compile, activation checkpointing, FSDP). Invariants: every view is memory that the
+module computes with; tensors of equal memory and geometry are one record, with the other names as its aliases; the
+record objects stay the same as long as the module's tensors do. A change of values never counts as a change. What is
+sharded is seen as its whole, without data; `LiveCheckpoint.regions` has what this rank holds of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from weightcast.checkpoint import adapters, conversion, flat_shards, sharding
+from weightcast.checkpoint.changes import TensorChangeDetector
+from weightcast.checkpoint.flat_shards import Flattened, FlattenedOf
+from weightcast.checkpoint.sharding import Blocks
+from weightcast.format.bucket import DTYPE_NAMES
+from weightcast.format.geometry import whole
+from weightcast.format.manifest import TensorSpec
+from weightcast.seams.source import Held, Regions
+
+Buffers: TypeAlias = Literal["persistent", "none", "all"]
+"""Which buffers belong: those of the state dict (as `save_pretrained` has it), none, or also the others."""
+
+Names: TypeAlias = Callable[[str], str] | Mapping[str, str]
+"""Renames checkpoint names: a function of the name, or a mapping in which absent names stay."""
+
+OnAdapters: TypeAlias = Literal["merge", "refuse"]
+"""What becomes of a model with PEFT adapters: it is seen merged (see `adapters`), or a ValueError."""
+
+CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
+"""Dtypes between which values may be cast: scaled formats (fp8, fp4) mean nothing without their scales."""
+
+WRAPPER_CHILDREN = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "Float16Module"})
+"""Modules whose child `module` is the real one; told by name, so that no framework is imported."""
+
+
+def checkpoint_tensors(
+    module: nn.Module, *, buffers: Buffers = "persistent", names: Names | None = None, blocks: Blocks | None = None
+) -> tuple[tuple[TensorSpec, ...], dict[str, torch.Tensor]]:
+    """The records of a module in checkpoint form, and for each record's name a view of the live memory.
+
+    Sharded parameters go into `blocks`, and their views are of a stand-in without data; without `blocks` they are an
+    error. No data is touched, so a module on the meta device will do. Raises ValueError for what has no such form:
+    partial sums, tensor subclasses, doubled names, conversions that are no view.
+    """
+    if buffers not in ("persistent", "none", "all"):
+        raise ValueError(f"buffers is {buffers!r}; choose persistent, none or all")
+    model = _unwrap(module)
+    tensors = dict(_live_tensors(model, buffers, blocks, flat_shards.flattened(flat_shards.wrappers(module))))
+    kept, doubles = _split_tied(model, tensors)
+    if conversion.is_pretrained(model):
+        views = conversion.checkpoint_views(model, kept)
+        doubles = conversion.checkpoint_views(model, doubles) if doubles else {}
+    else:
+        views = kept
+    if blocks is not None:
+        blocks.require_slices(views)
+    return _records(views, doubles, _renamer(names))
+
+
+def _unwrap(module: nn.Module) -> nn.Module:
+    while True:
+        inner = [child for name, child in module.named_children() if _is_wrapping(module, name)]
+        if len(inner) != 1:
+            return module
+        module = inner[0]
+
+
+def _is_wrapping(module: nn.Module, child_name: str) -> bool:
+    if child_name == "module":
+        return any(cls.__name__ in WRAPPER_CLASSES for cls in type(module).__mro__)
+    return child_name in WRAPPER_CHILDREN
+
+
+def _live_tensors(
+    module: nn.Module, buffers: Buffers, blocks: Blocks | None, flattened: FlattenedOf, prefix: str = ""
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every name of the state dict with its plain tensor, in order; tied ones under each of their names."""
+    flat = flattened.get(module, {})
+    for name, entry in flat.items():
+        if entry is not None:
+            yield prefix + name, _unflattened(prefix + name, entry, blocks)
+    for name, parameter in module._parameters.items():
+        if parameter is not None and name not in flat:
+            require_here(prefix + name, parameter)
+            tensor = _plain(prefix + name, parameter, blocks)
+            _require_declared(prefix + name, module, name, tensor)
+            yield prefix + name, tensor
+    for name, buffer in module._buffers.items():
+        wanted = buffers == "all" or (buffers == "persistent" and name not in module._non_persistent_buffers_set)
+        if buffer is not None and wanted:
+            yield prefix + name, _plain(prefix + name, buffer, blocks)
+    for name, child in module._modules.items():
+        if child is not None:
+            inner = prefix if _is_wrapping(module, name) else f"{prefix}{name}."
+            yield from _live_tensors(child, buffers, blocks, flattened, inner)
+
+
+def _require_shape(name: str, tensor: torch.Tensor) -> None:
+    if nn.parameter.is_lazy(tensor):
+        raise ValueError(f"{name!r} has no shape yet: run one forward pass of the lazy module first")
+
+
+def require_here(name: str, parameter: torch.Tensor) -> None:
+    """Raises ValueError for a parameter whose values lie elsewhere, or what another module has put in its place."""
+    _require_shape(name, parameter)
+    ds_shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    if ds_shape != tuple(parameter.shape):
+        raise ValueError(
+            f"{name!r} is partitioned by DeepSpeed ZeRO-3, this module holds {list(parameter.shape)} of "
+            f"{list(ds_shape)}: publish on every rank inside "
+            "`with deepspeed.zero.GatheredParameters(list(model.parameters())):`, or write a Source of your own"
+        )
+    if getattr(parameter, "_fsdp_flattened", False):
+        raise ValueError(
+            f"{name!r} is flattened by FSDP1, in a wrapper that is not known here: pass the outermost "
+            "FullyShardedDataParallel to ModuleSource, not its `.module`"
+        )
+    if parameter.grad_fn is not None:
+        raise ValueError(
+            f"{name!r} is no parameter but computed from others ({parameter.grad_fn.name()}), as wrappers like FSDP1 "
+            "leave it during a step: pass the outermost wrapper, and publish between steps"
+        )
+
+
+def _require_declared(name: str, module: nn.Module, parameter: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a weight that can't be all of it: torch's own layers say how many dims theirs have."""
+    if type(module) in (nn.Linear, nn.Embedding) and parameter == "weight":
+        declared = (
+            [module.out_features, module.in_features]
+            if isinstance(module, nn.Linear)
+            else [module.num_embeddings, module.embedding_dim]
+        )
+        if tensor.ndim != 2 or (tensor.numel() == 0 and 0 not in declared):
+            raise ValueError(
+                f"{name!r} is {list(tensor.shape)}, its {type(module).__name__} is of {declared}: a framework holds it "
+                "in a form that is not known here; gather it before publishing, or write a Source of your own"
+            )
+
+
+def _unflattened(name: str, entry: Flattened, blocks: Blocks | None) -> torch.Tensor:
+    """A parameter that FSDP1 has flattened: as ordinary memory where FSDP shows all of it, or its stand-in."""
+    parameter = entry.whole()
+    if parameter is not None:
+        return _plain(name, parameter, blocks)
+    if blocks is None:
+        raise ValueError(
+            f"{name!r} is flattened by FSDP1 (FullyShardedDataParallel): an engine needs a module with whole parameters"
+        )
+    return blocks.standin(entry.key, lambda: entry.block(name))
+
+
+def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tensor:
+    """The tensor as ordinary strided memory, detached, or its stand-in. Raises ValueError if it is neither."""
+    is_sharded = sharding.is_sharded(tensor)
+    if is_sharded and blocks is None:
+        raise ValueError(
+            f"{name!r} is a DTensor with {getattr(tensor, 'placements', '?')}: an engine needs all of it in one place "
+            "(a mesh of one device is taken as it is)"
+        )
+    local = sharding.local_tensor(tensor)
+    _require_shape(name, local)
+    if local.layout != torch.strided or local.is_nested or not sharding.is_memory(local):
+        raise ValueError(
+            f"{name!r} is a {type(local).__name__} of layout {local.layout}, not one block of memory: convert it into "
+            "a plain tensor, or write a Source of your own"
+        )
+    if local.dtype not in DTYPE_NAMES:
+        raise ValueError(f"{name!r} is {local.dtype}, which can't travel; known: {', '.join(DTYPE_NAMES.values())}")
+    if not is_sharded or blocks is None:
+        return local.detach()
+    return blocks.standin(id(tensor), lambda: sharding.block(name, tensor))
+
+
+def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors of equal memory and geometry; tensors without elements are never equal to another."""
+    if tensor.numel() == 0:
+        return (id(tensor),)
+    address = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.data_ptr()
+    return (tensor.device, address, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _split_tied(
+    model: nn.Module, tensors: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Tensors under the one name that is saved, and the same memory under its other names.
+
+    Names that are never saved are dropped, unless they alias a saved tensor.
+    """
+    unsaved = conversion.unsaved_names(model)
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(memory_key(tensor), []).append(name)
+    main = set()
+    for members in groups.values():
+        saved = [name for name in members if name not in unsaved]
+        if saved:
+            main.add(saved[0] if len(saved) == 1 else conversion.main_name(model, saved))
+    saved_groups = {name for members in groups.values() if main.intersection(members) for name in members}
+    kept = {name: tensor for name, tensor in tensors.items() if name in main}
+    return kept, {name: tensors[name] for name in tensors if name in saved_groups and name not in main}
+
+
+def _renamer(names: Names | None) -> Callable[[str], str]:
+    if names is None:
+        return lambda name: name
+    if isinstance(names, Mapping):
+        mapping = names
+        return lambda name: mapping.get(name, name)
+    return names
+
+
+def _records(
+    views: Mapping[str, torch.Tensor], doubles: Mapping[str, torch.Tensor], rename: Callable[[str], str]
+) -> tuple[tuple[TensorSpec, ...], dict[str, torch.Tensor]]:
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name, view in views.items():
+        groups.setdefault(memory_key(view), []).append(name)
+    for name, view in doubles.items():
+        if name not in views and memory_key(view) in groups:
+            groups[memory_key(view)].append(name)
+    specs, tensors = [], {}
+    for members in groups.values():
+        view, (name, *aliases) = views[members[0]], [rename(member) for member in members]
+        specs.append(TensorSpec(name, DTYPE_NAMES[view.dtype], tuple(view.shape), aliases=tuple(aliases)))
+        tensors[name] = view
+    _check_unique(specs)
+    return tuple(specs), tensors
+
+
+def _check_unique(specs: list[TensorSpec]) -> None:
+    seen: set[str] = set()
+    for spec in specs:
+        for name in spec.names:
+            if name in seen:
+                raise ValueError(f"two tensors are called {name!r} in checkpoint form: mend `names` or the module")
+            seen.add(name)
+
+
+class LiveCheckpoint:
+    """The checkpoint form of a module, kept up to date.
+
+    `specs` and `views` (by record name) are replaced by other objects only when `refresh` has found other tensors, and
+    `specs` only when these have other names, shapes or dtypes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        buffers: Buffers = "persistent",
+        names: Names | None = None,
+        sharded: bool = False,
+        on_adapters: OnAdapters | None = None,
+    ) -> None:
+        """`sharded`: take modules of which this rank holds a part only. `on_adapters`: None takes them as they are."""
+        if on_adapters not in ("merge", "refuse", None):
+            raise ValueError(f"adapters is {on_adapters!r}; choose merge or refuse")
+        self.specs: tuple[TensorSpec, ...] = ()
+        self.views: dict[str, torch.Tensor] = {}
+        self._module, self._buffers, self._names = module, buffers, names
+        self._sharded = sharded
+        self._on_adapters, self._merging = on_adapters, adapters.Merging()
+        self._is_adapted = False
+        self._fsdp_modules: list[nn.Module] = []
+        self._fsdp1_wrappers: list[Any] = []
+        self._states: list[Any] = []
+        self._blocks = Blocks()
+        self._keys: list[tuple[Any, ...]] = []
+        self._derive()
+
+    def refresh(self, *, merge: bool = False) -> bool:
+        """Look for replaced tensors (`param.data = ...`, reassignment, other modules); whether there were any.
+
+        `merge`: have adapters that are merged be merged as they are now. A new shape of as many elements over the same
+        memory is not noticed.
+        """
+        sharding.reshard(self._fsdp_modules)
+        is_other = self._changes.has_changed() or self._states != flat_shards.states(self._fsdp1_wrappers)
+        return ((merge and self._is_adapted) or is_other) and self._derive()
+
+    def refresh_members(self) -> bool:
+        """As `refresh`, for tensors and modules that were exchanged only: it does not look at their memory."""
+        return self._changes.has_other_members() and self._derive()
+
+    def require_memory(self) -> None:
+        """Raises ValueError if a tensor is on the meta device."""
+        for name, view in self.views.items():
+            owner = self._blocks.owner(view)
+            if view.is_meta if owner is None else owner.local.is_meta:
+                raise ValueError(f"{name!r} is on the meta device, it has no values: materialise the module first")
+
+    def regions(self) -> Regions:
+        """What this rank holds of each record: all of it, or its parts of what is sharded, which may be none."""
+        return {name: _held(view, self._blocks) for name, view in self.views.items()}
+
+    def _derive(self) -> bool:
+        blocks = Blocks()
+        if self._sharded:
+            self._fsdp_modules = sharding.fsdp_modules(self._module)
+            sharding.reshard(self._fsdp_modules)
+        module = self._module
+        self._is_adapted = self._on_adapters is not None and adapters.has_adapters(module)
+        if self._is_adapted:
+            if self._on_adapters == "refuse":
+                adapters.require_none(module)
+            module = self._merging.merged(module)
+        specs, views = checkpoint_tensors(
+            module, buffers=self._buffers, names=self._names, blocks=blocks if self._sharded else None
+        )
+        self._fsdp1_wrappers = flat_shards.wrappers(self._module)
+        self._states = flat_shards.states(self._fsdp1_wrappers)
+        if self._on_adapters is not None:
+            adapters.require_merged(name for spec in specs for name in spec.names)
+        self._changes = TensorChangeDetector(self._module, with_buffers=self._buffers != "none")
+        keys = [_key(view, blocks) for view in views.values()]
+        changed = keys != self._keys or specs != self.specs
+        if specs != self.specs:
+            self.specs = specs
+        if changed:
+            self.views, self._blocks, self._keys = views, blocks, keys
+        return changed
+
+
+def _held(view: torch.Tensor, blocks: Blocks) -> tuple[Held, ...]:
+    owner = blocks.owner(view)
+    return ((whole(view.shape), view),) if owner is None else tuple(sharding.held(owner, view))
+
+
+def _key(view: torch.Tensor, blocks: Blocks) -> tuple[Any, ...]:
+    """Equal for views of the same memory, or that stand for the same parts of it."""
+    owner = blocks.owner(view)
+    if owner is None:
+        return memory_key(view)
+    local = memory_key(owner.local) if owner.local.numel() else ()
+    places = tuple(offsets for offsets, _ in owner.boxes)
+    return (local, places, view.storage_offset(), view.dtype, view.shape, view.stride())

@@ -1,0 +1,56 @@
+"""An engine of this very process as a member of a fleet: its worker is called, no HTTP in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weightcast.engines.gate import Gate
+from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
+from weightcast.seams.client import EngineClient, ServesTraffic
+from weightcast.seams.engine import Engine
+from weightcast.serving.worker import Worker
+
+
+class LocalEngine(EngineClient, ServesTraffic):
+    """An `EngineClient` for an `Engine` object: hand it to `Publisher(engines=[...])`.
+
+    Generate in steps under `gate.step()`, so that no install comes between. `pause` as for `HttpEngine`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        name: str = "local",
+        gate: Gate | None = None,
+        pause: PauseMode = "keep",
+        **options: Any,
+    ) -> None:
+        """`gate`: the one that the engine's own steps run under. `options` are those of `Worker`."""
+        self.name = name
+        self.engine = engine
+        self.gate = Gate() if gate is None else gate
+        self.worker = Worker(engine, gate=self.gate, **options)
+        self._pause_mode: PauseMode = pause
+
+    def info(self) -> WeightInfo:
+        return self.worker.info()
+
+    def init(self, info: InitInfo) -> None:
+        self.worker.init(info)
+
+    def update(self, info: UpdateInfo) -> None:
+        self.worker.update(info)
+
+    def finish(self, version: int) -> None:
+        self.worker.finish(version)
+
+    def pause(self, run: str) -> None:
+        self.worker.pause(self._pause_mode, run)
+
+    def resume(self, run: str) -> None:
+        self.worker.resume(run)
+
+    def close(self) -> None:
+        """End the publisher's session; the engine keeps its version. Idempotent."""
+        self.worker.close()

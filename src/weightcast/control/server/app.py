@@ -1,0 +1,226 @@
+"""An engine behind HTTP: the weight routes, health, metrics and, given a generator, OpenAI completions.
+
+Invariants: the socket is bound before anything is served, and to loopback unless a token guards the weight routes;
+nothing of the server outlives `close`: no thread, no socket; health answers whatever an update does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from weightcast.control.replies import refusal, reply
+from weightcast.control.routes import WeightRoutes
+from weightcast.control.server.metrics import ServerMetrics
+from weightcast.engines.gate import Gate
+from weightcast.errors import ClosedError, WeightcastError
+from weightcast.format.manifest import WeightVersion
+from weightcast.seams.engine import Engine
+from weightcast.serving.worker import Worker
+
+if TYPE_CHECKING:
+    from weightcast.engines.transformers import TextGenerator
+
+_NUM_THREADS = 8
+_START_SECONDS = 15.0
+_STOP_SECONDS = 30.0
+_START_POLL_SECONDS = 0.01
+_SIGNAL_POLL_SECONDS = 0.1
+
+
+class EngineServer:
+    """Serves `engine`, which takes weights, and `generator`, which answers completions: one model in one process.
+
+    Both step through one `gate`: the generator's if there is one, else a new one; code that runs the model by itself
+    wraps each use in `with server.step():`. `port=0` asks the OS for one (`url`, `port`). A `host` that other machines
+    can reach needs a `token`, or ValueError is raised; weight routes then want it as a bearer token. The server owns
+    what it was given: `close` closes worker and generator too.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        gate: Gate | None = None,
+        generator: TextGenerator | None = None,
+        model_name: str = "weightcast",
+        worker: Worker | None = None,
+    ) -> None:
+        _check_exposure(host, token)
+        gates = [] if gate is None else [gate]
+        gates += [owner.gate for owner in (generator, worker) if owner is not None]
+        if any(other is not gates[0] for other in gates):
+            raise ValueError("generator, worker and server step through different gates; give all of them one Gate")
+        self.gate = gates[0] if gates else Gate()
+        self.generator = generator
+        self._host, self._port = host, port
+        self._metrics = ServerMetrics(self.gate)
+        self.worker = worker or Worker(engine, gate=self.gate, observe=self._metrics.observe)
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="weightcast-control")
+        self._uvicorn = uvicorn.Server(_uvicorn_config(self._make_app(token, model_name)))
+        self._socket: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    @property
+    def port(self) -> int:
+        if self._socket is None:
+            raise ClosedError("the server has no port: it was not started, or is closed")
+        return self._port
+
+    @property
+    def url(self) -> str:
+        """Where it serves; raises ClosedError before `start` and after `close`."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def step(self, *, timeout_seconds: float | None = None) -> contextlib.AbstractContextManager[WeightVersion | None]:
+        """`Gate.step`: use the model inside, and no install happens meanwhile."""
+        return self.gate.step(timeout_seconds=timeout_seconds)
+
+    def start(self) -> EngineServer:
+        """Bind and serve in the background; returns once requests are answered. Raises WeightcastError if it can't."""
+        if self._is_closed or self._thread is not None:
+            raise ClosedError("an EngineServer is started once; make a new one")
+        self._socket = _bind(self._host, self._port)
+        self._port = self._socket.getsockname()[1]
+        self._thread = threading.Thread(
+            target=self._uvicorn.run, args=([self._socket],), name="weightcast-server", daemon=True
+        )
+        self._thread.start()
+        deadline = time.monotonic() + _START_SECONDS
+        while not self._uvicorn.started and self._thread.is_alive() and time.monotonic() < deadline:
+            self._thread.join(_START_POLL_SECONDS)
+        if not self._uvicorn.started:
+            self.close()
+            raise WeightcastError(f"the server on {self._host}:{self._port} did not start; see its log")
+        return self
+
+    def close(self) -> None:
+        """Stop serving: requests under way are answered with an error. Idempotent; waits for an install under way."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self.generator is not None:
+            self.generator.close()
+        self.worker.close()
+        self._uvicorn.should_exit = True
+        if self._thread is not None:
+            self._thread.join(_STOP_SECONDS)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def run(self) -> None:
+        """Serve until SIGTERM or SIGINT, then close. Blocks; for the main thread. Starts the server if need be."""
+        # The handler appends and nothing else: a lock could be held by the very thread that the signal interrupts.
+        signals: list[int] = []
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        former = [signal.signal(number, lambda got, _: signals.append(got)) for number in numbers]
+        try:
+            thread = self._thread or self.start()._thread
+            while thread is not None and thread.is_alive() and not signals:
+                thread.join(_SIGNAL_POLL_SECONDS)
+        finally:
+            self.close()
+            for number, handler in zip(numbers, former, strict=True):
+                signal.signal(number, handler)
+
+    def __enter__(self) -> EngineServer:
+        return self.start() if self._thread is None else self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _make_app(self, token: str | None, model_name: str) -> Starlette:
+        routes = [
+            *WeightRoutes(self.worker, self._pool, token=token, on_error=self._metrics.request_failed).routes(),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics.show),
+        ]
+        if self.generator is not None:
+            from weightcast.control.server.completions import completion_routes
+
+            routes += completion_routes(self.generator, self._metrics, model_name=model_name)
+        return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+
+    async def _health(self, request: Request) -> Response:
+        if self.gate.torn:
+            return refusal(f"the engine holds no whole version: {self.gate.torn}", "EngineTornError", 503)
+        if self.generator is not None and not self.generator.is_alive:
+            return refusal("the generator has ended", "ClosedError", 503)
+        return reply({"status": "ok"})
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """A path or a method that no route has. The other errors are answered by their routes."""
+    assert isinstance(error, HTTPException)
+    return reply({"detail": error.detail}, error.status_code, dict(error.headers or {}))
+
+
+def _uvicorn_config(app: Starlette) -> uvicorn.Config:
+    """uvicorn on a socket of ours, silent. In a thread that is not the main one it leaves signal handlers alone."""
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        loop="asyncio",
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        # Longer than HTTP clients keep an idle connection, so that they close it: a server that closes first can lose
+        # the request that is on its way.
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
+    )
+
+
+def _check_exposure(host: str, token: str | None) -> None:
+    """Raises ValueError for a token that no header can carry, and for a reachable host without a token."""
+    if token is not None:
+        if not token or not token.isascii() or not token.isprintable() or " " in token:
+            raise ValueError("a token must be printable ASCII without spaces, and not empty")
+        return
+    try:
+        addresses = [str(address[0]).partition("%")[0] for _, address in _resolve(host, 0)]
+    except OSError as exc:
+        raise ValueError(f"{host!r} is not an address of this machine: {exc}") from exc
+    if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
+        raise ValueError(
+            f"{host} can be reached from other machines, which could then replace the weights: "
+            "pass token= (`--token-file`), or bind to 127.0.0.1"
+        )
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, address = _resolve(host, port)[0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=both)
+    except OSError as exc:
+        raise WeightcastError(f"can't listen on {host}:{port}: {exc}; choose a free port, or 0 for any") from exc
+
+
+def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
+    found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return [(family, address) for family, _, _, _, address in found]

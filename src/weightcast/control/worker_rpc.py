@@ -1,0 +1,126 @@
+"""The control protocol for an engine that has a control plane of its own: one method of its workers, JSON in and out.
+
+vLLM runs a method on every rank and hands back what each returned (`collective_rpc`). weightcast adds one, named
+`METHOD`: it takes a `RankCall` as plain JSON values, returns a `RankReply` as plain JSON values, and never raises for a
+failed update, since vLLM stops reading replies at the first that did (and answers later calls with them).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+
+from weightcast.errors import ControlError, ErrorRecord
+from weightcast.format.manifest import RunId, VersionNumber
+from weightcast.format.messages import Count, InitInfo, UpdateInfo, WeightInfo
+
+METHOD = "weightcast"
+
+
+class Init(msgspec.Struct, frozen=True, tag="init", tag_field="call"):
+    """Let a run hold this rank; it connects in the background."""
+
+    info: InitInfo
+
+
+class UpdateCall(msgspec.Struct, frozen=True, tag="update", tag_field="call"):
+    """An offer, a seal or an abort."""
+
+    info: UpdateInfo
+
+
+class Install(msgspec.Struct, frozen=True, tag="install", tag_field="call"):
+    """Install the sealed version, on all ranks of the engine or on none. The engine stands still.
+
+    `world_size`: number of ranks called, over all data-parallel engines. If that is more than one engine, the install
+    is provisional until `Settle`, and torn until then. `keep`: it is one engine; commit at once.
+    """
+
+    run: RunId
+    version: VersionNumber
+    world_size: Count = 1
+    keep: bool = False
+
+
+class Settle(msgspec.Struct, frozen=True, tag="settle", tag_field="call"):
+    """What became of the install elsewhere (data-parallel engines): keep the version, or go back to the former one."""
+
+    run: RunId
+    version: VersionNumber
+    keep: bool
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask", tag_field="call"):
+    """What this rank is and does now."""
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave", tag_field="call"):
+    """End whichever run's hold; the engine serves on."""
+
+
+RankCall: TypeAlias = Init | UpdateCall | Install | Settle | Ask | Leave
+
+
+class RankReply(msgspec.Struct, frozen=True):
+    """One rank's answer to any call. `info` is as after the call; `error` is None where the call did what it should.
+
+    `weights_asleep`: the host has taken the weights' memory away for now. `serial`: the call's, where it had one.
+    `instance`: this rank's, as in WeightInfo, which is the same on all ranks and has none.
+    """
+
+    engine_rank: Count
+    info: WeightInfo
+    error: ErrorRecord | None = None
+    seconds: float = 0.0
+    weights_asleep: bool = False
+    serial: str = ""
+    instance: str = ""
+
+
+def numbered(call: RankCall) -> dict[str, Any]:
+    """The call as plain JSON values, with a serial that its replies must have."""
+    return {**msgspec.to_builtins(call), "serial": secrets.token_hex(8)}
+
+
+def replies_to(values: Mapping[str, Any], answers: Any, peer: str) -> list[RankReply]:
+    """The ranks' replies to a `numbered` call, from plain JSON values.
+
+    Raises ControlError for what is none, and where an engine gives the answers to an earlier call.
+    """
+    try:
+        replies = msgspec.convert(answers, list[RankReply])
+    except msgspec.ValidationError as exc:
+        raise ControlError(f"{peer} did not answer as weightcast's ranks do: {exc}", peer=peer) from exc
+    if not replies:
+        raise ControlError(f"no rank of {peer} answered", peer=peer)
+    # A rank of another version of weightcast may say none.
+    if any(reply.serial not in ("", values["serial"]) for reply in replies):
+        raise ControlError(
+            f"the workers of {peer} are out of step: a call of somebody else's (/collective_rpc?) failed on several of "
+            "them, and what it left unread is taken for the answers to later calls; start the server again",
+            peer=peer,
+        )
+    return replies
+
+
+_MARK = "weightcast-error: "
+
+
+def marked(record: ErrorRecord) -> str:
+    """What to raise with where an engine's control plane passes on texts only; `unmarked` finds the record in it."""
+    return f"{record.message} {_MARK}{msgspec.json.encode(record).decode()}"
+
+
+def unmarked(text: str) -> ErrorRecord | None:
+    """The record inside an error's text, whatever was wrapped around it; None if there is none."""
+    _, found, rest = text.rpartition(_MARK)
+    if not found:
+        return None
+    try:
+        return msgspec.convert(json.JSONDecoder().raw_decode(rest)[0], ErrorRecord)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,187 @@
+"""Stands between generation and installs: generation runs in steps, an install only between two of them.
+
+Invariants: no step runs while the gate is paused, torn or held for an install; a step that has begun ends before
+`exclusive` is granted; a pause that a run asked for ends when that run does (`resume`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from weightcast.errors import EngineTornError, PeerTimeoutError
+from weightcast.format.manifest import WeightVersion
+
+Drain = Callable[[str, float], None]
+
+
+class Gate:
+    """One per engine process. All methods may be called from any thread."""
+
+    def __init__(self, *, drain: Drain | None = None) -> None:
+        """`drain(mode, deadline_seconds)` is called by `pause` with `wait` or `abort`, before the gate closes."""
+        self.drain = drain
+        self._condition = threading.Condition()
+        self._owners: set[str] = set()
+        self._writers: set[str] = set()
+        self._draining = 0
+        self._num_steps = 0
+        self._exclusive = False
+        self._torn = ""
+        self._version: WeightVersion | None = None
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """The version that serves; None before the first update."""
+        return self._version
+
+    @property
+    def torn(self) -> str:
+        """Why the engine must not serve, or empty."""
+        return self._torn
+
+    @property
+    def is_paused(self) -> bool:
+        return bool(self._owners or self._writers)
+
+    @property
+    def is_draining(self) -> bool:
+        """A pause with `wait` or `abort` is under way: begin no new request."""
+        return self._draining > 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step could begin now."""
+        return not (self._owners or self._writers or self._exclusive or self._torn)
+
+    @contextlib.contextmanager
+    def step(self, *, timeout_seconds: float | None = None) -> Iterator[WeightVersion | None]:
+        """Run one step of generation under one version. Waits while paused; no install happens inside.
+
+        Raises EngineTornError if the engine holds no whole version, PeerTimeoutError if it stays paused for longer
+        than `timeout_seconds`.
+        """
+        with self._condition:
+            if not self._condition.wait_for(lambda: self.is_open or self._torn, timeout_seconds):
+                raise PeerTimeoutError(f"the engine was still paused after {timeout_seconds} s", peer="engine")
+            if self._torn:
+                raise EngineTornError(self._torn)
+            self._num_steps += 1
+        try:
+            yield self._version
+        finally:
+            with self._condition:
+                self._num_steps -= 1
+                self._condition.notify_all()
+
+    def wait_open(self, timeout_seconds: float) -> bool:
+        """Wait until a step could begin; False after the timeout or if torn."""
+        with self._condition:
+            self._condition.wait_for(lambda: self.is_open or self._torn, timeout_seconds)
+            return self.is_open
+
+    def pause(self, mode: str = "keep", *, owner: str = "", deadline_seconds: float = 60.0) -> None:
+        """Close the gate: `keep` after the current step, `wait` after the running requests, `abort` ends those.
+
+        `owner` is the run that asked, or empty for a person, whose pause only `resume()` ends. Idempotent for an
+        owner. Raises PeerTimeoutError, with the gate left as it was, if it can't be closed by the deadline.
+        """
+        end = time.monotonic() + deadline_seconds
+        if mode != "keep" and self.drain is not None:
+            with self._condition:
+                self._draining += 1
+            try:
+                self.drain(mode, deadline_seconds)
+                self._close(owner, end)
+            finally:
+                with self._condition:
+                    self._draining -= 1
+                    self._condition.notify_all()
+            return
+        self._close(owner, end)
+
+    def _close(self, owner: str, end: float) -> None:
+        with self._condition:
+            was_owner = owner in self._owners
+            self._owners.add(owner)
+            if not self._condition.wait_for(lambda: self._num_steps == 0, end - time.monotonic()):
+                if not was_owner:
+                    self._owners.discard(owner)
+                    self._condition.notify_all()
+                raise PeerTimeoutError("generation did not reach the end of its step by the deadline", peer="engine")
+            self._owners.add(owner)  # another pause of this owner that timed out meanwhile has taken it away
+
+    def resume(self, *, owner: str = "") -> None:
+        """End the pause of `owner`; a person's resume (empty) ends everybody's, but no `begin_writing`. Idempotent."""
+        with self._condition:
+            if owner:
+                self._owners.discard(owner)
+            else:
+                self._owners.clear()
+            self._condition.notify_all()
+
+    def begin_writing(self, writer: str, *, deadline_seconds: float = 60.0) -> None:
+        """Keep the model still for an update that writes into it bit by bit; only its own `end_writing` ends that.
+
+        Raises PeerTimeoutError, with nothing changed, if the current step does not end by the deadline.
+        """
+        with self._condition:
+            self._writers.add(writer)
+            if not self._condition.wait_for(lambda: self._num_steps == 0, deadline_seconds):
+                self._writers.discard(writer)
+                self._condition.notify_all()
+                raise PeerTimeoutError("generation did not reach the end of its step by the deadline", peer="engine")
+
+    def end_writing(self, writer: str) -> None:
+        """The update has ended, whichever way. Idempotent."""
+        with self._condition:
+            self._writers.discard(writer)
+            self._condition.notify_all()
+
+    @contextlib.contextmanager
+    def exclusive(self, *, deadline_seconds: float = 60.0) -> Iterator[None]:
+        """Hold the model alone, for an install or a read of all weights. Steps wait until it is given back.
+
+        Raises PeerTimeoutError if steps or another holder don't end by the deadline.
+        """
+        end = time.monotonic() + deadline_seconds
+        with self._condition:
+            if not self._condition.wait_for(lambda: not self._exclusive, end - time.monotonic()):
+                raise PeerTimeoutError("another install held the engine past the deadline", peer="engine")
+            self._exclusive = True
+            try:
+                if not self._condition.wait_for(lambda: self._num_steps == 0, end - time.monotonic()):
+                    raise PeerTimeoutError("a generation step did not end by the deadline", peer="engine")
+            except BaseException:
+                self._exclusive = False
+                self._condition.notify_all()
+                raise
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._exclusive = False
+                self._condition.notify_all()
+
+    def set_version(self, version: WeightVersion | None) -> None:
+        """A whole version is installed: it serves from the next step on, and heals a torn engine.
+
+        None: the weights are again those from before the first update.
+        """
+        with self._condition:
+            self._version, self._torn = version, ""
+            self._condition.notify_all()
+
+    def tear(self, reason: str) -> None:
+        """The weights are of no whole version: refuse every step until `set_version` or `mend`."""
+        with self._condition:
+            self._torn = reason
+            self._condition.notify_all()
+
+    def mend(self) -> None:
+        """The former version has been restored whole."""
+        with self._condition:
+            self._torn = ""
+            self._condition.notify_all()

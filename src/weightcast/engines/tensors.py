@@ -1,0 +1,36 @@
+"""An engine that serves nothing and keeps the tensors that it was given: for tools, relays and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from weightcast.format.manifest import TensorSpec, WeightVersion
+
+
+class TensorSink:
+    """An `Engine` that keeps copies: `tensors` by name, those of `version` once it is committed.
+
+    Host memory: the model once; twice while an update is installed.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec] | None = None) -> None:
+        """`specs`: what it accepts; None: whatever comes."""
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.version: WeightVersion | None = None
+        self._specs = specs
+        self._loaded: dict[str, torch.Tensor] = {}
+
+    def specs(self) -> Sequence[TensorSpec] | None:
+        return self._specs
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy them: they are valid only during this call."""
+        self._loaded.update((name, tensor.clone()) for name, tensor in tensors)
+
+    def commit(self, version: WeightVersion) -> None:
+        self.tensors, self._loaded, self.version = self._loaded, {}, version
+
+    def discard(self) -> None:
+        self._loaded = {}

@@ -1,0 +1,189 @@
+"""Turns (manifest, bytes) into tensors and back: views, packing, digests, trailers. No other file does.
+
+A bucket's buffer is one uint8 tensor: the payload, then a trailer of TRAILER_BYTES. Invariants: a view is made once
+for each buffer and kept; packing a bucket is a few calls however many tensors it holds; a payload is handed out only
+after `check_trailer` has accepted it. The formats are those of `docs/wire-format.md`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Sequence
+
+import torch
+import xxhash
+
+from weightcast.errors import IntegrityError
+from weightcast.format.geometry import Region, align, row_major
+from weightcast.format.manifest import ITEMSIZE_BYTES, DigestKind, Manifest, Piece, TensorRecord, WeightVersion
+
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE_BYTES if hasattr(torch, name)}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+TRAILER = struct.Struct("<8s16sQQQ16s")
+TRAILER_BYTES = TRAILER.size
+TRAILER_MAGIC = b"wcbuckt1"
+DIGEST_BYTES = 16
+_SUM_COLUMNS = 4096
+
+
+def slot_size_bytes(manifest: Manifest) -> int:
+    """Bytes of a buffer that can hold any bucket of the manifest with its trailer, aligned."""
+    return align(manifest.max_bucket_bytes + TRAILER_BYTES)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """One piece of a bucket: `tensor` is the record's index in the manifest."""
+
+    tensor: int
+    record: TensorRecord
+    piece: Piece
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.record.pieces) == 1
+
+
+class Layout:
+    """The buckets of a manifest as tensors: entries of each bucket in order of offset, and views of any buffer."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        unknown = sorted({t.dtype for t in manifest.tensors} - TORCH_DTYPES.keys())
+        if unknown:
+            raise ValueError(f"this torch {torch.__version__} has no dtype {', '.join(unknown)}: use a newer one")
+        self.manifest = manifest
+        self.entries: list[list[Entry]] = [[] for _ in manifest.buckets]
+        for index, record in enumerate(manifest.tensors):
+            for piece in record.pieces:
+                self.entries[piece.bucket].append(Entry(index, record, piece))
+        for entries in self.entries:
+            entries.sort(key=lambda e: e.piece.offset_bytes)
+        self._views: list[tuple[torch.Tensor, list[torch.Tensor]] | None] = [None] * len(manifest.buckets)
+
+    def views(self, index: int, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """One view for each entry of bucket `index`, of its region's shape and dtype, into `buffer`.
+
+        The views of the last buffer seen for a bucket are kept, so a transport that recycles its buffers (the same
+        tensor objects) pays for them once.
+        """
+        cached = self._views[index]
+        if cached is not None and cached[0] is buffer:
+            return cached[1]
+        views = _make_views(self.entries[index], buffer, self.manifest.buckets[index])
+        self._views[index] = (buffer, views)
+        return views
+
+    def payload(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer[: self.manifest.buckets[index]]
+
+    def forget_views(self) -> None:
+        """Drop every kept view, and with them the references to their buffers."""
+        self._views = [None] * len(self._views)
+
+
+def _make_views(entries: Sequence[Entry], buffer: torch.Tensor, num_bytes: int) -> list[torch.Tensor]:
+    typed = {dtype: buffer[:num_bytes].view(TORCH_DTYPES[dtype]) for dtype in {e.record.dtype for e in entries}}
+    bases = {dtype: whole.storage_offset() for dtype, whole in typed.items()}
+    views = []
+    for entry in entries:
+        dtype, sizes = entry.record.dtype, entry.piece.region.sizes
+        offset = bases[dtype] + entry.piece.offset_bytes // ITEMSIZE_BYTES[dtype]
+        views.append(typed[dtype].as_strided(sizes, row_major(sizes), offset))
+    return views
+
+
+def narrow(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """The view of `tensor` that a region describes."""
+    for dim, (offset, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def payload_digest(payload: torch.Tensor, kind: DigestKind) -> bytes:
+    """The 16-byte digest of a contiguous uint8 payload whose length is a multiple of 8."""
+    if kind == "xxh3-128":
+        return xxhash.xxh3_128_digest(payload.numpy().data)
+    return device_sums(payload).cpu().numpy().tobytes()
+
+
+def device_sums(payload: torch.Tensor) -> torch.Tensor:
+    """`sum-64x2` as two int64 on the payload's device: sum of w[i], and sum of (i + 1) * w[i], modulo 2**64.
+
+    w are the payload's little-endian 64-bit words. Row and column sums of a matrix of words give both in two reads,
+    without a temporary of the payload's size. Nothing waits for the device.
+    """
+    words = payload.view(torch.int64)
+    num_full = words.numel() // _SUM_COLUMNS * _SUM_COLUMNS
+    sums = _matrix_sums(words[:num_full].view(-1, _SUM_COLUMNS), 0)
+    return sums + _matrix_sums(words[num_full:].view(1, -1), num_full)
+
+
+def _matrix_sums(matrix: torch.Tensor, first: int) -> torch.Tensor:
+    num_rows, num_columns = matrix.shape
+    if matrix.numel() == 0:
+        return torch.zeros(2, dtype=torch.int64, device=matrix.device)
+    by_column, by_row = matrix.sum(dim=0), matrix.sum(dim=1)
+    columns = torch.arange(first + 1, first + 1 + num_columns, device=matrix.device)
+    rows = torch.arange(num_rows, device=matrix.device) * num_columns
+    return torch.stack([by_column.sum(), (by_column * columns).sum() + (by_row * rows).sum()])
+
+
+def write_trailer(
+    buffer: torch.Tensor, num_bytes: int, version: WeightVersion, index: int, kind: DigestKind
+) -> bytes | torch.Tensor:
+    """Digest the payload and write the trailer behind it; on a GPU both are only queued."""
+    if buffer.is_cuda:
+        put_trailer(buffer, num_bytes, version, index, bytes(DIGEST_BYTES))
+        end = num_bytes + TRAILER_BYTES
+        sums = device_sums(buffer[:num_bytes])
+        buffer[end - DIGEST_BYTES : end].view(torch.int64).copy_(sums)
+        return sums
+    digest = payload_digest(buffer[:num_bytes], kind)
+    put_trailer(buffer, num_bytes, version, index, digest)
+    return digest
+
+
+def put_trailer(buffer: torch.Tensor, num_bytes: int, version: WeightVersion, index: int, digest: bytes) -> None:
+    data = TRAILER.pack(TRAILER_MAGIC, bytes.fromhex(version.run), version.number, index, num_bytes, digest)
+    trailer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if buffer.is_cuda:
+        trailer = trailer.pin_memory()
+    buffer[num_bytes : num_bytes + TRAILER_BYTES].copy_(trailer, non_blocking=True)
+
+
+def check_trailer(buffer: torch.Tensor, num_bytes: int, version: WeightVersion, index: int, kind: DigestKind) -> bytes:
+    """Prove that `buffer` holds bucket `index` of `version`, unharmed; return its digest.
+
+    Raises IntegrityError, which says what was found and what was expected.
+    """
+    if buffer.numel() < num_bytes + TRAILER_BYTES:
+        raise IntegrityError(
+            f"bucket {index}: {buffer.numel()} bytes arrived, {num_bytes + TRAILER_BYTES} were expected"
+        )
+    raw = bytes(buffer[num_bytes : num_bytes + TRAILER_BYTES].cpu().numpy())
+    magic, run, number, found_index, length, digest = TRAILER.unpack(raw)
+    found = (magic, run.hex(), number, found_index, length)
+    expected = (TRAILER_MAGIC, version.run, version.number, index, num_bytes)
+    if found != expected:
+        raise IntegrityError(f"bucket {index}: its trailer says {_describe(found)}, expected {_describe(expected)}")
+    actual = payload_digest(buffer[:num_bytes], kind)
+    if actual != digest:
+        raise IntegrityError(
+            f"bucket {index}: the {kind} of its {num_bytes} bytes is {actual.hex()}, its trailer says {digest.hex()}: "
+            "bytes were changed on the way; publish again"
+        )
+    return actual
+
+
+def _describe(fields: tuple[bytes, str, int, int, int]) -> str:
+    magic, run, number, index, length = fields
+    return f"{magic!r} run {run[:8]} version {number} bucket {index} of {length} bytes"
+
+
+def root_digest(manifest_digest: str, digests: Sequence[bytes | torch.Tensor]) -> str:
+    """The digest of a whole update in hex: xxh3-128 of the manifest's digest and every bucket's, in order."""
+    parts = (d if isinstance(d, bytes) else d.cpu().numpy().tobytes() for d in digests)
+    return xxhash.xxh3_128_hexdigest(bytes.fromhex(manifest_digest) + b"".join(parts))

@@ -1,0 +1,119 @@
+"""Regions of tensors: what they have in common, how they tile a tensor, and where they lie in memory.
+
+Every intersection, tiling, stride and alignment of the package is here. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+
+import msgspec
+
+from weightcast.errors import malformed
+
+ALIGNMENT_BYTES = 256
+_MAX_OVERLAP_TESTS = 1 << 22
+
+
+class Region(msgspec.Struct, frozen=True):
+    """A hyper-rectangle of a tensor: `offsets[d] <= index[d] < offsets[d] + sizes[d]` for every dim d."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def covers(self, shape: Sequence[int]) -> bool:
+        """Whether this region is the whole of a tensor of that shape."""
+        return self.sizes == tuple(shape) and not any(self.offsets)
+
+
+def align(num_bytes: int) -> int:
+    """Round up to the alignment of the wire format."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def whole(shape: Sequence[int]) -> Region:
+    """The region that is all of a tensor of that shape."""
+    return Region(offsets=(0,) * len(shape), sizes=tuple(shape))
+
+
+def common(a: Region, b: Region) -> Region | None:
+    """What two regions of one tensor have in common; None for nothing."""
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    ends = (min(ao + asz, bo + bs) for ao, asz, bo, bs in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
+    sizes = tuple(map(operator.sub, ends, offsets))
+    return Region(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def relative(region: Region, base: Region) -> Region:
+    """A region as seen from the start of another one."""
+    return Region(tuple(map(operator.sub, region.offsets, base.offsets)), region.sizes)
+
+
+def is_inside(region: Region, shape: Sequence[int]) -> bool:
+    """Whether a region, which may be empty, has the dims of a tensor of that shape and lies in it."""
+    return len(region.offsets) == len(region.sizes) == len(shape) and all(
+        offset >= 0 and size >= 0 and offset + size <= limit
+        for offset, size, limit in zip(region.offsets, region.sizes, shape, strict=True)
+    )
+
+
+def row_major(sizes: Sequence[int]) -> list[int]:
+    """Strides of a contiguous tensor, in elements."""
+    return [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
+
+
+def start_elements(region: Region, shape: Sequence[int]) -> int:
+    """Where a region's first element lies in a contiguous tensor of that shape."""
+    return sum(map(operator.mul, region.offsets, row_major(shape)))
+
+
+def is_run(region: Region, shape: Sequence[int]) -> bool:
+    """Whether a region's elements follow one another in a contiguous tensor of that shape."""
+    dim = next((dim for dim, size in enumerate(region.sizes) if size != 1), len(shape))
+    return tuple(region.sizes[dim + 1 :]) == tuple(shape[dim + 1 :])
+
+
+def check_tiling(regions: Sequence[Region], shape: Sequence[int], name: str) -> None:
+    """Prove that `regions` (inside `shape`, none empty) cover each element exactly once. Raises ManifestError.
+
+    Disjoint regions whose volumes add up to the whole cover it. They are taken apart at planes that no region crosses,
+    which for what a planner or a mesh makes takes O(regions log regions); only what no plane parts is compared pair by
+    pair. Adversarial inputs are cut off after _MAX_OVERLAP_TESTS steps.
+    """
+    covered = sum(region.numel for region in regions)
+    if covered != math.prod(shape):
+        raise malformed(
+            "coverage", f"the regions of {name!r} hold {covered} of its {math.prod(shape)} elements: missing or doubled"
+        )
+    stack, num_steps = [list(regions)], 0
+    while stack:
+        group = stack.pop()
+        parts = _parted(group, len(shape))
+        num_steps += len(group) * len(shape) if len(parts) > 1 else len(group) ** 2
+        if num_steps > _MAX_OVERLAP_TESTS:
+            raise malformed("count", f"the regions of {name!r} are too entangled to check")
+        if len(parts) == 1 and any(common(a, b) is not None for a, b in itertools.combinations(group, 2)):
+            raise malformed("overlap", f"regions of {name!r} overlap near {list(group[0].offsets)}")
+        stack += (part for part in parts if 1 < len(part) < len(group))
+
+
+def _parted(regions: list[Region], num_dims: int) -> list[list[Region]]:
+    """The regions in parts, with planes between them across the first dim where there are any."""
+    for dim in range(num_dims):
+        parts: list[list[Region]] = []
+        end = -1
+        for region in sorted(regions, key=lambda r: r.offsets[dim]):
+            if region.offsets[dim] >= end:
+                parts.append([])
+            parts[-1].append(region)
+            end = max(end, region.offsets[dim] + region.sizes[dim])
+        if len(parts) > 1:
+            return parts
+    return [regions]

@@ -1,0 +1,304 @@
+"""What an update holds, as typed JSON: tensors, the regions they travel in, and where each region lies in a bucket.
+
+Invariants of a manifest that `check()` has accepted:
+every name occurs once, each tensor is covered exactly once by its pieces, no two pieces share a byte, every piece is
+aligned and inside its bucket. There is no second place where names, shapes or offsets are kept.
+The format is written down in `docs/wire-format.md`. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from weightcast.errors import malformed
+from weightcast.format.geometry import ALIGNMENT_BYTES, Region, check_tiling, is_inside
+
+PROTOCOL = 1
+
+MAX_MESSAGE_BYTES = 256 << 20
+MAX_TENSORS = 1 << 20
+MAX_BUCKETS = 1 << 20
+MAX_PIECES_PER_TENSOR = 1 << 16
+MAX_NAME_BYTES = 1024
+MAX_ALIASES = 64
+MAX_DIMS = 16
+MAX_BYTES = 1 << 56
+MAX_VERSION = (1 << 63) - 1
+
+DigestKind = Literal["xxh3-128", "sum-64x2"]
+
+ITEMSIZE_BYTES: Mapping[str, int] = {
+    "bool": 1,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""Every dtype that may travel, by torch's own name, with the bytes of one element."""
+
+
+RunId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+"""A run's random id: 16 bytes in lower-case hex."""
+
+VersionNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
+
+
+class WeightVersion(msgspec.Struct, frozen=True):
+    """A version of the weights: `number` grows within `run`, which is one life of a publisher."""
+
+    run: RunId
+    number: VersionNumber
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """One region's place: contiguous, row-major, from `offset_bytes` of bucket number `bucket`."""
+
+    bucket: int
+    offset_bytes: int
+    region: Region
+
+
+class TensorSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tensor in checkpoint form: its global shape, and `aliases`, the other names tied to the same values.
+
+    Tensors of one non-empty `group` must reach the engine in one call.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+    group: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE_BYTES[self.dtype]
+
+    @property
+    def load_group(self) -> str:
+        """Equal for tensors that must reach the engine in one call; no name of a group for a tensor that is alone."""
+        return self.group or f"\0{self.name}"
+
+
+class TensorRecord(TensorSpec, frozen=True, omit_defaults=True):
+    """A tensor of an update and the pieces it travels in; a tensor without elements has none."""
+
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The tensor without its pieces."""
+        return TensorSpec(self.name, self.dtype, self.shape, aliases=self.aliases, group=self.group)
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """All tensors of an update and the plan of its buckets (`buckets[i]`: payload bytes of bucket i, no trailer).
+
+    A manifest says nothing of version or run: publishing the same model again repeats it, so that a peer that knows
+    its `digest()` need not be sent it again.
+    """
+
+    protocol: int
+    digest_kind: DigestKind
+    buckets: tuple[int, ...]
+    tensors: tuple[TensorRecord, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of tensor data, without padding and trailers."""
+        return sum(t.num_bytes for t in self.tensors)
+
+    @property
+    def max_bucket_bytes(self) -> int:
+        return max(self.buckets, default=0)
+
+    def encode(self) -> bytes:
+        return encode(self)
+
+    def digest(self) -> str:
+        """The manifest's identity: SHA-256 of its encoding, in hex."""
+        return hashlib.sha256(self.encode()).hexdigest()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """Read and check a manifest. Raises ManifestError for anything that `docs/wire-format.md` forbids."""
+        manifest: Manifest = decode(data, cls)
+        manifest.check()
+        return manifest
+
+    def check(self) -> None:
+        """Prove the invariants above, in O(pieces log pieces). Raises ManifestError, naming the first offender."""
+        _check_head(self)
+        seen: set[str] = set()
+        for record in self.tensors:
+            _check_spec(record, seen)
+            _check_pieces(record, self.buckets)
+        _check_buckets(self)
+
+
+T = TypeVar("T")
+_encoder = msgspec.json.Encoder()
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Encode any message of the protocol; the same message always gives the same bytes."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | bytearray | memoryview, kind: type[T] | Any, *, max_bytes: int = MAX_MESSAGE_BYTES) -> T:
+    """Decode one message of type `kind`. Raises ManifestError if it is too large, truncated or of another form."""
+    if len(data) > max_bytes:
+        raise malformed("too_large", f"a message of {len(data)} bytes; the limit is {max_bytes}")
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.json.Decoder(kind)
+    try:
+        return decoder.decode(data)  # type: ignore[no-any-return]
+    except msgspec.ValidationError as exc:
+        raise malformed("type", f"not a {_kind_name(kind)} of protocol {PROTOCOL}: {exc}") from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise malformed("syntax", f"not the JSON of a {_kind_name(kind)}: {exc}; {len(data)} bytes received") from exc
+    except RecursionError as exc:
+        raise malformed("depth", "JSON nested too deeply; no message of this protocol has more than 6 levels") from exc
+
+
+def _kind_name(kind: object) -> str:
+    return getattr(kind, "__name__", None) or str(kind)
+
+
+def _check_head(manifest: Manifest) -> None:
+    if manifest.protocol != PROTOCOL:
+        found = manifest.protocol
+        raise malformed("protocol", f"protocol {found} was offered, {PROTOCOL} is spoken here: update one end")
+    if len(manifest.tensors) > MAX_TENSORS:
+        raise malformed("count", f"{len(manifest.tensors)} tensors; the limit is {MAX_TENSORS}")
+    if len(manifest.buckets) > MAX_BUCKETS:
+        raise malformed("count", f"{len(manifest.buckets)} buckets; the limit is {MAX_BUCKETS}")
+    for index, size in enumerate(manifest.buckets):
+        if size <= 0 or size > MAX_BYTES or size % ALIGNMENT_BYTES:
+            raise malformed(
+                "size", f"bucket {index} has {size} bytes; it must be a positive multiple of {ALIGNMENT_BYTES}"
+            )
+    if sum(manifest.buckets) > MAX_BYTES:
+        raise malformed("size", f"{sum(manifest.buckets)} bytes in all; the limit is {MAX_BYTES}")
+
+
+def check_specs(specs: Iterable[TensorSpec]) -> None:
+    """Prove that names are unique, and names, dtypes and shapes within the limits. Raises ManifestError."""
+    seen: set[str] = set()
+    for spec in specs:
+        _check_spec(spec, seen)
+
+
+def _check_spec(spec: TensorSpec, seen: set[str]) -> None:
+    if len(spec.aliases) > MAX_ALIASES:
+        raise malformed("count", f"{spec.name[:80]!r} has {len(spec.aliases)} aliases; the limit is {MAX_ALIASES}")
+    for name in spec.names:
+        if not 0 < _name_bytes(name) <= MAX_NAME_BYTES:
+            raise malformed("name", f"the name {name[:80]!r} is empty or longer than {MAX_NAME_BYTES} bytes")
+        if name in seen:
+            raise malformed("duplicate", f"the name {name!r} occurs twice")
+        seen.add(name)
+    if _name_bytes(spec.group) > MAX_NAME_BYTES:
+        raise malformed("name", f"the group of {spec.name!r} is longer than {MAX_NAME_BYTES} bytes")
+    if spec.dtype not in ITEMSIZE_BYTES:
+        raise malformed("dtype", f"{spec.name!r} has the dtype {spec.dtype[:40]!r}; known: {', '.join(ITEMSIZE_BYTES)}")
+    if len(spec.shape) > MAX_DIMS:
+        raise malformed("shape", f"{spec.name!r} has {len(spec.shape)} dims; the limit is {MAX_DIMS}")
+    if any(size < 0 or size > MAX_BYTES for size in spec.shape):
+        raise malformed("shape", f"{spec.name!r} has the shape {list(spec.shape)}: sizes must be 0 to {MAX_BYTES}")
+    if math.prod(max(size, 1) for size in spec.shape) * ITEMSIZE_BYTES[spec.dtype] > MAX_BYTES:
+        raise malformed("shape", f"{spec.name!r} of shape {list(spec.shape)} has over {MAX_BYTES} bytes")
+
+
+def _name_bytes(name: str) -> int:
+    try:
+        return len(name.encode())
+    except UnicodeEncodeError as exc:
+        character = f"{exc.reason} at {exc.start}"
+        raise malformed("name", f"the name {name[:80]!r} can't be UTF-8 ({character}): rename the tensor") from exc
+
+
+def _check_pieces(record: TensorRecord, buckets: Sequence[int]) -> None:
+    if len(record.pieces) > MAX_PIECES_PER_TENSOR:
+        num_pieces = len(record.pieces)
+        raise malformed("count", f"{record.name!r} has {num_pieces} pieces; the limit is {MAX_PIECES_PER_TENSOR}")
+    numel = math.prod(record.shape)
+    if numel == 0:
+        if record.pieces:
+            raise malformed("region", f"{record.name!r} has no elements but {len(record.pieces)} pieces")
+        return
+    for piece in record.pieces:
+        _check_piece(record, piece, buckets)
+    if len(record.pieces) == 1 and record.pieces[0].region.covers(record.shape):
+        return
+    check_tiling([p.region for p in record.pieces], record.shape, record.name)
+
+
+def _check_piece(record: TensorRecord, piece: Piece, buckets: Sequence[int]) -> None:
+    region = piece.region
+    if not (len(region.offsets) == len(region.sizes) == len(record.shape)):
+        raise malformed("region", f"a region of {record.name!r} has other dims than its shape {list(record.shape)}")
+    if not is_inside(region, record.shape) or not region.numel:
+        raise malformed(
+            "region",
+            f"a region of {record.name!r} at {list(region.offsets)} of sizes {list(region.sizes)} "
+            f"is not inside its shape {list(record.shape)}",
+        )
+    if not 0 <= piece.bucket < len(buckets):
+        raise malformed("bucket", f"{record.name!r} lies in bucket {piece.bucket}; there are {len(buckets)}")
+    num_bytes = region.numel * ITEMSIZE_BYTES[record.dtype]
+    last = buckets[piece.bucket] - num_bytes
+    if not 0 <= piece.offset_bytes <= last or piece.offset_bytes % ALIGNMENT_BYTES:
+        raise malformed(
+            "offset",
+            f"{num_bytes} bytes of {record.name!r} lie at offset {piece.offset_bytes} of bucket {piece.bucket} "
+            f"with {buckets[piece.bucket]} bytes; offsets must be multiples of {ALIGNMENT_BYTES}",
+        )
+
+
+def _check_buckets(manifest: Manifest) -> None:
+    spans = sorted(_spans(manifest.tensors))
+    last_bucket, last_end, last_name = -1, 0, ""
+    for bucket, start, end, name in spans:
+        if bucket == last_bucket and start < last_end:
+            raise malformed("overlap", f"{name!r} and {last_name!r} share bytes of bucket {bucket} at {start}")
+        if bucket > last_bucket + 1:
+            raise malformed("bucket", f"bucket {last_bucket + 1} is empty")
+        last_bucket, last_end, last_name = bucket, end, name
+    if last_bucket + 1 != len(manifest.buckets):
+        raise malformed("bucket", f"bucket {last_bucket + 1} is empty")
+
+
+def _spans(records: Iterable[TensorRecord]) -> Iterator[tuple[int, int, int, str]]:
+    for record in records:
+        itemsize = ITEMSIZE_BYTES[record.dtype]
+        for piece in record.pieces:
+            yield piece.bucket, piece.offset_bytes, piece.offset_bytes + piece.region.numel * itemsize, record.name

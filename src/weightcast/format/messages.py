@@ -1,0 +1,174 @@
+"""The records of the control protocol and of the link. JSON by msgspec, every one frozen, none ever pickled.
+
+Control records travel as `init_info` and `update_info` of vLLM's four-phase routes, from the publisher to each engine.
+Link records travel on the worker's own connection to the publisher. `docs/wire-format.md` has both in full.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from weightcast.errors import ErrorRecord
+from weightcast.format.manifest import PROTOCOL, Manifest, RunId, VersionNumber
+
+InstallMode = Literal["staged", "streaming"]
+PauseMode = Literal["keep", "wait", "abort"]
+
+MAX_LINK_MESSAGE_BYTES = 1 << 20
+ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
+Digest128 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+Digest256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
+Secret: TypeAlias = Digest256 | UnsetType
+"""Shows that a record is of the publisher that holds the engine: its InitInfo has the same. Left out if unset."""
+
+
+# --- control: publisher -> engine ---------------------------------------------------------------
+
+
+class InitInfo(msgspec.Struct, frozen=True):
+    """How an engine's workers reach a publisher. `secret` is presented on the link, so that strangers are refused; the
+    publisher's offers, seals and aborts have it, for the same reason.
+
+    `publisher` says, for people, where it runs.
+    `token` is for engines whose control routes have none of their own (vLLM): the workers compare it with theirs.
+    `deadline_seconds` is the publisher's: how long each of its steps may take.
+    """
+
+    run: RunId
+    engine: ShortText
+    transport: ShortText
+    link: ShortText
+    secret: Digest256
+    lease_seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)]
+    takeover: bool = False
+    protocol: int = PROTOCOL
+    token: ShortText = ""
+    deadline_seconds: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    publisher: ShortText | UnsetType = UNSET
+
+    def __repr__(self) -> str:
+        # A transport's address may end in a secret of its own.
+        transport = "/".join(self.transport.split("/")[:3])
+        return f"InitInfo(run={self.run!r}, engine={self.engine!r}, transport={transport!r}, link={self.link!r})"
+
+
+class Offer(msgspec.Struct, frozen=True, tag="offer", tag_field="kind"):
+    """A version that a publisher is about to send. The manifest is absent when this link has been sent it before."""
+
+    run: RunId
+    version: VersionNumber
+    manifest_digest: Digest256
+    manifest: Manifest | None = None
+    base: VersionNumber | None = None
+    install: InstallMode = "staged"
+    undo: bool = False
+    secret: Secret = UNSET
+
+    def __repr__(self) -> str:
+        return f"Offer(run={self.run!r}, version={self.version}, manifest_digest={self.manifest_digest!r})"
+
+
+class Seal(msgspec.Struct, frozen=True, tag="seal", tag_field="kind"):
+    """Every worker has received everything: `root` is the digest of all bucket digests, in order."""
+
+    run: RunId
+    version: VersionNumber
+    num_buckets: Count
+    root: Digest128
+    secret: Secret = UNSET
+
+    def __repr__(self) -> str:
+        return f"Seal(run={self.run!r}, version={self.version}, num_buckets={self.num_buckets}, root={self.root!r})"
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort", tag_field="kind"):
+    """Give the update up; the old version stays."""
+
+    run: RunId
+    version: VersionNumber
+    reason: ShortText
+    secret: Secret = UNSET
+
+    def __repr__(self) -> str:
+        return f"Abort(run={self.run!r}, version={self.version}, reason={self.reason!r})"
+
+
+UpdateInfo: TypeAlias = Offer | Seal | Abort
+
+
+# --- control: engine -> publisher ---------------------------------------------------------------
+
+
+class WeightInfo(msgspec.Struct, frozen=True):
+    """What an engine says of itself: `weight_version` is "default" before its first update, `run` is that version's.
+
+    `holder` is the run that may update it now, or empty. `world_size` workers connect a link each.
+    `abilities`: "lease" (a pause ends with the lease of the run that asked for it), "install" (`finish` pauses and
+    resumes by itself), "undo", "streaming", "inspect" (specs and digests can be read). `torn`: why it refuses to
+    serve, or empty. `instance`: a random id of the engine's life; one engine has one, however it is called.
+    """
+
+    weight_version: str
+    run: str = ""
+    holder: str = ""
+    paused: bool = False
+    torn: str = ""
+    world_size: Count = 1
+    abilities: tuple[str, ...] = ()
+    protocol: int = PROTOCOL
+    instance: ShortText | UnsetType = UNSET
+
+
+# --- link: worker <-> publisher -----------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello", tag_field="kind"):
+    """The worker's first message."""
+
+    run: RunId
+    engine: ShortText
+    engine_rank: Count
+    secret: Digest256
+    protocol: int = PROTOCOL
+
+    def __repr__(self) -> str:
+        return f"Hello(run={self.run!r}, engine={self.engine!r}, engine_rank={self.engine_rank})"
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", tag_field="kind"):
+    """Publisher to worker: the lease goes on."""
+
+
+class Accepted(msgspec.Struct, frozen=True, tag="accepted", tag_field="kind"):
+    """The worker takes the offer and receives in the background."""
+
+    version: VersionNumber
+
+
+class Received(msgspec.Struct, frozen=True, tag="received", tag_field="kind"):
+    """The worker has received and checked every bucket; `root` as in Seal."""
+
+    version: VersionNumber
+    num_buckets: Count
+    root: Digest128
+
+
+class Installed(msgspec.Struct, frozen=True, tag="installed", tag_field="kind"):
+    """The worker serves the version. `seconds`: what the install took, without the pause around it."""
+
+    version: VersionNumber
+    seconds: float
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="kind"):
+    """The worker refused, aborted or could not install the version; it says why."""
+
+    version: VersionNumber
+    error: ErrorRecord
+
+
+LinkMessage: TypeAlias = Hello | Heartbeat | Accepted | Received | Installed | Failed

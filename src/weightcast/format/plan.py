@@ -1,0 +1,142 @@
+"""The plan of buckets: which region goes into which bucket at which offset. No tensors, no I/O.
+
+Invariants: buckets are filled in the order of the specs, a load group lies together (in one bucket where it fits),
+a region that is larger than a bucket is cut into row-major blocks, and nothing but alignment is left unused between
+two pieces. `Manifest.check()` proves the outcome.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from weightcast.errors import ManifestError
+from weightcast.format.geometry import ALIGNMENT_BYTES, Region, align, whole
+from weightcast.format.manifest import (
+    ITEMSIZE_BYTES,
+    MAX_PIECES_PER_TENSOR,
+    PROTOCOL,
+    DigestKind,
+    Manifest,
+    Piece,
+    TensorRecord,
+    TensorSpec,
+    check_specs,
+)
+
+MIN_BUCKET_BYTES = 1 << 20
+
+
+def fitting_bucket_size(num_bytes: int, largest_bytes: int) -> int:
+    """A bucket size for an update of `num_bytes`: enough buckets for packing, moving and checking to overlap.
+
+    An eighth of the whole, from MIN_BUCKET_BYTES up to `largest_bytes`, which is the transport's choice.
+    """
+    return min(largest_bytes, max(MIN_BUCKET_BYTES, num_bytes // 8))
+
+
+def plan(
+    specs: Sequence[TensorSpec],
+    bucket_size_bytes: int,
+    *,
+    regions: Mapping[str, Sequence[Region]] | None = None,
+    digest_kind: DigestKind = "xxh3-128",
+) -> Manifest:
+    """Lay out `specs` in buckets of at most `bucket_size_bytes` payload bytes (rounded down to the alignment).
+
+    `regions` says in which regions a tensor is held (default: whole); together they must tile it. Raises ValueError
+    if a bucket could not hold a single aligned element, ManifestError if specs or regions are invalid.
+    """
+    capacity = bucket_size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    if capacity <= 0:
+        raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}; it must be at least {ALIGNMENT_BYTES}")
+    check_specs(specs)
+    filler = _Filler(capacity)
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    for group in _load_groups(specs):
+        held = {s.name: (regions or {}).get(s.name) or (whole(s.shape),) for s in group}
+        filler.keep_together(sum(align(r.numel * ITEMSIZE_BYTES[s.dtype]) for s in group for r in held[s.name]))
+        for spec in group:
+            itemsize = ITEMSIZE_BYTES[spec.dtype]
+            pieces[spec.name] = tuple(
+                p for region in held[spec.name] if region.numel for p in filler.place(region, itemsize)
+            )
+    records = tuple(
+        TensorRecord(s.name, s.dtype, s.shape, aliases=s.aliases, group=s.group, pieces=pieces[s.name]) for s in specs
+    )
+    manifest = Manifest(PROTOCOL, digest_kind, tuple(filler.bucket_sizes()), records)
+    manifest.check()
+    return manifest
+
+
+def _load_groups(specs: Sequence[TensorSpec]) -> Iterator[Sequence[TensorSpec]]:
+    """The specs in order, members of one group drawn together to the place of its first."""
+    members: dict[str, list[TensorSpec]] = {}
+    for spec in specs:
+        members.setdefault(spec.load_group, []).append(spec)
+    yield from members.values()
+
+
+class _Filler:
+    """Hands out places in one bucket after the other."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._sizes = [0]
+
+    def bucket_sizes(self) -> list[int]:
+        return [size for size in self._sizes if size]
+
+    def keep_together(self, num_bytes: int) -> None:
+        """Begin a new bucket if `num_bytes` fit into an empty one, but not into what is left of this one."""
+        if self._room() < num_bytes <= self._capacity:
+            self._next_bucket()
+
+    def place(self, region: Region, itemsize: int) -> Iterator[Piece]:
+        num_bytes = region.numel * itemsize
+        if num_bytes <= self._capacity:
+            self.keep_together(align(num_bytes))
+            yield self._take(region, num_bytes)
+            return
+        yield from self._place_blocks(region, itemsize)
+
+    def _place_blocks(self, region: Region, itemsize: int) -> Iterator[Piece]:
+        """Cut along the first dim whose rows fit into a bucket; the dims before it advance one index at a time."""
+        max_elements = self._capacity // itemsize
+        dim = next(d for d in range(len(region.sizes)) if math.prod(region.sizes[d + 1 :]) <= max_elements)
+        row_bytes = math.prod(region.sizes[dim + 1 :]) * itemsize
+        if region.numel * itemsize > MAX_PIECES_PER_TENSOR * self._capacity:
+            raise ManifestError(
+                f"a region of {list(region.sizes)} needs more than {MAX_PIECES_PER_TENSOR} buckets of "
+                f"{self._capacity} bytes: use larger buckets [count]",
+                fault="count",
+            )
+        for outer in itertools.product(*(range(size) for size in region.sizes[:dim])):
+            start = 0
+            while start < region.sizes[dim]:
+                if self._room() < row_bytes:
+                    self._next_bucket()
+                rows = min(self._room() // row_bytes, region.sizes[dim] - start)
+                yield self._take(_block(region, outer, dim, start, rows), rows * row_bytes)
+                start += rows
+
+    def _room(self) -> int:
+        return self._capacity - self._sizes[-1]
+
+    def _next_bucket(self) -> None:
+        if self._sizes[-1]:
+            self._sizes.append(0)
+
+    def _take(self, region: Region, num_bytes: int) -> Piece:
+        piece = Piece(bucket=len(self._sizes) - 1, offset_bytes=self._sizes[-1], region=region)
+        self._sizes[-1] += align(num_bytes)
+        return piece
+
+
+def _block(region: Region, outer: Sequence[int], dim: int, start: int, rows: int) -> Region:
+    inside = (*outer, start, *(0 for _ in region.sizes[dim + 1 :]))
+    return Region(
+        offsets=tuple(a + b for a, b in zip(region.offsets, inside, strict=True)),
+        sizes=(*(1 for _ in outer), rows, *region.sizes[dim + 1 :]),
+    )

@@ -1,0 +1,106 @@
+"""How much more memory this process may take, and with whom it can share memory.
+
+The room is the host's and that of every enclosing cgroup, whichever is less.
+
+Sources: `MemAvailable` of proc(5); `memory.max`, `memory.current` and `inactive_file` of cgroup v2, and their v1
+counterparts. What can't be read sets no limit. Nothing is cached: the answer is about now.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from weightcast.errors import InsufficientMemoryError
+
+_V2 = ("memory.max", "memory.current", "inactive_file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_UNKNOWN_BYTES = 1 << 62
+
+LESS_AT_ONCE = 'publish with install="streaming" or smaller buckets, or free memory'
+"""The remedy for a transport's buffers."""
+
+
+def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that can be taken now without swapping and without meeting a cgroup's limit; never negative.
+
+    File pages that the kernel would give back first (`inactive_file`) count as available.
+    """
+    rooms = [_host_room(proc / "meminfo"), *_cgroup_rooms(proc / "self" / "cgroup", cgroups)]
+    return max(0, int(min(rooms, default=_UNKNOWN_BYTES)))
+
+
+def require(num_bytes: int, what: str, remedy: str) -> None:
+    """Raises InsufficientMemoryError unless that much can be taken; `what` needs it, `remedy` says what to do."""
+    available = available_bytes()
+    if num_bytes > available:
+        raise InsufficientMemoryError(
+            f"{what} needs {num_bytes} bytes, this host or container has {available} left: {remedy}"
+        )
+
+
+def host_identity() -> str:
+    """Equal for processes that can share memory: of one boot, one network namespace and one user."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    namespace = Path("/proc/self/ns/net")
+    try:
+        return f"{boot.read_text().strip()}/{os.readlink(namespace)}/{os.geteuid()}"
+    except OSError:
+        return f"process {os.getpid()}"
+
+
+def _host_room(meminfo: Path) -> float:
+    fields = _fields(meminfo)
+    return fields["MemAvailable:"] * 1024 if "MemAvailable:" in fields else _UNKNOWN_BYTES
+
+
+def _cgroup_rooms(membership: Path, cgroups: Path) -> Iterator[float]:
+    for line in _text(membership).splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            for mount in (cgroups, cgroups / "unified"):
+                yield from _rooms_upwards(mount, path, _V2)
+        elif "memory" in controllers.split(","):
+            yield from _rooms_upwards(cgroups / "memory", path, _V1)
+
+
+def _rooms_upwards(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[float]:
+    """The room in a cgroup and in each of its ancestors, up to the mount.
+
+    In a container the path may be the host's, which is not visible there: the mount itself is the container's then.
+    """
+    group = mount / path.lstrip("/")
+    if ".." in group.parts or not group.is_dir():
+        group = mount
+    while True:
+        yield _room(group, *names)
+        if group == mount:
+            return
+        group = group.parent
+
+
+def _room(group: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> float:
+    limit, usage = _number(group / limit_name), _number(group / usage_name)
+    if limit is None or usage is None:
+        return math.inf
+    return limit - usage + _fields(group / "memory.stat").get(reclaimable_name, 0)
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    lines = (line.split() for line in _text(path).splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) >= 2 and words[1].isdigit()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

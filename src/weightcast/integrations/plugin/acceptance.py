@@ -1,0 +1,176 @@
+"""Whether an offer fits the model of one rank: by the checkpoint that it was started from, or by a dry run alone.
+
+What each can prove:
+
+- `ByReference` knows every name, shape and dtype of the start-up checkpoint and, from one dry run of it, which of them
+  this rank's loader uses. An offer must have the same, so that its install sets what the start set. Names that the
+  loader would take as well, but that the checkpoint does not have, are refused.
+- `ByDryRun` knows what the loader does with the offer itself. It finds names that the loader refuses or, in an engine
+  of one rank, ignores; parameters that would not be set or be set twice; other dtypes than the live ones. A tensor that
+  is too large is found only in an engine of one rank: a rank of several takes its part of whatever comes.
+
+Neither can see two tensors of one shape that are exchanged, or a square one that is transposed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+from torch import nn
+
+from weightcast.errors import IncompatibleWeightsError, UnsupportedError, listed
+from weightcast.format.bucket import DTYPE_NAMES
+from weightcast.format.manifest import Manifest, TensorSpec
+from weightcast.integrations.plugin.dry_run import DryRunOutcome
+
+
+@dataclasses.dataclass(frozen=True)
+class AcceptedOffer:
+    """An offer that fits. `names`: what the loader is to be given. `tied`: name to name of equal values.
+
+    `calls`: how often a whole install calls the loaders of each module that is not loaded in place.
+    """
+
+    names: frozenset[str]
+    tied: Mapping[str, str]
+    calls: Mapping[str, int]
+
+
+class Acceptance(Protocol):
+    """Decides about offers. Raises IncompatibleWeightsError, naming every offender."""
+
+    def accept(self, manifest: Manifest) -> AcceptedOffer: ...
+
+
+Trial: TypeAlias = Callable[[Sequence[TensorSpec]], DryRunOutcome]
+"""A dry run of the model's loader on tensors like these, in this order."""
+
+
+def acceptance(model: nn.Module, trial: Trial, reference: Sequence[TensorSpec] | None, *, is_alone: bool) -> Acceptance:
+    """`is_alone`: the engine has one rank. Raises UnsupportedError if the model's loader can't be tried."""
+    if reference is None:
+        return ByDryRun(model, trial, is_alone=is_alone)
+    return ByReference(model, trial, reference)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    spec: TensorSpec
+    dtypes: frozenset[str]
+    is_required: bool
+
+
+class ByReference:
+    """Holds offers against the start-up checkpoint. Makes one dry run, when it is made."""
+
+    def __init__(self, model: nn.Module, trial: Trial, reference: Sequence[TensorSpec]) -> None:
+        self._tied = _tied(model, {spec.name for spec in reference})
+        loaded = [spec for spec in reference if spec.name not in self._tied]
+        outcome = trial(loaded)
+        if outcome.faults:
+            raise UnsupportedError(f"the loader of {type(model).__name__} can't be tried: {listed(_faults(outcome))}")
+        self._held = {spec.name: _held(spec, outcome) for spec in loaded}
+        for name, owner in self._tied.items():
+            self._held[name] = dataclasses.replace(self._held[owner], is_required=False)
+        self._calls = outcome.calls
+
+    def accept(self, manifest: Manifest) -> AcceptedOffer:
+        problems = []
+        offered: set[str] = set()
+        for record in manifest.tensors:
+            known = [name for name in record.names if name in self._held]
+            if not known:
+                problems.append(f"unknown tensor {_shown(record)}")
+            for name in known:
+                problems += _differences(name, record, self._held[name])
+            offered.update(known)
+        missing = (h.spec for name, h in self._held.items() if h.is_required and name not in offered)
+        _refuse_if([*problems, *(f"missing tensor {_shown(spec)}" for spec in missing)])
+        return AcceptedOffer(frozenset(offered - self._tied.keys()), self._tied, self._calls)
+
+
+class ByDryRun:
+    """Lets the loader try each offer."""
+
+    def __init__(self, model: nn.Module, trial: Trial, *, is_alone: bool) -> None:
+        self._model = model
+        self._trial = trial
+        self._is_alone = is_alone
+
+    def accept(self, manifest: Manifest) -> AcceptedOffer:
+        offered = {name: TensorSpec(name, r.dtype, r.shape) for r in manifest.tensors for name in r.names}
+        tied = _tied(self._model, offered.keys())
+        specs = [spec for name, spec in offered.items() if name not in tied]
+        outcome = self._trial(specs)
+        problems = _faults(outcome)
+        for spec in specs:
+            if spec.name in outcome.used:
+                problems += self._misused(spec, outcome)
+        problems += _other_than_owners(tied, offered)
+        twins = _tied(self._model, outcome.targets.keys())
+        for target in outcome.targets.values():
+            for names in target.loaded.values():
+                if len(names) > 1:
+                    problems.append(f"{' and '.join(map(repr, sorted(names)))} are both loaded into {target.name}")
+            if target.is_parameter and target.num_unset and target.name not in twins:
+                whole = math.prod(target.shape)
+                problems.append(f"missing tensors: {target.num_unset} of {whole} elements of {target.name} are not set")
+        _refuse_if(problems)
+        return AcceptedOffer(frozenset(offered.keys() - tied.keys()), tied, outcome.calls)
+
+    def _misused(self, spec: TensorSpec, outcome: DryRunOutcome) -> Iterator[str]:
+        num_used, dtypes = outcome.used[spec.name]
+        whole = math.prod(spec.shape)
+        if num_used and spec.dtype not in {DTYPE_NAMES[dtype] for dtype in dtypes}:
+            yield f"{spec.name!r} is {spec.dtype}, the engine has {', '.join(map(str, dtypes))}"
+        if self._is_alone and num_used < whole:
+            what = f"only {num_used} of its {whole} elements are" if num_used else "is not"
+            yield f"unfit tensor {_shown(spec)}: {what} used by {type(self._model).__name__}"
+
+
+def _tied(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+    """The parameters that a later module shares with an earlier one under which `names` has them: its name to that."""
+    owners: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for prefix, layer in model.named_modules():
+        for name, parameter in layer.named_parameters(prefix, recurse=False):
+            owner = owners.setdefault(id(parameter), name)
+            if owner != name and owner in names:
+                tied[name] = owner
+    return tied
+
+
+def _held(spec: TensorSpec, outcome: DryRunOutcome) -> _Held:
+    num_used, dtypes = outcome.used[spec.name]
+    return _Held(spec, frozenset({spec.dtype, *(DTYPE_NAMES[dtype] for dtype in dtypes)}), num_used > 0)
+
+
+def _differences(name: str, offered: TensorSpec, held: _Held) -> Iterator[str]:
+    if offered.shape != held.spec.shape:
+        yield f"{name!r} has the shape {list(offered.shape)}, the engine has {list(held.spec.shape)}"
+    if offered.dtype not in held.dtypes:
+        yield f"{name!r} is {offered.dtype}, the engine has {' or '.join(sorted(held.dtypes))}"
+
+
+def _other_than_owners(tied: Mapping[str, str], offered: Mapping[str, TensorSpec]) -> Iterator[str]:
+    for name, owner in tied.items():
+        if name in offered:
+            yield from _differences(
+                name, offered[name], _Held(offered[owner], frozenset({offered[owner].dtype}), False)
+            )
+
+
+def _faults(outcome: DryRunOutcome) -> list[str]:
+    return [f"{name!r}: {fault}" if name else fault for name, fault in outcome.faults.items()]
+
+
+def _shown(spec: TensorSpec) -> str:
+    return f"{spec.name!r} {spec.dtype}{list(spec.shape)}"
+
+
+def _refuse_if(problems: Sequence[str]) -> None:
+    if problems:
+        raise IncompatibleWeightsError(f"{len(problems)} tensors do not fit this engine: {listed(problems)}", problems)

@@ -1,0 +1,264 @@
+"""All ranks behind one server of somebody else's, as one engine: what does not depend on whose server it is.
+
+Invariants: a call reaches every rank; an install happens in a pause that drops every cache, is kept only if all have
+it, and is labelled before anything is generated with it; what is torn stays paused. One install, pause, resume or
+answer about versions at a time, so that none sees another half-way.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import TypeVar
+
+import msgspec
+
+from weightcast.control.worker_rpc import Ask, Install, RankCall, Settle
+from weightcast.errors import (
+    ClosedError,
+    ControlError,
+    EngineTornError,
+    InstallError,
+    PeerTimeoutError,
+    StaleVersionError,
+    WeightcastError,
+)
+from weightcast.format.messages import PauseMode, WeightInfo
+from weightcast.integrations.plugin.replies import Replies
+from weightcast.integrations.plugin.routes import InstallAnswer
+from weightcast.integrations.plugin.server_mutex import ServerMutex
+
+T = TypeVar("T")
+_PEER = "engine"
+_UNKNOWN = "whether all ranks hold one version is not known; publish a complete one to heal it"
+
+
+class PluginEngine(abc.ABC):
+    """The engine behind `host`, the server's name in errors. For one event loop. Errors are WeightcastErrors.
+
+    `mutex` is shared by all API servers in front of the engine. Every wait for the host ends after `deadline_seconds`,
+    but for those of an install whose pause has begun, which end with the host's.
+    """
+
+    def __init__(self, host: str, mutex: ServerMutex, deadline_seconds: float) -> None:
+        self._host = host
+        self._mutex = mutex
+        self._deadline_seconds = deadline_seconds
+
+    # --- the host's side: what goes wrong there may be any exception ---
+
+    @abc.abstractmethod
+    async def _ask(self, call: RankCall) -> Replies:
+        """Every rank's reply."""
+
+    @abc.abstractmethod
+    async def _stop(self, mode: PauseMode) -> None:
+        """Stop scheduling, and drop every cache of the present weights or have the install do it. Idempotent."""
+
+    @abc.abstractmethod
+    async def _schedule(self) -> None:
+        """Schedule again, as somebody asked. Idempotent."""
+
+    async def _end_stop(self) -> None:
+        """Have a `_stop` that was not waited for come to its end, where only then the host can schedule again."""
+        return
+
+    async def _go_on(self) -> None:
+        """Schedule again after an install."""
+        await self._schedule()
+
+    @abc.abstractmethod
+    async def _is_stopped(self) -> bool: ...
+
+    @abc.abstractmethod
+    async def _label(self) -> str:
+        """The version that the host says it serves."""
+
+    @abc.abstractmethod
+    async def _set_label(self, version: str) -> None: ...
+
+    @abc.abstractmethod
+    def world_size(self, *, with_data_parallel: bool) -> int: ...
+
+    # --- the control protocol ---
+
+    async def call(self, call: RankCall) -> None:
+        """Raises the first error of any rank."""
+        (await self._in_time(self._replies(call))).raise_first()
+
+    async def info(self) -> WeightInfo:
+        """What all ranks are together. Waits for an install under way.
+
+        Before an update, and while torn, the version is the host's label: the last that was whole.
+        """
+        async with self._alone():
+            replies, label, paused = await self._in_time(
+                asyncio.gather(self._replies(Ask()), self._label(), self._is_stopped())
+            )
+            if replies.torn:
+                self._mutex.in_doubt = True
+        info = replies.info
+        version = label if info.torn or info.weight_version == "default" else info.weight_version
+        return msgspec.structs.replace(info, weight_version=version, paused=paused)
+
+    async def why_torn(self) -> str:
+        """Why the engine must not generate, or empty. Free unless an install is under way or has failed: waits for it.
+
+        Where the answer can't be had in time, it is empty: a request then waits in the engine, which stands still.
+        """
+        if not self._mutex.in_doubt:
+            return ""
+        with contextlib.suppress(WeightcastError):
+            async with self._alone():
+                return await self._why_torn()
+        return ""
+
+    async def _why_torn(self) -> str:
+        is_settled = not self._mutex.in_doubt
+        return "" if is_settled else (await self._in_time(self._replies(Ask()))).torn
+
+    async def is_paused(self) -> bool:
+        return await self._in_time(self._is_stopped())
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generation until `resume`."""
+        async with self._alone():
+            await self._pause(mode)
+
+    async def resume(self) -> None:
+        """Generate again. Raises EngineTornError if the weights are of no whole version."""
+        async with self._alone():
+            await self._require_whole(await self._in_time(self._replies(Ask())))
+            await self._in_time(self._schedule())
+
+    async def _require_whole(self, replies: Replies) -> None:
+        """Before it generates again, with the label of what its ranks hold. Raises EngineTornError."""
+        if replies.torn:
+            self._mutex.in_doubt = True
+            raise EngineTornError(f"the engine can't generate, and stays paused: {replies.torn}")
+        if self._mutex.in_doubt:
+            await self._in_time(self._publish(replies))
+        self._mutex.in_doubt = False
+
+    async def install(self, number: int, mode: PauseMode, run: str = "") -> InstallAnswer:
+        """Pause, install the sealed version on all ranks or on none, label and resume; what the engine is then.
+
+        `run` is whose version it is, by default that of whichever run holds the engine.
+
+        An engine that was paused before stays so, unless it was for being torn. Raises ClosedError (nobody holds it),
+        what refused the install, with everything as before, or InstallError; if that is torn the engine stays paused.
+        """
+        async with self._alone():
+            before, was_paused = await self._in_time(asyncio.gather(self._replies(Ask()), self._is_stopped()))
+            if not before.info.holder:
+                raise ClosedError("no publisher holds this engine: call /init_weight_transfer_engine first")
+            if run not in ("", before.info.holder):
+                raise StaleVersionError(f"the update is of run {run}, this engine is held by run {before.info.holder}")
+            pause = _Pause(is_lifted=bool(before.torn) or not was_paused)
+            self._mutex.in_doubt = True
+            try:
+                await self._pause(mode)
+            except WeightcastError:
+                with self._translated():
+                    await self._end_stop()
+                await self._end(pause, before)
+                raise
+            pause.began_at = time.perf_counter()
+            return await self._installed(before, number, pause)
+
+    # --- an install ---
+
+    async def _installed(self, before: Replies, number: int, pause: _Pause) -> InstallAnswer:
+        try:
+            replies = await self._install_everywhere(before, number)
+        except WeightcastError as exc:
+            after = await self._taken_back(exc, Settle(before.info.holder, number, keep=False))
+            await self._end(pause, after)
+            raise _failed(exc, after.torn) from exc
+        await self._end(pause, replies)
+        return InstallAnswer(replies.info.weight_version, replies.info.run, time.perf_counter() - pause.began_at)
+
+    async def _install_everywhere(self, before: Replies, number: int) -> Replies:
+        """The ranks of one engine agree by themselves; several engines are told what became of it everywhere."""
+        run, is_one = before.info.holder, before.num_engines == 1
+        replies = await self._replies(Install(run, number, len(before.ranks), keep=is_one))
+        replies.raise_first()
+        if not is_one:
+            replies = await self._replies(Settle(run, number, keep=True))
+            replies.raise_first()
+        if replies.torn:
+            raise InstallError(f"version {number} was not installed everywhere: {replies.torn}", torn=True)
+        return replies
+
+    async def _taken_back(self, error: WeightcastError, settle: Settle) -> Replies:
+        """What the ranks are once each has gone back, or could not."""
+        try:
+            return await self._replies(settle)
+        except WeightcastError as exc:
+            raise InstallError(f"{error}; {_UNKNOWN}: {exc}", torn=True) from exc
+
+    async def _end(self, pause: _Pause, replies: Replies) -> None:
+        """Label the engine with what its ranks hold, and let it generate, unless they are torn."""
+        if replies.torn:
+            return
+        with self._translated():
+            await self._publish(replies)
+            if pause.is_lifted:
+                await self._go_on()
+        self._mutex.in_doubt = False
+
+    async def _publish(self, replies: Replies) -> None:
+        if replies.info.weight_version != "default":
+            await self._set_label(replies.info.weight_version)
+
+    # --- waiting ---
+
+    async def _pause(self, mode: PauseMode) -> None:
+        try:
+            await self._in_time(self._stop(mode))
+        except PeerTimeoutError as exc:
+            # The host goes on pausing: what comes after this resumes it.
+            raise PeerTimeoutError(f"{exc}: its requests did not end; pause in the mode 'keep'", peer=_PEER) from exc
+
+    async def _replies(self, call: RankCall) -> Replies:
+        with self._translated():
+            return await self._ask(call)
+
+    def _alone(self) -> AbstractAsyncContextManager[None]:
+        return self._mutex.turn(self._deadline_seconds)
+
+    async def _in_time(self, awaitable: Awaitable[T]) -> T:
+        try:
+            with self._translated():
+                return await asyncio.wait_for(awaitable, self._deadline_seconds)
+        except TimeoutError as exc:
+            text = f"{self._host} gave no answer within {self._deadline_seconds:g} s"
+            raise PeerTimeoutError(text, peer=_PEER) from exc
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (WeightcastError, TimeoutError):
+            raise
+        except Exception as exc:
+            raise ControlError(f"{self._host} failed: {type(exc).__name__}: {exc}", peer=_PEER) from exc
+
+
+class _Pause:
+    """The pause of an install. `is_lifted`: whether the install ends it, since nobody else had asked for one."""
+
+    def __init__(self, *, is_lifted: bool) -> None:
+        self.is_lifted = is_lifted
+        self.began_at = 0.0
+
+
+def _failed(error: WeightcastError, torn: str) -> WeightcastError:
+    """The error of an install, now that it is known whether all could go back."""
+    if not torn:
+        return error
+    return InstallError(str(error) if isinstance(error, InstallError) else f"{error}; {torn}", torn=True)

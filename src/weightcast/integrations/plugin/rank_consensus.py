@@ -1,0 +1,91 @@
+"""The ranks of one engine tell each other how a step went, so that all of them answer a call alike.
+
+Invariants: every rank makes the same exchanges in the same order; an exchange carries typed records, never a pickle;
+none waits past its deadline, and after one that did the ranks may be out of step, so that no further one is made.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from weightcast.errors import ErrorRecord, PeerError
+from weightcast.format.manifest import decode
+
+
+class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a step went on one rank. `serves`: it has the version in question already; `torn`: why it can't serve."""
+
+    error: ErrorRecord | None = None
+    serves: bool = False
+    torn: str = ""
+
+
+class RankConsensus:
+    """The ranks of an engine, seen from one of them. `groups` are process groups on CPUs, innermost first.
+
+    `first_rank` is the engine's first in the numbering that errors use.
+    """
+
+    def __init__(self, groups: Sequence[Any], *, first_rank: int = 0, deadline_seconds: float = 60.0) -> None:
+        self._groups = [group for group in groups if group.size() > 1]
+        self._first_rank = first_rank
+        self._deadline_seconds = deadline_seconds
+        self._broken = ""
+
+    @property
+    def num_ranks(self) -> int:
+        """How many exchange with each other: those of one engine."""
+        return math.prod(group.size() for group in self._groups)
+
+    def exchange(self, outcome: Outcome) -> list[Outcome]:
+        """Every rank's outcome, by rank. Raises as `gather`."""
+        return [decode(message, Outcome) for message in self.gather(msgspec.json.encode(outcome))]
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """Every rank's message, by rank. Called on all ranks.
+
+        Raises PeerError if a rank has gone or does not call it by the deadline.
+        """
+        if self._broken:
+            raise PeerError(f"the ranks of this engine are out of step, restart it: {self._broken}", peer="engine")
+        known = [message]
+        try:
+            for group in self._groups:
+                parts = self._gather(group, msgspec.json.encode(known))
+                known = list(itertools.chain.from_iterable(decode(part, list[bytes]) for part in parts))
+        except Exception as exc:
+            self._broken = str(exc)
+            raise PeerError(f"the ranks of this engine do not answer each other: {exc}", peer="engine") from exc
+        return known
+
+    def _gather(self, group: Any, message: bytes) -> list[bytes]:
+        """Every rank's message: first their lengths, then all of them, padded to the longest."""
+        lengths = [int(length) for length in self._all_gather(group, torch.tensor([len(message)], device="cpu"))]
+        padded = torch.frombuffer(bytearray(message.ljust(max(lengths))), dtype=torch.uint8)
+        rows = self._all_gather(group, padded)
+        return [row.numpy().tobytes()[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def _all_gather(self, group: Any, mine: torch.Tensor) -> list[torch.Tensor]:
+        rows = [torch.empty_like(mine) for _ in range(group.size())]
+        work = group.allgather([rows], [mine])
+        work.wait(datetime.timedelta(seconds=self._deadline_seconds))
+        return rows
+
+    def first_error(self, outcomes: Sequence[Outcome]) -> ErrorRecord | None:
+        """One error for all: the first rank's, naming every rank that has one; torn if any rank is."""
+        failed = [(self._first_rank + rank, o.error) for rank, o in enumerate(outcomes) if o.error is not None]
+        if not failed:
+            return None
+        error, torn = failed[0][1], any(error.torn for _, error in failed)
+        if len(outcomes) == 1:
+            return error
+        where = ", ".join(str(rank) for rank, _ in failed)
+        noun = "rank" if len(failed) == 1 else "ranks"
+        return msgspec.structs.replace(error, message=f"{error.message} [engine {noun} {where}]", torn=torn)

@@ -1,0 +1,51 @@
+"""What every rank of an engine answered to one call, as one answer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+from msgspec import UNSET
+
+from weightcast.control.worker_rpc import RankReply
+from weightcast.errors import from_record
+from weightcast.format.messages import WeightInfo
+
+
+class Replies(NamedTuple):
+    """What every rank of `num_engines` engine cores answered to one call."""
+
+    ranks: list[RankReply]
+    num_engines: int
+
+    @property
+    def torn(self) -> str:
+        """Why the ranks together hold no whole version, or empty."""
+        infos = [reply.info for reply in self.ranks]
+        versions = sorted({f"{info.weight_version} of run {info.run or 'none'}" for info in infos})
+        torn = next((info.torn for info in infos if info.torn), "")
+        return torn or (f"its ranks hold different versions: {', '.join(versions)}" if len(versions) > 1 else "")
+
+    @property
+    def weights_asleep(self) -> bool:
+        """Whether no rank has its weights' memory."""
+        return all(reply.weights_asleep for reply in self.ranks)
+
+    @property
+    def info(self) -> WeightInfo:
+        """What the ranks are together, as far as they know it: a pause is the host's own."""
+        infos = [reply.info for reply in self.ranks]
+        first = infos[0]
+        return msgspec.structs.replace(
+            first,
+            holder=first.holder if all(info.holder == first.holder for info in infos) else "",
+            torn=self.torn,
+            world_size=len(infos),
+            instance=self.ranks[0].instance or UNSET,
+            abilities=("install", *(a for a in first.abilities if all(a in info.abilities for info in infos))),
+        )
+
+    def raise_first(self) -> None:
+        error = next((reply.error for reply in self.ranks if reply.error is not None), None)
+        if error is not None:
+            raise from_record(error)

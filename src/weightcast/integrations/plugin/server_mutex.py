@@ -1,0 +1,126 @@
+"""What the API servers in front of one vLLM share: whose turn it is to change it, and whether its weights are in doubt.
+
+vLLM starts as many API servers as it has data-parallel engines on the host (`--api-server-count`); all answer on one
+port, and each drives all engines. Invariants: one of them has the turn at a time; a turn ends with the process that has
+it; nothing stays on disk once all of them are up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from weightcast.errors import ControlError, PeerTimeoutError
+
+_POLL_SECONDS = 0.005
+_NUM_SERVERS, _IN_DOUBT = 0, 1
+"""Offsets in the file, a byte each: how many servers have come, and whether to ask the ranks before generating."""
+
+
+class ServerMutex:
+    """One API server's handle on a file that all of them have open; its content is theirs alone. For one event loop."""
+
+    def __init__(self, fd: int) -> None:
+        """`fd` becomes this object's."""
+        self._fd = fd
+        self._lock = asyncio.Lock()
+
+    @classmethod
+    def of_one(cls) -> ServerMutex:
+        """For a server that has its engines to itself."""
+        with tempfile.TemporaryFile() as file:
+            return cls(os.dup(file.fileno()))
+
+    @classmethod
+    def of_several(cls, num_servers: int, *, launcher: int, folder: str | None = None) -> ServerMutex:
+        """Meet the other servers that process `launcher` started; the last one to come removes the file's name.
+
+        Raises ControlError if somebody else has taken the place.
+        """
+        path = Path(folder or tempfile.gettempdir(), f"weightcast-vllm-{launcher}-{_started_at(launcher)}")
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as exc:
+            raise ControlError(f"the API servers of this vLLM can't meet at {path}: {exc}") from exc
+        try:
+            _meet(fd, path, num_servers)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether an install is under way, or ended with weights of no whole version: only the ranks can say."""
+        return _byte(self._fd, _IN_DOUBT) != 0
+
+    @in_doubt.setter
+    def in_doubt(self, value: bool) -> None:
+        os.pwrite(self._fd, bytes([value]), _IN_DOUBT)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, deadline_seconds: float) -> AsyncIterator[None]:
+        """Have the turn, alone among all requests of all servers. Raises PeerTimeoutError past the deadline."""
+        try:
+            await asyncio.wait_for(self._acquire(), deadline_seconds)
+        except TimeoutError as exc:
+            text = f"another request has had this vLLM to itself for {deadline_seconds:g} s: ask again"
+            raise PeerTimeoutError(text, peer="engine") from exc
+        try:
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            self._lock.release()
+
+    async def _acquire(self) -> None:
+        await self._lock.acquire()
+        try:
+            # flock has no asynchronous notification: poll.
+            while not self._is_granted():
+                await asyncio.sleep(_POLL_SECONDS)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _is_granted(self) -> bool:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _meet(fd: int, path: Path, num_servers: int) -> None:
+    """Be counted, and have the last one remove the name. Under a lock of its own: a turn may last for an install."""
+    fcntl.lockf(fd, fcntl.LOCK_EX)
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid() or not status.st_nlink:
+        raise ControlError(f"the API servers of this vLLM can't meet at {path}: it is not theirs; remove it")
+    num_come = _byte(fd, _NUM_SERVERS) + 1
+    os.pwrite(fd, bytes([num_come]), _NUM_SERVERS)
+    if num_come >= num_servers:
+        path.unlink()
+    fcntl.lockf(fd, fcntl.LOCK_UN)
+
+
+def _byte(fd: int, offset: int) -> int:
+    return (os.pread(fd, 1, offset) or b"\0")[0]
+
+
+def _started_at(pid: int) -> str:
+    """Tells processes apart that had the same id one after another; empty where there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""

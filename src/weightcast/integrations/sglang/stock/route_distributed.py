@@ -1,0 +1,137 @@
+"""Flattened buckets over groups of torch.distributed: one request and one broadcast for each bucket and server.
+
+Each server has a group of its own, of its ranks and us: in a group of several servers one that is silent would leave
+others waiting for what it should pass on to them, and no one can wake these. Invariants: a group in which anything went
+wrong is cut at once, and made anew for the same bucket: what was answered for a broken broadcast counts for nothing,
+since one rank may have loaded it and another not. A broadcast has half of the deadline, so that whoever lives has
+answered when the request itself is given up.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+
+import torch
+
+from weightcast import registry
+from weightcast.errors import ControlError, PeerDiedError, UnsupportedError
+from weightcast.integrations.sglang.stock.flattened import FlatTensor
+from weightcast.integrations.sglang.stock.group import StockGroup
+from weightcast.integrations.sglang.stock.server import MAX_PARALLEL, Servers, SglangStockServer
+from weightcast.process_group import require
+from weightcast.seams.client import SenderContext
+
+_MAX_TRIES = 3
+_OF_GROUPS = ("Failed to receive weights", "Failed to initialize custom process group")
+"""How SGLang says that a group broke, or could not be made; the weights are as they were."""
+
+
+class DistributedRoute:
+    """`gloo://` and `nccl://`: implements `stock_sender.Route`."""
+
+    is_staged = False
+
+    def __init__(self, context: SenderContext) -> None:
+        """Raises UnsupportedError where torch lacks the backend."""
+        self._backend, self._host = registry.scheme(context.url), registry.host(context.url)
+        require(self._backend)
+        if self._backend == "nccl" and context.device.type != "cuda":
+            raise UnsupportedError(f"nccl moves no memory of {context.device}: use gloo:// or ipc://")
+        self.device = context.device if self._backend == "nccl" else torch.device("cpu")
+        self._run, self._watchdog = context.run, context.watchdog
+        self._deadline_seconds = context.deadline_seconds / 2
+        self._numbers = itertools.count(1)
+        self._groups: dict[SglangStockServer, StockGroup] = {}
+        self._unanswered: dict[str, list[StockGroup]] = {}
+        """By name, groups that a server was told to join, and has not said whether it did."""
+        # Each server needs two threads more while it is sent to.
+        self._pool = ThreadPoolExecutor(max_workers=2 * MAX_PARALLEL, thread_name_prefix="weightcast-stock")
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def open(self, servers: Servers, version: int) -> None:
+        """Have each server in a group, the former one if it is there."""
+        for gone in self._groups.keys() - set(servers.living):
+            self._groups.pop(gone).end()
+        servers.each(lambda server: self._retried(server, self._group_of))
+
+    def ship(self, servers: Servers, places: Sequence[FlatTensor], flat: torch.Tensor, *, is_last: bool) -> None:
+        """One bucket to every server; returns when each has loaded it, or was dropped."""
+
+        def bring(server: SglangStockServer) -> None:
+            group = self._group_of(server)
+            receive = functools.partial(server.routes.receive, places, group.name, is_last=is_last)
+            self._both(server, group, receive, functools.partial(group.broadcast, flat))
+
+        servers.each(lambda server: self._retried(server, bring))
+
+    def _group_of(self, server: SglangStockServer) -> StockGroup:
+        """The server's group; made if there is none. Raises PeerError."""
+        group = self._groups.get(server)
+        if group is None:
+            name = f"weightcast-{self._run[:12]}-{next(self._numbers)}"
+            size, server.group_name = 1 + server.num_ranks, name
+            group = StockGroup(name, self._backend, self._host, size, self._deadline_seconds, self._watchdog)
+            self._groups[server] = group
+            join = functools.partial(server.routes.join_group, name, self._host, group.port, 1, size, self._backend)
+            self._both(server, group, join, group.connect)
+            # It does one call after another.
+            for former in self._unanswered.pop(server.name, []):
+                former.end()
+        return group
+
+    def _retried(self, server: SglangStockServer, call: Callable[[SglangStockServer], object]) -> None:
+        """Call again where only a group broke. Raises PeerError."""
+        for number in range(_MAX_TRIES):
+            try:
+                call(server)
+                return
+            except _Broken as exc:
+                if number + 1 == _MAX_TRIES:
+                    raise PeerDiedError(
+                        f"{server.name} lost its group {_MAX_TRIES} times: can it reach this host? {exc}",
+                        peer=server.name,
+                    ) from exc
+
+    def _both(
+        self, server: SglangStockServer, group: StockGroup, ask: Callable[[], None], beside: Callable[[], None]
+    ) -> None:
+        """A request, and our own part of what it has the server do. Raises _Broken, or why the server failed.
+
+        Unless both succeed the group is gone when it returns, and nobody waits in it.
+        """
+        asked, own = self._pool.submit(ask), self._pool.submit(beside)
+        both = {asked, own}
+        wait(both, return_when=FIRST_EXCEPTION)
+        if all(future.done() and future.exception() is None for future in both):
+            return
+        self._groups.pop(server, None)
+        group.cut()
+        wait(both)
+        error = asked.exception()
+        if error is None or isinstance(error, ControlError):
+            server.leave_group()
+            group.end()
+        else:
+            server.group_name = ""
+            self._unanswered.setdefault(server.name, []).append(group)
+        if error is None or (isinstance(error, ControlError) and any(text in str(error) for text in _OF_GROUPS)):
+            raise _Broken(str(error or own.exception()))
+        raise error
+
+    def close(self, servers: Servers) -> None:
+        """Leave every group. Blocks for the servers' answers."""
+        for server, group in self._groups.items():
+            if server in servers.living:
+                server.leave_group()
+            group.end()
+        self._groups.clear()
+        self._pool.shutdown()
+
+
+class _Broken(Exception):
+    """A group broke; the server itself may be well."""

@@ -1,0 +1,189 @@
+"""The publisher's end for stock SGLang servers: fills flattened buckets and has a route bring each to all servers.
+
+Invariants: one bucket is on its way while the next is filled, and none is filled while it is on its way; a server is
+marked as incomplete before its first bucket goes out; whoever fails is out of the update and the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+
+from weightcast import registry
+from weightcast.errors import ClosedError, UnsupportedError, UpdateAbortedError, WeightcastError
+from weightcast.format.bucket import slot_size_bytes
+from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.integrations.sglang.stock.buckets import Filler, FlatBuckets
+from weightcast.integrations.sglang.stock.flattened import FlatTensor
+from weightcast.integrations.sglang.stock.route_disk import DiskRoute
+from weightcast.integrations.sglang.stock.route_distributed import DistributedRoute
+from weightcast.integrations.sglang.stock.route_tensor import TensorRoute
+from weightcast.integrations.sglang.stock.server import MAX_PARALLEL, Servers, SglangStockServer
+from weightcast.seams.client import SenderContext
+
+_NUM_SLOTS = 2
+_ROUTES: Mapping[str, Any] = {
+    "gloo": DistributedRoute,
+    "nccl": DistributedRoute,
+    "ipc": TensorRoute,
+    "file": DiskRoute,
+}
+
+
+class Route(Protocol):
+    """A way of SGLang's to bring flattened buckets to servers. One thread calls it.
+
+    `is_staged`: servers serve on until the install. `device`: where buckets lie.
+    """
+
+    is_staged: bool
+    device: torch.device
+
+    def allocate(self, num_bytes: int) -> torch.Tensor: ...
+
+    def open(self, servers: Servers, version: int) -> None: ...
+
+    def ship(self, servers: Servers, places: Sequence[FlatTensor], flat: torch.Tensor, *, is_last: bool) -> None: ...
+
+    def close(self, servers: Servers) -> None: ...
+
+
+class StockSender:
+    """A `ClientSender`. Memory: one of the publisher's buckets, two flattened ones."""
+
+    def __init__(self, context: SenderContext) -> None:
+        """Raises UnsupportedError for a transport that SGLang has no route for."""
+        scheme = registry.scheme(context.url)
+        if scheme not in _ROUTES:
+            raise UnsupportedError(f"stock SGLang takes no weights over {scheme}://: use {', '.join(_ROUTES)}")
+        self.address = context.url
+        self._route: Route = _ROUTES[scheme](context)
+        self._known: dict[str, SglangStockServer] = {}
+        self._pool = ThreadPoolExecutor(max_workers=MAX_PARALLEL, thread_name_prefix="weightcast-sglang")
+        self._shipper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-ship")
+        self._servers = Servers((), self._pool)
+        self._filler: Filler | None = None
+        self._plan_key: object = None
+        self._buffer: torch.Tensor | None = None
+        self._flight: Future[None] | None = None
+        self._current = -1
+        self._is_open = False
+        self._closed = False
+
+    @property
+    def is_staged(self) -> bool:
+        return self._route.is_staged
+
+    def add(self, server: SglangStockServer) -> None:
+        """Serve this one too, in the place of a former one of its name."""
+        self._known[server.name] = server
+
+    @property
+    def failures(self) -> Mapping[str, WeightcastError]:
+        return dict(self._servers.failures)
+
+    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
+        """Begin an update: sessions are opened, and the servers marked. They stand still already, unless staged."""
+        if self._closed:
+            raise ClosedError("this sender was closed")
+        self.abort("the publisher began another update")
+        self._servers = Servers((self._known[name] for name in peers), self._pool)
+        names = frozenset(name for server in self._servers.living for name in server.wanted_names)
+        self._ready_filler(manifest, names)
+        self._route.open(self._servers, version.number)
+        if not self._route.is_staged:
+            self._servers.each(SglangStockServer.begin)
+        self._current, self._is_open = -1, True
+
+    def _ready_filler(self, manifest: Manifest, names: frozenset[str]) -> None:
+        if self._filler is not None and self._plan_key == (manifest, names):
+            return
+        flat = FlatBuckets(manifest, names)
+        self._filler = None
+        self._filler = Filler(
+            flat, [self._route.allocate(flat.slot_bytes) for _ in range(min(_NUM_SLOTS, len(flat.sizes)))]
+        )
+        self._buffer = torch.empty(slot_size_bytes(manifest), dtype=torch.uint8, device=self._route.device)
+        self._plan_key = (manifest, names)
+
+    def buffer(self, index: int) -> torch.Tensor:
+        """Where the publisher's bucket is to be packed: the same for all, since `send` copies it on."""
+        self._require_open()
+        assert self._buffer is not None
+        return self._buffer
+
+    def send(self, index: int) -> int:
+        """Copy the bucket on, and ship what is full. The last waits until every server has all of it."""
+        filler = self._require_open()
+        assert self._buffer is not None
+        for number, parts in filler.brings(index):
+            while self._current < number:
+                self._ship(self._current)
+                self._current += 1
+            filler.copy(index, self._buffer, number, parts)
+        if index + 1 == len(filler.flat.parts):
+            for number in range(self._current, len(filler.flat.sizes)):
+                self._ship(number)
+            self._land()
+            for server in self._servers.living:
+                server.is_whole = True
+        return index + 1
+
+    def _ship(self, number: int) -> None:
+        """Have a flattened bucket shipped, once the one before has arrived."""
+        self._land()
+        if number < 0 or not self._servers.living:
+            return
+        filler, ready = self._require_open(), _queued(self._route.device)
+        places, is_last = filler.flat.places[number], number + 1 == len(filler.flat.sizes)
+
+        def ship() -> None:
+            if ready is not None:
+                ready.synchronize()
+            self._route.ship(self._servers, places, filler.slot(number), is_last=is_last)
+
+        self._flight = self._shipper.submit(ship)
+
+    def _land(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.result()
+
+    def connected(self, peers: Sequence[str]) -> list[str]:
+        """Those that were added: a stock server connects for each update."""
+        return [name for name in peers if name in self._known]
+
+    def abort(self, reason: str) -> None:
+        """No further bucket goes out. One that is on its way arrives. Idempotent."""
+        self._is_open = False
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.exception()
+
+    def close(self) -> None:
+        """Have the servers forget the group, and free everything. Idempotent."""
+        if self._closed:
+            return
+        self.abort("the publisher was closed")
+        self._closed = True
+        self._route.close(self._servers)
+        self._shipper.shutdown()
+        self._pool.shutdown()
+        self._filler = self._buffer = None
+
+    def _require_open(self) -> Filler:
+        if not self._is_open or self._filler is None:
+            raise UpdateAbortedError("no update is open: it was aborted, or open() was not called")
+        return self._filler
+
+
+def _queued(device: torch.device) -> Any:
+    """On a GPU: an event that says when what was queued until now is done."""
+    if device.type == "cpu":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event

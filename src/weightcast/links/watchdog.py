@@ -1,0 +1,208 @@
+"""A small process that resumes paused engines in the publisher's place, woken by the end of a connection.
+
+Needed where only stock routes exist, whose pauses no lease ends. The publisher writes one JSON line for each change of
+what must be done if it dies: the requests to send, and the groups that are being made, whose listening sockets travel
+with the line that first names them. When its end of the connection closes, however that happened, the guard ends the
+groups, for which engines may wait, and sends each engine its requests, again for a while where that failed. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from weightcast.host.fork import close_in_child
+from weightcast.links.group_join import GroupJoin
+
+_ATTEMPT_SECONDS = 10.0
+_GIVE_UP_SECONDS = 60.0
+_RETRY_SECONDS = 0.2
+_MAX_REPLY_BYTES = 1 << 24
+_READ_BYTES = 1 << 16
+
+
+class RecoveryRequest(NamedTuple):
+    """One POST. `stop_if`, a regular expression: if the reply has it, or is an error, nothing is sent after it.
+
+    `timeout_seconds` is how long its reply is waited for.
+    """
+
+    url: str
+    headers: Mapping[str, str] = {}
+    body: str = ""
+    stop_if: str = ""
+    timeout_seconds: float = _ATTEMPT_SECONDS
+
+
+class Watchdog:
+    """The publisher's handle on its guard process, which is started when it is first needed. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._held: dict[str, Sequence[RecoveryRequest]] = {}
+        self._groups: dict[str, dict[str, Any]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def hold(self, engine: str, requests: Sequence[RecoveryRequest]) -> None:
+        """From now on, send these if this process dies. Returns when the guard has them in its connection."""
+        with self._lock:
+            self._held[engine] = requests
+            self._write()
+
+    def release(self, engine: str) -> None:
+        """The engine needs no rescue any more. Idempotent."""
+        with self._lock:
+            if self._held.pop(engine, None) is not None:
+                self._write()
+
+    # --- groups, by name ---
+
+    def share(self, group: str, listener: socket.socket) -> None:
+        """From now on, fail whoever joins it if this process dies. `listener`: its store's; it stays the caller's."""
+        with self._lock:
+            self._groups[group] = {"members": [], "is_failing": False}
+            self._write(listener)
+
+    def joining(self, group: str, members: Sequence[bytes]) -> None:
+        """What its other ranks have put into the store: to be said before rank 0 answers them."""
+        with self._lock:
+            if group in self._groups:
+                self._groups[group]["members"] = [member.hex() for member in members]
+                self._write()
+
+    def fail(self, group: str) -> None:
+        """Fail whoever joins it, from now on until it is forgotten. Idempotent."""
+        with self._lock:
+            if group in self._groups:
+                self._groups[group]["is_failing"] = True
+                self._write()
+
+    def forget(self, group: str) -> None:
+        """Nobody joins it any more. Idempotent."""
+        with self._lock:
+            if self._groups.pop(group, None) is not None:
+                self._write()
+
+    def close(self) -> None:
+        """Let the guard do what is still to be done, and end it. Idempotent."""
+        with self._lock:
+            process, self._process = self._process, None
+            self._groups.clear()
+            if self._socket is not None:
+                self._socket.close()
+        if process is None:
+            return
+        try:
+            process.wait(timeout=_GIVE_UP_SECONDS + _ATTEMPT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _write(self, listener: socket.socket | None = None) -> None:
+        if self._process is None or self._socket is None:
+            ours, theirs = socket.socketpair()
+            self._socket = close_in_child(ours)
+            with theirs:
+                # A session of its own: a Ctrl-C that ends the trainer must not end its guard first.
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "weightcast.links.watchdog"], stdin=theirs.fileno(), start_new_session=True
+                )
+        line = json.dumps({"held": self._held, "groups": self._groups}).encode() + b"\n"
+        if listener is not None:
+            socket.send_fds(self._socket, [line[:1]], [listener.fileno()])
+            line = line[1:]
+        self._socket.sendall(line)
+
+
+class WatchedEngines:
+    """The guard's side: what the publisher has written so far. Only whole lines count."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, list[RecoveryRequest]] = {}
+        self._groups: dict[str, GroupJoin] = {}
+        self._members: dict[str, list[bytes]] = {}
+        self._text = b""
+        self._descriptors: collections.deque[int] = collections.deque()
+
+    def read(self, text: bytes, descriptors: Sequence[int] = ()) -> None:
+        self._descriptors += descriptors
+        *lines, self._text = (self._text + text).split(b"\n")
+        for line in lines:
+            self._hear(json.loads(line))
+
+    def _hear(self, state: dict[str, Any]) -> None:
+        self.held = {
+            name: [RecoveryRequest(*request) for request in requests] for name, requests in state["held"].items()
+        }
+        for name in self._groups.keys() - state["groups"].keys():
+            self._groups.pop(name).close()
+        for name, group in state["groups"].items():
+            if name not in self._groups:
+                self._groups[name] = GroupJoin(socket.socket(fileno=self._descriptors.popleft()))
+            self._members[name] = [bytes.fromhex(member) for member in group["members"]]
+            if group["is_failing"]:
+                self._groups[name].fail(self._members[name])
+
+    def fail_groups(self) -> None:
+        for name, group in self._groups.items():
+            group.fail(self._members[name])
+
+
+def rescue(requests: Sequence[RecoveryRequest], give_up_seconds: float = _GIVE_UP_SECONDS) -> bool:
+    """Send the requests in order; try again until each got an answer or time is up. True if all did."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    pending, end = list(requests), time.monotonic() + give_up_seconds
+    while pending and time.monotonic() < end:
+        try:
+            request = urllib.request.Request(
+                pending[0].url, data=pending[0].body.encode(), headers=dict(pending[0].headers), method="POST"
+            )
+            with opener.open(request, timeout=pending[0].timeout_seconds) as reply:
+                text = reply.read(_MAX_REPLY_BYTES).decode("utf-8", "replace")
+            is_end = bool(pending[0].stop_if and re.search(pending[0].stop_if, text))
+        except urllib.error.HTTPError as exc:
+            exc.close()
+            is_end = bool(pending[0].stop_if)
+        except OSError:
+            time.sleep(_RETRY_SECONDS)
+            continue
+        pending = [] if is_end else pending[1:]
+    return not pending
+
+
+def main() -> int:
+    """Wait for the publisher's end, then end the groups it was making and rescue every engine it held, all at once."""
+    ward = WatchedEngines()
+    with socket.socket(fileno=sys.stdin.fileno()) as publisher:
+        while True:
+            text, descriptors, _, _ = socket.recv_fds(publisher, _READ_BYTES, 1)
+            if not text:
+                break
+            ward.read(text, descriptors)
+    ward.fail_groups()
+    threads = [threading.Thread(target=rescue, args=(requests,)) for requests in ward.held.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

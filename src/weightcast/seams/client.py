@@ -1,0 +1,130 @@
+"""The seam of engine clients: an engine's control calls, from the trainer's side.
+
+One update, called by the publisher:
+
+    EngineClient.connect(), .info()
+    EngineClient.init(info)              the workers connect their links and make their receivers, in the background
+    EngineClient.update(Offer)           every worker answers on its link
+        ... the buckets are sent; every worker says Received on its link
+    EngineClient.update(Seal)
+    ServesTraffic.pause()                streaming: before the first bucket instead
+    EngineClient.finish()                the workers install
+    TwoPhaseInstall.settle(...)          where the workers of an engine can't agree by themselves
+    ServesTraffic.resume()
+
+Engines that bring a sender of their own (`BringsSender`) come after all others: paused, sent to, finished, resumed.
+Any failure: EngineClient.update(Abort). Optional abilities are Protocols, asked with `isinstance`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from weightcast.format.messages import InitInfo, UpdateInfo, WeightInfo
+from weightcast.links.watchdog import RecoveryRequest, Watchdog
+from weightcast.seams.transport import Sender
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """One value for all weights that an engine holds. Of two engines of one `kind`, equal weights have equal values."""
+
+    kind: str
+    value: str
+
+
+class EngineClient(Protocol):
+    """One engine's control calls, from the trainer's side. Every call has a deadline and raises PeerError.
+
+    `name` is how errors and reports call the engine. `abilities` in `info()` says what it can do besides.
+    """
+
+    name: str
+
+    def connect(self) -> EngineClient:
+        """The client to call from now on: this one, or that of the server found, where several kinds may answer.
+
+        Called whenever a publisher connects, since another server may have been started meanwhile. Raises PeerError.
+        """
+        return self
+
+    def info(self) -> WeightInfo: ...
+
+    def init(self, info: InitInfo) -> None: ...
+
+    def update(self, info: UpdateInfo) -> None: ...
+
+    def finish(self, version: int) -> float | None:
+        """Install the sealed version. With the ability "install": the seconds that the engine stood still for it."""
+        ...
+
+    def fingerprint(self) -> Fingerprint | None:
+        """What the engine holds, as of now, for `verify="engines"`; None for an engine that can't say."""
+        return None
+
+    def close(self) -> None: ...
+
+
+class ClientSender(Sender, Protocol):
+    """A sender that an engine's client has brought. `is_staged`: its engines serve until the install."""
+
+    @property
+    def is_staged(self) -> bool: ...
+
+
+@runtime_checkable
+class TwoPhaseInstall(Protocol):
+    """Second phase of an install, for engines whose workers share no process group.
+
+    `settle(keep=True)` after all workers have installed; `keep=False` if one has not: those that installed roll back if
+    they can, and every worker reports Failed on its link.
+    """
+
+    def settle(self, version: int, *, keep: bool) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SenderContext:
+    """What a publisher tells whoever makes a sender: its transport's URL, its run, where the weights are, its guard."""
+
+    url: str
+    run: str
+    device: torch.device
+    deadline_seconds: float
+    watchdog: Watchdog
+
+
+@runtime_checkable
+class BringsSender(Protocol):
+    """A client whose engine has no worker of ours and a data plane of its own: it brings the sender for that.
+
+    Called whenever a publisher connects. `known` are the senders that others have brought: engines of one kind share
+    one, and each sender is packed for once. Its peers are the clients' names. Such an engine stands still while it is
+    sent to, unless the sender is staged; then `finish` follows as ever. Raises UnsupportedError.
+    """
+
+    def sender(self, known: Sequence[ClientSender], context: SenderContext) -> ClientSender: ...
+
+
+@runtime_checkable
+class ServesTraffic(Protocol):
+    """A client whose engine serves traffic, which must stand still during an install. `run` owns the pause.
+
+    Derive from it if the pause ends with a lease, and the engine itself refuses to serve what it should not.
+    """
+
+    def pause(self, run: str) -> None: ...
+
+    def resume(self, run: str) -> None: ...
+
+    def recovery_requests(self, run: str) -> Sequence[RecoveryRequest]:
+        """What the watchdog process sends if the publisher dies during the pause, where no lease ends the pause."""
+        return ()
+
+    def quarantine(self, reason: str) -> None:
+        """Keep an engine that stands still from serving weights which are not what others hold, until it is healed."""
+        return

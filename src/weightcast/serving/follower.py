@@ -1,0 +1,217 @@
+"""Follows a store: the newest version, whole and checked, into an engine of this process; no publisher is asked.
+
+Invariants: every version is taken once, older ones that were missed never; the engine is touched only after every byte
+was checked, and serves the former version whatever is wrong with a newer one. What happens then is `Update`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Literal
+
+import msgspec
+
+from weightcast import registry
+from weightcast.engines.gate import Gate
+from weightcast.errors import PeerTimeoutError, UpdateAbortedError, WeightcastError, detached
+from weightcast.format.manifest import WeightVersion
+from weightcast.format.messages import Seal
+from weightcast.seams.engine import Engine
+from weightcast.seams.transport import Receiver, StoredVersion, VersionedReceiver
+from weightcast.serving.load_plan import LoadPlan, admit, check_undo
+from weightcast.serving.update import Update
+
+FIRST_PAUSE_SECONDS = 0.001
+LONGEST_PAUSE_SECONDS = 0.25
+
+OnError = Literal["raise", "skip"]
+logger = logging.getLogger(__name__)
+
+
+class Followed(msgspec.Struct, frozen=True):
+    """A version that the engine serves now.
+
+    `seconds`: from finding it until it served; `install_seconds`: how long the engine stood still; `lag_seconds`: from
+    its commit until it served, by the clocks of both hosts.
+    """
+
+    version: int
+    run: str
+    num_bytes: int
+    seconds: float
+    install_seconds: float
+    lag_seconds: float
+
+
+class Follower:
+    """Takes versions from a store into one engine. Calls come from one thread at a time; `close` from any.
+
+    Host memory, kept between versions: one version in each process that follows; with `undo` a copy of the live
+    weights during an install.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        engine: Engine,
+        *,
+        gate: Gate | None = None,
+        undo: bool = False,
+        on_error: OnError = "raise",
+        label: str = "follower",
+        install_deadline_seconds: float = 60.0,
+    ) -> None:
+        """The store need not be there yet. `gate`: what generation's steps go through; default: nothing generates.
+
+        `on_error="skip"`: a version that can't be read or installed is logged, and left for the next one. `label`:
+        what a publisher that waits for this reader calls it. Raises ValueError if `url` is of no store.
+        """
+        if on_error not in ("raise", "skip"):
+            raise ValueError(f"on_error is {on_error!r}; it must be 'raise' or 'skip'")
+        receiver: Receiver = registry.transport(url).receiver(url, peer=label, run=None)
+        if not isinstance(receiver, VersionedReceiver):
+            receiver.close()
+            raise ValueError(f"{url} keeps no versions to follow: give a store, file:///dir")
+        self.gate = gate or Gate()
+        self._url = url
+        self._engine = engine
+        self._receiver: Receiver = receiver
+        self._versions: VersionedReceiver = receiver
+        self._undo = undo
+        self._on_error = on_error
+        self._install_deadline_seconds = install_deadline_seconds
+        self._seen: WeightVersion | None = None
+        self._load_plan: tuple[str, LoadPlan] | None = None
+        self._num_bytes = 0
+
+    def poll(self) -> Followed | None:
+        """Take the newest version, if it is not the last one that was taken. Waits for no publisher.
+
+        Raises, with `on_error="raise"` and for the same version again when asked again: IntegrityError,
+        IncompatibleWeightsError, InsufficientMemoryError, InstallError.
+        """
+        try:
+            start, kept = time.perf_counter(), self._versions.newest(self._seen)
+            if kept is None:
+                return None
+            if self._on_error == "skip":
+                self._seen = kept.version
+            try:
+                install_seconds = self._take(kept)
+            finally:
+                self._receiver.end()
+        except WeightcastError as exc:
+            if self._on_error == "raise":
+                raise
+            logger.warning("a version of %s was left out: %s", self._url, exc)
+            return None
+        self._seen = kept.version
+        lag_seconds = max(0.0, time.time() - kept.committed_at)
+        seconds = time.perf_counter() - start
+        number, run = kept.version.number, kept.version.run
+        return Followed(number, run, self._num_bytes, seconds, install_seconds, lag_seconds)
+
+    def wait(self, timeout_seconds: float, *, stop: threading.Event | None = None) -> Followed | None:
+        """Poll until there is news; None after the timeout (0: one poll), or soon after `stop` was set."""
+        end, pause = time.monotonic() + timeout_seconds, FIRST_PAUSE_SECONDS
+        stop = stop or threading.Event()
+        while not stop.is_set():
+            followed = self.poll()
+            remaining = end - time.monotonic()
+            if followed is not None or remaining <= 0:
+                return followed
+            stop.wait(min(pause, remaining))
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        return None
+
+    def renew(self) -> None:
+        """Read into other memory from now on: the engine keeps tensors of the last version, past its `load`."""
+        self._versions.renew()
+        if self._load_plan is not None:
+            self._load_plan[1].layout.forget_views()
+
+    def close(self) -> None:
+        """Let go of the store; a poll that is under way fails. Idempotent, from any thread."""
+        self._receiver.close()
+        if self._load_plan is not None:
+            self._load_plan[1].layout.forget_views()
+
+    def __enter__(self) -> Follower:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _take(self, kept: StoredVersion) -> float:
+        update = Update(
+            kept.version,
+            self._admitted(kept),
+            kept.manifest_digest,
+            engine=self._engine,
+            receiver=self._receiver,
+            gate=self.gate,
+            install="staged",
+            undo=self._undo,
+        )
+        try:
+            update.open()
+            update.receive()
+            update.seal(Seal(kept.version.run, kept.version.number, len(kept.manifest.buckets), kept.root))
+            return update.install(deadline_seconds=self._install_deadline_seconds)
+        except BaseException as exc:
+            # A copy without its traceback, whose frames hold buckets.
+            cause = detached(exc) if isinstance(exc, Exception) else UpdateAbortedError(repr(exc))
+            update.abort(cause)
+            raise
+
+    def _admitted(self, kept: StoredVersion) -> LoadPlan:
+        specs, known = self._engine.specs(), self._load_plan
+        if known is None or known[0] != kept.manifest_digest or known[1].specs is not specs:
+            known = self._load_plan = kept.manifest_digest, admit(kept.manifest, self._engine, specs)
+            self._num_bytes = kept.manifest.num_bytes
+        if self._undo:
+            check_undo(kept.manifest, self._engine)
+        return known[1]
+
+
+def follow(
+    url: str,
+    engine: Engine,
+    *,
+    gate: Gate | None = None,
+    undo: bool = False,
+    on_error: OnError = "raise",
+    label: str = "follower",
+    deadline_seconds: float | None = None,
+    install_deadline_seconds: float = 60.0,
+    stop: threading.Event | None = None,
+) -> Iterator[Followed]:
+    """Every version that comes into a store, as it is installed; ends when `stop` is set.
+
+    A late joiner begins with the newest. `deadline_seconds`: raise PeerTimeoutError if nothing new comes for so long;
+    None: wait for as long as it takes. Other arguments and errors as of `Follower`.
+    """
+    stop = stop or threading.Event()
+    follower = Follower(
+        url,
+        engine,
+        gate=gate,
+        undo=undo,
+        on_error=on_error,
+        label=label,
+        install_deadline_seconds=install_deadline_seconds,
+    )
+    timeout_seconds = threading.TIMEOUT_MAX if deadline_seconds is None else deadline_seconds
+    with follower:
+        while not stop.is_set():
+            followed = follower.wait(timeout_seconds, stop=stop)
+            if followed is not None:
+                yield followed
+            elif not stop.is_set():
+                raise PeerTimeoutError(f"nothing new came into {url} for {timeout_seconds:g} s", peer="trainer")

@@ -1,0 +1,273 @@
+"""One update on the engine's side, a state machine: offered -> receiving -> received -> sealed -> installed | aborted.
+
+Invariants: nothing reaches the engine before its bucket was checked; staged, nothing reaches it before the seal; an
+unsealed update can't be installed; whichever way it ends, the receiver's buckets are released and the engine either
+serves one whole version or is torn and says so.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import threading
+import time
+from collections.abc import Callable
+
+from weightcast.engines.gate import Gate
+from weightcast.errors import (
+    IncompleteUpdateError,
+    InstallError,
+    IntegrityError,
+    UpdateAbortedError,
+    WeightcastError,
+    detached,
+)
+from weightcast.format.bucket import check_trailer, root_digest
+from weightcast.format.manifest import WeightVersion
+from weightcast.format.messages import InstallMode, Seal
+from weightcast.seams.engine import Engine, Undoable
+from weightcast.seams.transport import Bucket, Receiver
+from weightcast.serving.load_plan import LoadPlan
+
+
+class State(enum.Enum):
+    OFFERED = "offered"
+    RECEIVING = "receiving"
+    RECEIVED = "received"
+    SEALED = "sealed"
+    INSTALLED = "installed"
+    ABORTED = "aborted"
+
+
+class Update:
+    """One version's way into one engine. `receive` has a thread of its own; the other calls come from the worker."""
+
+    def __init__(
+        self,
+        version: WeightVersion,
+        load_plan: LoadPlan,
+        manifest_digest: str,
+        *,
+        engine: Engine,
+        receiver: Receiver,
+        gate: Gate,
+        install: InstallMode,
+        undo: bool,
+        settles: bool = False,
+    ) -> None:
+        """`settles`: the undo copy is kept after the install, until `settle`."""
+        self.version = version
+        self.name = f"{version.run}/{version.number}"
+        self.state = State.OFFERED
+        self.offered_at = time.perf_counter()
+        self.error: WeightcastError | None = None
+        self._load_plan = load_plan
+        self._manifest = load_plan.layout.manifest
+        self._manifest_digest = manifest_digest
+        self._engine = engine
+        self._receiver = receiver
+        self._gate = gate
+        self._streaming = install == "streaming"
+        self._undo = undo
+        self._settles = settles
+        self._former: tuple[WeightVersion | None, str] = (None, "")
+        self._restore: Callable[[], None] | None = None
+        self._touched = False
+        self.num_buckets = len(self._manifest.buckets)
+        self._buckets: list[Bucket] = []
+        self._root = ""
+        # Held while the engine is being written, so that an abort waits for it.
+        self._writing = threading.Lock()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the engine is being written, or installs, as of now."""
+        return self._writing.locked()
+
+    def open(self) -> None:
+        """Prepare the receiver. Does not wait for the publisher."""
+        self._receiver.open(self._manifest, self.version, staged=not self._streaming)
+
+    def receive(self) -> str:
+        """Receive and check every bucket; return the root digest. Streaming: load each as it comes.
+
+        Raises IntegrityError, PeerDiedError, PeerTimeoutError, UpdateAbortedError, or what the engine's `load` raised
+        as InstallError. The caller aborts then.
+        """
+        self._move(State.OFFERED, State.RECEIVING)
+        try:
+            digests = self._receive_all()
+        except BaseException:
+            # An abort may have come while this thread held a bucket, and have released the others already.
+            self._buckets.clear()
+            raise
+        if len(digests) != self.num_buckets:
+            raise IncompleteUpdateError(f"{len(digests)} of {self.num_buckets} buckets arrived")
+        self._root = root_digest(self._manifest_digest, digests)
+        self._move(State.RECEIVING, State.RECEIVED)
+        return self._root
+
+    def _receive_all(self) -> list[bytes]:
+        digests: list[bytes] = []
+        parts = self._load_plan.assembly() if self._streaming else None
+        for bucket in self._receiver:
+            digests.append(self._check(bucket, len(digests)))
+            if parts is None:
+                self._buckets.append(bucket)
+            else:
+                self._write(functools.partial(self._load_plan.load_bucket, bucket, parts))
+        if parts is not None:
+            self._write(functools.partial(self._load_plan.load_end, parts))
+        return digests
+
+    def _check(self, bucket: Bucket, index: int) -> bytes:
+        if bucket.index != index or index >= self.num_buckets:
+            raise IntegrityError(f"bucket {bucket.index} arrived, bucket {index} was expected")
+        num_bytes, kind = self._manifest.buckets[index], self._manifest.digest_kind
+        try:
+            return check_trailer(bucket.buffer, num_bytes, self.version, index, kind)
+        except IntegrityError:
+            # A loader that writes into the tensors it is given may have spoilt this process's view of the bucket.
+            if not self._receiver.reread(bucket):
+                raise
+        return check_trailer(bucket.buffer, num_bytes, self.version, index, kind)
+
+    def _write(self, load: Callable[[], None]) -> None:
+        """Streaming: one write into the live model, which is paused for the whole update."""
+        with self._writing:
+            if self.state is not State.RECEIVING:
+                raise self.error or UpdateAbortedError("the update was aborted")
+            self._touch()
+            try:
+                load()
+            except Exception as exc:
+                raise InstallError(f"loading version {self.version.number} failed: {exc}", torn=not self._undo) from exc
+
+    def _touch(self) -> None:
+        """From here on the live weights change. Call once the engine stands still."""
+        if not self._touched:
+            if self._undo:
+                assert isinstance(self._engine, Undoable)
+                self._restore = self._engine.snapshot()
+            self._touched = True
+
+    def seal(self, seal: Seal) -> None:
+        """Accept the publisher's word that this is all of it. Never waits.
+
+        Raises IncompleteUpdateError if buckets are missing, IntegrityError if the roots differ. Idempotent.
+        """
+        if self.state in (State.SEALED, State.INSTALLED):
+            return
+        if self.state is not State.RECEIVED:
+            raise IncompleteUpdateError(
+                f"version {self.version.number} is {self.state.value}, not received: seal it after its last bucket"
+            )
+        if (seal.num_buckets, seal.root) != (self.num_buckets, self._root):
+            raise IntegrityError(
+                f"the seal names {seal.num_buckets} buckets with root {seal.root}, "
+                f"received were {self.num_buckets} with root {self._root}"
+            )
+        self._move(State.RECEIVED, State.SEALED)
+
+    def install(self, *, deadline_seconds: float) -> float:
+        """Make the version serve, between two steps of generation; return the seconds the engine stood still.
+
+        Raises IncompleteUpdateError if it is not sealed (nothing happens then), InstallError if loading failed: the
+        former version is restored if an undo was asked for, else the engine is torn.
+        """
+        with self._writing:
+            if self.state is not State.SEALED:
+                raise self.unsealed()
+            with self._gate.exclusive(deadline_seconds=deadline_seconds):
+                start = time.perf_counter()
+                self._former = (self._gate.version, self._gate.torn)
+                try:
+                    self._touch()
+                    if not self._streaming:
+                        self._load_plan.load_all(self._buckets)
+                    self._engine.commit(self.version)
+                except Exception as exc:
+                    raise self._failed_install(exc) from exc
+                except BaseException as exc:
+                    self._failed_install(exc)
+                    raise
+                self._gate.set_version(self.version)
+                self.state = State.INSTALLED
+                seconds = time.perf_counter() - start
+        self._release(keep_undo=self._settles)
+        return seconds
+
+    def settle(self, *, keep: bool, deadline_seconds: float) -> None:
+        """After an install that others took part in: let the version be, or go back to the one before.
+
+        Going back needs an undo copy; without one the engine is torn. Idempotent: only the first call counts.
+        """
+        with self._writing:
+            if self.state is State.INSTALLED and self._settles:
+                self._settles = False
+                if not keep:
+                    with self._gate.exclusive(deadline_seconds=deadline_seconds):
+                        self._take_back()
+            self._restore = None
+
+    def _take_back(self) -> None:
+        reason = f"version {self.version.number} was taken back: it was not installed everywhere"
+        self.error, self.state = UpdateAbortedError(reason), State.ABORTED
+        if self._go_back(reason):
+            version, torn = self._former
+            self._gate.set_version(version)
+            if torn:
+                self._gate.tear(torn)
+
+    def unsealed(self) -> IncompleteUpdateError:
+        """Why it can't be installed now."""
+        return IncompleteUpdateError(
+            f"version {self.version.number} is {self.state.value}, not sealed: it can't be installed"
+        )
+
+    def _failed_install(self, cause: BaseException) -> InstallError:
+        error = InstallError(f"installing version {self.version.number} failed: {cause}", torn=True)
+        # A copy without its traceback, whose frames would keep views of the transport's memory alive.
+        self.error, self.state = detached(error), State.ABORTED
+        error.torn = not self._go_back(str(error))
+        self._release()
+        return error
+
+    def abort(self, error: WeightcastError) -> bool:
+        """Give the update up, after a write that is under way. False if it had ended before.
+
+        Frees everything; a thread that is receiving is woken and raises.
+        """
+        with self._writing:
+            if self.state in (State.INSTALLED, State.ABORTED):
+                return False
+            self.error, self.state = error, State.ABORTED
+            self._go_back(f"version {self.version.number} was given up half-way: {error}")
+        self._release()
+        return True
+
+    def _go_back(self, reason: str) -> bool:
+        """Undo what was written; without an undo copy the engine is torn. True if a whole version is there."""
+        self._engine.discard()
+        if not self._touched:
+            return True
+        if self._restore is not None:
+            try:
+                self._restore()
+                return True
+            except Exception as exc:
+                reason = f"{reason}; restoring the former version failed too: {exc}"
+        self._gate.tear(f"{reason}; publish a complete update to heal this engine")
+        return False
+
+    def _release(self, *, keep_undo: bool = False) -> None:
+        self._buckets.clear()
+        if not keep_undo:
+            self._restore = None
+        self._receiver.end()
+
+    def _move(self, expected: State, state: State) -> None:
+        with self._writing:
+            if self.state is not expected:
+                raise self.error or UpdateAbortedError(f"the update is {self.state.value}, expected {expected.value}")
+            self.state = state

@@ -1,0 +1,432 @@
+"""One worker of an engine: which publisher holds it, the update in progress, and what every control call does.
+
+Invariants: at most one run holds the worker, at most one update is in progress; no call waits for the publisher
+(background threads do); however a hold ends (shutdown, takeover, the publisher's death, the end of its lease), its
+update is aborted and its pause lifted, after an install that has begun. Errors are raised to the caller and told over
+the link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from weightcast import registry
+from weightcast.engines.gate import Gate
+from weightcast.errors import (
+    ClosedError,
+    EngineBusyError,
+    IncompleteUpdateError,
+    ManifestError,
+    StaleVersionError,
+    UnsupportedError,
+    UpdateAbortedError,
+    WeightcastError,
+    detached,
+    from_record,
+    to_record,
+)
+from weightcast.format.manifest import PROTOCOL, WeightVersion
+from weightcast.format.messages import (
+    Abort,
+    Accepted,
+    Failed,
+    InitInfo,
+    Installed,
+    InstallMode,
+    Offer,
+    Received,
+    Seal,
+    UpdateInfo,
+    WeightInfo,
+)
+from weightcast.seams.engine import Engine, ExposesTensors, Undoable
+from weightcast.serving.load_plan import LoadPlan, admit, check_undo
+from weightcast.serving.session import PublisherSession
+from weightcast.serving.update import State, Update
+
+Observe = Callable[[str, float, bool], None]
+T = TypeVar("T", Offer, Seal)
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Serves the control protocol for one `Engine`. Every method may be called from any thread.
+
+    `observe(stage, seconds, ok)` is told of each offer, receive, seal, install and whole update, for metrics.
+    `installs` are the ways of installing that the engine has. `settles`: an install can be taken back until `settle`;
+    until then its undo copy is kept.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        gate: Gate,
+        engine_rank: int = 0,
+        world_size: int = 1,
+        observe: Observe | None = None,
+        install_deadline_seconds: float = 60.0,
+        installs: Sequence[InstallMode] = ("staged", "streaming"),
+        settles: bool = False,
+    ) -> None:
+        self.engine = engine
+        self.gate = gate
+        self._engine_rank = engine_rank
+        self._world_size = world_size
+        self._observe = observe or (lambda stage, seconds, ok: None)
+        self._install_deadline_seconds = install_deadline_seconds
+        self._installs = installs
+        self._settles = settles
+        self._unsettled: Update | None = None
+        self._lock = threading.RLock()
+        self._init_lock = threading.Lock()
+        self._session: PublisherSession | None = None
+        self._closed = False
+        self.instance = secrets.token_hex(16)
+
+    def info(self) -> WeightInfo:
+        """What this engine is and does now."""
+        version, session = self.gate.version, self._session
+        able = {
+            "streaming": "streaming" in self._installs,
+            "undo": isinstance(self.engine, Undoable),
+            "inspect": isinstance(self.engine, ExposesTensors),
+        }
+        return WeightInfo(
+            weight_version="default" if version is None else str(version.number),
+            run="" if version is None else version.run,
+            holder="" if session is None else session.info.run,
+            paused=self.gate.is_paused,
+            torn=self.gate.torn,
+            world_size=self._world_size,
+            abilities=("lease", *(name for name, has in able.items() if has)),
+            instance=self.instance,
+        )
+
+    def init(self, info: InitInfo) -> None:
+        """Let a run hold this worker; it connects in the background. A run's second init replaces its first.
+
+        Raises UnsupportedError (protocol, transport), EngineBusyError if another run holds it and `takeover` is off.
+        """
+        if info.protocol != PROTOCOL:
+            raise UnsupportedError(f"the publisher speaks protocol {info.protocol}, this engine {PROTOCOL}")
+        try:
+            registry.transport(info.transport)
+        except (ValueError, ImportError) as exc:
+            raise UnsupportedError(f"this engine has no such transport: {exc}") from exc
+        with self._init_lock:
+            former = self._require_free(info)
+            if former is not None:
+                self._release(former, _replaced_by(info, former))
+            session = PublisherSession(info, self._engine_rank, self._on_end)
+            if former is not None and _is_same(info, former):
+                session.last_offered = former.last_offered
+            with self._lock:
+                if self._closed:
+                    raise ClosedError("this engine is shutting down")
+                self._session = session
+            if former is not None:
+                self._lift_pause(former)
+        session.start()
+
+    def _require_free(self, info: InitInfo) -> PublisherSession | None:
+        """The hold that a publisher would replace. Raises EngineBusyError if it is another's, without takeover."""
+        former = self._session
+        if former is None or _is_same(info, former) or info.takeover or former.is_abandoned:
+            return former
+        raise EngineBusyError(
+            f"{former.who()}. Close that publisher, end its process, or pass takeover=True (asked by run {info.run})"
+        )
+
+    def update(self, info: UpdateInfo) -> None:
+        """Take an offer, a seal or an abort. Returns at once; raises what was wrong and tells it on the link.
+
+        Raises RefusedError, with nothing done, if it does not have the secret of the publisher that holds the worker.
+        """
+        match info:
+            case Offer():
+                self._call("offer", info, self._offer)
+            case Seal():
+                self._call("seal", info, self._seal)
+            case Abort():
+                self._abort(info)
+
+    def finish(self, number: int, run: str = "") -> WeightVersion:
+        """Install the sealed update of that number. Idempotent; waits for the current step of generation only.
+
+        Anybody may say so: what is sealed is to be installed. Raises IncompleteUpdateError (not sealed), InstallError,
+        StaleVersionError (another number, or not of `run`, which holds the engine where none is named).
+        """
+        session = self._require_session(run or None)
+        version = WeightVersion(session.info.run, number)
+        if self._serves(version):
+            return version
+        try:
+            with self._observed("install"):
+                update = self._current(session, number)
+                try:
+                    seconds = update.install(deadline_seconds=self._install_deadline_seconds)
+                except Exception as exc:
+                    # Whoever asks too early is told so alone: the update goes on.
+                    if update.state is State.ABORTED:
+                        session.send(Failed(number, to_record(exc)))
+                    raise
+                finally:
+                    if update.state in (State.INSTALLED, State.ABORTED):
+                        self._end_streaming(update)
+                self._unsettled = update if self._settles else None
+                self._observe("update", time.perf_counter() - update.offered_at, True)
+                session.send(Installed(number, seconds))
+        except IncompleteUpdateError:
+            # Another caller's install of it may have ended while this one waited.
+            if not self._serves(version):
+                raise
+        return version
+
+    def _serves(self, version: WeightVersion) -> bool:
+        return self.gate.version == version and not self.gate.torn
+
+    def installable(self) -> WeightVersion:
+        """The update in progress, if `finish` can install it now or has done so.
+
+        Raises what `finish` would, with nothing done: ClosedError, UpdateAbortedError, IncompleteUpdateError.
+        """
+        session = self._require_session()
+        if session.update is None:
+            raise IncompleteUpdateError("nothing was offered: there is no update to install")
+        update = self._current(session, session.update.version.number)
+        if update.state not in (State.SEALED, State.INSTALLED):
+            raise update.unsealed()
+        return update.version
+
+    def settle(self, version: WeightVersion, *, keep: bool) -> None:
+        """What became of a version elsewhere: keep it, or go back to the one before. Needs `settles`.
+
+        Idempotent: only the first call for a version counts, and a next offer keeps it. Going back without an undo copy
+        tears the engine. An engine that did not install the version has nothing to go back from.
+        """
+        update = self._unsettled
+        if update is not None and update.version == version:
+            self._unsettled = None
+            update.settle(keep=keep, deadline_seconds=self._install_deadline_seconds)
+
+    @property
+    def unsettled(self) -> WeightVersion | None:
+        """The version that is installed and not settled, if there is one."""
+        update = self._unsettled
+        return None if update is None else update.version
+
+    def tell_failed(self, version: WeightVersion, error: WeightcastError) -> None:
+        """Say on the link what became of a version, where others than this worker decided it."""
+        session = self._session
+        if session is not None and session.info.run == version.run:
+            session.send(Failed(version.number, to_record(error)))
+
+    def pause(self, mode: str, run: str = "") -> None:
+        """Close the gate for a run, whose pause ends with its hold, or for a person (empty)."""
+        if run:
+            self._require_session(run)
+        self.gate.pause(mode, owner=run, deadline_seconds=self._install_deadline_seconds)
+        session = self._session
+        if run and (session is None or session.info.run != run):
+            self.gate.resume(owner=run)
+            raise ClosedError(f"the hold of run {run} ended while it paused")
+
+    def resume(self, run: str = "") -> None:
+        self.gate.resume(owner=run)
+
+    def shutdown(self) -> None:
+        """End the hold of whichever run has it. Idempotent; the engine serves on."""
+        session = self._session
+        if session is not None:
+            self._on_end(session, "the engine was told to end the transfer")
+
+    def close(self) -> None:
+        """The engine ends. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self.shutdown()
+
+    # --- the calls, each under a hold ---
+
+    def _call(self, stage: str, info: T, call: Callable[[PublisherSession, T], None]) -> None:
+        with self._observed(stage):
+            session = self._require_session(info.run)
+            try:
+                call(session, info)
+            except Exception as exc:
+                if session.is_of(info.secret):
+                    session.send(Failed(info.version, to_record(exc)))
+                session.require_going_on()
+                raise
+
+    @contextlib.contextmanager
+    def _observed(self, stage: str) -> Iterator[None]:
+        start, ok = time.perf_counter(), False
+        try:
+            yield
+            ok = True
+        finally:
+            self._observe(stage, time.perf_counter() - start, ok)
+
+    def _require_session(self, run: str | None = None) -> PublisherSession:
+        session = self._session
+        if session is None:
+            raise ClosedError("no publisher holds this engine: call /init_weight_transfer_engine first")
+        if run is not None and session.info.run != run:
+            raise StaleVersionError(f"the update is of run {run}, this engine is held by run {session.info.run}")
+        return session
+
+    def _current(self, session: PublisherSession, number: int) -> Update:
+        update = session.update
+        if update is None or update.version.number != number:
+            found = "none" if update is None else f"version {update.version.number}"
+            raise StaleVersionError(f"version {number} is not the update in progress ({found})")
+        if update.state is State.ABORTED:
+            raise UpdateAbortedError(f"version {number} was aborted: {update.error}")
+        return update
+
+    def _offer(self, session: PublisherSession, offer: Offer) -> None:
+        receiver = session.require_receiver()
+        served = self.gate.version
+        newest = max(session.last_offered, served.number if served and served.run == offer.run else -1)
+        if offer.version <= newest:
+            raise StaleVersionError(f"version {offer.version} was offered, version {newest} has been seen: replayed?")
+        if offer.install not in self._installs:
+            raise UnsupportedError(
+                f"install={offer.install!r} was asked for, which {type(self.engine).__name__} does not do; "
+                f"use {' or '.join(map(repr, self._installs))}"
+            )
+        if offer.base is not None:
+            raise UnsupportedError(f"a delta on version {offer.base} was offered; this engine takes full updates only")
+        session.require_publisher(offer)
+        load_plan = self._load_plan(session, offer)
+        if offer.undo:
+            check_undo(load_plan.layout.manifest, self.engine)
+        session.last_offered = offer.version
+        session.end_update(UpdateAbortedError(f"version {offer.version} was offered in its place"))
+        if self._unsettled is not None:
+            self.settle(self._unsettled.version, keep=True)
+        session.update = update = Update(
+            WeightVersion(offer.run, offer.version),
+            load_plan,
+            offer.manifest_digest,
+            engine=self.engine,
+            receiver=receiver,
+            gate=self.gate,
+            install=offer.install,
+            undo=offer.undo,
+            settles=self._settles,
+        )
+        try:
+            update.open()
+            if offer.install == "streaming":
+                self.gate.begin_writing(update.name, deadline_seconds=self._install_deadline_seconds)
+            # Whoever ended the hold may have looked before there was an update to end.
+            session.require_going_on()
+        except Exception as exc:
+            update.abort(detached(exc))
+            self._end_streaming(update)
+            raise
+        session.send(Accepted(offer.version))
+        session.receive_in_background(functools.partial(self._receive, session, update))
+
+    def _load_plan(self, session: PublisherSession, offer: Offer) -> LoadPlan:
+        """The checked layout of an offer; a layout that this run has sent before is not checked again."""
+        known = session.load_plans.get(offer.manifest_digest)
+        specs = self.engine.specs()
+        if known is not None and known.specs is specs:
+            return known
+        manifest = offer.manifest if known is None else known.layout.manifest
+        if manifest is None:
+            raise ManifestError("the offer has no manifest, and its digest is not one that this link has been sent")
+        manifest.check()
+        if known is None and manifest.digest() != offer.manifest_digest:
+            raise ManifestError(f"the manifest's digest is {manifest.digest()}, the offer says {offer.manifest_digest}")
+        load_plan = admit(manifest, self.engine, specs)
+        session.load_plans = {offer.manifest_digest: load_plan}
+        return load_plan
+
+    def _receive(self, session: PublisherSession, update: Update) -> None:
+        start, number = time.perf_counter(), update.version.number
+        try:
+            root = update.receive()
+        except Exception as exc:
+            # A copy without its traceback, whose frames would keep views of the transport's memory alive.
+            record = to_record(exc)
+            update.abort(from_record(record))
+            self._end_streaming(update)
+            session.send(Failed(number, record))
+            self._observe("receive", time.perf_counter() - start, False)
+            logger.warning("version %d was not received: %s", number, record.message)
+            return
+        self._observe("receive", time.perf_counter() - start, True)
+        session.send(Received(number, update.num_buckets, root))
+
+    def _seal(self, session: PublisherSession, seal: Seal) -> None:
+        update = self._current(session, seal.version)
+        session.require_publisher(seal)
+        update.seal(seal)
+
+    def _abort(self, abort: Abort) -> None:
+        session = self._require_session(abort.run)
+        session.require_publisher(abort)
+        update = session.update
+        if update is not None and update.version.number == abort.version:
+            update.abort(UpdateAbortedError(f"the publisher gave it up: {abort.reason}"))
+            self._end_streaming(update)
+
+    def _end_streaming(self, update: Update) -> None:
+        self.gate.end_writing(update.name)
+
+    # --- the end of a hold ---
+
+    def _on_end(self, session: PublisherSession, reason: str) -> None:
+        # Released first: while its install is under way no other run may hold the engine, and write into it.
+        self._release(session, UpdateAbortedError(f"the publisher of run {session.info.run[:8]} has gone: {reason}"))
+        with self._lock:
+            if self._session is session:
+                self._session = None
+        self._lift_pause(session)
+
+    def _release(self, session: PublisherSession, error: WeightcastError) -> None:
+        """Abort what the hold had begun, lift its pause, disconnect. An install under way is finished first."""
+        session.ended = session.ended or error
+        if session.update is not None:
+            if session.update.abort(error):
+                session.send(Failed(session.update.version.number, to_record(error)))
+            self._end_streaming(session.update)
+        session.close()
+        self._lift_pause(session)
+
+    def _lift_pause(self, session: PublisherSession) -> None:
+        """A run's pause ends with its hold; a run that has connected anew keeps it."""
+        current = self._session
+        if current is None or current is session or current.info.run != session.info.run:
+            self.gate.resume(owner=session.info.run)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[ExposesTensors]:
+        """The engine, held still between two steps, so that one version is read whole. Raises UnsupportedError."""
+        if not isinstance(self.engine, ExposesTensors):
+            raise UnsupportedError(f"the weights of {type(self.engine).__name__} can't be read")
+        with self.gate.exclusive(deadline_seconds=self._install_deadline_seconds):
+            yield self.engine
+
+
+def _is_same(info: InitInfo, former: PublisherSession) -> bool:
+    """Whether it is the same publisher that connects again. The run's id alone is known to anybody who asks."""
+    return info.run == former.info.run and former.is_of(info.secret)
+
+
+def _replaced_by(info: InitInfo, former: PublisherSession) -> WeightcastError:
+    if _is_same(info, former):
+        return UpdateAbortedError("its publisher connected again")
+    return EngineBusyError(f"run {info.run} took the engine over")

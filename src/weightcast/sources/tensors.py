@@ -1,0 +1,58 @@
+"""Tensors that the caller has by name, as a source: for loops of one's own, relays and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from weightcast.format.bucket import DTYPE_NAMES
+from weightcast.format.geometry import whole
+from weightcast.format.manifest import TensorSpec
+from weightcast.seams.source import Regions
+
+
+class TensorSource:
+    """A `Source` of whole tensors in checkpoint form, `tensors` by name. Nothing is copied."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        *,
+        groups: Mapping[str, str] | None = None,
+        aliases: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """`groups`: for names that must reach an engine in one call, the name of their group. `aliases`: for a name,
+        the other names that are tied to the same values. Raises ValueError for a dtype that can't travel.
+        """
+        self._groups, self._aliases = groups or {}, aliases or {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._specs: tuple[TensorSpec, ...] = ()
+        self._regions: Regions = {}
+        self.replace(tensors or {})
+
+    def replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Publish these from the next publish on."""
+        unknown = [f"{name!r} is {t.dtype}" for name, t in tensors.items() if t.dtype not in DTYPE_NAMES]
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)}; known: {', '.join(DTYPE_NAMES.values())}")
+        specs = tuple(
+            TensorSpec(
+                name,
+                DTYPE_NAMES[tensor.dtype],
+                tuple(tensor.shape),
+                aliases=tuple(self._aliases.get(name, ())),
+                group=self._groups.get(name, ""),
+            )
+            for name, tensor in tensors.items()
+        )
+        # The same object for the same specs: a publisher then keeps its plan.
+        self._specs = self._specs if specs == self._specs else specs
+        self.tensors = dict(tensors)
+        self._regions = {name: ((whole(tensor.shape), tensor),) for name, tensor in tensors.items()}
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return self._specs
+
+    def regions(self) -> Regions:
+        return self._regions

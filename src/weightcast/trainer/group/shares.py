@@ -1,0 +1,295 @@
+"""What the trainer ranks agree on before bytes move: the same specs, who holds what, and who brings what.
+
+Invariants: ranks that differ raise the same error, all of them; nothing is exchanged beyond the first row of a publish
+while nothing has changed on any rank; the shards that a rank is asked for are ones that it said it holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import torch
+
+from weightcast.errors import IncompatibleWeightsError
+from weightcast.format.bucket import Layout
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import DigestKind, Manifest, RunId, TensorSpec, decode
+from weightcast.format.plan import plan
+from weightcast.seams.source import Regions, Source
+from weightcast.trainer.group.assignment import HeldRegion, SeenRegions, Shard, assign, held_shards
+from weightcast.trainer.group.exchange import TrainerRanks
+from weightcast.trainer.group.gather import Contribution, GatheringPacker
+from weightcast.trainer.group.records import Instruction, RankStatus
+from weightcast.trainer.group.sender_assignment import DeviceArenas, SenderAssignment, SenderFactory, SenderLocation
+
+
+class _HeldPart(msgspec.Struct, frozen=True, array_like=True):
+    tensor: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class _HeldShards(msgspec.Struct, frozen=True):
+    """A rank to the publishing one: the regions that it holds, by number of the specs, and where an arena could be."""
+
+    parts: tuple[_HeldPart, ...]
+    location: SenderLocation
+
+
+class ShardAssignment(msgspec.Struct, frozen=True):
+    """The publishing rank to another: which of its parts it brings, and all that it takes to make the same plan."""
+
+    run: RunId
+    bucket_size_bytes: int
+    digest_kind: DigestKind
+    manifest_digest: str
+    backend: Literal["gloo", "nccl"]
+    parts: tuple[int, ...]
+    assignment: SenderAssignment
+
+
+class Shares:
+    """This rank's side, kept from publish to publish."""
+
+    def __init__(self, ranks: TrainerRanks, sender_factory: SenderFactory | None) -> None:
+        self.arenas = DeviceArenas(ranks, sender_factory)
+        self._ranks = ranks
+        self._regions: SeenRegions | None = None
+        self._specs: Sequence[TensorSpec] = ()
+        self._digest = (0, 0)
+        self._shards: list[Shard] = []
+        self._parts: list[HeldRegion] = []
+        self._assigned: tuple[int, ...] = ()
+        self._is_settled = False
+        self._contribution: Contribution | None = None
+        self._packer: GatheringPacker | None = None
+        self._layout: Layout | None = None
+        self._others: list[list[HeldRegion]] = []
+        self._via = torch.device("cpu")
+        self.run = ""
+
+    # --- what this rank has ---
+
+    def look(self, source: Source, regions: Regions) -> None:
+        """See what this rank holds now. No communication. Raises IncompatibleWeightsError."""
+        if self._regions is not None and self._regions.is_of(regions):
+            return
+        self._regions = None
+        specs = source.specs()
+        if specs is not self._specs:
+            self._specs, self._is_settled = specs, False
+            data = msgspec.json.encode([[s.name, s.dtype, s.shape, s.aliases, s.group] for s in specs])
+            low, high = struct.unpack_from("<qq", hashlib.sha256(data).digest())
+            self._digest = (low, high)
+        shards = held_shards(specs, regions)
+        parts = [HeldRegion(shard.tensor, shard.region) for shard in shards]
+        if parts != self._parts:
+            self._parts, self._is_settled = parts, False
+        self._shards, self._regions = shards, SeenRegions(regions)
+        mine = self._own_shards() if self._is_settled else []
+        for holder in (self._contribution, self._packer):
+            if holder is not None and self._is_settled:
+                holder.rebind(mine)
+
+    def status(self, layout: Layout | None) -> RankStatus:
+        """What this rank brings to the first exchange. `layout`: the publishing rank's plan."""
+        low, high = self._digest
+        is_news = not self._is_settled or layout is not (self._layout if self._ranks.is_publishing else None)
+        return RankStatus(
+            command=Instruction.START,
+            version=self._ranks.version,
+            news=is_news,
+            digest_low=low,
+            digest_high=high,
+            device=self._device_number(),
+        )
+
+    def forget(self) -> None:
+        """Ranks lost each other: agree anew."""
+        self._is_settled = False
+
+    def close(self) -> None:
+        """Free this rank's arena, and drop what holds on to the transport's buffers."""
+        self.arenas.close()
+        self._forget_views()
+
+    def _forget_views(self) -> None:
+        if self._packer is not None:
+            self._packer.forget_views()
+
+    def _device_number(self) -> int:
+        """Tells GPUs apart, host memory is 0."""
+        device = next((shard.data.device for shard in self._shards if shard.data.is_cuda), None)
+        if device is None:
+            return 0
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        number: int = struct.unpack_from("<q", hashlib.sha256(uuid.encode()).digest())[0]
+        return number | 1
+
+    def _own_shards(self) -> list[Shard]:
+        return [self._shards[index] for index in self._assigned]
+
+    # --- the publishing rank ---
+
+    def lead(
+        self, statuses: Sequence[RankStatus], layout: Layout, bucket_size_bytes: int, run: str, device: torch.device
+    ) -> None:
+        """After the first exchange: have every rank know its share. Raises on every rank alike.
+
+        `device`: of the publishing rank's own arena.
+        """
+        self._compare(statuses)
+        if not any(status.news for status in statuses):
+            return
+        self._is_settled = False
+        is_nccl = all(status.device for status in statuses) and len({status.device for status in statuses}) == len(
+            statuses
+        )
+        shares, self._others, locations = self._shared_out(
+            layout, bucket_size_bytes, run, "nccl" if is_nccl else "gloo", device
+        )
+        for group_rank, shard_assignment in enumerate(shares[1:], start=1):
+            self._ranks.send_message(shard_assignment, group_rank)
+        self._assigned, self._layout = shares[0].parts, layout
+        self._via = self._connected(shares[0].backend)
+        self.arenas.lead(shares[0].assignment, locations, device)
+        self._forget_views()
+        self._packer = None
+
+    def packer(self) -> GatheringPacker:
+        """What fills buckets in this publish."""
+        if self._packer is None:
+            assert self._layout is not None
+            self._packer = GatheringPacker(self._ranks, self._layout, self._own_shards(), self._others, via=self._via)
+            self._is_settled = True
+        return self._packer
+
+    def drain(self) -> None:
+        """Take what is still on its way to the packer. Raises PeerError."""
+        if self._packer is not None:
+            self._packer.drain()
+
+    def _shared_out(
+        self,
+        layout: Layout,
+        bucket_size_bytes: int,
+        run: str,
+        backend: Literal["gloo", "nccl"],
+        device: torch.device,
+    ) -> tuple[list[ShardAssignment], list[list[HeldRegion]], list[SenderLocation]]:
+        """Hear what the others hold: all ranks' shares, what the others bring, and where arenas could be."""
+        error: BaseException | None = None
+        others: list[_HeldShards] = [self._ranks.receive_message(_HeldShards, g) for g in range(1, self._ranks.size)]
+        held: list[list[HeldRegion]] = [self._parts]
+        assigned: list[list[int]] = []
+        try:
+            held += [[HeldRegion(p.tensor, Region(p.offsets, p.sizes)) for p in holding.parts] for holding in others]
+            assigned = assign(self._specs, held)
+        except BaseException as exc:
+            error = exc
+        self._ranks.announce(Instruction.SETTLE, error=error)
+        manifest = layout.manifest
+        digest = manifest.digest()
+        locations = [self.arenas.location(device), *(holding.location for holding in others)]
+        assignment = self.arenas.assignment(locations)
+        shares = [
+            ShardAssignment(run, bucket_size_bytes, manifest.digest_kind, digest, backend, tuple(parts), assignment)
+            for parts in assigned
+        ]
+        return shares, [[held[g][index] for index in assigned[g]] for g in range(1, self._ranks.size)], locations
+
+    # --- the others ---
+
+    def follow(self, statuses: Sequence[RankStatus]) -> tuple[Contribution | None, BaseException | None]:
+        """After the first exchange: what this rank brings, or why it can't, to be told at the next exchange."""
+        self._compare(statuses)
+        if self._contribution is None or any(status.news for status in statuses):
+            self._is_settled = False
+            held = (_HeldPart(part.tensor, part.region.offsets, part.region.sizes) for part in self._parts)
+            self._ranks.send_message(_HeldShards(tuple(held), self.arenas.location(self._device())), 0)
+            self._ranks.next_instruction()
+            shard_assignment: ShardAssignment = self._ranks.receive_message(ShardAssignment, 0)
+            self._assigned, self.run = shard_assignment.parts, shard_assignment.run
+            via = self._connected(shard_assignment.backend)
+            error = self.arenas.follow(shard_assignment.assignment, shard_assignment.run, self._device())
+            try:
+                self._layout = self._planned(shard_assignment)
+                self._contribution = Contribution(self._ranks, self._layout, self._own_shards(), via=via)
+            except BaseException as exc:
+                return None, exc
+            self._is_settled = error is None
+            return self._contribution, error
+        return self._contribution, None
+
+    def _planned(self, shard_assignment: ShardAssignment) -> Layout:
+        manifest = plan(self._specs, shard_assignment.bucket_size_bytes, digest_kind=shard_assignment.digest_kind)
+        if manifest.digest() != shard_assignment.manifest_digest:
+            raise IncompatibleWeightsError(
+                f"this rank's plan of buckets has the digest {manifest.digest()[:16]}, the publishing rank's "
+                f"{shard_assignment.manifest_digest[:16]}: install the same weightcast on every trainer rank"
+            )
+        return Layout(manifest)
+
+    # --- both ---
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the plan that was agreed on."""
+        assert self._layout is not None
+        return self._layout.manifest
+
+    def _compare(self, statuses: Sequence[RankStatus]) -> None:
+        """Raises IncompatibleWeightsError on all ranks, naming the first difference, unless all have the same specs."""
+        digests = [(status.digest_low, status.digest_high) for status in statuses]
+        if len(set(digests)) == 1:
+            return
+        self._is_settled = False
+        ranks, error = self._ranks, None
+        if ranks.is_publishing:
+            data = msgspec.json.encode(list(self._specs))
+            ranks.announce(Instruction.SETTLE, len(data))
+            ranks.broadcast(data, len(data))
+        else:
+            num_bytes = ranks.next_instruction().argument
+            theirs: list[TensorSpec] = decode(ranks.broadcast(b"", num_bytes), list[TensorSpec])
+            if self._digest != digests[0]:
+                error = _difference(theirs, self._specs, ranks.ranks[0], ranks.ranks[ranks.group_rank])
+        ranks.exchange(RankStatus(command=Instruction.SETTLE, version=ranks.version), error)
+
+    def _connected(self, backend: Literal["gloo", "nccl"]) -> torch.device:
+        """Where messages lie; with NCCL, connect."""
+        device = self._device()
+        if backend == "gloo":
+            return torch.device("cpu")
+        self._ranks.connect_nccl(device)
+        return device
+
+    def _device(self) -> torch.device:
+        devices = (shard.data.device for shard in self._shards)
+        return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def _difference(
+    theirs: Sequence[TensorSpec], ours: Sequence[TensorSpec], their_rank: int, our_rank: int
+) -> IncompatibleWeightsError:
+    number = next((i for i, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), None)
+    number = min(len(theirs), len(ours)) if number is None else number
+    error = IncompatibleWeightsError(
+        f"the trainer ranks do not describe the same model: tensor {number} is {_described(theirs, number)} on trainer "
+        f"rank {their_rank} and {_described(ours, number)} on trainer rank {our_rank}; specs() must be of the whole "
+        "model, the same on every rank"
+    )
+    error.names_trainer_ranks = True  # type: ignore[attr-defined]
+    return error
+
+
+def _described(specs: Sequence[TensorSpec], number: int) -> str:
+    if number >= len(specs):
+        return f"missing ({len(specs)} tensors)"
+    spec = specs[number]
+    more = f", aliases {list(spec.aliases)}" * bool(spec.aliases) + f", group {spec.group!r}" * bool(spec.group)
+    return f"{spec.name!r} {spec.dtype}{list(spec.shape)}{more}"

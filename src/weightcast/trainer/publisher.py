@@ -1,0 +1,396 @@
+"""Publisher: one source of weights, one transport, many engines; each version whole or not at all, engine by engine.
+
+Invariants: versions only grow within this publisher's run; bytes are packed once however many engines take them; a
+failure on one engine leaves the others' update alone; every pause is lifted before `publish` returns or raises; of
+several trainer ranks one knows engines and transport, and all return the same report or raise the same error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import operator
+import os
+import secrets
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+
+from weightcast import registry
+from weightcast.errors import ClosedError, PublishError, from_record
+from weightcast.format.bucket import Layout
+from weightcast.format.geometry import ALIGNMENT_BYTES
+from weightcast.format.manifest import MAX_VERSION
+from weightcast.format.messages import InstallMode
+from weightcast.format.plan import fitting_bucket_size, plan
+from weightcast.links.publisher_end import LinkListener
+from weightcast.links.watchdog import Watchdog
+from weightcast.process_group import Closable
+from weightcast.seams.client import EngineClient
+from weightcast.seams.source import Regions, Source
+from weightcast.seams.transport import Sender, Transport, VersionedSender
+from weightcast.trainer.fleet import Fleet, FleetMember
+from weightcast.trainer.publish_run import (
+    Connections,
+    OnProgress,
+    PackPlan,
+    PublishInputs,
+    PublishOptions,
+    PublishRun,
+    Verify,
+)
+from weightcast.trainer.report import PublishReport
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from weightcast.trainer.group.lead import TrainerGroup
+    from weightcast.trainer.group.sender_assignment import SenderFactory
+
+_DROPPED_SECONDS = 5.0
+
+
+class Publisher:
+    """Moves a source's weights into running engines.
+
+    With several trainer ranks, create one on every rank (several publishers: in the same order everywhere), and call
+    `publish` on every rank. Rank 0 of the group talks to the engines; the other ranks ignore `engines` and `transport`.
+
+    Memory on this side: the transport's slots (streaming) or arena (staged), stated there; nothing of the model's size
+    besides. With several trainer ranks: one bucket more on the publishing rank, one bucket's share on the others, and
+    the transport's slots on each rank that has an arena (streaming, `ipc://`, one for each device of the host).
+    One that nothing refers to any more closes itself; a traceback that is kept refers to it. Use `with`, or `close`.
+    Thread-safe: concurrent calls wait for each other.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        transport: str = "ipc://",
+        engines: Sequence[str | EngineClient] = (),
+        token: str | None = None,
+        bucket_size_bytes: int | None = None,
+        install: InstallMode = "staged",
+        undo: bool = False,
+        takeover: bool = False,
+        verify: Verify | None = None,
+        on_failure: Literal["raise", "report"] = "raise",
+        deadline_seconds: float = 60.0,
+        lease_seconds: float = 30.0,
+        trainer_group: ProcessGroup | Literal["auto"] | None = "auto",
+    ) -> None:
+        """Nothing is connected and nothing allocated before the first `publish`.
+
+        `engines`: URLs, or EngineClient objects; others may be added later. `token`: the bearer token of engines given
+        as URLs. `install`: "staged" (the old version serves until everything is there) or "streaming" (bounded memory;
+        the engine stands still meanwhile and must be healed after a failure). `bucket_size_bytes`: by default an eighth
+        of the model, at most the transport's choice for the device. `undo`: engines keep a copy while they install, and
+        go back to it if that fails. `takeover`: take engines that another run holds. `verify`: "engines": after each
+        update compare what engines say that they hold, where they can; one that holds other weights than the first of
+        its kind has failed. `deadline_seconds`: of each single wait. `lease_seconds`: how long a silent publisher keeps
+        an engine. `trainer_group`: the ranks that hold the model together and publish together; "auto" is
+        torch.distributed's default group, if there is one at the first publish; None: this rank publishes alone.
+
+        Raises ValueError for an unknown transport, install or on_failure, or an engine named twice.
+        """
+        if install not in ("staged", "streaming"):
+            raise ValueError(f"install is {install!r}; it must be 'staged' or 'streaming'")
+        if on_failure not in ("raise", "report"):
+            raise ValueError(f"on_failure is {on_failure!r}; it must be 'raise' or 'report'")
+        if verify not in (None, "engines"):
+            raise ValueError(f"verify is {verify!r}; it must be 'engines' or None")
+        if not (0 < deadline_seconds < math.inf and 0 < lease_seconds < math.inf):
+            raise ValueError(f"deadline_seconds {deadline_seconds} and lease_seconds {lease_seconds} must be positive")
+        if bucket_size_bytes is not None and bucket_size_bytes < ALIGNMENT_BYTES:
+            raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}; it must be at least {ALIGNMENT_BYTES}")
+        _require_source(source)
+        self.run = secrets.token_hex(16)
+        self.version = -1
+        self._source = source
+        self._url = transport
+        self._transport = registry.transport(transport)
+        self._token = token
+        self._bucket_size_bytes = bucket_size_bytes
+        self._options = PublishOptions(self.run, install, undo, takeover, deadline_seconds, lease_seconds, verify)
+        self._on_failure = on_failure
+        self._lock = threading.RLock()
+        self._fleet = Fleet()
+        self._watchdog = Watchdog()
+        self._connections: Connections | None = None
+        self._pack_plan: PackPlan | None = None
+        self._trainer_group = trainer_group
+        self._group: TrainerGroup | None = None
+        self._is_joined = False
+        self._closed = False
+        self._process = 0
+        """The one that has the connections; 0 while there are none."""
+        self._owned: list[Closable] = [self._watchdog]
+        """What has connections, threads or processes, in the order in which they are closed, the guard last. Nothing of
+        the caller's, which may refer to this publisher."""
+        self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
+        self._drop.atexit = False
+        try:
+            for engine in engines:
+                self.add_engine(engine)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- the fleet ---
+
+    def add_engine(self, engine: str | EngineClient) -> None:
+        """Add an engine; the next publish connects it. Raises ValueError if it is there already."""
+        with self._lock:
+            self._require_open()
+            if self._is_following:
+                return
+            client: EngineClient = (
+                registry.http_client(engine, token=self._token, timeout_seconds=self._options.deadline_seconds)
+                if isinstance(engine, str)
+                else engine
+            )
+            self._fleet.add(FleetMember(client, owned=isinstance(engine, str)))
+
+    def remove_engine(self, engine: str | EngineClient) -> None:
+        """Let an engine go: it keeps the version it has, and another publisher may take it. Raises ValueError."""
+        name = engine.rstrip("/") if isinstance(engine, str) else engine.name
+        with self._lock:
+            if self._is_following:
+                return
+            member = self._fleet.pop(name)
+            if self._connections is not None:
+                self._connections.listener.drop(name, "the engine was removed from the fleet")
+            with contextlib.suppress(Exception):
+                # Only one that did not answer is paused still. Nobody asks it again after this.
+                member.resume(self.run, self._watchdog)
+            self._watchdog.release(name)
+            if member.owned:
+                member.client.close()
+
+    def close(self) -> None:
+        """Let every engine go and free everything. Idempotent; in a forked child nothing."""
+        if self._is_copy:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._drop.detach()
+            if self._group is not None:
+                self._group.close()
+            if self._connections is not None:
+                self._connections.close()
+            if self._pack_plan is not None:
+                # An exception that somebody keeps may hold on to the layout; its views would keep the arena mapped.
+                self._pack_plan.layout.forget_views()
+            self._fleet.close()
+            self._watchdog.close()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _is_following(self) -> bool:
+        """Whether another trainer rank publishes: engines are its concern."""
+        return self._group is not None and not self._group.is_publishing
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this publisher was closed")
+
+    @property
+    def _is_copy(self) -> bool:
+        """Whether this process was forked from the one that publishes: it has no threads and no connections of that."""
+        return self._process not in (0, os.getpid())
+
+    def _require_here(self) -> None:
+        if self._is_copy:
+            raise ClosedError(
+                f"this publisher is of pid {self._process}, which this process (pid {os.getpid()}) was forked from: "
+                "publish there, or close that publisher and make one here"
+            )
+
+    # --- one publish ---
+
+    def publish(self, version: int | None = None, *, on_progress: OnProgress | None = None) -> PublishReport:
+        """Make every engine serve the source's weights as they are now; blocks until they do.
+
+        `version` must be above this publisher's last, and at most 2^63 - 1; by default it is one above the highest in
+        the fleet and the store. Don't change the weights meanwhile. A version that every engine refused is not the
+        store's newest. Extra memory: see the class. `on_progress(done_bytes, total_bytes)` is called
+        after each bucket.
+
+        With several trainer ranks every rank calls it, and each gets the same report or error; `version` and
+        `on_progress` are those of the publishing rank. An error that another rank brought names that rank.
+
+        Raises PublishError if an engine did not take it, whose `failures` and `report` say which and why (with
+        `on_failure="report"` the report is returned instead); ValueError for a version that does not grow, or where
+        there is no engine and the transport keeps nothing for later; IncompatibleWeightsError if the source's tensors
+        are not what its specs say, or not the same on all ranks; InsufficientMemoryError if the transport's arena does
+        not fit; PeerError if a trainer rank dies, stands still or does not publish. After any of these the next publish
+        goes to every engine again.
+        """
+        self._require_here()  # first: the lock may be one that a thread of the other process holds
+        with self._lock:
+            self._require_open()
+            if not self._is_joined:
+                # At the first publish, not before: torch.distributed may be initialised after this publisher is made.
+                self._join_trainer_group()
+            group, last = self._group, self.version
+            run = PublishRun(self._options, self._fleet, self._watchdog, above=last, on_progress=on_progress)
+            try:
+                if group is None:
+                    report = run.run(self._inputs(version))
+                elif group.is_publishing:
+                    report = group.lead(self.run, last, lambda: self._inputs(version), run)
+                else:
+                    report = group.follow(last)
+            finally:
+                self.version = max(last, run.number)
+                if group is not None:
+                    self.version, self.run = max(self.version, group.version), group.run or self.run
+        if not report.ok and self._on_failure == "raise":
+            raise _publish_error(report)
+        return report
+
+    def _join_trainer_group(self) -> None:
+        """Find out whether other ranks publish with this one; nothing is connected yet. Raises ValueError."""
+        group = self._trainer_group
+        if group is not None and dist.is_available() and dist.is_initialized():
+            from weightcast.trainer.group.lead import trainer_group_of
+
+            self._group = trainer_group_of(group, self._source, self._options.deadline_seconds, self._sender_factory())
+            if self._group is not None:
+                self._owned[:0] = self._group.owned
+        self._is_joined = True
+
+    def _checked_version(self, version: int | None) -> int | None:
+        if version is None:
+            return None
+        number = int(operator.index(version))
+        if not 0 <= number <= MAX_VERSION:
+            raise ValueError(f"version {number} is not from 0 to {MAX_VERSION}")
+        if number <= self.version:
+            raise ValueError(f"version {number} is not above {self.version}, the last one of this publisher")
+        return number
+
+    def _inputs(self, version: int | None) -> PublishInputs:
+        """What a publish needs of this process alone: the source's regions, wire and plan. No communication."""
+        start, number = time.perf_counter(), self._checked_version(version)
+        regions = self._source.regions()
+        device = _device_of(regions) if self._connections is None else self._connections.device
+        pack_plan = self._ready_pack_plan(regions, device)
+        if self._group is None:
+            # Before there is a sender, which may write.
+            pack_plan.packer(regions)
+        connections = self._ready_connections(device)
+        if not len(self._fleet) and not isinstance(connections.sender, VersionedSender):
+            raise ValueError(
+                f"there is no engine to publish to, and {self._url} keeps nothing for later: pass engines=[...], or "
+                "call add_engine first (a store, file:///DIR, needs none)"
+            )
+        return PublishInputs(start, number, regions, connections, pack_plan)
+
+    def _ready_connections(self, device: torch.device) -> Connections:
+        """The sender and the listener, made at the first publish, when the device of the weights is known."""
+        if self._connections is None:
+            sender = _make_sender(self._transport, self._url, self._options.deadline_seconds, self.run, device)
+            try:
+                host = None if self._transport.same_host else registry.host(self._url)
+                listener = LinkListener(self.run, host=host, heartbeat_seconds=self._options.lease_seconds / 4)
+            except BaseException:
+                sender.close()
+                raise
+            self._connections, self._process = Connections(sender, listener, device), os.getpid()
+            self._owned.insert(-1, self._connections)
+            # Anew: this process may have been forked since this publisher was made.
+            self._drop.detach()
+            self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
+            self._drop.atexit = False
+        return self._connections
+
+    def _sender_factory(self) -> SenderFactory | None:
+        """How other trainer ranks make arenas. Staged buckets are in host memory, once for each host: in one arena."""
+        per_device = self._transport.per_device
+        if per_device is None or self._options.install == "staged":
+            return None
+        # Without a reference to this publisher, which would keep it from being collected when it is dropped.
+        make_sender = functools.partial(_make_sender, self._transport, self._url, self._options.deadline_seconds)
+        from weightcast.trainer.group.sender_assignment import SenderFactory
+
+        return SenderFactory(per_device, make_sender, self._options.deadline_seconds)
+
+    def _ready_pack_plan(self, regions: Regions, device: torch.device) -> PackPlan:
+        """The plan for the source's specs: made once, and again when they have changed."""
+        if self._pack_plan is not None and self._pack_plan.is_of(regions):
+            return self._pack_plan
+        specs = self._source.specs()
+        if self._pack_plan is None or self._pack_plan.specs is not specs:
+            largest = self._transport.default_bucket_size_bytes[device.type]
+            size = self._bucket_size_bytes
+            if size is None:
+                size = fitting_bucket_size(sum(spec.num_bytes for spec in specs), largest)
+            manifest = plan(specs, size, digest_kind="xxh3-128" if device.type == "cpu" else "sum-64x2")
+            self._pack_plan = PackPlan(specs, Layout(manifest), size)
+        return self._pack_plan
+
+
+def _device_of(regions: Regions) -> torch.device:
+    devices = {tensor.device for held in regions.values() for _, tensor in held}
+    # A view on the meta device is refused by name, when the regions are looked at.
+    return next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
+
+
+def _drop(owned: list[Closable], process: int) -> None:
+    """Let go of what a publisher had that was not closed. A forked child has a copy of it only, which means nothing."""
+    if process != os.getpid() or sys.is_finalizing():
+        return
+    for part in owned:
+        if isinstance(part, Connections):
+            part.listener.end_links("the publisher was dropped")
+    # In a thread of its own: a collection may come at any point of any thread, also of one that is waited for here.
+    closing = threading.Thread(target=_close_all, args=(owned,), name="weightcast-dropped", daemon=True)
+    with contextlib.suppress(RuntimeError):  # the interpreter starts no thread any more
+        closing.start()
+        if not threading.current_thread().name.startswith("weightcast"):
+            closing.join(_DROPPED_SECONDS)
+
+
+def _close_all(owned: list[Closable]) -> None:
+    for part in owned:
+        with contextlib.suppress(Exception):
+            part.close()
+
+
+def _make_sender(transport: Transport, url: str, deadline_seconds: float, run: str, device: torch.device) -> Sender:
+    made: Sender = transport.sender(url, run=run, deadline_seconds=deadline_seconds, device=device)
+    return made
+
+
+def _require_source(source: object) -> None:
+    if not (hasattr(source, "specs") and hasattr(source, "regions")):
+        raise TypeError(f"{type(source).__name__} is no source of weights; wrap a module in ModuleSource(module)")
+
+
+def _publish_error(report: PublishReport) -> PublishError:
+    failures = {name: from_record(r.error) for name, r in report.engines.items() if r.error is not None}
+    causes = "; ".join(f"{name}: {error}" for name, error in failures.items())
+    return PublishError(
+        f"{len(failures)} of {len(report.engines)} engines did not take version {report.version}: {causes}",
+        failures,
+        report,
+    )

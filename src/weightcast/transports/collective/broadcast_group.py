@@ -1,0 +1,166 @@
+"""One group of the sender, from its making to its end, and the broadcasts that are under way in it.
+
+Invariants: a group is of exactly the members that it was made for; it is never mended, only closed; closing never
+waits (a stalled member can keep a socket busy until the group's timeout, so a thread of its own sees it off).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from weightcast.errors import WeightcastError, detached
+from weightcast.process_group import ProcessGroup, Store, in_background, serve_store, translated
+from weightcast.transports.collective.members import GroupMember, send_to_all
+from weightcast.transports.collective.records import Join, ReadAlong
+
+_ALL = 1 << 62
+RECEIVERS_PATIENCE = 3.0
+"""Timeout of a receive, in multiples of the sender's deadline: the sender may be waiting for another receiver.
+
+A receiver's control connection says whether the sender is alive. But gloo does not wake a receive whose connection
+broke in the middle of a message: its thread, sockets and buffer live until this timeout.
+"""
+
+
+class Broadcast:
+    """A broadcast under way. `error`: how it failed, once `is_over`. On a CPU its end is told to `condition`."""
+
+    def __init__(self, group: ProcessGroup, buffer: torch.Tensor, condition: threading.Condition) -> None:
+        self.error: WeightcastError | None = None
+        self._has_landed = False
+        self._condition = condition
+        self._work = group.broadcast(buffer, root=0)
+        self._is_polled = buffer.is_cuda
+        if not self._is_polled:
+            # A future of NCCL's is done as soon as the broadcast is queued.
+            self._work.get_future().add_done_callback(self._land)
+
+    @property
+    def is_over(self) -> bool:
+        return self._has_landed or (self._is_polled and self._work.is_completed())
+
+    def _land(self, future: torch.futures.Future[object]) -> None:
+        error: WeightcastError | None = None
+        try:
+            with translated("a broadcast"):
+                future.value()
+        except WeightcastError as exc:
+            # A copy: the cause's traceback would keep this frame, and with it the group's sockets.
+            error = detached(exc)
+        with self._condition:
+            self._has_landed, self.error = True, error
+            self._condition.notify_all()
+
+
+class BroadcastGroup:
+    """A group of the sender (rank 0) and `joined`; `readers` says who reads along with each of these."""
+
+    def __init__(
+        self,
+        number: int,
+        backend: str,
+        host: str,
+        readers: Mapping[GroupMember, Sequence[GroupMember]],
+        deadline_seconds: float,
+    ) -> None:
+        """Serve the group's store; `invite` says what the members need to connect."""
+        self.number = number
+        self.joined = tuple(readers)
+        self.readers = {member: tuple(others) for member, others in readers.items()}
+        self.broadcasts: dict[int, Broadcast] = {}
+        self._backend = backend
+        self._host = host
+        self._deadline_seconds = deadline_seconds
+        self.connect_error: WeightcastError | None = None
+        self._is_closed = False
+        self._group: ProcessGroup | None = None
+        self._store, self._port = serve_store(host, deadline_seconds)
+
+    def is_of(self, readers: Mapping[GroupMember, Sequence[GroupMember]]) -> bool:
+        return self.readers == {member: tuple(others) for member, others in readers.items()}
+
+    def invite(self) -> None:
+        """Tell those who are to join."""
+        for position, member in enumerate(self.joined):
+            join = Join(
+                epoch=self.number,
+                group_rank=position + 1,
+                group_size=len(self.joined) + 1,
+                host=self._host,
+                port=self._port,
+                timeout_seconds=self._deadline_seconds * RECEIVERS_PATIENCE,
+                readers=tuple(reader.name for reader in self.readers[member]),
+            )
+            member.link.send(join)
+
+    def invite_readers(self) -> None:
+        """Tell the others where to read, once those who joined have said so."""
+        for member, readers in self.readers.items():
+            send_to_all(readers, ReadAlong(self.number, member.joining.shared))
+
+    def connect(self, device: torch.device, condition: threading.Condition) -> None:
+        """Begin to connect, in a thread: gloo may take several deadlines to find out that a member has died."""
+        in_background(functools.partial(self._connect, device, condition, self._store), "weightcast-group")
+
+    @property
+    def is_connected(self) -> bool:
+        return self._group is not None
+
+    def _connect(self, device: torch.device, condition: threading.Condition, store: Store) -> None:
+        group: ProcessGroup | None = None
+        error: WeightcastError | None = None
+        try:
+            group = ProcessGroup(
+                self._backend,
+                store,
+                rank=0,
+                size=len(self.joined) + 1,
+                timeout_seconds=self._deadline_seconds,
+                host=self._host,
+                device=device,
+            )
+        except Exception as exc:
+            error = detached(exc)
+        with condition:
+            self.connect_error = error
+            if not self._is_closed:
+                self._group, group = group, None
+            condition.notify_all()
+        if group is not None:
+            group.close()
+
+    def send(self, index: int, buffer: torch.Tensor, condition: threading.Condition) -> None:
+        """Begin to broadcast a bucket. Raises PeerError if the group is broken."""
+        assert self._group is not None
+        self.broadcasts[index] = Broadcast(self._group, buffer, condition)
+
+    def error(self) -> WeightcastError | None:
+        """How a broadcast has failed, if one has."""
+        return next((broadcast.error for broadcast in self.broadcasts.values() if broadcast.error is not None), None)
+
+    def is_quiet(self, below: int = _ALL) -> bool:
+        """Whether no broadcast of a bucket below that one is under way."""
+        return all(broadcast.is_over for index, broadcast in self.broadcasts.items() if index < below)
+
+    def land(self, below: int = _ALL) -> None:
+        """Forget broadcasts below that bucket; they are over."""
+        for index in [index for index in self.broadcasts if index < below]:
+            del self.broadcasts[index]
+
+    def close(self) -> None:
+        """Disconnect, in the background where operations are still under way. Idempotent."""
+        self._is_closed = True
+        group, self._group = self._group, None
+        self._store = None
+        is_quiet = self.is_quiet()
+        self.broadcasts.clear()
+        if group is None:
+            return
+        if is_quiet:
+            group.close()
+        else:
+            in_background(group.close, "weightcast-group-end")

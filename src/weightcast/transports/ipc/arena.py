@@ -1,0 +1,112 @@
+"""Host memory that a sender shares with receivers: anonymous, sealed against resizing, passed on as a descriptor.
+
+Invariants: a receiver maps nothing whose size could change under it (that would be a SIGBUS); what a receiver writes
+into its mapping stays its own (copy on write), so that no engine can spoil another's bytes; a tensor keeps its mapping
+alive, so that nothing is ever unmapped under a view; the same place gives the same tensor object until the arena goes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+import torch
+
+from weightcast.errors import InsufficientMemoryError, ManifestError
+from weightcast.format.arena import Buffers, pages
+from weightcast.host import memory as host_memory
+from weightcast.transports.ipc.records import SharedArena
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class OwnedSharedArena:
+    """The sender's end. Costs `size_bytes` of host memory, page by page, as it is first written."""
+
+    def __init__(self, generation: int, size_bytes: int) -> None:
+        """Raises InsufficientMemoryError if the host or a cgroup hasn't that much left."""
+        self.generation = generation
+        self.size_bytes = pages(size_bytes)
+        self.device = torch.device("cpu")
+        host_memory.require(self.size_bytes, "the arena of this update", host_memory.LESS_AT_ONCE)
+        try:
+            self._descriptor = os.memfd_create("weightcast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                os.ftruncate(self._descriptor, self.size_bytes)
+                fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
+                self._mapping = mmap.mmap(self._descriptor, self.size_bytes)
+            except BaseException:
+                os.close(self._descriptor)
+                raise
+        except OSError as exc:
+            raise InsufficientMemoryError(f"{self.size_bytes} bytes of shared memory could not be had: {exc}") from exc
+        self.buffers = Buffers(torch.frombuffer(self._mapping, dtype=torch.uint8))
+
+    def announcement(self) -> tuple[SharedArena, int]:
+        return SharedArena(self.generation, self.size_bytes), self._descriptor
+
+    def mark_ready(self, slot: int) -> str:
+        """Nothing to mark: who is told of a bucket sees its bytes."""
+        return ""
+
+    def close(self, *, free: bool) -> None:
+        """Let go of it. With `free`, give the pages back at once, whoever still has it mapped: they read zeros then."""
+        if free:
+            self._mapping.madvise(mmap.MADV_REMOVE)
+        os.close(self._descriptor)
+        # Not unmapped here: views that the publisher keeps still point into it.
+        del self.buffers, self._mapping
+
+
+class MappedSharedArena:
+    """The receiver's end. Owns the descriptor that it is made from, also if the construction fails."""
+
+    def __init__(self, record: SharedArena, descriptor: int) -> None:
+        """Raises ManifestError for a descriptor whose size or seals are not what was promised."""
+        self.generation = record.generation
+        self.size_bytes = record.size_bytes
+        self._descriptor = descriptor
+        try:
+            _check(record, descriptor)
+            self.reset()
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def reset(self) -> None:
+        """Map it anew: whatever this process wrote into the former mapping is not in the new one."""
+        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+        try:
+            mapping = mmap.mmap(self._descriptor, self.size_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as exc:
+            raise InsufficientMemoryError(f"an arena of {self.size_bytes} bytes could not be mapped: {exc}") from exc
+        self._mapping = mapping
+        self.buffers = Buffers(torch.frombuffer(mapping, dtype=torch.uint8))
+
+    def reread(self, buffer: torch.Tensor) -> bool:
+        """Make `buffer`, a slice of this arena, show the sender's bytes again where this process wrote over them."""
+        self._mapping.madvise(mmap.MADV_DONTNEED, int(buffer.storage_offset()), pages(buffer.numel()))
+        return True
+
+    def wait_ready(self, event: str) -> None:
+        """Nothing to wait for."""
+
+    def finish(self) -> None:
+        """Nothing to wait for: reads of host memory are done when they return."""
+
+    def close(self) -> None:
+        """Let go of it; what is mapped stays as long as a tensor needs it."""
+        os.close(self._descriptor)
+        del self._mapping
+
+
+def _check(record: SharedArena, descriptor: int) -> None:
+    try:
+        size, seals = os.fstat(descriptor).st_size, fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError as exc:
+        raise ManifestError(f"the arena's descriptor is no anonymous shared memory: {exc}", fault="type") from exc
+    if size != record.size_bytes or not size:
+        raise ManifestError(f"the arena has {size} bytes, {record.size_bytes} were announced", fault="size")
+    if seals & _SEALS != _SEALS:
+        raise ManifestError(f"the arena can be resized, its seals are {seals:#x}: not safe to map", fault="type")

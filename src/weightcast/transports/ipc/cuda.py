@@ -1,0 +1,148 @@
+"""Device memory that a sender shares with receivers on the same GPU, by CUDA IPC.
+
+Invariants: a handle travels as plain fields, once to each receiver, and is opened once; readiness is an interprocess
+event recorded on the stream that packed the bucket, and waited for by the stream that reads it; a bucket is released
+only when the receiver's stream has done its work on it. The handles are those of torch's `_share_cuda_`, which keeps
+the memory until every receiver has let go of it.
+"""
+
+from __future__ import annotations
+
+import base64
+
+import torch
+
+from weightcast.errors import InsufficientMemoryError, ManifestError, UnsupportedError
+from weightcast.format.arena import Buffers
+from weightcast.transports.ipc.records import CudaArena
+
+
+class OwnedCudaArena:
+    """The sender's end. Costs `size_bytes` of device memory at once."""
+
+    def __init__(self, generation: int, size_bytes: int, device: torch.device) -> None:
+        """Raises InsufficientMemoryError if the device hasn't that much left."""
+        self.generation = generation
+        self.size_bytes = size_bytes
+        self.device = device
+        self._events: dict[int, tuple[torch.cuda.Event, str]] = {}
+        try:
+            self._whole = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as exc:
+            free, _ = torch.cuda.mem_get_info(device)
+            raise InsufficientMemoryError(
+                f"the arena of this update needs {size_bytes} bytes, {device} has {free} left: use smaller buckets"
+            ) from exc
+        self.buffers = Buffers(self._whole)
+
+    def announcement(self) -> tuple[CudaArena, None]:
+        """A record for one receiver: every call counts one more reader of the memory."""
+        (_, handle, size, offset, counter_handle, counter_offset, event, sync) = (
+            self._whole.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+        )
+        record = CudaArena(
+            generation=self.generation,
+            size_bytes=self.size_bytes,
+            device=uuid_of(self.device),
+            handle=_to_text(handle),
+            storage_size_bytes=size,
+            storage_offset_bytes=offset,
+            ref_counter_handle=_to_text(counter_handle),
+            ref_counter_offset=counter_offset,
+            event_handle=_to_text(event),
+            event_sync_required=sync,
+        )
+        return record, None
+
+    def mark_ready(self, slot: int) -> str:
+        """Record the slot's event behind everything queued on the current stream; return its handle."""
+        with torch.cuda.device(self.device):
+            if slot not in self._events:
+                event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+                event.record()
+                self._events[slot] = event, _to_text(event.ipc_handle())  # type: ignore[no-untyped-call]
+            else:
+                self._events[slot][0].record()
+        return self._events[slot][1]
+
+    def close(self, *, free: bool) -> None:
+        """Let go of it; the memory is given back when every receiver has, too."""
+        # A bucket that was given up may still be being packed, on a stream that the allocator does not know of.
+        torch.cuda.synchronize(self.device)
+        del self.buffers, self._whole
+        self._events.clear()
+
+
+class MappedCudaArena:
+    """The receiver's end."""
+
+    def __init__(self, record: CudaArena) -> None:
+        """Raises UnsupportedError if this process does not see the GPU."""
+        self.generation = record.generation
+        self.size_bytes = record.size_bytes
+        self._device = _find_device(record.device)
+        self._events: dict[str, torch.cuda.Event] = {}
+        with torch.cuda.device(self._device):
+            storage = torch.UntypedStorage._new_shared_cuda(
+                self._device.index,
+                _to_bytes(record.handle),
+                record.storage_size_bytes,
+                record.storage_offset_bytes,
+                _to_bytes(record.ref_counter_handle),
+                record.ref_counter_offset,
+                _to_bytes(record.event_handle),
+                record.event_sync_required,
+            )
+        whole = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self.buffers = Buffers(whole.set_(storage, 0, (record.size_bytes,), (1,)))
+
+    def reset(self) -> None:
+        """Wait until nothing on this device reads it: an update that was given up may have been loading."""
+        torch.cuda.synchronize(self._device)
+
+    def reread(self, buffer: torch.Tensor) -> bool:
+        """Device memory is shared itself: there is nothing older to go back to."""
+        return False
+
+    def wait_ready(self, event: str) -> None:
+        """Have the current stream wait until the bucket is whole. Does not block the caller."""
+        if event not in self._events:
+            handle = _to_bytes(event)
+            self._events[event] = torch.cuda.Event.from_ipc_handle(self._device, handle)  # type: ignore[no-untyped-call]
+        self._events[event].wait(torch.cuda.current_stream(self._device))
+
+    def finish(self) -> None:
+        """Wait until the current stream has done everything queued on it."""
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def close(self) -> None:
+        """Let go of it; the mapping stays as long as a tensor needs it."""
+        self._events.clear()
+
+
+def _find_device(uuid: str) -> torch.device:
+    """This process's device of that UUID: indices differ between processes, by CUDA_VISIBLE_DEVICES."""
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    for device in devices:
+        if uuid_of(device) == uuid:
+            return device
+    raise UnsupportedError(
+        f"the publisher's arena is on GPU {uuid}, this process sees {[uuid_of(d) for d in devices] or 'no GPU'}: make "
+        'that GPU visible here, or publish with install="staged", which goes by host memory'
+    )
+
+
+def uuid_of(device: torch.device) -> str:
+    """What names a GPU in every process, whatever its index there."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _to_text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _to_bytes(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as exc:
+        raise ManifestError(f"a handle is no base64: {exc}", fault="type") from exc
