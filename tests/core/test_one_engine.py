@@ -181,7 +181,7 @@ def test_who_loses_its_engine_in_mid_publish_is_told_who_has_it(step: str) -> No
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_of_two_that_take_over_at_once_nobody_blames_the_network(transport: str) -> None:
     client = DirectEngine("engine", RecordingEngine())
-    for _ in range(10):
+    for _ in range(4):
         begin = threading.Barrier(2)
         publishers = [
             Publisher(

@@ -27,7 +27,7 @@ from faults.conftest import (
 
 PHASES = ["init", "offer", "mid-bucket", "before seal", "paused", "load", "after commit"]
 OLD, NEW = 1, 2
-STALL_SECONDS = 3.0
+STALL_SECONDS = 2.0
 CUT_SECONDS = 3.0
 """A deadline that nobody needs: a connection's end is seen at once."""
 
