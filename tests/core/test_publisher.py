@@ -22,6 +22,7 @@ from weightcast.errors import (
     UnsupportedError,
 )
 from weightcast.host import memory as host_memory
+from weightcast.seams.client import EngineClient
 from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -231,3 +232,17 @@ def test_progress_is_told_after_each_bucket() -> None:
     assert len(told) == report.num_buckets > 1
     assert [done for done, _ in told] == sorted({done for done, _ in told})
     assert told[-1][0] == told[-1][1] >= report.num_bytes
+
+
+def test_a_client_that_can_pause_in_part_is_refused_when_it_is_added() -> None:
+    """Its engine would generate during installs, and nobody would know."""
+
+    class Halfway(EngineClient):
+        name = "halfway"
+
+        def pause(self, run: str) -> None: ...
+
+        def resume(self, run: str) -> None: ...
+
+    with pytest.raises(TypeError, match=r"Halfway has pause\(\) .* derive it from .*ServesTraffic"):
+        Publisher(TensorSource(TENSORS), engines=[Halfway()])  # type: ignore[abstract]

@@ -62,7 +62,7 @@ def children(pid: int) -> Iterator[int]:
 
 
 class UsageMeters:
-    """Meters of a whole run: the publisher's end (this process, its guard, other trainer ranks) and the engines' end.
+    """Meters of a whole run: the publisher's end (this process, its watchdog, other trainer ranks) and the engines'.
 
     Memory is counted from the construction on: make it before the publisher.
     """

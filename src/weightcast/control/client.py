@@ -117,7 +117,7 @@ class HttpEngine(EngineClient, ServesTraffic):
         return Fingerprint(f"digests {names}", hashlib.sha256(_encode(digests)).hexdigest())
 
     def recovery_requests(self, run: str) -> list[RecoveryRequest]:
-        """What the guard process must send in our place if this process dies while the engine is paused for `run`."""
+        """What the watchdog process sends if this process dies while the engine is paused for `run`."""
         return [RecoveryRequest(url=f"{self.name}/resume?run={run}", headers=dict(self._routes.headers))]
 
     def close(self) -> None:

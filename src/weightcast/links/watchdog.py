@@ -2,7 +2,7 @@
 
 Needed where only stock routes exist, whose pauses no lease ends. The publisher writes one JSON line for each change of
 what must be done if it dies: the requests to send, and the groups that are being made, whose listening sockets travel
-with the line that first names them. When its end of the connection closes, however that happened, the guard ends the
+with the line that first names them. When its end of the connection closes, however that happened, the watchdog ends the
 groups, for which engines may wait, and sends each engine its requests, again for a while where that failed. Standard
 library only.
 """
@@ -46,7 +46,7 @@ class RecoveryRequest(NamedTuple):
 
 
 class Watchdog:
-    """The publisher's handle on its guard process, which is started when it is first needed. Thread-safe."""
+    """The publisher's handle on its watchdog process, which is started when it is first needed. Thread-safe."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -60,7 +60,7 @@ class Watchdog:
         return None if self._process is None else self._process.pid
 
     def hold(self, engine: str, requests: Sequence[RecoveryRequest]) -> None:
-        """From now on, send these if this process dies. Returns when the guard has them in its connection."""
+        """From now on, send these if this process dies. Returns when the watchdog has them in its connection."""
         with self._lock:
             self._held[engine] = requests
             self._write()
@@ -100,7 +100,7 @@ class Watchdog:
                 self._write()
 
     def close(self) -> None:
-        """Let the guard do what is still to be done, and end it. Idempotent."""
+        """Let the watchdog do what is still to be done, and end it. Idempotent."""
         with self._lock:
             process, self._process = self._process, None
             self._groups.clear()
@@ -119,7 +119,7 @@ class Watchdog:
             ours, theirs = socket.socketpair()
             self._socket = close_in_child(ours)
             with theirs:
-                # A session of its own: a Ctrl-C that ends the trainer must not end its guard first.
+                # A session of its own: a Ctrl-C that ends the trainer must not end its watchdog first.
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "weightcast.links.watchdog"], stdin=theirs.fileno(), start_new_session=True
                 )

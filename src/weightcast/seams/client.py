@@ -89,7 +89,7 @@ class TwoPhaseInstall(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SenderContext:
-    """What a publisher tells whoever makes a sender: its transport's URL, its run, where the weights are, its guard."""
+    """What a client's sender is made from: the transport's URL, the run, the device of the weights, the watchdog."""
 
     url: str
     run: str

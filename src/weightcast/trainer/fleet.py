@@ -1,7 +1,7 @@
 """The engines of one publisher, and the steps of an update that each takes on its own.
 
 Invariants: one engine's failure is its own result and never another's; a pause that was asked for is lifted on every
-path, by this process or, where the engine has no lease, by the guard.
+path, by this process or, where the engine has no lease, by the watchdog.
 """
 
 from __future__ import annotations
@@ -52,6 +52,12 @@ class FleetMember:
     """One engine: its client, the links of its workers, and its result in the update in progress."""
 
     def __init__(self, client: EngineClient, *, owned: bool) -> None:
+        """Raises TypeError for a client that can pause its engine, but would not be asked to."""
+        if callable(getattr(client, "pause", None)) and not isinstance(client, ServesTraffic):
+            raise TypeError(
+                f"{type(client).__name__} has pause() but lacks resume(), recovery_requests() or quarantine(): derive "
+                "it from weightcast.seams.client.ServesTraffic, or its engine would generate during installs"
+            )
         self.client = client
         self._given = client
         self.name = client.name
@@ -157,7 +163,7 @@ class FleetMember:
                 raise IntegrityError(f"{link.peer} has {got.num_buckets} buckets of root {got.root}, sent was {root}")
 
     def pause(self, run: str, watchdog: Watchdog) -> None:
-        """Stand still for `run`; where no lease ends that, have the guard ready to."""
+        """Stand still for `run`; where no lease ends that, have the watchdog ready to."""
         if self._stands_still or not isinstance(self.client, ServesTraffic) or self._has("install"):
             return
         self._arm(self.client, run, watchdog)

@@ -134,8 +134,10 @@ class Publisher:
         self._process = 0
         """The one that has the connections; 0 while there are none."""
         self._owned: list[Closable] = [self._watchdog]
-        """What has connections, threads or processes, in the order in which they are closed, the guard last. Nothing of
-        the caller's, which may refer to this publisher."""
+        """What has connections, threads or processes, in the order in which they are closed, the watchdog last.
+
+        Nothing of the caller's, which may refer to this publisher.
+        """
         self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
         self._drop.atexit = False
         try:

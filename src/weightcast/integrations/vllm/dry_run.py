@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from weightcast.format.manifest import TensorSpec
-from weightcast.integrations.plugin import dry_run as guest
+from weightcast.integrations.plugin import dry_run as loader_dry_run
 from weightcast.integrations.plugin.dry_run import DryRunOutcome, present
 from weightcast.integrations.vllm import internals, layers
 
@@ -32,7 +32,7 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
         return _checkpoint_form(layer, functools.partial(calls.update, [names[layer]]))
 
     with internals.require().current_config(vllm_config):
-        outcome = guest.dry_run(model, form, specs)
+        outcome = loader_dry_run.dry_run(model, form, specs)
     passed_by = list(_passed_by(model, outcome, calls))
     faults = {"": f"without a call of their loaders it sets {', '.join(passed_by)}"} if passed_by else {}
     return dataclasses.replace(outcome, calls=calls, faults=outcome.faults | faults)

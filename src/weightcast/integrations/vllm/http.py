@@ -48,7 +48,7 @@ def detect(routes: HttpRoutes, pause: PauseMode) -> VllmStockServer | None:
 
 
 class VllmStockServer(RankClient):
-    """A vLLM server by its stock routes. If this process dies in a pause, the guard resumes it, unless it is torn."""
+    """A vLLM server by its stock routes. If this process dies in a pause, the watchdog resumes it unless torn."""
 
     def __init__(self, routes: HttpRoutes, *, pause: PauseMode) -> None:
         super().__init__(routes.name, VllmRoutes(routes), pause=pause, token=routes.token)

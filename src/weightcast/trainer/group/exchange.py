@@ -59,7 +59,7 @@ class TrainerRanks:
         self._is_kept = False
         self._last_exchange = 0.0
         self._status = torch.zeros(len(RankStatus._fields), dtype=torch.int64)
-        self._rows = torch.zeros(self.size, len(RankStatus._fields), dtype=torch.int64)
+        self._statuses = torch.zeros(self.size, len(RankStatus._fields), dtype=torch.int64)
 
     @property
     def is_connected(self) -> bool:
@@ -296,8 +296,8 @@ class TrainerRanks:
 
     def _exchanged(self, group: ProcessGroup, status: RankStatus) -> list[RankStatus]:
         self._status.copy_(torch.tensor(status))
-        wait(group.all_gather(list(self._rows.unbind()), self._status))
-        statuses = [RankStatus(*numbers) for numbers in self._rows.tolist()]
+        wait(group.all_gather(list(self._statuses.unbind()), self._status))
+        statuses = [RankStatus(*numbers) for numbers in self._statuses.tolist()]
         if not self.is_publishing:
             self.version = statuses[0].version
         return statuses

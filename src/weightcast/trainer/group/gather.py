@@ -48,17 +48,17 @@ class Contribution:
     def __init__(self, ranks: TrainerRanks, layout: Layout, shards: Sequence[Shard], *, via: torch.device) -> None:
         """`shards`: what was assigned to this rank, in the order of its own list. `via`: where messages lie."""
         self._ranks = ranks
-        self._cuts = ShardSlices(layout, shards)
-        size = _aligned(max(self._cuts.sizes, default=0))
+        self._slices = ShardSlices(layout, shards)
+        size = _aligned(max(self._slices.sizes, default=0))
         device = shards[0].data.device if shards else via
         self._packed = _buffer(size, device, pinned=False)
         self._message = self._packed if device.type == via.type else _buffer(size, via, pinned=True)
         self._targets: dict[int, list[torch.Tensor]] = {}
-        self._sources = SliceSources(self._cuts, shards)
+        self._sources = SliceSources(self._slices, shards)
 
     def rebind(self, shards: Sequence[Shard]) -> None:
         """The same regions lie in other memory now."""
-        self._sources = SliceSources(self._cuts, shards)
+        self._sources = SliceSources(self._slices, shards)
 
     @torch.no_grad()
     def send(self, index: int) -> BaseException | None:
@@ -67,7 +67,7 @@ class Contribution:
         Returns why it could not be packed: the others must get their bytes first and learn it at the next exchange.
         Raises PeerError.
         """
-        size = self._cuts.sizes[index]
+        size = self._slices.sizes[index]
         if not size:
             return None
         error: BaseException | None = None
@@ -81,7 +81,7 @@ class Contribution:
     def _pack(self, index: int, size: int) -> None:
         targets = self._targets.get(index)
         if targets is None:
-            targets = self._targets[index] = message_views(self._cuts.of(index), self._packed)
+            targets = self._targets[index] = message_views(self._slices.of(index), self._packed)
         copy_all(targets, self._sources.of(index))
         if self._message is not self._packed:
             self._message[:size].copy_(self._packed[:size])
@@ -127,8 +127,8 @@ class GatheringPacker:
         self._own = ShardSlices(layout, shards)
         self._others = [ShardSlices(layout, parts) for parts in others]
         self._sources = SliceSources(self._own, shards)
-        self._stretches = [self._laid_out(index) for index in range(len(layout.entries))]
-        ends = (_aligned(s.start + s.num_bytes) for stretches in self._stretches for s in stretches)
+        self._staging_slots = [self._laid_out(index) for index in range(len(layout.entries))]
+        ends = (_aligned(s.start + s.num_bytes) for stretches in self._staging_slots for s in stretches)
         self._via, self._size = via, max(ends, default=0)
         self._staging: torch.Tensor | None = None
         self._landed: torch.Tensor | None = None
@@ -178,7 +178,7 @@ class GatheringPacker:
         self._ranks.announce(Instruction.BUCKET, index)
         self._coming = index
         staging = self._ready_staging()
-        for staging_slot in self._stretches[index]:
+        for staging_slot in self._staging_slots[index]:
             place = staging[staging_slot.start : staging_slot.start + staging_slot.num_bytes]
             self._works.append(self._ranks.receive(place, staging_slot.group_rank))
 
@@ -214,7 +214,7 @@ class GatheringPacker:
 
     def _unpack(self, index: int, buffer: torch.Tensor) -> None:
         """Copy what came for bucket `index` from the staging buffer to its places."""
-        stretches = self._stretches[index]
+        stretches = self._staging_slots[index]
         if not stretches:
             return
         landed = self._landed_beside(buffer, stretches[-1].start + stretches[-1].num_bytes)
@@ -230,7 +230,7 @@ class GatheringPacker:
 
     def _sorted_out(self, index: int, staging: torch.Tensor) -> _IncomingShards:
         arrivals, entries = _IncomingShards(), self._layout.entries[index]
-        for staging_slot in self._stretches[index]:
+        for staging_slot in self._staging_slots[index]:
             scattered = []
             for cut in self._others[staging_slot.group_rank - 1].of(index):
                 if is_run(cut.region, entries[cut.entry].piece.region.sizes):

@@ -57,14 +57,14 @@ class TrainerGroup:
         self._ranks = ranks
         self._source = source
         self._sender_factory = sender_factory
-        self._agreement = Shares(ranks, sender_factory)
-        self._spread: MultiDeviceSender | None = None
+        self._shares = Shares(ranks, sender_factory)
+        self._device_sender: MultiDeviceSender | None = None
         self.is_publishing = ranks.is_publishing
 
     @property
     def run(self) -> str:
         """The publishing rank's run, once it was told; empty before."""
-        return self._agreement.run
+        return self._shares.run
 
     @property
     def version(self) -> int:
@@ -83,38 +83,38 @@ class TrainerGroup:
         prepared: PublishInputs | None = None
         try:
             prepared = inputs()
-            self._agreement.look(self._source, prepared.regions)
+            self._shares.look(self._source, prepared.regions)
         except BaseException as exc:
             error = exc
         with self._in_step():
-            statuses = self._ranks.start(self._agreement.status(prepared.pack_plan.layout if prepared else None), error)
+            statuses = self._ranks.start(self._shares.status(prepared.pack_plan.layout if prepared else None), error)
             assert prepared is not None
             pack_plan, connections = prepared.pack_plan, prepared.connections
-            self._agreement.lead(statuses, pack_plan.layout, pack_plan.bucket_size_bytes, run, connections.device)
+            self._shares.lead(statuses, pack_plan.layout, pack_plan.bucket_size_bytes, run, connections.device)
             self._send_from_all_devices(connections)
             report: PublishReport | None = None
             with self._ranks.keeping_alive():
                 try:
-                    pack_plan.use(prepared.regions, self._agreement.packer())
+                    pack_plan.use(prepared.regions, self._shares.packer())
                     report = publish_run.run(prepared)
                 except BaseException as exc:
                     error = exc
                 self._ranks.version = max(version, publish_run.number)
                 with contextlib.suppress(Exception):
                     # If this fails, so does the last exchange.
-                    self._agreement.drain()
+                    self._shares.drain()
             return self._end(report, error)
 
     def _send_from_all_devices(self, connections: Connections) -> None:
         """Replace the sender by one that serves all device arenas, at the first publish that has more than one."""
-        arenas = self._agreement.arenas.others
-        if arenas and self._spread is None:
+        arenas = self._shares.arenas.others
+        if arenas and self._device_sender is None:
             assert self._sender_factory is not None
-            self._spread = connections.sender = MultiDeviceSender(
+            self._device_sender = connections.sender = MultiDeviceSender(
                 connections.sender, self._ranks, self._sender_factory.per_device
             )
-        if self._spread is not None:
-            self._spread.use(arenas)
+        if self._device_sender is not None:
+            self._device_sender.use(arenas)
 
     def _end(self, report: PublishReport | None, error: BaseException | None) -> PublishReport:
         """Tell the others how the publish ended, and end it so here."""
@@ -141,30 +141,30 @@ class TrainerGroup:
             raise
         finally:
             if not self._ranks.is_connected:
-                self._agreement.forget()
+                self._shares.forget()
 
     def follow(self, version: int) -> PublishReport:
         """Another rank's publish: bring what is asked for, until the publishing rank says how it ended."""
         self._ranks.version = version
         error: BaseException | None = None
         try:
-            self._agreement.look(self._source, self._source.regions())
+            self._shares.look(self._source, self._source.regions())
         except BaseException as exc:
             error = exc
         with self._in_step():
-            statuses = self._ranks.start(self._agreement.status(None), error)
-            contribution, error = self._agreement.follow(statuses)
+            statuses = self._ranks.start(self._shares.status(None), error)
+            contribution, error = self._shares.follow(statuses)
             try:
                 return self._follow(contribution, error)
             except BaseException as exc:
-                if self._agreement.arenas.own is not None:
-                    self._agreement.arenas.own.abort(f"{type(exc).__name__}: {exc}")
+                if self._shares.arenas.own is not None:
+                    self._shares.arenas.own.abort(f"{type(exc).__name__}: {exc}")
                     # The group of arenas may have broken, and this rank alone know it.
-                    self._agreement.forget()
+                    self._shares.forget()
                 raise
 
     def _follow(self, contribution: Contribution | None, error: BaseException | None) -> PublishReport:
-        arena = self._agreement.arenas.own
+        arena = self._shares.arenas.own
         while True:
             if error is None and arena is not None:
                 error = arena.error
@@ -180,7 +180,7 @@ class TrainerGroup:
                 case Instruction.OPEN if is_ready:
                     opening = self._ranks.broadcast(b"", argument)
                     if arena is not None:
-                        arena.open(self._agreement.manifest, opening)
+                        arena.open(self._shares.manifest, opening)
                 case Instruction.SPREAD if is_ready and arena is not None:
                     arena.take(argument)
                 case Instruction.ASK if is_ready and arena is not None:
@@ -191,9 +191,9 @@ class TrainerGroup:
     @property
     def owned(self) -> list[Closable]:
         """What `close` closes, without what the caller gave."""
-        return [self._ranks, self._agreement.arenas]
+        return [self._ranks, self._shares.arenas]
 
     def close(self) -> None:
         """Disconnect from the other ranks, without a word, and free this rank's arena. Idempotent."""
         self._ranks.close()
-        self._agreement.close()
+        self._shares.close()

@@ -116,13 +116,13 @@ class SliceSources:
     """Views of a rank's own shards, cut for each bucket; made once."""
 
     def __init__(self, slices: ShardSlices, shards: Sequence[Shard]) -> None:
-        self._cuts, self._shards = slices, shards
+        self._slices, self._shards = slices, shards
         self._views: dict[int, list[torch.Tensor]] = {}
 
     def of(self, index: int) -> list[torch.Tensor]:
         views = self._views.get(index)
         if views is None:
-            pairs = [(self._shards[cut.part], cut.region) for cut in self._cuts.of(index)]
+            pairs = [(self._shards[cut.part], cut.region) for cut in self._slices.of(index)]
             views = self._views[index] = [
                 shard.data if region == shard.region else narrow(shard.data, relative(region, shard.region))
                 for shard, region in pairs

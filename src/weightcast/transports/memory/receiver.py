@@ -55,7 +55,7 @@ class MemoryReceiver(Receiver):
         self._wanted: _MemoryUpdate | None = None
         self._closed = False
         with sender.condition:
-            self._seat = sender.take_seat(peer)
+            self._state = sender.join(peer)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
         """Wait for `version` from now on. Raises PeerDiedError if the sender has gone."""
@@ -65,7 +65,7 @@ class MemoryReceiver(Receiver):
         with self._sender.condition:
             self._require_connection()
             self._release_foreign(version)
-            self._seat.declined = None
+            self._state.declined = None
             self._wanted = _MemoryUpdate(manifest, version, staged)
 
     def __iter__(self) -> Iterator[Bucket]:
@@ -85,21 +85,21 @@ class MemoryReceiver(Receiver):
                 if wanted.num_taken == num_buckets:
                     self._check_live(wanted)
                 if not wanted.staged and self._wanted is wanted and wanted.update is not None:
-                    self._sender.release(self._seat, wanted.update, index)
+                    self._sender.release(self._state, wanted.update, index)
 
     def end(self) -> None:
         """Release every bucket and wake an iteration, which raises UpdateAbortedError. Idempotent, from any thread."""
         with self._sender.condition:
             wanted, self._wanted = self._wanted, None
             if wanted is not None and not self._closed:
-                self._sender.end(self._seat, wanted.update, wanted.version)
+                self._sender.end(self._state, wanted.update, wanted.version)
 
     def close(self) -> None:
         """Disconnect; wakes an iteration, which raises ClosedError. Idempotent, from any thread."""
         with self._sender.condition:
             if not self._closed:
                 self._closed, self._wanted = True, None
-                self._sender.leave_seat(self._seat)
+                self._sender.leave(self._state)
 
     def _next(self, wanted: _MemoryUpdate) -> torch.Tensor:
         start = time.monotonic()
@@ -129,9 +129,9 @@ class MemoryReceiver(Receiver):
 
     def _match(self, wanted: _MemoryUpdate) -> None:
         update = self._sender.update
-        if wanted.update is not None or update is None or update.number <= self._seat.last_ended:
+        if wanted.update is not None or update is None or update.number <= self._state.last_ended:
             return
-        if update.version != wanted.version or self._seat not in update.seats:
+        if update.version != wanted.version or self._state not in update.states:
             return
         found, expected = (len(update.manifest.buckets), update.staged), (len(wanted.manifest.buckets), wanted.staged)
         if found != expected:
@@ -142,7 +142,7 @@ class MemoryReceiver(Receiver):
         """Be done with an update that nobody here has opened, or that was given up."""
         update = self._sender.update
         if update is not None and (update.version != version or update.aborted is not None):
-            self._sender.end(self._seat, update, update.version)
+            self._sender.end(self._state, update, update.version)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -150,5 +150,5 @@ class MemoryReceiver(Receiver):
 
     def _require_connection(self) -> None:
         self._require_open()
-        if self._seat.gone:
-            raise PeerDiedError(f"the publisher has gone or dropped this receiver: {self._seat.gone}", peer=_PUBLISHER)
+        if self._state.gone:
+            raise PeerDiedError(f"the publisher has gone or dropped this receiver: {self._state.gone}", peer=_PUBLISHER)

@@ -54,7 +54,7 @@ class SentUpdate:
     version: WeightVersion
     manifest: Manifest
     staged: bool
-    seats: set[PeerState]
+    states: set[PeerState]
     sent: list[torch.Tensor] = dataclasses.field(default_factory=list)
     aborted: str | None = None
 
@@ -82,7 +82,7 @@ class MemorySender:
         self.address = f"{SCHEME}{secrets.token_hex(16)}"
         self.run = run
         self.condition = threading.Condition()
-        self.seats: dict[str, PeerState] = {}
+        self.states: dict[str, PeerState] = {}
         self.update: SentUpdate | None = None
         self.alive_at = time.monotonic()
         self._deadline_seconds = deadline_seconds
@@ -113,8 +113,8 @@ class MemorySender:
             self._prepare(manifest, staged)
             self._gather_peers(peers, version)
             self._num_updates += 1
-            seats = {self.seats[name] for name in peers if name not in self._failures}
-            self.update = SentUpdate(self._num_updates, version, manifest, staged, seats)
+            states = {self.states[name] for name in peers if name not in self._failures}
+            self.update = SentUpdate(self._num_updates, version, manifest, staged, states)
             self._wake()
 
     def buffer(self, index: int) -> torch.Tensor:
@@ -134,13 +134,13 @@ class MemorySender:
             update = self._require_update(index)
             slot = self._slot(update, index)
             update.sent.append(self._buffers[slot])
-            self._readers.setdefault(slot, set()).update(update.seats)
+            self._readers.setdefault(slot, set()).update(update.states)
             self._wake()
         return index + 1
 
     def connected(self, peers: Sequence[str]) -> list[str]:
         with self.condition:
-            return [name for name in peers if name in self.seats]
+            return [name for name in peers if name in self.states]
 
     def abort(self, reason: str) -> None:
         """End the update for every peer; what they hold they release."""
@@ -156,48 +156,50 @@ class MemorySender:
                 self.abort("the publisher was closed")
                 self._closed = True
                 senders.pop(self.address, None)
-                for seat in self.seats.values():
-                    seat.gone = "the publisher was closed"
+                for state in self.states.values():
+                    state.gone = "the publisher was closed"
                 self._buffers.clear()
                 self._wake()
 
     # --- for receivers; the caller holds the condition ---
 
-    def take_seat(self, peer: str) -> PeerState:
+    def join(self, peer: str) -> PeerState:
         """Let a receiver in; one of the same name is replaced."""
-        former = self.seats.get(peer)
+        former = self.states.get(peer)
         if former is not None:
             error = PeerDiedError(f"{peer} connected anew in the middle of an update", peer=peer)
             self._drop(former, error, may_be_reading=True)
         self._left.discard(peer)
-        self.seats[peer] = seat = PeerState(peer, time.monotonic())
+        self.states[peer] = state = PeerState(peer, time.monotonic())
         self._wake()
-        return seat
+        return state
 
-    def leave_seat(self, seat: PeerState) -> None:
+    def leave(self, state: PeerState) -> None:
         """A receiver disconnects."""
-        self._drop(seat, PeerDiedError(f"the receiver of {seat.peer} has gone", peer=seat.peer), may_be_reading=False)
+        self._drop(
+            state, PeerDiedError(f"the receiver of {state.peer} has gone", peer=state.peer), may_be_reading=False
+        )
         self._wake()
 
-    def release(self, seat: PeerState, update: SentUpdate, index: int) -> None:
+    def release(self, state: PeerState, update: SentUpdate, index: int) -> None:
         if update is self.update:
-            self._readers.get(self._slot(update, index), set()).discard(seat)
-        seat.progress_at = time.monotonic()
+            self._readers.get(self._slot(update, index), set()).discard(state)
+        state.progress_at = time.monotonic()
         self.condition.notify_all()
 
-    def end(self, seat: PeerState, update: SentUpdate | None, version: WeightVersion) -> None:
+    def end(self, state: PeerState, update: SentUpdate | None, version: WeightVersion) -> None:
         """A receiver has done with an update, or with a version that has not begun."""
         current = self.update
         if update is None:
-            seat.declined = version.number
+            state.declined = version.number
         if current is not None and current is (update or current) and current.version == version:
             for readers in self._readers.values():
-                readers.discard(seat)
-            if seat in current.seats and not current.is_whole and current.aborted is None:
-                self._failures[seat.peer] = UpdateAbortedError(f"{seat.peer} left after {len(current.sent)} buckets")
-            current.seats.discard(seat)
-            seat.last_ended = current.number
-        seat.progress_at = time.monotonic()
+                readers.discard(state)
+            if state in current.states and not current.is_whole and current.aborted is None:
+                self._failures[state.peer] = UpdateAbortedError(f"{state.peer} left after {len(current.sent)} buckets")
+            current.states.discard(state)
+            state.last_ended = current.number
+        state.progress_at = time.monotonic()
         self.condition.notify_all()
 
     # --- inside ---
@@ -211,17 +213,17 @@ class MemorySender:
         if former is not None:
             if not former.is_whole:
                 self.abort("the publisher began another update")
-            former.seats.clear()
+            former.states.clear()
         self._failures = {}
 
     def _wait_released(self, holders: Callable[[], set[PeerState]]) -> None:
         start = time.monotonic()
-        while seats := set(holders()):
-            ends = {seat: max(start, seat.progress_at) + self._deadline_seconds for seat in seats}
+        while states := set(holders()):
+            ends = {state: max(start, state.progress_at) + self._deadline_seconds for state in states}
             now = time.monotonic()
-            for seat in (seat for seat, end in ends.items() if end <= now):
-                what = f"{seat.peer} released nothing for {self._deadline_seconds:g} s and was dropped"
-                self._drop(seat, PeerTimeoutError(what, peer=seat.peer), may_be_reading=True)
+            for state in (state for state, end in ends.items() if end <= now):
+                what = f"{state.peer} released nothing for {self._deadline_seconds:g} s and was dropped"
+                self._drop(state, PeerTimeoutError(what, peer=state.peer), may_be_reading=True)
             self._wake()
             self.condition.wait(
                 max(
@@ -230,22 +232,22 @@ class MemorySender:
                 )
             )
 
-    def _drop(self, seat: PeerState, error: WeightcastError, *, may_be_reading: bool) -> None:
-        if self.seats.get(seat.peer) is not seat:
+    def _drop(self, state: PeerState, error: WeightcastError, *, may_be_reading: bool) -> None:
+        if self.states.get(state.peer) is not state:
             return
-        del self.seats[seat.peer]
-        self._left.add(seat.peer)
-        seat.gone = str(error)
-        held = [slot for slot, readers in self._readers.items() if seat in readers]
+        del self.states[state.peer]
+        self._left.add(state.peer)
+        state.gone = str(error)
+        held = [slot for slot, readers in self._readers.items() if state in readers]
         for slot in held:
-            self._readers[slot].discard(seat)
+            self._readers[slot].discard(state)
             if may_be_reading:
                 self._buffers.pop(slot, None)
-        is_taking_part = self.update is not None and self.update.aborted is None and seat in self.update.seats
+        is_taking_part = self.update is not None and self.update.aborted is None and state in self.update.states
         if is_taking_part or (held and isinstance(error, PeerTimeoutError)):
-            self._failures[seat.peer] = error
+            self._failures[state.peer] = error
         if self.update is not None:
-            self.update.seats.discard(seat)
+            self.update.states.discard(state)
 
     def _prepare(self, manifest: Manifest, staged: bool) -> None:
         """Keep the buffers that fit, drop the others. Raises InsufficientMemoryError."""
@@ -259,7 +261,7 @@ class MemorySender:
 
     def _gather_peers(self, names: Sequence[str], version: WeightVersion) -> None:
         def missing() -> bool:
-            return any(n not in self.seats and n not in self._left and n not in self._failures for n in names)
+            return any(n not in self.states and n not in self._left and n not in self._failures for n in names)
 
         end = time.monotonic() + self._deadline_seconds
         while missing() and (remaining := end - time.monotonic()) > 0:
@@ -268,11 +270,11 @@ class MemorySender:
         for name in names:
             if name in self._failures:
                 continue
-            if name in self.seats and self.seats[name].declined == version.number:
+            if name in self.states and self.states[name].declined == version.number:
                 self._failures[name] = UpdateAbortedError(f"{name} gave version {version.number} up before it began")
-            elif name not in self.seats and name in self._left:
+            elif name not in self.states and name in self._left:
                 self._failures[name] = PeerDiedError(f"the receiver of {name} has gone and is not back", peer=name)
-            elif name not in self.seats:
+            elif name not in self.states:
                 waited = f"within {self._deadline_seconds:g} s"
                 self._failures[name] = PeerTimeoutError(f"{name} did not connect {waited}", peer=name)
 

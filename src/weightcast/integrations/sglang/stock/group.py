@@ -3,7 +3,7 @@
 Invariants: the group has a fresh name and a store of its own; a group in which anything went wrong is cut, never
 mended. SGLang waits in a join for half an hour and in a broadcast without a deadline, and its whole server stands still
 meanwhile: `cut` ends the group's connections, whatever is under way, so that every rank's wait ends with an error at
-once. The guard process shares the store's port and does the same if this process dies.
+once. The watchdog process shares the store's port and does the same if this process dies.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class StockGroup:
         return None
 
     def _await_members(self, store: Store) -> None:
-        """Have the guard know every member before one of them can wait for a connection of ours."""
+        """Have the watchdog know every member before one of them can wait for a connection of ours."""
         members: list[bytes] = []
         for rank in range(1, self.size):
             with translated(f"rank {rank} of the group {self.name}"):
