@@ -105,11 +105,12 @@ def test_fifty_publishes_leave_nothing_behind(server: Server) -> None:
         warm = footprint(server)
         for number in range(NUM_WARM, NUM_PUBLISHES):
             it.publish(number % 2)
-        after = footprint(server)
+        after = settled(server, warm)
     growth = after.rss_bytes - warm.rss_bytes
     print(f"grew by {growth / 1e6:.1f} MB from publish {NUM_WARM} to {NUM_PUBLISHES}")
     assert growth < MAX_GROWTH_BYTES
-    assert (after.num_fds, after.num_threads) == (warm.num_fds, warm.num_threads)
+    assert after.num_fds <= warm.num_fds, (warm, after)
+    assert after.num_threads <= warm.num_threads, (warm, after)
     left = settled(server, before_any)
     assert not left.segments - before_any.segments
     assert left.num_fds <= before_any.num_fds

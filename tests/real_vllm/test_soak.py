@@ -64,12 +64,13 @@ def test_fifty_publishes_leave_nothing_behind(server: Server) -> None:
         warm = footprint(server)
         for number in range(NUM_WARM, NUM_PUBLISHES):
             it.publish(number % 2)
-        after = footprint(server)
+        after = settled(server, warm)
         assert_serves(server, 1)
         growth = after.rss_bytes - warm.rss_bytes
         print(f"grew by {growth / 1e6:.1f} MB from publish {NUM_WARM} to {NUM_PUBLISHES}; {warm} {after}")
         assert growth < MAX_GROWTH_BYTES
-        assert (after.num_fds, after.num_threads) == (warm.num_fds, warm.num_threads)
+        assert after.num_fds <= warm.num_fds, (warm, after)
+        assert after.num_threads <= warm.num_threads, (warm, after)
     left = settled(server, before_any)
     assert not left.segments - before_any.segments
     assert left.num_fds <= before_any.num_fds
@@ -77,7 +78,10 @@ def test_fifty_publishes_leave_nothing_behind(server: Server) -> None:
 
 
 def settled(server: Server, before: Footprint, seconds: float = 15.0) -> Footprint:
-    """The footprint once the last publisher is forgotten: its link's end is noticed in the background."""
+    """The footprint once it is no larger than `before`, or after `seconds`.
+
+    The server closes the sockets of answered requests and the links of closed publishers in the background.
+    """
     end = time.monotonic() + seconds
     while True:
         now = footprint(server)
