@@ -21,7 +21,7 @@ import msgspec
 from weightcast.errors import ErrorRecord, ManifestError, PeerDiedError, PeerTimeoutError, from_record
 from weightcast.format.manifest import PROTOCOL
 from weightcast.format.messages import Failed, Heartbeat, Hello, LinkMessage
-from weightcast.host.fork import close_in_child
+from weightcast.host.closing import close_in_child
 from weightcast.links.worker_end import Frames, check_same_user, frame
 
 _HELLO_SECONDS = 10.0

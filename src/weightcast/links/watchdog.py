@@ -22,7 +22,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from weightcast.host.fork import close_in_child
+from weightcast.host.closing import close_in_child
 from weightcast.links.group_join import GroupJoin
 
 _ATTEMPT_SECONDS = 10.0

@@ -23,7 +23,7 @@ import msgspec
 from weightcast.errors import ManifestError, PeerDiedError, PeerTimeoutError
 from weightcast.format.manifest import decode, encode
 from weightcast.format.messages import MAX_LINK_MESSAGE_BYTES, Heartbeat, Hello, LinkMessage
-from weightcast.host.fork import close_in_child
+from weightcast.host.closing import close_in_child
 
 _LENGTH = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("3i")

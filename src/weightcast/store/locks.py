@@ -20,7 +20,7 @@ import msgspec
 
 from weightcast.errors import ManifestError, UnsupportedError
 from weightcast.format.manifest import decode
-from weightcast.host.fork import close_in_child
+from weightcast.host.closing import close_in_child
 from weightcast.store.files import open_file, unreadable
 from weightcast.store.records import ReaderRecord
 

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import PrefixStore, Work  # type: ignore[attr-defined]
 
 from weightcast.errors import PeerDiedError, PeerTimeoutError, WeightcastError, detached
-from weightcast.host.fork import close_in_child
+from weightcast.host.closing import close_in_child
 from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import ProcessGroup, Store, in_background, serve_shared_store, translated, wait
 
