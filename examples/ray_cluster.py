@@ -95,7 +95,7 @@ class TrainerActor:
             weightcast.ModuleSource(self._model),
             transport=f"gloo://{host}:0",
             token=token,
-            on_failure="report",
+            options=weightcast.PublishOptions(on_failure="report"),
         )
         self._engines: set[str] = set()
 

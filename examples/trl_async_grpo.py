@@ -41,10 +41,10 @@ class WeightcastTransfer:
     first process, for as long as a publish takes.
     """
 
-    def __init__(self, urls: Sequence[str], **options: Any) -> None:
+    def __init__(self, urls: Sequence[str], *, token: str | None = None) -> None:
         self._source = Tensors()
         # Only the first process of TRL's is called: there are no other trainer ranks to publish with.
-        self._publisher = weightcast.Publisher(self._source, engines=urls, trainer_group=None, **options)
+        self._publisher = weightcast.Publisher(self._source, engines=urls, token=token, trainer_group=None)
 
     def init_weight_transfer(self) -> None:
         """Engines are connected by the first publish."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from weightcast.sources.safetensors import SafetensorsSource as SafetensorsSource
     from weightcast.sources.store import StoreSource as StoreSource
     from weightcast.sources.tensors import TensorSource as TensorSource
+    from weightcast.trainer.options import PublishOptions as PublishOptions
     from weightcast.trainer.publisher import Publisher as Publisher
     from weightcast.trainer.report import EngineResult as EngineResult
     from weightcast.trainer.report import PublishReport as PublishReport
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = [
     # the trainer's side
     "Publisher",
+    "PublishOptions",
     "PublishReport",
     "EngineResult",
     "HttpEngine",
@@ -82,6 +84,7 @@ __all__ = [
 
 _HOMES = {
     "Publisher": "weightcast.trainer.publisher",
+    "PublishOptions": "weightcast.trainer.options",
     "PublishReport": "weightcast.trainer.report",
     "EngineResult": "weightcast.trainer.report",
     "HttpEngine": "weightcast.control.client",

@@ -14,6 +14,7 @@ from weightcast.engines.module import ModuleEngine
 from weightcast.errors import PublishError
 from weightcast.testing import Corrupt, Drop, Duplicate, FaultyTransport, Kill, Reorder, Stall
 from weightcast.testing.faults import SCHEME, Fault, SenderFault
+from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 
 TRANSPORT: object = None
@@ -42,8 +43,7 @@ class Fleet:
             TensorSource(self.tensors),
             transport=f"{SCHEME}://",
             engines=self.engines,
-            bucket_size_bytes=4096,
-            deadline_seconds=2.0,
+            options=PublishOptions(bucket_size_bytes=4096, deadline_seconds=2.0),
         )
 
     def _module(self) -> torch.nn.Module:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from publishers import publisher_of
 
 from weightcast import LocalEngine
 from weightcast.format.manifest import TensorSpec, WeightVersion
@@ -57,7 +58,7 @@ def fleet(source: Any, *engines: Any, **options: Any) -> Iterator[tuple[Publishe
     clients = [DirectEngine(f"engine-{number}", engine) for number, engine in enumerate(engines)]
     options = {"transport": "ipc://", "bucket_size_bytes": 4096, "deadline_seconds": 10.0, **options}
     try:
-        with Publisher(source, engines=clients, **options) as publisher:
+        with publisher_of(source, engines=clients, **options) as publisher:
             yield publisher, clients
     finally:
         for client in clients:

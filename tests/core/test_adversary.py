@@ -17,6 +17,7 @@ from weightcast.engines.gate import Gate
 from weightcast.errors import EngineBusyError, InsufficientMemoryError, PeerTimeoutError, PublishError
 from weightcast.format.messages import WeightInfo
 from weightcast.serving.session import PublisherSession
+from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -53,7 +54,9 @@ def test_an_install_under_way_is_finished_before_another_run_may_write() -> None
         assert engine.half_way.wait(DEADLINE_SECONDS)
         assert first._connections is not None
         first._connections.listener.drop(client.name, "as if the publisher had been killed")
-        with Publisher(twos, engines=[client], install="streaming", deadline_seconds=3.0) as second:
+        with Publisher(
+            twos, engines=[client], options=PublishOptions(install="streaming", deadline_seconds=3.0)
+        ) as second:
             with pytest.raises(PublishError) as caught:
                 second.publish()
             assert isinstance(caught.value.failures[client.name], EngineBusyError)
@@ -148,7 +151,9 @@ def test_any_error_of_one_client_is_its_own() -> None:
             raise ZeroDivisionError("a bug in somebody's client")
 
     broken, good = Broken("broken", RecordingEngine()), DirectEngine("good", RecordingEngine())
-    with Publisher(TensorSource(TENSORS), engines=[broken, good], on_failure="report") as publisher:
+    with Publisher(
+        TensorSource(TENSORS), engines=[broken, good], options=PublishOptions(on_failure="report")
+    ) as publisher:
         report = publisher.publish()
     broken.close()
     good.close()

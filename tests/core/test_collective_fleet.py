@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from publishers import publisher_of
 
 from core.direct import DirectEngine, RecordingEngine
 from core.parallel import ParallelEngine
@@ -30,7 +31,7 @@ def publishing(clients: Sequence[Any], **options: Any) -> Iterator[Publisher]:
     options = {"transport": "gloo://127.0.0.1:0", "bucket_size_bytes": 8192, "deadline_seconds": 10.0, **options}
     with nothing_left():
         try:
-            with Publisher(TensorSource(TENSORS), engines=clients, **options) as publisher:
+            with publisher_of(TensorSource(TENSORS), engines=clients, **options) as publisher:
                 yield publisher
         finally:
             for client in clients:

@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from publishers import publisher_of
 
 import weightcast
 from core.direct import DirectEngine, RecordingEngine
@@ -27,7 +28,7 @@ DEADLINE_SECONDS = 10.0
 
 def made(client: DirectEngine, transport: str = "ipc://", **options: object) -> Publisher:
     options = {"bucket_size_bytes": 4096, "deadline_seconds": DEADLINE_SECONDS, **options}
-    return Publisher(TensorSource(TENSORS), engines=[client], transport=transport, **options)  # type: ignore[arg-type]
+    return publisher_of(TensorSource(TENSORS), engines=[client], transport=transport, **options)
 
 
 def is_free(client: DirectEngine) -> bool:

@@ -14,6 +14,7 @@ from weightcast import TensorSource
 from weightcast.errors import EngineBusyError, WeightcastError
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Abort, InitInfo, Offer, Seal, UpdateInfo
+from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -177,7 +178,7 @@ def test_a_finish_of_somebody_else_at_the_same_time_is_waited_for() -> None:
     is_installing, may_end = threading.Event(), threading.Event()
     engine = Slow()
     client = Twice("engine", engine)
-    with Publisher(TensorSource(TENSORS), engines=[client], deadline_seconds=60.0) as publisher:
+    with Publisher(TensorSource(TENSORS), engines=[client], options=PublishOptions(deadline_seconds=60.0)) as publisher:
         assert publisher.publish().ok
     assert [version.number for version in engine.versions] == [0]
     client.close()

@@ -13,6 +13,7 @@ from weightcast import TensorSource
 from weightcast.errors import ControlError, ErrorRecord, PublishError, StaleVersionError
 from weightcast.format.messages import Failed, Offer, Seal, UpdateInfo
 from weightcast.links.publisher_end import Link
+from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -58,7 +59,9 @@ def _wait_for(link: Link, version: int) -> None:
 @pytest.mark.parametrize("route", ["Offer", "Seal", "finish"])
 def test_a_late_failure_of_an_earlier_version_is_not_the_cause_of_this_one(route: str) -> None:
     client = Lagging("lagging", RecordingEngine())
-    with Publisher(TensorSource(TENSORS), engines=[client], deadline_seconds=DEADLINE_SECONDS) as publisher:
+    with Publisher(
+        TensorSource(TENSORS), engines=[client], options=PublishOptions(deadline_seconds=DEADLINE_SECONDS)
+    ) as publisher:
         publisher.publish(1)
         client.publisher, client.late, client.route = publisher, 1, route
         for number in (2, 3):
@@ -74,7 +77,9 @@ def test_a_late_failure_of_an_earlier_version_is_not_the_cause_of_this_one(route
 
 def test_a_failure_of_this_very_version_explains_more_than_a_lost_peer() -> None:
     client = Lagging("lagging", RecordingEngine())
-    with Publisher(TensorSource(TENSORS), engines=[client], deadline_seconds=DEADLINE_SECONDS) as publisher:
+    with Publisher(
+        TensorSource(TENSORS), engines=[client], options=PublishOptions(deadline_seconds=DEADLINE_SECONDS)
+    ) as publisher:
         publisher.publish(1)
         client.publisher, client.late, client.route = publisher, 2, "Seal"
         with pytest.raises(PublishError, match="a late word"):
@@ -122,7 +127,7 @@ def test_a_finish_of_a_former_holder_does_not_install_what_its_successor_sealed(
     second.worker, second.gate = first.worker, first.gate
     with (
         Publisher(TensorSource(TENSORS), engines=[first]) as publisher,
-        Publisher(TensorSource(TENSORS), engines=[second], takeover=True) as successor,
+        Publisher(TensorSource(TENSORS), engines=[second], options=PublishOptions(takeover=True)) as successor,
     ):
         publisher.publish(7)
         assert successor.publish(7).ok

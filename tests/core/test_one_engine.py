@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from publishers import publisher_of
 
 import weightcast
 from core.direct import DirectEngine, RecordingEngine
 from weightcast import TensorSource
 from weightcast.errors import ClosedError, EngineBusyError, PublishError, RefusedError, StaleVersionError
 from weightcast.format.messages import InitInfo, UpdateInfo
+from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -38,7 +40,9 @@ def test_an_engine_under_several_names_is_named_at_once(num_names: int, transpor
     others = [Other(name, first) for name in "bc"[: num_names - 1]]
     engines = [first, *others, bystander]
     source = TensorSource(TENSORS)
-    with Publisher(source, transport=transport, engines=engines, on_failure="report") as publisher:
+    with Publisher(
+        source, transport=transport, engines=engines, options=PublishOptions(on_failure="report")
+    ) as publisher:
         for _ in range(2):
             report = publisher.publish()
             assert report.engines["a"].ok
@@ -73,7 +77,7 @@ def test_a_server_by_its_names_and_addresses() -> None:
     with weightcast.EngineServer(RecordingEngine(), port=0).start() as server:
         port = server.url.rpartition(":")[2]
         urls = [f"http://127.0.0.1:{port}/", f"http://localhost:{port}", f"http://[::ffff:127.0.0.1]:{port}"]
-        with Publisher(TensorSource(TENSORS), engines=urls, on_failure="report") as publisher:
+        with Publisher(TensorSource(TENSORS), engines=urls, options=PublishOptions(on_failure="report")) as publisher:
             with pytest.raises(ValueError, match="in the fleet already"):
                 publisher.add_engine(f"http://127.0.0.1:{port}")
             report = publisher.publish()
@@ -99,9 +103,12 @@ def test_who_loses_its_engine_while_it_connects_is_told_who_has_it(transport: st
                 assert winner.publish().ok
 
     loser = Publisher(
-        TensorSource(TENSORS), transport=transport, engines=[Overtaken("engine", client)], deadline_seconds=600.0
+        TensorSource(TENSORS),
+        transport=transport,
+        engines=[Overtaken("engine", client)],
+        options=PublishOptions(deadline_seconds=600.0),
     )
-    winner = Publisher(TensorSource(TWOS), transport=transport, engines=[client], takeover=True)
+    winner = Publisher(TensorSource(TWOS), transport=transport, engines=[client], options=PublishOptions(takeover=True))
     with winner, loser:
         with pytest.raises(PublishError) as caught:
             loser.publish()
@@ -124,11 +131,15 @@ def test_who_loses_its_engine_to_a_run_that_has_let_it_go_again_is_told_at_once(
             super().init(info)
             if not self.is_overtaken:
                 self.is_overtaken = True
-                with Publisher(TensorSource(TWOS), transport=transport, engines=[client], takeover=True) as winner:
+                with Publisher(
+                    TensorSource(TWOS), transport=transport, engines=[client], options=PublishOptions(takeover=True)
+                ) as winner:
                     assert winner.publish().ok
 
     engines = [Overtaken("engine", client)]
-    with Publisher(TensorSource(TENSORS), transport=transport, engines=engines, deadline_seconds=600.0) as loser:
+    with Publisher(
+        TensorSource(TENSORS), transport=transport, engines=engines, options=PublishOptions(deadline_seconds=600.0)
+    ) as loser:
         with pytest.raises(PublishError) as caught:
             loser.publish()
         assert isinstance(caught.value.failures["engine"], ClosedError)
@@ -164,8 +175,8 @@ def test_who_loses_its_engine_in_mid_publish_is_told_who_has_it(step: str) -> No
     overtaken = Overtaken("engine", client)
     options: dict[str, Any] = {"bucket_size_bytes": 4096, "deadline_seconds": DEADLINE_SECONDS}
     with (
-        Publisher(TensorSource(TENSORS), engines=[overtaken], **options) as loser,
-        Publisher(TensorSource(TWOS), engines=[client], takeover=True, **options) as winner,
+        publisher_of(TensorSource(TENSORS), engines=[overtaken], **options) as loser,
+        publisher_of(TensorSource(TWOS), engines=[client], **options, takeover=True) as winner,
     ):
         with pytest.raises(PublishError) as caught:
             loser.publish(on_progress=lambda done, total: overtaken._overtake("received"))
@@ -185,11 +196,13 @@ def test_of_two_that_take_over_at_once_nobody_blames_the_network(transport: str)
         begin = threading.Barrier(2)
         publishers = [
             Publisher(
-                TensorSource(tensors), transport=transport, engines=[Other("engine", client)], takeover=True,
-                deadline_seconds=DEADLINE_SECONDS,
+                TensorSource(tensors),
+                transport=transport,
+                engines=[Other("engine", client)],
+                options=PublishOptions(takeover=True, deadline_seconds=DEADLINE_SECONDS),
             )
             for tensors in (TENSORS, TWOS)
-        ]  # fmt: skip
+        ]
         causes: dict[str, str] = {}
 
         def publish(publisher: Publisher, begin: threading.Barrier, causes: dict[str, str]) -> None:

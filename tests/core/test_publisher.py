@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from publishers import publisher_of
 
 import weightcast
 from core.direct import DirectEngine, RecordingEngine, fleet
@@ -47,7 +48,7 @@ TENSORS = {f"t{i}": torch.randn(40, 40) for i in range(12)}
 )
 def test_wrong_arguments_say_what_is_right(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Publisher(TensorSource(TENSORS), **options)
+        publisher_of(TensorSource(TENSORS), **options)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])

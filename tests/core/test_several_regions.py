@@ -13,6 +13,7 @@ import torch
 from gather.squad import CUTS, piece
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from publishers import publisher_of
 from safetensors.torch import load_file
 
 from core.direct import DirectEngine, RecordingEngine
@@ -22,6 +23,7 @@ from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held, Regions
 from weightcast.sources.store import StoreSource
 from weightcast.trainer import export
+from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 
 
@@ -56,7 +58,7 @@ def heads(rows: int, groups: int, columns: int = 64) -> tuple[dict[str, torch.Te
 def published(source: Any, transport: str, **options: Any) -> dict[str, torch.Tensor]:
     with (
         contextlib.closing(DirectEngine("engine", RecordingEngine())) as engine,
-        Publisher(source, transport=transport, engines=[engine], deadline_seconds=20.0, **options) as publisher,
+        publisher_of(source, transport=transport, engines=[engine], **options, deadline_seconds=20.0) as publisher,
     ):
         publisher.publish()
         publisher.publish()
@@ -84,7 +86,7 @@ def test_a_store_and_an_export_have_them_whole(tmp_path: Path) -> None:
     tensors, regions = heads(8, 4)
     source = RegionSource(tensors, regions)
     url = f"file://{tmp_path}/store"
-    with Publisher(source, transport=url, bucket_size_bytes=4096) as publisher:
+    with Publisher(source, transport=url, options=PublishOptions(bucket_size_bytes=4096)) as publisher:
         publisher.publish()
     export.export(source, tmp_path / "direct")
     export.export(StoreSource(url), tmp_path / "stored")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from publishers import publisher_of
 from torch import nn
 
 import weightcast
@@ -152,11 +153,11 @@ class Trainer:
             if self._is_fsdp:
                 self._model = _shard(self._model, rank)
         is_module = rank is None or self._is_fsdp
-        self.publisher = weightcast.Publisher(
+        self.publisher = publisher_of(
             weightcast.ModuleSource(self._model) if is_module else RowShards(self._model, rank),
             transport=self.senders.url,
-            bucket_size_bytes=bucket_size_bytes(width),
             **options,
+            bucket_size_bytes=bucket_size_bytes(width),
         )
         for engine in urls:
             self.add(engine)

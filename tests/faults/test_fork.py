@@ -18,7 +18,9 @@ from faults.engine_actor import EngineProcess
 
 def trainer(url: str, alive: int) -> None:
     """Publish, fork a child that lives as long as `alive` is open elsewhere, and die."""
-    publisher = weightcast.Publisher(weightcast.ModuleSource(build_model()), engines=[url], lease_seconds=600.0)
+    publisher = weightcast.Publisher(
+        weightcast.ModuleSource(build_model()), engines=[url], options=weightcast.PublishOptions(lease_seconds=600.0)
+    )
     publisher.publish()
     if os.fork() == 0:
         os.read(alive, 1)  # a DataLoader's worker, say

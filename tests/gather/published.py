@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from core.direct import DirectEngine, RecordingEngine
+from publishers import publisher_of
 
 from weightcast.seams.source import Source
-from weightcast.trainer.publisher import Publisher
 
 
 def published(source: Source, **more: Any) -> dict[str, torch.Tensor]:
@@ -17,7 +17,7 @@ def published(source: Source, **more: Any) -> dict[str, torch.Tensor]:
     engines = [DirectEngine("engine", RecordingEngine())] if dist.get_rank() == 0 else []
     options: dict[str, Any] = {"transport": "memory://", "bucket_size_bytes": 4096, "deadline_seconds": 20.0}
     try:
-        with Publisher(source, engines=engines, **options, **more) as publisher:
+        with publisher_of(source, engines=engines, **options, **more) as publisher:
             publisher.publish()
     finally:
         for engine in engines:

@@ -14,6 +14,7 @@ from typing import Any
 
 import forking
 import torch
+from publishers import publisher_of
 
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
@@ -245,8 +246,6 @@ class Rank:
         import torch.distributed as dist
         from core.direct import DirectEngine, RecordingEngine
 
-        from weightcast.trainer.publisher import Publisher
-
         self.unmake()
         members = tuple(range(self.size)) if group is None else tuple(group)
         if group is not None:
@@ -256,7 +255,7 @@ class Rank:
         if self.rank == members[0]:
             self.engines = [DirectEngine(f"engine-{n}", RecordingEngine()) for n in range(num_engines)]
         options = {"transport": "memory://", "bucket_size_bytes": 4096, "deadline_seconds": 20.0, **options}
-        self.publisher = Publisher(self.source, engines=self.engines, **options)
+        self.publisher = publisher_of(self.source, engines=self.engines, **options)
 
     def unmake(self) -> None:
         if self.publisher is not None:

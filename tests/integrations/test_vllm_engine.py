@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from publishers import publisher_of
 
 import weightcast
 from integrations.vllm_api_server import ApiServerClient, Cores
@@ -90,7 +91,7 @@ def publisher(server: ApiServer, value: float, **options: Any) -> Iterator[weigh
     module = torch.nn.Linear(8, 8)
     for parameter in module.parameters():
         torch.nn.init.constant_(parameter, value)
-    with weightcast.Publisher(weightcast.ModuleSource(module), engines=[server], takeover=True, **options) as made:
+    with publisher_of(weightcast.ModuleSource(module), engines=[server], **options, takeover=True) as made:
         yield made
 
 

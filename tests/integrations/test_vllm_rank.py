@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from publishers import publisher_of
 
 from weightcast import TensorSource
 from weightcast.control.worker_rpc import Ask, Init, Install, Leave, RankCall, RankReply, Settle, UpdateCall
@@ -161,7 +162,7 @@ def _gloo(store: Any, rank: int) -> Any:
 @contextlib.contextmanager
 def publisher(engine: Engine, tensors: dict[str, torch.Tensor] = TENSORS, **options: Any) -> Iterator[Publisher]:
     options = {"bucket_size_bytes": 4096, "deadline_seconds": 10.0, **options}
-    with Publisher(TensorSource(tensors), engines=[engine], **options) as made:
+    with publisher_of(TensorSource(tensors), engines=[engine], **options) as made:
         yield made
 
 

@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from core.direct import DirectEngine, RecordingEngine
+from publishers import publisher_of
 
 from megatron_core.cases import CASES, TOKENS, Case
 from weightcast.process_group import ProcessGroup
 from weightcast.sources.megatron.source import MegatronSource
+from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 
 DEADLINE_SECONDS = 240.0
@@ -114,7 +116,9 @@ def serve(case: Case, engine: str) -> dict[str, Any]:
 
         ask()
         urls = [server.url for server in servers]
-        with Publisher(source, transport="gloo://127.0.0.1:0", engines=urls, deadline_seconds=60.0) as publisher:
+        with Publisher(
+            source, transport="gloo://127.0.0.1:0", engines=urls, options=PublishOptions(deadline_seconds=60.0)
+        ) as publisher:
             publisher.publish()
             ask()
             with torch.no_grad():
@@ -171,7 +175,7 @@ def _publish_twice(source: MegatronSource, step: Any) -> dict[str, Any]:
     engines = [DirectEngine("engine", RecordingEngine())] if dist.get_rank() == 0 else []
     options: dict[str, Any] = {"bucket_size_bytes": BUCKET_BYTES, "deadline_seconds": 30.0}
     try:
-        with Publisher(source, transport="memory://", engines=engines, **options) as publisher:
+        with publisher_of(source, transport="memory://", engines=engines, **options) as publisher:
             publisher.publish()
             step()
             regions = source.regions()

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from core.direct import DirectEngine
+from publishers import publisher_of
 
 from megatron_core import models, shards
 from weightcast.bench.baselines import TensorSlot
@@ -36,7 +37,6 @@ from weightcast.sources.megatron.layouts import Axis
 from weightcast.sources.megatron.mapping import Chunk, Parallel
 from weightcast.sources.megatron.mapping import TensorMapping as ModelMapping
 from weightcast.sources.megatron.sizes import read_config
-from weightcast.trainer.publisher import Publisher
 
 NUM_RANKS = 4
 DEADLINE_SECONDS = 500.0
@@ -194,7 +194,7 @@ def extra_memory(source: Shard) -> list[int]:
         engines = [engine.url for engine in beside or ()]
         # Staged has an arena of the model's size besides, for the engines of the host.
         options = {"install": "streaming", "bucket_size_bytes": BUCKET_BYTES, "deadline_seconds": 120.0}
-        with Publisher(source, engines=engines, **options) as publisher:
+        with publisher_of(source, engines=engines, **options) as publisher:
             meter.begin()
             publisher.publish()
             dist.all_gather_object(extra, meter.extra_bytes())
@@ -210,8 +210,8 @@ def measured(source: Shard, old: PerParameter) -> dict[str, Any]:
             stack.callback(engine.close)
         beside = stack.enter_context(started_engines(specs, BenchSettings())) if is_first else []
         options: dict[str, Any] = {"deadline_seconds": 120.0}
-        near = stack.enter_context(Publisher(source, transport="memory://", engines=inside, **options))
-        far = stack.enter_context(Publisher(source, engines=[engine.url for engine in beside], **options))
+        near = stack.enter_context(publisher_of(source, transport="memory://", engines=inside, **options))
+        far = stack.enter_context(publisher_of(source, engines=[engine.url for engine in beside], **options))
         slot = stack.enter_context(contextlib.closing(TensorSlot(max(spec.num_bytes for spec in specs))))
         ways: dict[str, Callable[[], object]] = {
             "ours": near.publish,

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from core.direct import DirectEngine, RecordingEngine
+from publishers import publisher_of
 from torch import nn
 
 from megatron_core import models, shards
 from megatron_core.test_mapping import QWEN3
 from weightcast.sources.megatron.mapping import Parallel
 from weightcast.sources.megatron.source import MegatronSource
-from weightcast.trainer.publisher import Publisher
 
 JOB = shards.Job(stages=((0, 1),), padded=32)
 
@@ -109,7 +109,7 @@ def test_one_rank_alone_publishes_all_query_groups() -> None:
     assert len(source.regions()["model.layers.0.self_attn.q_proj.weight"]) == QWEN3["num_key_value_heads"] > 1
     engine = DirectEngine("engine", RecordingEngine())
     options: Any = {"transport": "memory://", "bucket_size_bytes": 4096, "trainer_group": None}
-    with contextlib.closing(engine), Publisher(source, engines=[engine], **options) as publisher:
+    with contextlib.closing(engine), publisher_of(source, engines=[engine], **options) as publisher:
         publisher.publish()
         held = engine.engine.held
         assert held.keys() == hf.keys()

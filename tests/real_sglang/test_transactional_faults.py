@@ -143,12 +143,13 @@ def test_a_request_that_an_install_has_torn_from_its_version_waits_and_ends_unde
 _DIES = """
 import os, signal, sys
 from real_vllm.models import make_model
-from weightcast import ModuleSource, Publisher
+from weightcast import ModuleSource, Publisher, PublishOptions
 url, transport, share = sys.argv[1:]
 def on_progress(done, total):
     if done >= float(share) * total:
         os.kill(os.getpid(), signal.SIGKILL)
-Publisher(ModuleSource(make_model("qwen3", 1)), engines=[url], transport=transport, bucket_size_bytes=1 << 18).publish(
+small = PublishOptions(bucket_size_bytes=1 << 18)
+Publisher(ModuleSource(make_model("qwen3", 1)), engines=[url], transport=transport, options=small).publish(
     on_progress=on_progress)
 """
 

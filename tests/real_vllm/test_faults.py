@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from publishers import publisher_of
 from real_engines.setups import on
 
 from real_vllm.cold import Cold, assert_answered, assert_serves
@@ -25,7 +26,7 @@ from real_vllm.oracle import NUM_STREAMED, PROMPT, joined
 from real_vllm.servers import ONE, REPLICAS, STOCK, STOCK_REPLICAS, TWO, Server, Setup
 from real_vllm.test_acceptance import Stream
 from real_vllm.trainer import Tensors, checkpoint_tensors, trainer
-from weightcast import HttpEngine, Publisher, PublishError
+from weightcast import HttpEngine, PublishError
 from weightcast.errors import ControlError, IncompatibleWeightsError, InstallError, PeerTimeoutError, WeightcastError
 from weightcast.integrations.vllm.engine import DEADLINE_SECONDS
 
@@ -75,7 +76,7 @@ def publish_spoiled(server: Server, spoil: Spoil, **options: Any) -> tuple[Weigh
     tensors = checkpoint_tensors(make_model(server.setup.family, 1, server.setup.dtype))
     names = spoil(tensors)
     with (
-        Publisher(Tensors(tensors), engines=[server.url], **options) as publisher,
+        publisher_of(Tensors(tensors), engines=[server.url], **options) as publisher,
         pytest.raises(PublishError) as caught,
     ):
         publisher.publish()
@@ -248,12 +249,13 @@ _DIES_HALFWAY = """
 import os, signal, sys
 sys.path.insert(0, "tests")
 from real_vllm.models import make_model
-from weightcast import ModuleSource, Publisher
+from weightcast import ModuleSource, Publisher, PublishOptions
 def on_progress(done, total):
     if 2 * done >= total:
         os.kill(os.getpid(), signal.SIGKILL)
 url, transport, family = sys.argv[1:]
-Publisher(ModuleSource(make_model(family, 1)), engines=[url], transport=transport, bucket_size_bytes=1 << 18).publish(
+small = PublishOptions(bucket_size_bytes=1 << 18)
+Publisher(ModuleSource(make_model(family, 1)), engines=[url], transport=transport, options=small).publish(
     on_progress=on_progress)
 """
 

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from publishers import publisher_of
 from real_engines.setups import on
 
 from real_vllm.cold import assert_serves
@@ -42,7 +43,7 @@ def store(tmp_path: Path) -> Iterator[str]:
 
 def failure(server: Server, store: str, tensors: dict[str, torch.Tensor], **options: Any) -> Any:
     """Publish what the server will not take; its error."""
-    publisher = Publisher(Tensors(tensors), transport=store, engines=[server.url], **options)
+    publisher = publisher_of(Tensors(tensors), transport=store, engines=[server.url], **options)
     with contextlib.closing(publisher), pytest.raises(PublishError) as caught:
         publisher.publish()
     (cause,) = caught.value.failures.values()

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from publishers import publisher_of
 
 from real_vllm.models import make_model, model_of
 from real_vllm.servers import Setup
-from weightcast import ModuleSource, Publisher, PublishError, PublishReport, Region, TensorSpec, WeightcastError
+from weightcast import ModuleSource, PublishError, PublishReport, Region, TensorSpec, WeightcastError
 from weightcast.seams.client import EngineClient
 from weightcast.seams.source import Regions
 
@@ -29,7 +30,7 @@ class Trainer:
         self._setup = setup
         self._model = make_model(setup.family, 0, setup.dtype)
         options = {"bucket_size_bytes": SMALL_BUCKETS, "token": setup.token or None} | options
-        self.publisher = Publisher(ModuleSource(self._model), engines=engines, transport=transport, **options)
+        self.publisher = publisher_of(ModuleSource(self._model), engines=engines, transport=transport, **options)
 
     def publish(self, seed: int, **options: Any) -> PublishReport:
         """Step to the weights of that seed and publish them."""

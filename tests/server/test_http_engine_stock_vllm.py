@@ -101,7 +101,9 @@ def test_a_refused_offer_pauses_nothing(vllm: StockVllm) -> None:
 
 def test_a_failed_install_that_was_undone_is_resumed_under_the_old_label(vllm: StockVllm) -> None:
     trainer = filled(1.0)
-    with weightcast.Publisher(weightcast.ModuleSource(trainer), engines=[vllm.url], undo=True) as publisher:
+    with weightcast.Publisher(
+        weightcast.ModuleSource(trainer), engines=[vllm.url], options=weightcast.PublishOptions(undo=True)
+    ) as publisher:
         publisher.publish()
         fill(trainer, 2.0)
         for engine in vllm.engines:
@@ -121,7 +123,9 @@ def test_a_failed_install_that_was_undone_is_resumed_under_the_old_label(vllm: S
 def test_an_install_on_one_of_two_engines_is_taken_back_on_the_other(pair: StockVllm, undo: bool, broken: int) -> None:
     """What the second engine answers is not in any reply: it is known from its link."""
     trainer = filled(1.0)
-    with weightcast.Publisher(weightcast.ModuleSource(trainer), engines=[pair.url], undo=undo) as publisher:
+    with weightcast.Publisher(
+        weightcast.ModuleSource(trainer), engines=[pair.url], options=weightcast.PublishOptions(undo=undo)
+    ) as publisher:
         publisher.publish()
         fill(trainer, 2.0)
         pair.engines[broken].is_broken = True
@@ -154,14 +158,18 @@ def test_a_torn_server_stays_paused_until_a_publish_heals_it(vllm: StockVllm) ->
     for engine in vllm.engines:
         engine.is_broken = False
     fill(trainer, 3.0)
-    with weightcast.Publisher(weightcast.ModuleSource(trainer), engines=[vllm.url], takeover=True) as publisher:
+    with weightcast.Publisher(
+        weightcast.ModuleSource(trainer), engines=[vllm.url], options=weightcast.PublishOptions(takeover=True)
+    ) as publisher:
         assert publisher.publish().ok
     assert (vllm.label, vllm.is_paused, set(vllm.values())) == ("1", False, {3.0})
 
 
 def test_a_pause_that_takes_too_long_is_the_error_and_the_next_publish_ends_it(vllm: StockVllm) -> None:
     source = weightcast.ModuleSource(filled(1.0))
-    with weightcast.Publisher(source, engines=[vllm.url], deadline_seconds=3.0) as publisher:
+    with weightcast.Publisher(
+        source, engines=[vllm.url], options=weightcast.PublishOptions(deadline_seconds=3.0)
+    ) as publisher:
         publisher.publish()
         vllm.may_pause.clear()
         with pytest.raises(PublishError) as caught:

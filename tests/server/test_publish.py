@@ -16,6 +16,7 @@ from transformers import Qwen3ForCausalLM
 from weightcast.control.server.app import EngineServer
 from weightcast.engines.transformers import Completion, SamplingParams
 from weightcast.sources.module import ModuleSource
+from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,9 @@ def test_publishes_under_load(server: EngineServer, model: Qwen3ForCausalLM, ins
     client.start()
     try:
         source = make_model(0)
-        with Publisher(ModuleSource(source), engines=[server.url], install=install) as publisher:  # type: ignore[arg-type]
+        with Publisher(
+            ModuleSource(source), engines=[server.url], options=PublishOptions(install=install)
+        ) as publisher:  # type: ignore[arg-type]
             for number in range(1, 5):
                 source.load_state_dict(make_model(number).state_dict())
                 assert publisher.publish(version=number).version == number

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from publishers import publisher_of
 from safetensors.torch import save_file
 from server.stock_vllm import StockVllm
 
@@ -42,7 +43,7 @@ class Trained:
 
     def __init__(self, directory: Path, *servers: StockVllm, **options: object) -> None:
         self._module = torch.nn.Linear(8, 8)
-        self.publisher = weightcast.Publisher(
+        self.publisher = publisher_of(
             weightcast.ModuleSource(self._module),
             transport=f"file://{directory}/store",
             engines=[server.url for server in servers],

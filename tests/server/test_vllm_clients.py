@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from publishers import publisher_of
 from server.offline_vllm import OfflineLLM, OnlineLLM
 
 import weightcast
@@ -33,8 +34,8 @@ def filled(value: float) -> torch.nn.Module:
     return module
 
 
-def publisher_of(value: float, *engines: EngineClient, **options: object) -> weightcast.Publisher:
-    return weightcast.Publisher(weightcast.ModuleSource(filled(value)), engines=engines, **options)  # type: ignore[arg-type]
+def filled_publisher(value: float, *engines: EngineClient, **options: object) -> weightcast.Publisher:
+    return publisher_of(weightcast.ModuleSource(filled(value)), engines=engines, **options)
 
 
 def value_of(llm: OfflineLLM) -> float:
@@ -48,7 +49,7 @@ def test_an_llm_is_updated_in_a_pause_and_labelled_before_it_ends(llm: OfflineLL
     engine = LLMEngine(llm)
     assert isinstance(engine, ServesTraffic)
     assert isinstance(engine, TwoPhaseInstall)
-    with publisher_of(3.0, engine) as publisher:
+    with filled_publisher(3.0, engine) as publisher:
         assert publisher.publish().ok
     assert (value_of(llm), llm.label, llm.is_scheduling) == (3.0, "0", True)
     assert llm.log[-7:] == INSTALL
@@ -57,7 +58,7 @@ def test_an_llm_is_updated_in_a_pause_and_labelled_before_it_ends(llm: OfflineLL
 
 def test_an_engine_asleep_is_woken_for_weights_updated_and_then_woken_for_its_kv_cache(llm: OfflineLLM) -> None:
     """A publish must not have it schedule while its KV cache is not there."""
-    with publisher_of(3.0, LLMEngine(llm)) as publisher:
+    with filled_publisher(3.0, LLMEngine(llm)) as publisher:
         llm.sleep(1)
         llm.wake_up(tags=["weights"])
         llm.log.clear()
@@ -71,7 +72,7 @@ def test_an_engine_asleep_is_woken_for_weights_updated_and_then_woken_for_its_kv
 
 def test_a_torn_llm_is_not_resumed_until_it_is_healed(llm: OfflineLLM) -> None:
     llm.engine.is_broken = True
-    with publisher_of(3.0, LLMEngine(llm, pause="abort")) as publisher:
+    with filled_publisher(3.0, LLMEngine(llm, pause="abort")) as publisher:
         with pytest.raises(PublishError, match="the loader broke"):
             publisher.publish()
         assert not llm.is_scheduling
@@ -104,7 +105,7 @@ def test_answers_to_earlier_calls_are_found_out(
 
     monkeypatch.setattr(llm, "collective_rpc", collective_rpc)
     out_of_step = pytest.raises(PublishError, match=r"out of step: .* start the server again")
-    with publisher_of(3.0, LLMEngine(llm)) as publisher, out_of_step if num_behind else contextlib.nullcontext():
+    with filled_publisher(3.0, LLMEngine(llm)) as publisher, out_of_step if num_behind else contextlib.nullcontext():
         publisher.publish()
     assert ("install" in llm.log) is not bool(num_behind)
 
@@ -139,7 +140,7 @@ def test_errors_of_vllm_become_ours(
 
 def test_two_engines_in_one_process_have_two_names(llm: OfflineLLM) -> None:
     with contextlib.closing(OfflineLLM()) as other:
-        with publisher_of(2.0, LLMEngine(llm, name="first"), LLMEngine(other, name="second")) as publisher:
+        with filled_publisher(2.0, LLMEngine(llm, name="first"), LLMEngine(other, name="second")) as publisher:
             assert sorted(publisher.publish().engines) == ["first", "second"]
         assert value_of(llm) == value_of(other) == 2.0
 
@@ -147,7 +148,7 @@ def test_two_engines_in_one_process_have_two_names(llm: OfflineLLM) -> None:
 def test_an_async_llm_is_updated_from_a_thread_beside_its_loop(leaves_nothing: None) -> None:
     async def main() -> OfflineLLM:
         llm = OnlineLLM()
-        with publisher_of(4.0, AsyncLLMEngine(llm, pause="wait")) as publisher, contextlib.closing(llm.inner):
+        with filled_publisher(4.0, AsyncLLMEngine(llm, pause="wait")) as publisher, contextlib.closing(llm.inner):
             assert (await asyncio.to_thread(publisher.publish)).ok
         return llm.inner
 
@@ -160,7 +161,7 @@ def test_an_async_llm_says_what_is_wrong_instead_of_waiting_for_its_own_thread(l
     async def main() -> None:
         llm = OnlineLLM()
         with (
-            publisher_of(4.0, AsyncLLMEngine(llm)) as publisher,
+            filled_publisher(4.0, AsyncLLMEngine(llm)) as publisher,
             contextlib.closing(llm.inner),
             pytest.raises(PublishError, match=r"asyncio\.to_thread\(publisher\.publish\)"),
         ):
@@ -212,7 +213,7 @@ def test_a_ray_actor_of_either_kind_is_an_engine(monkeypatch: pytest.MonkeyPatch
             offline, online = (ray.remote(num_cpus=1)(kind).remote() for kind in (Offline, Online))
             ray.get(online.start.remote(), timeout=60)
             engines = [RayEngine(offline), RayEngine(online, name="online")]
-            with publisher_of(5.0, *engines) as publisher:
+            with filled_publisher(5.0, *engines) as publisher:
                 assert publisher.publish().ok
                 assert ray.get([offline.value.remote(), online.value.remote()], timeout=60) == [5.0, 5.0]
                 ray.kill(online)

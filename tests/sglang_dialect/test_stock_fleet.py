@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from publishers import publisher_of
 from real_vllm.trainer import Tensors
 from warm_python import WarmPython
 
@@ -81,7 +82,7 @@ class Trained:
 def publisher(source: Any, *servers: Any, transport: str = GLOO, **options: Any) -> Iterator[Publisher]:
     options = {"bucket_size_bytes": BUCKET_BYTES, "deadline_seconds": DEADLINE_SECONDS} | options
     engines = [server if isinstance(server, str) else server.url for server in servers]
-    made = Publisher(source, transport=transport, engines=engines, trainer_group=None, **options)
+    made = publisher_of(source, transport=transport, engines=engines, trainer_group=None, **options)
     with contextlib.closing(made):
         yield made
 

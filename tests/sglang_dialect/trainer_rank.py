@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_dialect.conftest import BUCKET_BYTES, tensors
-from weightcast import Publisher, Region, TensorSpec
+from weightcast import Publisher, PublishOptions, Region, TensorSpec
 from weightcast.seams.source import Held, Regions
 
 
@@ -39,7 +39,10 @@ def main(rank: int, port: int, url: str) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     source = Half(rank)
     with Publisher(
-        source, transport="gloo://127.0.0.1:0", engines=[url], bucket_size_bytes=BUCKET_BYTES, deadline_seconds=30.0
+        source,
+        transport="gloo://127.0.0.1:0",
+        engines=[url],
+        options=PublishOptions(bucket_size_bytes=BUCKET_BYTES, deadline_seconds=30.0),
     ) as publisher:
         for value in (1, 2):
             for tensor in source.held.values():

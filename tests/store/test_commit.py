@@ -27,6 +27,7 @@ from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
 from weightcast.store.reading import StoreReader, pinned
 from weightcast.store.records import FORMAT, Commit, seal
+from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import Packer
 from weightcast.trainer.publisher import Publisher
 from weightcast.trainer.relay import Relay
@@ -289,7 +290,7 @@ def test_a_relay_into_a_store_passes_on_what_its_engines_took(tmp_path: Path) ->
     first, second = tmp_path / "first", tmp_path / "second"
     engine = RecordingEngine(specs_of(model(0, 13)))
     client = DirectEngine("engine", engine)
-    relay = Relay([client], transport=url(second), deadline_seconds=10.0)
+    relay = Relay([client], transport=url(second), options=PublishOptions(deadline_seconds=10.0))
     write(first, 4)
     try:
         with Follower(url(first), relay) as follower:

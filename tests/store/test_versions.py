@@ -41,6 +41,7 @@ from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
 from weightcast.store.address import StoreAddress
 from weightcast.store.reading import StoreReader, pinned
+from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 from weightcast.trainer.rollback import rollback
 from weightcast.transports.store import StoreSender
@@ -155,7 +156,9 @@ def test_odd_tensors_and_names_come_back_whole(tmp_path: Path, options: str) -> 
         "tied": torch.arange(1000.0),
     }
     source = TensorSource(tensors, aliases={"tied": ("lm_head", "a/alias")})
-    with Publisher(source, transport=url(tmp_path, options), bucket_size_bytes=1 << 16) as publisher:
+    with Publisher(
+        source, transport=url(tmp_path, options), options=PublishOptions(bucket_size_bytes=1 << 16)
+    ) as publisher:
         publisher.publish()
     read = StoreSource(url(tmp_path))
     assert {spec.name: spec.aliases for spec in read.specs()}["tied"] == ("lm_head", "a/alias")

@@ -22,6 +22,7 @@ from weightcast.format.manifest import TensorSpec
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.process_group import Store
 from weightcast.sources.module import ModuleSource
+from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 from weightcast.trainer.report import PublishReport
 
@@ -76,8 +77,7 @@ class TrainerRank:
             ModuleSource(self.model),
             transport=self._settings.transport_url,
             engines=engines,
-            bucket_size_bytes=self._settings.bucket_size_bytes,
-            install=self._settings.install,
+            options=PublishOptions(bucket_size_bytes=self._settings.bucket_size_bytes, install=self._settings.install),
         )
 
     def change(self) -> None:

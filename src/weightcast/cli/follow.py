@@ -52,16 +52,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _follow(args: argparse.Namespace, stop: threading.Event) -> None:
     from weightcast.serving.follower import Follower
+    from weightcast.trainer.options import PublishOptions
     from weightcast.trainer.relay import Relay
 
     relay = Relay(
         args.engines,
         transport=args.transport,
         token=output.read_token(args.token_file),
-        install=args.install,
-        undo=args.undo,
-        takeover=args.takeover,
-        deadline_seconds=args.deadline,
+        options=PublishOptions(
+            install=args.install, undo=args.undo, takeover=args.takeover, deadline_seconds=args.deadline
+        ),
     )
     pause = _FIRST_PAUSE_SECONDS
     try:

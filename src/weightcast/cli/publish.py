@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
 def _publish(args: argparse.Namespace, on_progress: output.Update) -> PublishReport:
     from weightcast.format.bucket import TORCH_DTYPES
     from weightcast.sources.safetensors import SafetensorsSource
+    from weightcast.trainer.options import PublishOptions
     from weightcast.trainer.publisher import Publisher
 
     with contextlib.ExitStack() as stack:
@@ -65,12 +66,14 @@ def _publish(args: argparse.Namespace, on_progress: output.Update) -> PublishRep
             transport=args.transport,
             engines=args.engines,
             token=output.read_token(args.token_file),
-            bucket_size_bytes=args.bucket_size_mib and args.bucket_size_mib * _MIB,
-            install=args.install,
-            undo=args.undo,
-            takeover=args.takeover,
-            on_failure="report",
-            deadline_seconds=args.deadline,
+            options=PublishOptions(
+                bucket_size_bytes=args.bucket_size_mib and args.bucket_size_mib * _MIB,
+                install=args.install,
+                undo=args.undo,
+                takeover=args.takeover,
+                on_failure="report",
+                deadline_seconds=args.deadline,
+            ),
         )
         return stack.enter_context(publisher).publish(args.version, on_progress=on_progress)
 

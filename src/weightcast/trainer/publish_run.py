@@ -15,13 +15,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
 from weightcast.format.bucket import Layout, root_digest
 from weightcast.format.manifest import MAX_VERSION, TensorSpec, WeightVersion
-from weightcast.format.messages import Abort, InitInfo, InstallMode, Offer, Seal
+from weightcast.format.messages import Abort, InitInfo, Offer, Seal
 from weightcast.links.publisher_end import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import ClientSender, Fingerprint, SenderContext
@@ -29,24 +29,11 @@ from weightcast.seams.source import Regions
 from weightcast.seams.transport import Sender, VersionedSender
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.group.assignment import SeenRegions, tiling
+from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import Packer
 from weightcast.trainer.report import PublishReport, StageSeconds
 
 OnProgress = Callable[[int, int], None]
-Verify = Literal["engines"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PublishOptions:
-    """What a publisher and its engines agree on for every update of a run."""
-
-    run: str
-    install: InstallMode
-    undo: bool
-    takeover: bool
-    deadline_seconds: float
-    lease_seconds: float
-    verify: Verify | None = None
 
 
 class Connections:
@@ -132,10 +119,18 @@ class PublishRun:
     """One version's way to every engine of a fleet. `number` is the version's, once it is known."""
 
     def __init__(
-        self, options: PublishOptions, fleet: Fleet, watchdog: Watchdog, *, above: int, on_progress: OnProgress | None
+        self,
+        run: str,
+        options: PublishOptions,
+        fleet: Fleet,
+        watchdog: Watchdog,
+        *,
+        above: int,
+        on_progress: OnProgress | None,
     ) -> None:
         """`above`: the number of the publisher's last version."""
         self.number = -1
+        self._run = run
         self._options = options
         self._fleet = fleet
         self._watchdog = watchdog
@@ -166,7 +161,7 @@ class PublishRun:
             root = self._send(packer)
             with self._timed("seal"):
                 num_buckets, secret = len(self._manifest.buckets), self._connections.listener.secret
-                seal = Seal(options.run, self.number, num_buckets, root, secret)
+                seal = Seal(self._run, self.number, num_buckets, root, secret)
                 self._fleet.each(lambda member: member.client.update(seal))
             installed = self._healthy_of(None)
             self._fleet.each(self._install(resumes=True), installed)
@@ -189,7 +184,7 @@ class PublishRun:
         self._seconds.pause = max((m.result.pause_seconds for m in self._fleet), default=0.0)
         self._seconds.total = time.perf_counter() - inputs.start
         return PublishReport(
-            run=options.run,
+            run=self._run,
             version=self.number,
             num_bytes=self._pack_plan.num_bytes,
             num_tensors=len(self._manifest.tensors),
@@ -225,7 +220,7 @@ class PublishRun:
     def _join_member(self, member: FleetMember) -> None:
         options, listener = self._options, self._connections.listener
         info = InitInfo(
-            run=options.run,
+            run=self._run,
             engine=member.name,
             transport=self._connections.sender.address,
             link=listener.address,
@@ -238,13 +233,13 @@ class PublishRun:
         member.join(listener, info, options.deadline_seconds)
         address, device = self._connections.sender.address, self._connections.device
         self._connections.add_client_sender(
-            member, SenderContext(address, options.run, device, options.deadline_seconds, self._watchdog)
+            member, SenderContext(address, self._run, device, options.deadline_seconds, self._watchdog)
         )
 
     def _offer(self) -> None:
         options = self._options
         offer = Offer(
-            options.run,
+            self._run,
             self.number,
             self._pack_plan.manifest_digest,
             self._manifest,
@@ -258,17 +253,17 @@ class PublishRun:
 
     @property
     def _pause(self) -> Callable[[FleetMember], None]:
-        return functools.partial(FleetMember.pause, run=self._options.run, watchdog=self._watchdog)
+        return functools.partial(FleetMember.pause, run=self._run, watchdog=self._watchdog)
 
     @property
     def _resume(self) -> Callable[[FleetMember], None]:
-        return functools.partial(FleetMember.resume, run=self._options.run, watchdog=self._watchdog)
+        return functools.partial(FleetMember.resume, run=self._run, watchdog=self._watchdog)
 
     def _install(self, *, resumes: bool) -> Callable[[FleetMember], None]:
         return functools.partial(
             FleetMember.install,
             version=self.number,
-            run=self._options.run,
+            run=self._run,
             watchdog=self._watchdog,
             deadline_seconds=self._options.deadline_seconds,
             resumes=resumes,
@@ -277,7 +272,7 @@ class PublishRun:
     def _send(self, packer: BucketPacker) -> str:
         """Pack and send every bucket, then wait until everyone has them; return the root digest."""
         sender, num_buckets = self._connections.sender, len(self._manifest.buckets)
-        version = WeightVersion(self._options.run, self.number)
+        version = WeightVersion(self._run, self.number)
         members = self._healthy_of(None)
         peers = [link.peer for member in members for link in member.links]
         # Who keeps versions for later does not know who takes them; but what all engines refused is not kept.
@@ -335,7 +330,7 @@ class PublishRun:
                 self._fleet.each(self._pause, self._healthy_of(sender))
             peers = [member.name for member in self._healthy_of(sender)]
             if peers:
-                version = WeightVersion(self._options.run, self.number)
+                version = WeightVersion(self._run, self.number)
                 with self._timed("send"):
                     sender.open(self._manifest, version, peers=peers, staged=is_staged)
                 self._send_buckets(sender, packer, version, set(peers))
@@ -366,7 +361,7 @@ class PublishRun:
                 self._fleet.each(functools.partial(FleetMember.quarantine, reason=reason), [member])
 
     def _abort(self, reason: str) -> Abort:
-        return Abort(self._options.run, max(self.number, 0), reason, self._connections.listener.secret)
+        return Abort(self._run, max(self.number, 0), reason, self._connections.listener.secret)
 
     def _give_up(self, exc: BaseException) -> None:
         """The publish itself failed: end the update everywhere. A Ctrl-C does not wait for answers."""

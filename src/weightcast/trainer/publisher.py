@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import operator
 import os
 import secrets
@@ -27,10 +26,9 @@ import torch.distributed as dist
 from weightcast import registry
 from weightcast.errors import ClosedError, PublishError, from_record
 from weightcast.format.bucket import Layout
-from weightcast.format.geometry import ALIGNMENT_BYTES
 from weightcast.format.manifest import MAX_VERSION
-from weightcast.format.messages import InstallMode
 from weightcast.format.plan import fitting_bucket_size, plan
+from weightcast.host.closing import on_failure
 from weightcast.links.publisher_end import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import Closable
@@ -38,14 +36,13 @@ from weightcast.seams.client import EngineClient
 from weightcast.seams.source import Regions, Source
 from weightcast.seams.transport import Sender, Transport, VersionedSender
 from weightcast.trainer.fleet import Fleet, FleetMember
+from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publish_run import (
     Connections,
     OnProgress,
     PackPlan,
     PublishInputs,
-    PublishOptions,
     PublishRun,
-    Verify,
 )
 from weightcast.trainer.report import PublishReport
 
@@ -78,40 +75,18 @@ class Publisher:
         transport: str = "ipc://",
         engines: Sequence[str | EngineClient] = (),
         token: str | None = None,
-        bucket_size_bytes: int | None = None,
-        install: InstallMode = "staged",
-        undo: bool = False,
-        takeover: bool = False,
-        verify: Verify | None = None,
-        on_failure: Literal["raise", "report"] = "raise",
-        deadline_seconds: float = 60.0,
-        lease_seconds: float = 30.0,
         trainer_group: ProcessGroup | Literal["auto"] | None = "auto",
+        options: PublishOptions | None = None,
     ) -> None:
         """Nothing is connected and nothing allocated before the first `publish`.
 
         `engines`: URLs, or EngineClient objects; others may be added later. `token`: the bearer token of engines given
-        as URLs. `install`: "staged" (the old version serves until everything is there) or "streaming" (bounded memory;
-        the engine stands still meanwhile and must be healed after a failure). `bucket_size_bytes`: by default an eighth
-        of the model, at most the transport's choice for the device. `undo`: engines keep a copy while they install, and
-        go back to it if that fails. `takeover`: take engines that another run holds. `verify`: "engines": after each
-        update compare what engines say that they hold, where they can; one that holds other weights than the first of
-        its kind has failed. `deadline_seconds`: of each single wait. `lease_seconds`: how long a silent publisher keeps
-        an engine. `trainer_group`: the ranks that hold the model together and publish together; "auto" is
+        as URLs. `trainer_group`: the ranks that hold the model together and publish together; "auto" is
         torch.distributed's default group, if there is one at the first publish; None: this rank publishes alone.
+        `options`: how engines are updated; by default `PublishOptions()`.
 
-        Raises ValueError for an unknown transport, install or on_failure, or an engine named twice.
+        Raises ValueError for an unknown transport or an engine named twice.
         """
-        if install not in ("staged", "streaming"):
-            raise ValueError(f"install is {install!r}; it must be 'staged' or 'streaming'")
-        if on_failure not in ("raise", "report"):
-            raise ValueError(f"on_failure is {on_failure!r}; it must be 'raise' or 'report'")
-        if verify not in (None, "engines"):
-            raise ValueError(f"verify is {verify!r}; it must be 'engines' or None")
-        if not (0 < deadline_seconds < math.inf and 0 < lease_seconds < math.inf):
-            raise ValueError(f"deadline_seconds {deadline_seconds} and lease_seconds {lease_seconds} must be positive")
-        if bucket_size_bytes is not None and bucket_size_bytes < ALIGNMENT_BYTES:
-            raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}; it must be at least {ALIGNMENT_BYTES}")
         _require_source(source)
         self.run = secrets.token_hex(16)
         self.version = -1
@@ -119,9 +94,7 @@ class Publisher:
         self._url = transport
         self._transport = registry.transport(transport)
         self._token = token
-        self._bucket_size_bytes = bucket_size_bytes
-        self._options = PublishOptions(self.run, install, undo, takeover, deadline_seconds, lease_seconds, verify)
-        self._on_failure = on_failure
+        self._options = PublishOptions() if options is None else options
         self._lock = threading.RLock()
         self._fleet = Fleet()
         self._watchdog = Watchdog()
@@ -140,12 +113,9 @@ class Publisher:
         """
         self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
         self._drop.atexit = False
-        try:
+        with on_failure(self.close):
             for engine in engines:
                 self.add_engine(engine)
-        except BaseException:
-            self.close()
-            raise
 
     # --- the fleet ---
 
@@ -253,7 +223,7 @@ class Publisher:
                 # At the first publish, not before: torch.distributed may be initialised after this publisher is made.
                 self._join_trainer_group()
             group, last = self._group, self.version
-            run = PublishRun(self._options, self._fleet, self._watchdog, above=last, on_progress=on_progress)
+            run = PublishRun(self.run, self._options, self._fleet, self._watchdog, above=last, on_progress=on_progress)
             try:
                 if group is None:
                     report = run.run(self._inputs(version))
@@ -265,7 +235,7 @@ class Publisher:
                 self.version = max(last, run.number)
                 if group is not None:
                     self.version, self.run = max(self.version, group.version), group.run or self.run
-        if not report.ok and self._on_failure == "raise":
+        if not report.ok and self._options.on_failure == "raise":
             raise _publish_error(report)
         return report
 
@@ -311,12 +281,9 @@ class Publisher:
         """The sender and the listener, made at the first publish, when the device of the weights is known."""
         if self._connections is None:
             sender = _make_sender(self._transport, self._url, self._options.deadline_seconds, self.run, device)
-            try:
+            with on_failure(sender.close):
                 host = None if self._transport.same_host else registry.host(self._url)
                 listener = LinkListener(self.run, host=host, heartbeat_seconds=self._options.lease_seconds / 4)
-            except BaseException:
-                sender.close()
-                raise
             self._connections, self._process = Connections(sender, listener, device), os.getpid()
             self._owned.insert(-1, self._connections)
             # Anew: this process may have been forked since this publisher was made.
@@ -343,7 +310,7 @@ class Publisher:
         specs = self._source.specs()
         if self._pack_plan is None or self._pack_plan.specs is not specs:
             largest = self._transport.default_bucket_size_bytes[device.type]
-            size = self._bucket_size_bytes
+            size = self._options.bucket_size_bytes
             if size is None:
                 size = fitting_bucket_size(sum(spec.num_bytes for spec in specs), largest)
             manifest = plan(specs, size, digest_kind="xxh3-128" if device.type == "cpu" else "sum-64x2")

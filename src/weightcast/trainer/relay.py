@@ -8,9 +8,10 @@ import torch
 
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
-from weightcast.format.messages import InstallMode
+from weightcast.host.closing import on_failure
 from weightcast.seams.client import EngineClient
 from weightcast.seams.source import Regions
+from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 from weightcast.trainer.report import PublishReport
 
@@ -45,20 +46,14 @@ class Relay:
         *,
         transport: str = "ipc://",
         token: str | None = None,
-        install: InstallMode = "staged",
-        undo: bool = False,
-        takeover: bool = False,
-        deadline_seconds: float = 60.0,
+        options: PublishOptions | None = None,
     ) -> None:
         """The arguments are those of `Publisher`."""
         self.report: PublishReport | None = None
         self._engines = engines
         self._transport = transport
         self._token = token
-        self._install: InstallMode = install
-        self._undo = undo
-        self._takeover = takeover
-        self._deadline_seconds = deadline_seconds
+        self._options = options
         self._given = _RelayedTensors()
         self._publisher: Publisher | None = None
 
@@ -85,17 +80,12 @@ class Relay:
                 transport=self._transport,
                 engines=self._engines,
                 token=self._token,
-                install=self._install,
-                undo=self._undo,
-                takeover=self._takeover,
-                deadline_seconds=self._deadline_seconds,
                 trainer_group=None,
+                options=self._options,
             )
         try:
-            self.report = self._publisher.publish(version.number)
-        except BaseException:
-            self.close()
-            raise
+            with on_failure(self.close):
+                self.report = self._publisher.publish(version.number)
         finally:
             self._given.held = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weightcast.sources.store import StoreSource
+from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 from weightcast.trainer.report import PublishReport
 
@@ -14,5 +15,7 @@ def rollback(url: str, *, deadline_seconds: float = 60.0) -> PublishReport:
     first: host memory of one version. Raises ClosedError if it is gone, EngineBusyError if a publisher has the store.
     """
     source = StoreSource(url, previous=True)
-    with Publisher(source, transport=url, deadline_seconds=deadline_seconds, trainer_group=None) as publisher:
+    with Publisher(
+        source, transport=url, trainer_group=None, options=PublishOptions(deadline_seconds=deadline_seconds)
+    ) as publisher:
         return publisher.publish()

@@ -20,6 +20,7 @@ from weightcast import registry
 from weightcast.format.manifest import WeightVersion
 from weightcast.host import copy as host_copy
 from weightcast.integrations.plugin.refusal import Refusal
+from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.relay import Relay
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,8 @@ class RemoteEngine(Relay):
 
     def __init__(self, vllm_engine: Any, *, transport: str, undo: bool) -> None:
         self._vllm_engine = vllm_engine
-        super().__init__(registry.engine_clients(vllm_engine), transport=transport, undo=undo)
+        clients, options = registry.engine_clients(vllm_engine), PublishOptions(undo=undo)
+        super().__init__(clients, transport=transport, options=options)
 
     @property
     def is_torn(self) -> bool:

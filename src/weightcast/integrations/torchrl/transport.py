@@ -17,6 +17,7 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 from weightcast.engines.tensors import TensorSink
 from weightcast.integrations.torchrl.weights import WeightsSource, extract
 from weightcast.serving.follower import Follower
+from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 
 _PASS_ON = WeightStrategy()
@@ -84,9 +85,11 @@ class VLLMDoubleBufferTransport:
                 publisher = Publisher(
                     self._source,
                     transport=url,
-                    bucket_size_bytes=None if self.num_threads == 1 else THREADED_BUCKET_BYTES,
-                    deadline_seconds=self.deadline_seconds,
                     trainer_group=None,
+                    options=PublishOptions(
+                        bucket_size_bytes=None if self.num_threads == 1 else THREADED_BUCKET_BYTES,
+                        deadline_seconds=self.deadline_seconds,
+                    ),
                 )
                 self._publisher = self._exits.enter_context(publisher)
             self._publisher.publish()

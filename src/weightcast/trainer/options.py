@@ -1,0 +1,49 @@
+"""How a publisher updates its engines: the same for every publish of its run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from weightcast.format.geometry import ALIGNMENT_BYTES
+from weightcast.format.messages import InstallMode
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PublishOptions:
+    """How a publisher updates its engines. Raises ValueError for a value that is not one of those below.
+
+    `install`: "staged" (the old version serves until the whole update has arrived) or "streaming" (bounded memory; the
+    engine is paused during the transfer and must be healed by a complete update if it fails).
+    `bucket_size_bytes`: by default an eighth of the model, at most the transport's choice for the device.
+    `undo`: engines keep a copy of their weights while they install, and go back to it if the install fails.
+    `takeover`: take engines that another run holds.
+    `verify`: "engines" compares after each update what the engines say that they hold, where they can say so; one that
+    holds other weights than the first of its kind has failed.
+    `on_failure`: whether a publish that an engine did not take raises PublishError or returns its report.
+    `deadline_seconds`: of each single wait. `lease_seconds`: how long an engine stays held by a silent publisher.
+    """
+
+    bucket_size_bytes: int | None = None
+    install: InstallMode = "staged"
+    undo: bool = False
+    takeover: bool = False
+    verify: Literal["engines"] | None = None
+    on_failure: Literal["raise", "report"] = "raise"
+    deadline_seconds: float = 60.0
+    lease_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.install not in ("staged", "streaming"):
+            raise ValueError(f"install is {self.install!r}; it must be 'staged' or 'streaming'")
+        if self.on_failure not in ("raise", "report"):
+            raise ValueError(f"on_failure is {self.on_failure!r}; it must be 'raise' or 'report'")
+        if self.verify not in (None, "engines"):
+            raise ValueError(f"verify is {self.verify!r}; it must be 'engines' or None")
+        if not (0 < self.deadline_seconds < math.inf and 0 < self.lease_seconds < math.inf):
+            raise ValueError(
+                f"deadline_seconds {self.deadline_seconds} and lease_seconds {self.lease_seconds} must be positive"
+            )
+        if self.bucket_size_bytes is not None and self.bucket_size_bytes < ALIGNMENT_BYTES:
+            raise ValueError(f"bucket_size_bytes is {self.bucket_size_bytes}; it must be at least {ALIGNMENT_BYTES}")
