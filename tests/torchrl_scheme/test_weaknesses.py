@@ -344,7 +344,9 @@ def test_w19_neither_numbers_nor_lists_become_tensors(tmp_path: Path) -> None:
     assert not (tmp_path / "w").exists()
 
 
-@pytest.mark.parametrize("value", ["x", b"x", None, object(), ["a", "b"], {"deeper": "x"}], ids=str)
+@pytest.mark.parametrize(
+    "value", ["x", b"x", None, object(), ["a", "b"], {"deeper": "x"}], ids=lambda value: type(value).__name__
+)
 @pytest.mark.parametrize("as_tensordict", [False, True])
 def test_w19_what_is_no_tensor_is_refused_by_name(tmp_path: Path, value: Any, as_tensordict: bool) -> None:
     """It would be lost on the way, and nobody told."""
