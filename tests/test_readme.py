@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -65,3 +66,17 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 def test_every_script_that_is_named_exists(page: Path) -> None:
     for script in re.findall(r"(?:\./)?\b(scripts/[a-z-]+)", page.read_text()):
         assert (ROOT / script).is_file(), script
+
+
+def test_every_message_in_the_troubleshooting_page_is_one_of_ours() -> None:
+    quoted = re.findall(r"^\| `([^`]*)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    texts = []
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                # What is filled in at run time is in no quotation.
+                texts.append("\0".join(v.value for v in node.values if isinstance(v, ast.Constant)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    assert len(quoted) > 30
+    assert [words for words in quoted if not any(words in text for text in texts)] == []
