@@ -31,6 +31,7 @@ from weightcast.format.geometry import ALIGNMENT_BYTES
 from weightcast.format.manifest import MAX_VERSION
 from weightcast.format.messages import InstallMode
 from weightcast.format.plan import fitting_bucket_size, plan
+from weightcast.host.closing import on_failure
 from weightcast.links.publisher_end import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import Closable
@@ -38,15 +39,8 @@ from weightcast.seams.client import EngineClient
 from weightcast.seams.source import Regions, Source
 from weightcast.seams.transport import Sender, Transport, VersionedSender
 from weightcast.trainer.fleet import Fleet, FleetMember
-from weightcast.trainer.publish_run import (
-    Connections,
-    OnProgress,
-    PackPlan,
-    PublishInputs,
-    PublishOptions,
-    PublishRun,
-    Verify,
-)
+from weightcast.trainer.packer import PackPlan
+from weightcast.trainer.publish_run import Connections, OnProgress, PublishInputs, PublishOptions, PublishRun, Verify
 from weightcast.trainer.report import PublishReport
 
 if TYPE_CHECKING:
@@ -171,9 +165,8 @@ class Publisher:
             member = self._fleet.pop(name)
             if self._connections is not None:
                 self._connections.listener.drop(name, "the engine was removed from the fleet")
-            with contextlib.suppress(Exception):
-                # Only one that did not answer is paused still. Nobody asks it again after this.
-                member.resume(self.run, self._watchdog)
+            # Only one that did not answer is paused still. Nobody asks it again after this.
+            self._fleet.each(FleetMember.resume, [member], notes=False)
             self._watchdog.release(name)
             if member.owned:
                 member.client.close()
@@ -265,8 +258,11 @@ class Publisher:
                 self.version = max(last, run.number)
                 if group is not None:
                     self.version, self.run = max(self.version, group.version), group.run or self.run
-        if not report.ok and self._on_failure == "raise":
-            raise _publish_error(report)
+        failures = {name: from_record(r.error) for name, r in report.engines.items() if r.error is not None}
+        if failures and self._on_failure == "raise":
+            what = f"{len(failures)} of {len(report.engines)} engines did not take version {report.version}"
+            causes = "; ".join(f"{name}: {error}" for name, error in failures.items())
+            raise PublishError(f"{what}: {causes}", failures, report)
         return report
 
     def _join_trainer_group(self) -> None:
@@ -311,12 +307,9 @@ class Publisher:
         """The sender and the listener, made at the first publish, when the device of the weights is known."""
         if self._connections is None:
             sender = _make_sender(self._transport, self._url, self._options.deadline_seconds, self.run, device)
-            try:
+            with on_failure(sender.close):
                 host = None if self._transport.same_host else registry.host(self._url)
                 listener = LinkListener(self.run, host=host, heartbeat_seconds=self._options.lease_seconds / 4)
-            except BaseException:
-                sender.close()
-                raise
             self._connections, self._process = Connections(sender, listener, device), os.getpid()
             self._owned.insert(-1, self._connections)
             # Anew: this process may have been forked since this publisher was made.
@@ -386,13 +379,3 @@ def _make_sender(transport: Transport, url: str, deadline_seconds: float, run: s
 def _require_source(source: object) -> None:
     if not (hasattr(source, "specs") and hasattr(source, "regions")):
         raise TypeError(f"{type(source).__name__} is no source of weights; wrap a module in ModuleSource(module)")
-
-
-def _publish_error(report: PublishReport) -> PublishError:
-    failures = {name: from_record(r.error) for name, r in report.engines.items() if r.error is not None}
-    causes = "; ".join(f"{name}: {error}" for name, error in failures.items())
-    return PublishError(
-        f"{len(failures)} of {len(report.engines)} engines did not take version {report.version}: {causes}",
-        failures,
-        report,
-    )

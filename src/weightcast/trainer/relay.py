@@ -9,6 +9,7 @@ import torch
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.messages import InstallMode
+from weightcast.host.closing import on_failure
 from weightcast.seams.client import EngineClient
 from weightcast.seams.source import Regions
 from weightcast.trainer.publisher import Publisher
@@ -92,10 +93,8 @@ class Relay:
                 trainer_group=None,
             )
         try:
-            self.report = self._publisher.publish(version.number)
-        except BaseException:
-            self.close()
-            raise
+            with on_failure(self.close):
+                self.report = self._publisher.publish(version.number)
         finally:
             self._given.held = {}
 

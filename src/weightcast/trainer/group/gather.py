@@ -18,7 +18,6 @@ from weightcast.format.bucket import Layout, write_trailer
 from weightcast.format.geometry import is_run
 from weightcast.format.manifest import WeightVersion
 from weightcast.host.copy import copy_all
-from weightcast.trainer.group.assignment import HeldRegion, Shard
 from weightcast.trainer.group.exchange import TrainerRanks
 from weightcast.trainer.group.records import Instruction
 from weightcast.trainer.group.slices import (
@@ -30,6 +29,7 @@ from weightcast.trainer.group.slices import (
     message_views,
     start_bytes,
 )
+from weightcast.trainer.packer import HeldRegion, Shard
 
 _ALIGNMENT_BYTES = 64
 """Of each rank's place in the staging buffer; what one rank sends has no gaps."""

@@ -17,14 +17,16 @@ import torch
 from weightcast.errors import IncompatibleWeightsError
 from weightcast.format.bucket import Layout
 from weightcast.format.geometry import Region
-from weightcast.format.manifest import DigestKind, Manifest, RunId, TensorSpec, decode
+from weightcast.format.manifest import ITEMSIZE_BYTES, DigestKind, Manifest, RunId, TensorSpec, decode
 from weightcast.format.plan import plan
 from weightcast.seams.source import Regions, Source
-from weightcast.trainer.group.assignment import HeldRegion, SeenRegions, Shard, assign, held_shards
 from weightcast.trainer.group.exchange import TrainerRanks
 from weightcast.trainer.group.gather import Contribution, GatheringPacker
 from weightcast.trainer.group.records import Instruction, RankStatus
 from weightcast.trainer.group.sender_assignment import DeviceArenas, SenderAssignment, SenderFactory, SenderLocation
+from weightcast.trainer.packer import HeldRegion, SeenRegions, Shard, held_shards, require_tiling
+
+_TOGETHER = "the ranks of trainer_group together must hold every element: pass the group of all ranks of the model"
 
 
 class _HeldPart(msgspec.Struct, frozen=True, array_like=True):
@@ -271,6 +273,27 @@ class Shares:
     def _device(self) -> torch.device:
         devices = (shard.data.device for shard in self._shards)
         return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def assign(specs: Sequence[TensorSpec], held: Sequence[Sequence[HeldRegion]]) -> list[list[int]]:
+    """Who brings what: for each rank, the indices into `held[rank]`. The first rank brings all that it holds.
+
+    What several others hold goes to the one that has the least to send. Raises IncompatibleWeightsError unless the
+    regions, replicas counted once, tile every tensor.
+    """
+    holders: list[dict[Region, list[tuple[int, int]]]] = [{} for _ in specs]
+    for group_rank, parts in enumerate(held):
+        for index, part in enumerate(parts):
+            holders[part.tensor].setdefault(part.region, []).append((group_rank, index))
+    require_tiling(specs, holders, _TOGETHER)
+    assigned: list[list[int]] = [[] for _ in held]
+    loads = [0] * len(held)
+    for spec, found in zip(specs, holders, strict=True):
+        for region, candidates in found.items():
+            group_rank, index = min(candidates, key=lambda c: (c[0] != 0, loads[c[0]], c[0]))
+            assigned[group_rank].append(index)
+            loads[group_rank] += region.numel * ITEMSIZE_BYTES[spec.dtype]
+    return [sorted(indices) for indices in assigned]
 
 
 def _difference(

@@ -19,7 +19,7 @@ from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow
 from weightcast.format.geometry import Region, common, relative, row_major, start_elements
 from weightcast.format.manifest import ITEMSIZE_BYTES
 from weightcast.host.copy import PLAIN_BYTES, copy_all
-from weightcast.trainer.group.assignment import HeldRegion, Shard
+from weightcast.trainer.packer import HeldRegion, Shard
 
 
 class ShardSlice(NamedTuple):
