@@ -46,8 +46,8 @@ from weightcast.trainer.report import PublishReport
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from weightcast.trainer.group.device_senders import SenderFactory
     from weightcast.trainer.group.lead import TrainerGroup
-    from weightcast.trainer.group.sender_assignment import SenderFactory
 
 _DROPPED_SECONDS = 5.0
 
@@ -325,7 +325,7 @@ class Publisher:
             return None
         # Without a reference to this publisher, which would keep it from being collected when it is dropped.
         make_sender = functools.partial(_make_sender, self._transport, self._url, self._options.deadline_seconds)
-        from weightcast.trainer.group.sender_assignment import SenderFactory
+        from weightcast.trainer.group.device_senders import SenderFactory
 
         return SenderFactory(per_device, make_sender, self._options.deadline_seconds)
 

@@ -18,8 +18,7 @@ from weightcast.format.bucket import Layout, write_trailer
 from weightcast.format.geometry import is_run
 from weightcast.format.manifest import WeightVersion
 from weightcast.host.copy import copy_all
-from weightcast.trainer.group.exchange import TrainerRanks
-from weightcast.trainer.group.records import Instruction
+from weightcast.trainer.group.exchange import Instruction, TrainerRanks
 from weightcast.trainer.group.slices import (
     CopyRuns,
     ShardSlice,
@@ -61,22 +60,17 @@ class Contribution:
         self._sources = SliceSources(self._slices, shards)
 
     @torch.no_grad()
-    def send(self, index: int) -> BaseException | None:
+    def send(self, index: int) -> None:
         """Pack and send this rank's part of bucket `index`; blocks until it has gone.
 
-        Returns why it could not be packed: the others must get their bytes first and learn it at the next exchange.
-        Raises PeerError.
+        If it can't be packed, the others get their bytes first and learn why at the next exchange. Raises PeerError.
         """
         size = self._slices.sizes[index]
         if not size:
-            return None
-        error: BaseException | None = None
-        try:
+            return
+        with self._ranks.error_at_next_exchange():
             self._pack(index, size)
-        except BaseException as exc:
-            error = exc
         self._ranks.send(self._message[:size], 0)
-        return error
 
     def _pack(self, index: int, size: int) -> None:
         targets = self._targets.get(index)
