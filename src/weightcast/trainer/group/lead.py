@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def trainer_group_of(
-    trainer_group: ProcessGroup | Literal["auto"] | None,
+    trainer_group: ProcessGroup | Literal["auto"],
     source: Source,
     deadline_seconds: float,
     sender_factory: SenderFactory | None,
@@ -37,8 +37,6 @@ def trainer_group_of(
     `sender_factory` makes senders on other ranks than the publishing one; None: they have none. Raises ValueError if
     this rank is not in that group.
     """
-    if trainer_group is None or not (dist.is_available() and dist.is_initialized()):
-        return None
     group = None if trainer_group == "auto" else trainer_group
     if dist.get_rank(group) < 0:
         raise ValueError("this rank is not in trainer_group: make the publisher on its ranks only")
