@@ -143,9 +143,8 @@ class TrainerRanks:
         """This rank's, which it brings to its next exchange."""
         self._deadline_seconds = deadline_seconds
         self._lock = threading.RLock()
-        self._group: ProcessGroup | None = None
-        self._nccl: ProcessGroup | None = None
-        self._arenas: ProcessGroup | None = None
+        self._groups: dict[Literal["gloo", "nccl", "arenas"], ProcessGroup] = {}
+        """All ranks, for host memory and for GPUs; and the ranks that have an arena."""
         self._verdict: BaseException | None = None
         self._is_kept = False
         self._last_exchange = 0.0
@@ -155,7 +154,7 @@ class TrainerRanks:
     @property
     def is_connected(self) -> bool:
         """Whether this rank has a group that has not broken."""
-        return self._group is not None
+        return "gloo" in self._groups
 
     # --- exchanges ---
 
@@ -170,7 +169,7 @@ class TrainerRanks:
         """
         with self._lock:
             self._verdict, error = None, self.error
-            if self._group is not None:
+            if self.is_connected:
                 self._is_kept = True
                 try:
                     return self.exchange(status)
@@ -178,7 +177,7 @@ class TrainerRanks:
                     self._verdict, self.error = None, error
                 finally:
                     self._is_kept = False
-            self._group = self._rendezvous.join()
+            self._groups["gloo"] = self._rendezvous.join()
             return self.exchange(status)
 
     def exchange(self, status: RankStatus) -> list[RankStatus]:
@@ -295,25 +294,19 @@ class TrainerRanks:
     def connect_nccl(self, device: torch.device) -> None:
         """A group for bytes on GPUs, for `send` and `receive` of CUDA tensors. Every rank calls it."""
         with self._unbroken():
-            if self._nccl is None:
-                self._nccl = self._rendezvous.nccl(device)
+            if "nccl" not in self._groups:
+                self._groups["nccl"] = self._rendezvous.nccl(device)
 
     def send(self, tensor: torch.Tensor, group_rank: int) -> None:
         """Send a contiguous tensor; blocks until it has gone."""
-        with self._unbroken() as group:
-            wait(self._group_for(tensor, group).send(tensor, group_rank))
+        with self._unbroken():
+            wait(self._groups["nccl" if tensor.is_cuda else "gloo"].send(tensor, group_rank))
             self._wait_for_device(tensor)
 
     def receive(self, tensor: torch.Tensor, group_rank: int) -> Work:
         """Begin to receive into a contiguous tensor; see `arrived`."""
-        with self._unbroken() as group:
-            return self._group_for(tensor, group).receive(tensor, group_rank)
-
-    def _group_for(self, tensor: torch.Tensor, group: ProcessGroup) -> ProcessGroup:
-        if not tensor.is_cuda:
-            return group
-        assert self._nccl is not None
-        return self._nccl
+        with self._unbroken():
+            return self._groups["nccl" if tensor.is_cuda else "gloo"].receive(tensor, group_rank)
 
     def arrived(self, works: list[Work]) -> None:
         """Wait for what `receive` has begun, and empty the list; on a GPU the current stream waits."""
@@ -330,22 +323,22 @@ class TrainerRanks:
         The buckets are on `device`. Every rank calls it. `number`: another one for each such group.
         """
         with self._unbroken():
-            self._close_arenas()
+            if former := self._groups.pop("arenas", None):
+                former.close()
             if self.group_rank in group_ranks:
-                self._arenas = self._rendezvous.part(group_ranks, f"arenas/{number}", device)
+                self._groups["arenas"] = self._rendezvous.part(group_ranks, f"arenas/{number}", device)
 
     def broadcast_bucket(self, tensor: torch.Tensor) -> None:
         """The publishing rank: give a contiguous tensor to every arena rank. Blocks until it has gone, or is queued."""
         with self._lock, self._unbroken():
-            assert self._arenas is not None
-            wait(self._arenas.broadcast(tensor, root=0))
+            wait(self._groups["arenas"].broadcast(tensor, root=0))
 
     def receive_bucket(self, tensor: torch.Tensor) -> None:
         """Another arena rank: receive what is broadcast; blocks until it is there. For a thread of its own.
 
         Raises PeerError, which leaves this rank's other groups as they are: the group of arenas is of no more use.
         """
-        arenas = self._arenas
+        arenas = self._groups.get("arenas")
         if arenas is None:
             raise PeerDiedError("the trainer ranks lost each other", peer="trainer")
         wait(arenas.broadcast(tensor, root=0))
@@ -356,30 +349,23 @@ class TrainerRanks:
     def give_up(self) -> None:
         """This rank can't go on, and can't say why: disconnect, unless all know already how the publish has ended."""
         self.error = None
-        if self._verdict is None and self._group is not None:
+        if self._verdict is None and self.is_connected:
             self.close()
             self._rendezvous.leave()
 
     def close(self) -> None:
         """Disconnect, without a word. Idempotent."""
-        for group in (self._group, self._nccl):
-            if group is not None:
-                group.close()
-        self._group = self._nccl = None
-        self._close_arenas()
-
-    def _close_arenas(self) -> None:
-        if self._arenas is not None:
-            self._arenas.close()
-            self._arenas = None
+        for group in list(self._groups.values()):
+            group.close()
+        self._groups.clear()
 
     @contextlib.contextmanager
     def _unbroken(self) -> Iterator[ProcessGroup]:
         """Whatever goes wrong inside leaves the ranks out of step: the group is closed; the next `start` mends it."""
-        if self._group is None:
+        if not self.is_connected:
             raise self._verdict or PeerError("the trainer ranks are not connected")
         try:
-            yield self._group
+            yield self._groups["gloo"]
         except BaseException as exc:
             self.close()
             self._rendezvous.leave()
