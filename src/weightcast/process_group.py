@@ -56,31 +56,23 @@ def serve_store(host: str, timeout_seconds: float) -> tuple[Store, int]:
 def serve_shared_store(host: str, timeout_seconds: float) -> tuple[Store, socket.socket]:
     """The same, with its listening socket: whoever else has that keeps the port when the store has ended."""
     end = time.monotonic() + timeout_seconds
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    attempt = datetime.timedelta(seconds=min(timeout_seconds, _STORE_ATTEMPT_SECONDS))
+    tcp_store: Any = TCPStore
     while True:
+        listener = socket.create_server((host, 0), family=family)
+        port: int = listener.getsockname()[1]
         try:
-            store, listener = _serve_store(host, min(timeout_seconds, _STORE_ATTEMPT_SECONDS))
+            with translated(f"a store at {host}:{port}"):
+                descriptor = listener.dup().detach()
+                store = tcp_store(host, port, None, True, attempt, wait_for_workers=False, master_listen_fd=descriptor)
             store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
             return store, listener
         except PeerError:
+            listener.close()
             # Now and then torch's server never answers, not even its own first client: another port, another try.
             if time.monotonic() >= end:
                 raise
-
-
-def _serve_store(host: str, timeout_seconds: float) -> tuple[Store, socket.socket]:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family)
-    port: int = listener.getsockname()[1]
-    tcp_store: Any = TCPStore
-    timeout = datetime.timedelta(seconds=timeout_seconds)
-    try:
-        with translated(f"a store at {host}:{port}"):
-            descriptor = listener.dup().detach()
-            store = tcp_store(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
-    except PeerError:
-        listener.close()
-        raise
-    return store, listener
 
 
 def join_store(host: str, port: int, timeout_seconds: float) -> Store:

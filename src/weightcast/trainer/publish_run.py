@@ -212,11 +212,8 @@ class PublishRun:
         self._seconds.gather = time.perf_counter() - inputs.start
         self._connections, self._pack_plan = inputs.connections, inputs.pack_plan
         self._manifest = manifest = inputs.pack_plan.layout.manifest
-        options, packer, secret = (
-            self._options,
-            inputs.pack_plan.packer(inputs.regions),
-            inputs.connections.listener.secret,
-        )
+        options, secret = self._options, inputs.connections.listener.secret
+        packer = inputs.pack_plan.packer(inputs.regions)
         for member in self._fleet:
             member.begin(options.run, options.deadline_seconds, self._watchdog)
         try:

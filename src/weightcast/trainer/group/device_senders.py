@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -74,8 +75,7 @@ class SenderFactory:
     deadline_seconds: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DeviceArena:
+class DeviceArena(NamedTuple):
     """Another rank's arena, as receivers find it."""
 
     group_rank: int
