@@ -56,31 +56,23 @@ def serve_store(host: str, timeout_seconds: float) -> tuple[Store, int]:
 def serve_shared_store(host: str, timeout_seconds: float) -> tuple[Store, socket.socket]:
     """The same, with its listening socket: whoever else has that keeps the port when the store has ended."""
     end = time.monotonic() + timeout_seconds
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    attempt = datetime.timedelta(seconds=min(timeout_seconds, _STORE_ATTEMPT_SECONDS))
+    tcp_store: Any = TCPStore
     while True:
+        listener = socket.create_server((host, 0), family=family)
+        port: int = listener.getsockname()[1]
         try:
-            store, listener = _serve_store(host, min(timeout_seconds, _STORE_ATTEMPT_SECONDS))
+            with translated(f"a store at {host}:{port}"):
+                descriptor = listener.dup().detach()
+                store = tcp_store(host, port, None, True, attempt, wait_for_workers=False, master_listen_fd=descriptor)
             store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
             return store, listener
         except PeerError:
+            listener.close()
             # Now and then torch's server never answers, not even its own first client: another port, another try.
             if time.monotonic() >= end:
                 raise
-
-
-def _serve_store(host: str, timeout_seconds: float) -> tuple[Store, socket.socket]:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family)
-    port: int = listener.getsockname()[1]
-    tcp_store: Any = TCPStore
-    timeout = datetime.timedelta(seconds=timeout_seconds)
-    try:
-        with translated(f"a store at {host}:{port}"):
-            descriptor = listener.dup().detach()
-            store = tcp_store(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
-    except PeerError:
-        listener.close()
-        raise
-    return store, listener
 
 
 def join_store(host: str, port: int, timeout_seconds: float) -> Store:
@@ -113,12 +105,23 @@ class ProcessGroup:
         self.rank, self.size = rank, size
         self._store = store  # NCCL looks into it later on
         timeout = datetime.timedelta(seconds=timeout_seconds)
+        torch_module: Any = dist
         with translated("the process group"):
-            self._group: Any = (
-                _make_gloo(store, rank, size, timeout, host)
-                if backend == "gloo"
-                else _make_nccl(store, rank, size, timeout, device)
-            )
+            if backend == "gloo":
+                gloo = torch_module.ProcessGroupGloo
+                options = gloo._Options()
+                options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
+                options._timeout, options._threads = timeout, 2
+                self._group: Any = gloo(store, rank, size, options)
+            else:
+                nccl = torch_module.ProcessGroupNCCL
+                options = nccl.Options()
+                options._timeout = timeout
+                options.config.max_ctas = _MAX_NCCL_CHANNELS
+                with _environment_lock, _environment(_NCCL_ENVIRONMENT):
+                    self._group = nccl(store, rank, size, options)
+                if device is not None:
+                    self._group.eager_connect_single_device(device)
 
     def broadcast(self, tensor: torch.Tensor, *, root: int) -> Work:
         options = dist.BroadcastOptions()
@@ -209,45 +212,21 @@ def _see_off() -> None:
 
 def require(backend: str) -> None:
     """Raises UnsupportedError if torch has no such backend here."""
-    has = {
-        "gloo": cast(Any, dist).is_gloo_available,
-        "nccl": lambda: dist.is_nccl_available() and torch.cuda.is_available(),
-    }
-    if not (dist.is_available() and has[backend]()):
+    has_gloo = dist.is_available() and cast(Any, dist).is_gloo_available()
+    has_nccl = dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()
+    if not {"gloo": has_gloo, "nccl": has_nccl}[backend]:
         raise UnsupportedError(
             f"torch {torch.__version__} can't use {backend} here: install a build that has it; NCCL needs a GPU"
         )
 
 
-def _make_gloo(store: Store, rank: int, size: int, timeout: datetime.timedelta, host: str) -> Any:
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
-    options._timeout, options._threads = timeout, 2
-    return gloo(store, rank, size, options)
-
-
-def _make_nccl(store: Store, rank: int, size: int, timeout: datetime.timedelta, device: torch.device | None) -> Any:
-    nccl: Any = dist.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = timeout
-    options.config.max_ctas = _MAX_NCCL_CHANNELS
-    with _environment_lock, _environment(_NCCL_ENVIRONMENT):
-        group = nccl(store, rank, size, options)
-    if device is not None:
-        group.eager_connect_single_device(device)
-    return group
-
-
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    former = {name: os.environ.get(name) for name in values}
+    former = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in former.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update(former)

@@ -15,9 +15,10 @@ from weightcast.format.geometry import Region, is_run
 from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, decode, encode
 from weightcast.format.plan import plan
 from weightcast.host.copy import copy_all
-from weightcast.trainer.group.assignment import HeldRegion, Shard, assign, held_shards
-from weightcast.trainer.group.records import Failure
-from weightcast.trainer.group.slices import CopyRuns, ShardSlices, SliceSources, bucket_views, message_views
+from weightcast.trainer.group.exchange import Failure
+from weightcast.trainer.group.gather import CopyRuns, ShardSlices, SliceSources, bucket_views, message_views
+from weightcast.trainer.group.shares import assign
+from weightcast.trainer.packer import HeldRegion, Shard, held_shards
 
 SPEC = TensorSpec("w", "float32", (6, 4))
 

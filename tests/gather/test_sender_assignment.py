@@ -6,8 +6,8 @@ from typing import cast
 
 import pytest
 
+from weightcast.trainer.group.device_senders import DeviceArenas, SenderLocation
 from weightcast.trainer.group.exchange import TrainerRanks
-from weightcast.trainer.group.sender_assignment import DeviceArenas, SenderLocation
 
 
 def seats(*words: str, host: str = "here") -> list[SenderLocation]:

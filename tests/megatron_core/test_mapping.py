@@ -20,7 +20,8 @@ from weightcast.sources.megatron.layouts import Axis, Gated, Rows
 from weightcast.sources.megatron.mapping import Chunk, Parallel, PlacedRegion, TensorMapping
 from weightcast.sources.megatron.rules import Family
 from weightcast.sources.megatron.sizes import read_config
-from weightcast.trainer.group.assignment import HeldRegion, assign, held_shards
+from weightcast.trainer.group.shares import assign
+from weightcast.trainer.packer import HeldRegion, held_shards
 
 EXPERTS: list[shards.Experts] = ["each", "sequential", "grouped", "stacked"]
 

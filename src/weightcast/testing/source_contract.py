@@ -14,8 +14,7 @@ from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.seams.source import Held, Source
 from weightcast.testing.payloads import DTYPES, PAYLOADS, Payload, raw_bytes
-from weightcast.trainer.group.assignment import tiling
-from weightcast.trainer.packer import Packer
+from weightcast.trainer.packer import Packer, tiling
 
 _VERSION = WeightVersion("5a" * 16, 1)
 

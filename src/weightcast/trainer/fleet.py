@@ -7,8 +7,9 @@ path, by this process or, where the engine has no lease, by the watchdog.
 from __future__ import annotations
 
 import contextlib
+import enum
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -18,7 +19,6 @@ from weightcast.errors import (
     ClosedError,
     EngineBusyError,
     EngineTornError,
-    ErrorRecord,
     IntegrityError,
     PeerDiedError,
     PeerError,
@@ -32,20 +32,30 @@ from weightcast.format.manifest import MAX_VERSION
 from weightcast.format.messages import Accepted, Failed, InitInfo, Installed, Offer, Received, WeightInfo
 from weightcast.links.publisher_end import Link, LinkListener
 from weightcast.links.watchdog import Watchdog
-from weightcast.seams.client import (
-    BringsSender,
-    ClientSender,
-    EngineClient,
-    SenderContext,
-    ServesTraffic,
-    TwoPhaseInstall,
-)
-from weightcast.seams.transport import Sender
+from weightcast.seams.client import ClientSender, EngineClient, ServesTraffic, TwoPhaseInstall
 from weightcast.trainer.report import EngineResult
 
 _MAX_PARALLEL = 64
-_LAST_WORD_SECONDS = 1.0
-"""For the word of a worker whose receiver has gone: it comes on another connection."""
+
+
+class Connection(enum.Enum):
+    """How far this publisher has come with the engine that a client reaches now."""
+
+    LOST = enum.auto()
+    """It has to be asked what it is, and its workers have to connect."""
+    JOINED = enum.auto()
+    PAUSED = enum.auto()
+    """Joined, and it has confirmed a pause that was not lifted since."""
+
+
+class PauseEnd(enum.Enum):
+    """What an engine that was asked to pause is still to be told, whichever connection that needs."""
+
+    NONE = enum.auto()
+    """No pause was asked for, or it was lifted."""
+    RESUME = enum.auto()
+    QUARANTINE = enum.auto()
+    """Its workers may hold parts of two versions, and only the pause keeps it from serving them."""
 
 
 class FleetMember:
@@ -71,18 +81,19 @@ class FleetMember:
         """The version that was offered in the update in progress; -1 before that."""
         self.instance = ""
         """The engine itself, however it is called; empty for one that does not say."""
-        self.is_paused = False
-        """Whether a pause was asked for and not lifted; `_stands_still`: of the very engine that is connected now."""
-        self._stands_still = False
-        self._is_torn = False
-        self._is_connected = False
+        self._connection = Connection.LOST
+        self._pause_end = PauseEnd.NONE
         self._known_manifest = ""
         self._paused_at = 0.0
-        self._num_unheld = 0
+        self._run = ""
+        self._deadline_seconds = 0.0
+        self._watchdog: Watchdog | None = None
+        self._is_guarded = False
+        """Whether the watchdog has requests to send to it."""
 
     @property
     def is_joined(self) -> bool:
-        return self._is_connected and all(link.is_alive for link in self.links)
+        return self._connection is not Connection.LOST and all(link.is_alive for link in self.links)
 
     @property
     def newest_version(self) -> int:
@@ -91,192 +102,214 @@ class FleetMember:
         is_number = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_VERSION))
         return int(text) if is_number and int(text) < MAX_VERSION else -1
 
-    def begin(self) -> None:
-        """Another update: nothing of it is known yet."""
+    def begin(self, run: str, deadline_seconds: float, watchdog: Watchdog) -> None:
+        """Begin another update, of which nothing is known yet. `watchdog` ends its pauses where no lease does."""
+        self._run, self._deadline_seconds, self._watchdog = run, deadline_seconds, watchdog
         self.result, self.version = EngineResult(), -1
 
     def ask(self, listener: LinkListener) -> None:
         """Let go of what was connected, and ask what the engine is now."""
         listener.drop(self.name, "the publisher connects again")
         self.links, self._known_manifest = [], ""
-        self._stands_still = self._is_connected = False
+        self._connection = Connection.LOST
         self.client = self._given.connect()
         self.info = self.client.info()
         self.instance = "" if self.info.instance is UNSET else self.info.instance
 
-    def join(self, listener: LinkListener, init: InitInfo, deadline_seconds: float) -> None:
-        """Have the workers of an engine that was asked connect, and wait for their hellos."""
+    def join(self, listener: LinkListener, init: InitInfo) -> None:
+        """Have the workers of an engine that was asked connect, and wait for their hellos.
+
+        Raises EngineBusyError or ClosedError if the engine is not this run's any more: its workers don't come then.
+        """
         assert self.info is not None
-        self._num_unheld = 0
+        num_unheld = 0
+
+        def require_held() -> None:
+            nonlocal num_unheld
+            holder = self._run
+            with contextlib.suppress(PeerError):
+                holder = self.client.info().holder
+            self._require_ours(holder)
+            # Twice in a row: workers of one engine that are asked in between may not agree yet.
+            num_unheld = 0 if holder else num_unheld + 1
+            if num_unheld > 1:
+                raise ClosedError(
+                    f"{self.name} has let this publisher go while it connected: it could not reach the publisher, was "
+                    "told to end the transfer, or another run took it over and has let it go too; its log says which"
+                )
+
         self.client.init(init)
-        self.links = listener.wait(
-            self.name, self.info.world_size, deadline_seconds, ask=lambda: self._require_held(init.run)
-        )
+        self.links = listener.wait(self.name, self.info.world_size, self._deadline_seconds, ask=require_held)
         # Again: a takeover waits for an install of the former run, whose version counts.
         self.info = self.client.info()
-        self._require_ours(init.run, self.info.holder)
-        self._is_connected = True
+        self._require_ours(self.info.holder)
+        self._connection = Connection.JOINED
 
-    def _require_ours(self, run: str, holder: str) -> None:
+    def _require_ours(self, holder: str) -> None:
         """Raises EngineBusyError if another run has taken the engine since."""
-        if holder not in ("", run):
+        if holder not in ("", self._run):
             raise EngineBusyError(f"run {holder} took {self.name} over while this publisher connected to it")
 
-    def _require_held(self, run: str) -> None:
-        """Raises EngineBusyError, ClosedError if the engine is not this run's any more: its workers don't come then."""
-        holder = run
-        with contextlib.suppress(PeerError):
-            holder = self.client.info().holder
-        self._require_ours(run, holder)
-        # Twice in a row: workers of one engine that are asked in between may not agree yet.
-        self._num_unheld = 0 if holder else self._num_unheld + 1
-        if self._num_unheld > 1:
-            raise ClosedError(
-                f"{self.name} has let this publisher go while it connected: it could not reach the publisher, was told "
-                "to end the transfer, or another run took it over and has let it go too; its log says which"
-            )
-
-    def make_sender(self, known: Sequence[ClientSender], context: SenderContext) -> ClientSender | None:
-        """The sender that its client brings, one of `known` or a new one; None if it brings none."""
-        self.sender = self.client.sender(known, context) if isinstance(self.client, BringsSender) else None
-        return self.sender
-
-    def disconnect(self) -> None:
-        """Have the next update connect it again: who has no link that ends is asked anew what it is."""
-        self._is_connected = False
-
-    def offer(self, offer: Offer, deadline_seconds: float) -> None:
+    def offer(self, offer: Offer) -> None:
         """Offer a version and wait until every worker has accepted."""
         self.version = offer.version
         known, self._known_manifest = self._known_manifest, ""
         is_known = known == offer.manifest_digest
         self.client.update(msgspec.structs.replace(offer, manifest=None) if is_known else offer)
         for link in self.links:
-            link.wait(Accepted, offer.version, deadline_seconds)
+            link.wait(Accepted, offer.version, self._deadline_seconds)
         self._known_manifest = offer.manifest_digest
 
-    def received(self, version: int, num_buckets: int, root: str, deadline_seconds: float) -> None:
+    def received(self, num_buckets: int, root: str) -> None:
         """Wait until every worker has everything. Raises IntegrityError if one has something else."""
         for link in self.links:
-            got = link.wait(Received, version, deadline_seconds)
+            got = link.wait(Received, self.version, self._deadline_seconds)
             if (got.num_buckets, got.root) != (num_buckets, root):
                 raise IntegrityError(f"{link.peer} has {got.num_buckets} buckets of root {got.root}, sent was {root}")
 
-    def pause(self, run: str, watchdog: Watchdog) -> None:
-        """Stand still for `run`; where no lease ends that, have the watchdog ready to."""
-        if self._stands_still or not isinstance(self.client, ServesTraffic) or self._has("install"):
+    def pause(self) -> None:
+        """Have the engine stop serving; where no lease ends that, have the watchdog ready to."""
+        is_paused = self._connection is Connection.PAUSED
+        if is_paused or not isinstance(self.client, ServesTraffic) or self._can("install"):
             return
-        self._arm(self.client, run, watchdog)
-        self.is_paused, self._paused_at = True, time.perf_counter()
-        self.client.pause(run)
-        self._stands_still = True
+        self._guard(self.client)
+        if self._pause_end is PauseEnd.NONE:
+            self._pause_end = PauseEnd.RESUME
+        self._paused_at = time.perf_counter()
+        self.client.pause(self._run)
+        self._connection = Connection.PAUSED
 
-    def _arm(self, client: ServesTraffic, run: str, watchdog: Watchdog) -> None:
+    def _guard(self, client: ServesTraffic) -> None:
         """Have the watchdog end the pause if this process dies, where no lease does."""
-        if not self._has("lease") and (requests := client.recovery_requests(run)):
-            watchdog.hold(self.name, requests)
+        assert self._watchdog is not None
+        if not self._can("lease") and (requests := client.recovery_requests(self._run)):
+            self._is_guarded = True
+            self._watchdog.hold(self.name, requests)
 
     def quarantine(self, reason: str) -> None:
         """It holds other weights than it should."""
-        fail(self, IntegrityError(reason))
+        self.fail(IntegrityError(reason))
         if isinstance(self.client, ServesTraffic):
             self.client.quarantine(reason)
 
-    def resume(self, run: str, watchdog: Watchdog) -> None:
+    def resume(self) -> None:
         """Lift the pause, but for an engine that can't refuse to serve what an install has left torn.
 
         Raises WeightcastError unless the engine has failed already: what went wrong first says more, and the next
         publish resumes it.
         """
-        if not self.is_paused:
+        if self._pause_end is PauseEnd.NONE:
             return
         assert isinstance(self.client, ServesTraffic)
+        error = self.result.error
         try:
-            if not (self._is_torn and isinstance(self.client, TwoPhaseInstall)):
-                self.client.resume(run)
-                self.is_paused = self._stands_still = False
-            else:
-                error = self.result.error
+            if self._pause_end is PauseEnd.QUARANTINE and isinstance(self.client, TwoPhaseInstall):
                 self.client.quarantine("not all of its workers went back" if error is None else error.message)
+            else:
+                self.client.resume(self._run)
+                self._pause_end = PauseEnd.NONE
+                if self._connection is Connection.PAUSED:
+                    self._connection = Connection.JOINED
         except WeightcastError:
-            if self.result.error is None:
+            if error is None:
                 raise
             return
         self.result.pause_seconds = time.perf_counter() - self._paused_at
-        watchdog.release(self.name)
+        if self._is_guarded:
+            assert self._watchdog is not None
+            self._watchdog.release(self.name)
+            self._is_guarded = False
 
-    def install(self, version: int, run: str, watchdog: Watchdog, deadline_seconds: float, *, resumes: bool) -> None:
-        """Pause the engine, have it install the version, resume it. A failure is noted, not raised.
+    def install(self, *, resumes: bool) -> None:
+        """Pause the engine, have it install the version that was offered, resume it. A failure is noted, not raised.
 
         A lost reply is made good by asking. Without `resumes` the engine stays paused: it has installed what it was
         paused for, and its recovery requests are asked for again.
         """
         try:
-            self.pause(run, watchdog)
+            self.pause()
             try:
                 start, pause_seconds = time.perf_counter(), None
                 try:
-                    pause_seconds = self.client.finish(version)
+                    pause_seconds = self.client.finish(self.version)
                 except (PeerTimeoutError, PeerDiedError):
-                    if not self._serves(run, version):
+                    if not self._serves():
                         raise
-                if self._has("install"):
+                if self._can("install"):
                     # The answer was lost, or is of an engine that does not say it: not longer than the request.
                     self.result.pause_seconds = time.perf_counter() - start if pause_seconds is None else pause_seconds
                 for link in self.links:
-                    self._await_installed(link, version, run, deadline_seconds)
+                    self._await_installed(link)
             except WeightcastError:
-                self._go_back(version, deadline_seconds)
+                self._go_back()
                 raise
             if isinstance(self.client, TwoPhaseInstall):
-                self.client.settle(version, keep=True)
-            self._is_torn = False
+                self.client.settle(self.version, keep=True)
             self.result.ok = True
-            if not resumes and self.is_paused and isinstance(self.client, ServesTraffic):
-                self._arm(self.client, run, watchdog)
+            if self._pause_end is not PauseEnd.NONE:
+                self._pause_end = PauseEnd.RESUME
+                if not resumes and isinstance(self.client, ServesTraffic):
+                    self._guard(self.client)
         except WeightcastError as exc:
-            fail(self, exc)
+            self.fail(exc)
         finally:
             if resumes:
-                self.resume(run, watchdog)
+                self.resume()
 
-    def _await_installed(self, link: Link, version: int, run: str, deadline_seconds: float) -> None:
+    def _await_installed(self, link: Link) -> None:
         """Wait for a worker's word; a link that was lost on the way is made good by asking."""
         try:
-            installed = link.wait(Installed, version, deadline_seconds)
+            installed = link.wait(Installed, self.version, self._deadline_seconds)
         except (PeerTimeoutError, PeerDiedError):
             # Where workers can't agree by themselves, what one says of itself says nothing of another.
-            if isinstance(self.client, TwoPhaseInstall) or not self._serves(run, version):
+            if isinstance(self.client, TwoPhaseInstall) or not self._serves():
                 raise
         else:
             self.result.install_seconds = max(self.result.install_seconds, installed.seconds)
 
-    def _go_back(self, version: int, deadline_seconds: float) -> None:
+    def _go_back(self) -> None:
         """Where workers can't agree by themselves: no one keeps what another did not install."""
         if not isinstance(self.client, TwoPhaseInstall):
             return
-        # Until each worker has said on its link what became of it.
-        self._is_torn = True
+        is_paused = self._pause_end is not PauseEnd.NONE
+        if is_paused:
+            # Until each worker has said on its link what became of it.
+            self._pause_end = PauseEnd.QUARANTINE
         with contextlib.suppress(WeightcastError):
-            self.client.settle(version, keep=False)
+            self.client.settle(self.version, keep=False)
         for link in self.links:
             with contextlib.suppress(WeightcastError):
-                link.wait(Failed, version, deadline_seconds)
-        told = [link.failures(version) for link in self.links]
-        self._is_torn = not all(told) or any(_is_torn(failure) for failures in told for failure in failures)
+                link.wait(Failed, self.version, self._deadline_seconds)
+        told = [link.failures(self.version) for link in self.links]
+        is_torn = any(each.torn or each.kind == EngineTornError.__name__ for failures in told for each in failures)
+        if is_paused and all(told) and not is_torn:
+            self._pause_end = PauseEnd.RESUME
 
-    def _has(self, ability: str) -> bool:
+    def fail(self, error: WeightcastError) -> None:
+        """Note why this engine does not take the version. What its own worker said explains more than a lost peer.
+
+        A peer that died or stalled loses its links: should it wake, it learns from that to give the update up.
+        """
+        version_error = next((f for link in self.links for f in link.failures(self.version)), None)
+        is_explained = isinstance(error, PeerError) and version_error is not None
+        self.result.error = version_error if is_explained else to_record(error)
+        self.result.ok = False
+        if not self.links:
+            # Without a link whose end would tell, the next update asks it again what it is.
+            self._connection = Connection.LOST
+        if isinstance(error, (PeerTimeoutError, PeerDiedError)):
+            for link in self.links:
+                link.end(f"the publisher gave this engine up: {error}")
+
+    def _can(self, ability: str) -> bool:
         return self.info is not None and ability in self.info.abilities
 
-    def _serves(self, run: str, version: int) -> bool:
+    def _serves(self) -> bool:
+        """Whether the engine says that it serves the version that was offered."""
         with contextlib.suppress(PeerError):
             info = self.client.info()
-            return (info.run, info.weight_version) == (run, str(version))
+            return (info.run, info.weight_version) == (self._run, str(self.version))
         return False
-
-
-def _is_torn(failure: ErrorRecord) -> bool:
-    return failure.torn or failure.kind == EngineTornError.__name__
 
 
 class Fleet:
@@ -312,73 +345,33 @@ class Fleet:
                 first = known.setdefault(member.instance, member)
                 if first is not member:
                     what = f"{member.name} and {first.name} are one and the same engine: name it once in `engines`"
-                    fail(member, RefusedError(what))
+                    member.fail(RefusedError(what))
 
     def healthy(self) -> list[FleetMember]:
         """The members without a failure in this update."""
         return [member for member in self if member.result.error is None]
 
-    def each(self, call: Callable[[FleetMember], None], members: Iterable[FleetMember] | None = None) -> None:
-        """Run `call` on each healthy member at once; a library error becomes that member's result."""
-        todo = self.healthy() if members is None else list(members)
-        if len(todo) == 1:
-            self._one(call, todo[0])
-            return
-        for future in [self._pool.submit(self._one, call, member) for member in todo]:
-            future.result()
+    def each(
+        self, call: Callable[[FleetMember], None], members: Iterable[FleetMember] | None = None, *, notes: bool = True
+    ) -> None:
+        """Run `call` on each healthy member at once; an error becomes that member's result, or without `notes` nothing.
 
-    @staticmethod
-    def _one(call: Callable[[FleetMember], None], member: FleetMember) -> None:
-        try:
-            call(member)
-        except WeightcastError as exc:
-            fail(member, exc)
-        except Exception as exc:
-            # A client of the caller's own may raise anything; it is that engine's failure and nobody else's.
-            fail(member, detached(exc))
-
-    def take_failures(self, failures: Mapping[str, WeightcastError]) -> None:
-        """Sort a sender's failures, by peer, to the members whose workers those are.
-
-        A receiver that left of its own accord (UpdateAbortedError) is left out: its worker says why over its link.
+        A client of the caller's own may raise anything; it is that engine's failure and nobody else's.
         """
-        for member in self.healthy():
-            if member.sender is not None:
-                continue
-            lost = [failures[p] for p in (link.peer for link in member.links) if isinstance(failures.get(p), PeerError)]
-            if lost:
-                if isinstance(lost[0], PeerDiedError):
-                    for link in member.links:
-                        link.hear_out(member.version, _LAST_WORD_SECONDS)
-                fail(member, lost[0])
-
-    def take_failures_of(self, sender: Sender) -> None:
-        """The same of a sender that clients have brought: its peers are the members."""
-        failures = sender.failures
-        for member in self.healthy():
-            if member.sender is sender and member.name in failures:
-                fail(member, failures[member.name])
+        todo = self.healthy() if members is None else list(members)
+        if len(todo) > 1:
+            for future in [self._pool.submit(self.each, call, [member], notes=notes) for member in todo]:
+                future.result()
+            return
+        for member in todo:
+            try:
+                call(member)
+            except Exception as exc:
+                if notes:
+                    member.fail(exc if isinstance(exc, WeightcastError) else detached(exc))
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
         for member in self:
             if member.owned:
                 member.client.close()
-
-
-def fail(member: FleetMember, error: WeightcastError) -> None:
-    """Note why this engine does not take the version. What its own worker said explains more than a lost peer.
-
-    A peer that died or stalled loses its links: should it wake, it learns from that to give the update up.
-    """
-    version_error = next((f for link in member.links for f in link.failures(member.version)), None)
-    if isinstance(error, PeerError) and version_error is not None:
-        member.result.error = version_error
-    else:
-        member.result.error = to_record(error)
-    member.result.ok = False
-    if not member.links:
-        member.disconnect()
-    if isinstance(error, (PeerTimeoutError, PeerDiedError)):
-        for link in member.links:
-            link.end(f"the publisher gave this engine up: {error}")

@@ -37,20 +37,14 @@ from weightcast.seams.source import Regions, Source
 from weightcast.seams.transport import Sender, Transport, VersionedSender
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
-from weightcast.trainer.publish_run import (
-    Connections,
-    OnProgress,
-    PackPlan,
-    PublishInputs,
-    PublishRun,
-)
+from weightcast.trainer.packer import PackPlan
+from weightcast.trainer.publish_run import Connections, OnProgress, PublishInputs, PublishRun
 from weightcast.trainer.report import PublishReport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from weightcast.trainer.group.lead import TrainerGroup
-    from weightcast.trainer.group.sender_assignment import SenderFactory
 
 _DROPPED_SECONDS = 5.0
 
@@ -141,9 +135,8 @@ class Publisher:
             member = self._fleet.pop(name)
             if self._connections is not None:
                 self._connections.listener.drop(name, "the engine was removed from the fleet")
-            with contextlib.suppress(Exception):
-                # Only one that did not answer is paused still. Nobody asks it again after this.
-                member.resume(self.run, self._watchdog)
+            # Only one that did not answer is paused still. Nobody asks it again after this.
+            self._fleet.each(FleetMember.resume, [member], notes=False)
             self._watchdog.release(name)
             if member.owned:
                 member.client.close()
@@ -235,50 +228,48 @@ class Publisher:
                 self.version = max(last, run.number)
                 if group is not None:
                     self.version, self.run = max(self.version, group.version), group.run or self.run
-        if not report.ok and self._options.on_failure == "raise":
-            raise _publish_error(report)
+        failures = {name: from_record(r.error) for name, r in report.engines.items() if r.error is not None}
+        if failures and self._options.on_failure == "raise":
+            what = f"{len(failures)} of {len(report.engines)} engines did not take version {report.version}"
+            causes = "; ".join(f"{name}: {error}" for name, error in failures.items())
+            raise PublishError(f"{what}: {causes}", failures, report)
         return report
 
     def _join_trainer_group(self) -> None:
         """Find out whether other ranks publish with this one; nothing is connected yet. Raises ValueError."""
-        group = self._trainer_group
-        if group is not None and dist.is_available() and dist.is_initialized():
+        if self._trainer_group is not None and dist.is_available() and dist.is_initialized():
+            from weightcast.trainer.group.device_senders import SenderFactory
             from weightcast.trainer.group.lead import trainer_group_of
 
-            self._group = trainer_group_of(group, self._source, self._options.deadline_seconds, self._sender_factory())
+            deadline_seconds, per_device, factory = self._options.deadline_seconds, self._transport.per_device, None
+            # Staged buckets are in host memory, once for each host: in one arena.
+            if per_device is not None and self._options.install != "staged":
+                # Without a reference to this publisher, which would keep it from being collected when it is dropped.
+                make_sender = functools.partial(_make_sender, self._transport, self._url, deadline_seconds)
+                factory = SenderFactory(per_device, make_sender, deadline_seconds)
+            self._group = trainer_group_of(self._trainer_group, self._source, deadline_seconds, factory)
             if self._group is not None:
                 self._owned[:0] = self._group.owned
         self._is_joined = True
 
-    def _checked_version(self, version: int | None) -> int | None:
-        if version is None:
-            return None
-        number = int(operator.index(version))
-        if not 0 <= number <= MAX_VERSION:
-            raise ValueError(f"version {number} is not from 0 to {MAX_VERSION}")
-        if number <= self.version:
-            raise ValueError(f"version {number} is not above {self.version}, the last one of this publisher")
-        return number
-
     def _inputs(self, version: int | None) -> PublishInputs:
-        """What a publish needs of this process alone: the source's regions, wire and plan. No communication."""
-        start, number = time.perf_counter(), self._checked_version(version)
+        """What a publish needs of this process alone: the source's regions, connections and plan. No communication.
+
+        The sender and the listener are made at the first publish, when the device of the weights is known.
+        """
+        start = time.perf_counter()
+        if version is not None:
+            version = int(operator.index(version))
+            if not 0 <= version <= MAX_VERSION:
+                raise ValueError(f"version {version} is not from 0 to {MAX_VERSION}")
+            if version <= self.version:
+                raise ValueError(f"version {version} is not above {self.version}, the last one of this publisher")
         regions = self._source.regions()
         device = _device_of(regions) if self._connections is None else self._connections.device
         pack_plan = self._ready_pack_plan(regions, device)
         if self._group is None:
             # Before there is a sender, which may write.
             pack_plan.packer(regions)
-        connections = self._ready_connections(device)
-        if not len(self._fleet) and not isinstance(connections.sender, VersionedSender):
-            raise ValueError(
-                f"there is no engine to publish to, and {self._url} keeps nothing for later: pass engines=[...], or "
-                "call add_engine first (a store, file:///DIR, needs none)"
-            )
-        return PublishInputs(start, number, regions, connections, pack_plan)
-
-    def _ready_connections(self, device: torch.device) -> Connections:
-        """The sender and the listener, made at the first publish, when the device of the weights is known."""
         if self._connections is None:
             sender = _make_sender(self._transport, self._url, self._options.deadline_seconds, self.run, device)
             with on_failure(sender.close):
@@ -286,22 +277,16 @@ class Publisher:
                 listener = LinkListener(self.run, host=host, heartbeat_seconds=self._options.lease_seconds / 4)
             self._connections, self._process = Connections(sender, listener, device), os.getpid()
             self._owned.insert(-1, self._connections)
-            # Anew: this process may have been forked since this publisher was made.
+            # Again: this process may have been forked since this publisher was made.
             self._drop.detach()
             self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
             self._drop.atexit = False
-        return self._connections
-
-    def _sender_factory(self) -> SenderFactory | None:
-        """How other trainer ranks make arenas. Staged buckets are in host memory, once for each host: in one arena."""
-        per_device = self._transport.per_device
-        if per_device is None or self._options.install == "staged":
-            return None
-        # Without a reference to this publisher, which would keep it from being collected when it is dropped.
-        make_sender = functools.partial(_make_sender, self._transport, self._url, self._options.deadline_seconds)
-        from weightcast.trainer.group.sender_assignment import SenderFactory
-
-        return SenderFactory(per_device, make_sender, self._options.deadline_seconds)
+        if not len(self._fleet) and not isinstance(self._connections.sender, VersionedSender):
+            raise ValueError(
+                f"there is no engine to publish to, and {self._url} keeps nothing for later: pass engines=[...], or "
+                "call add_engine first (a store, file:///DIR, needs none)"
+            )
+        return PublishInputs(start, version, regions, self._connections, pack_plan)
 
     def _ready_pack_plan(self, regions: Regions, device: torch.device) -> PackPlan:
         """The plan for the source's specs: made once, and again when they have changed."""
@@ -353,13 +338,3 @@ def _make_sender(transport: Transport, url: str, deadline_seconds: float, run: s
 def _require_source(source: object) -> None:
     if not (hasattr(source, "specs") and hasattr(source, "regions")):
         raise TypeError(f"{type(source).__name__} is no source of weights; wrap a module in ModuleSource(module)")
-
-
-def _publish_error(report: PublishReport) -> PublishError:
-    failures = {name: from_record(r.error) for name, r in report.engines.items() if r.error is not None}
-    causes = "; ".join(f"{name}: {error}" for name, error in failures.items())
-    return PublishError(
-        f"{len(failures)} of {len(report.engines)} engines did not take version {report.version}: {causes}",
-        failures,
-        report,
-    )

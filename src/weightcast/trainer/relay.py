@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -20,15 +21,11 @@ class _RelayedTensors:
     """A `Source` of the tensors that the relay was given last."""
 
     def __init__(self) -> None:
-        self._specs: tuple[TensorSpec, ...] = ()
+        self.known_specs: Sequence[TensorSpec] = ()
         self.held: Regions = {}
 
-    def use(self, specs: tuple[TensorSpec, ...]) -> None:
-        if specs != self._specs:
-            self._specs = specs
-
     def specs(self) -> Sequence[TensorSpec]:
-        return self._specs
+        return self.known_specs
 
     def regions(self) -> Regions:
         return self.held
@@ -50,12 +47,17 @@ class Relay:
     ) -> None:
         """The arguments are those of `Publisher`."""
         self.report: PublishReport | None = None
-        self._engines = engines
-        self._transport = transport
-        self._token = token
-        self._options = options
         self._given = _RelayedTensors()
         self._publisher: Publisher | None = None
+        self._make_publisher = functools.partial(
+            Publisher,
+            self._given,
+            transport=transport,
+            engines=engines,
+            token=token,
+            trainer_group=None,
+            options=options,
+        )
 
     def specs(self) -> None:
         """Whatever comes is passed on."""
@@ -63,26 +65,20 @@ class Relay:
 
     def validate(self, manifest: Manifest) -> None:
         """Nothing to refuse here: the engines are asked when it is published."""
-        records = manifest.tensors
-        self._given.use(tuple(record.spec for record in records))
+        specs = tuple(record.spec for record in manifest.tensors)
+        if specs != self._given.known_specs:
+            self._given.known_specs = specs
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         found = dict(tensors)
         self._given.held = {spec.name: ((whole(spec.shape), found[spec.name]),) for spec in self._given.specs()}
 
     def commit(self, version: WeightVersion) -> None:
-        """Publish it. Raises PublishError if an engine did not take it; it is offered anew to all then."""
+        """Publish it. Raises PublishError if an engine did not take it; it is offered again to all then."""
         if self._publisher is not None and version.number <= self._publisher.version:
             self.close()  # the store has another writer, who counts from below
         if self._publisher is None:
-            self._publisher = Publisher(
-                self._given,
-                transport=self._transport,
-                engines=self._engines,
-                token=self._token,
-                trainer_group=None,
-                options=self._options,
-            )
+            self._publisher = self._make_publisher()
         try:
             with on_failure(self.close):
                 self.report = self._publisher.publish(version.number)

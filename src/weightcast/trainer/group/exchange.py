@@ -1,28 +1,39 @@
-"""The trainer ranks that publish together: what they tell each other, and how one's failure becomes everyone's.
+"""The trainer ranks that publish together: what they send each other, and how one's failure becomes everyone's.
 
 Invariants: every rank makes the same exchanges in the same order; an error that one rank brings to an exchange is
 raised there by all; whoever loses another closes its group at once, which ends the others' waits; nothing but typed
-records and raw bytes travels. Group rank 0 is the publishing rank: what is done next is for it to say.
+records and raw bytes travels. Group rank 0 is the publishing rank, which says what is done next.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
 from torch.distributed import Work
 
-from weightcast.errors import ManifestError, PeerDiedError, PeerError, PeerTimeoutError
+from weightcast.errors import (
+    MAX_TEXT_CHARACTERS,
+    ErrorRecord,
+    ManifestError,
+    PeerDiedError,
+    PeerError,
+    PeerTimeoutError,
+    from_record,
+    to_record,
+)
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode, encode
+from weightcast.host.deadline import Deadline
 from weightcast.process_group import ProcessGroup, wait
-from weightcast.trainer.group.records import MAX_RECORD_BYTES, Failure, Instruction, NextInstruction, RankStatus
 from weightcast.trainer.group.rendezvous import Rendezvous, late, named
 
+_MAX_FAILURE_BYTES = 4 << 20
 _ROLL_CALL_SECONDS = 2.0
 _MAX_SILENCE_SECONDS = 10.0
 """The longest time that the publishing rank sends nothing.
@@ -31,11 +42,89 @@ Other ranks pass a sign of life on to their receivers only when they hear from i
 """
 
 
-_NOTHING = RankStatus()
+class Instruction(enum.IntEnum):
+    """What an exchange is about; the publishing rank says it."""
+
+    START = 1
+    SETTLE = 2
+    WAIT = 3
+    BUCKET = 4
+    END = 5
+    OPEN = 6
+    SPREAD = 7
+    ASK = 8
+
+
+class RankStatus(NamedTuple):
+    """What one rank brings to an exchange: fixed numbers. `num_error_bytes` of its failure's record, or 0.
+
+    `argument`, `version`: the publishing rank's. `news`, `digest_low`, `digest_high`, `device`: see `shares`.
+    `is_busy`, `num_failures`: see `device_senders`.
+    """
+
+    num_error_bytes: int = 0
+    command: int = 0
+    argument: int = 0
+    version: int = -1
+    news: int = 0
+    digest_low: int = 0
+    digest_high: int = 0
+    device: int = 0
+    is_busy: int = 0
+    num_failures: int = 0
+
+
+class NextInstruction(NamedTuple):
+    """What the publishing rank said at an exchange. `is_ready`: no rank was busy with what it had said before."""
+
+    command: Instruction
+    argument: int
+    is_ready: bool
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An error of one rank, on its way to the others. `is_named`: its text says itself which ranks it is about."""
+
+    record: ErrorRecord
+    builtin: Literal["", "ValueError", "TypeError"] = ""
+    is_named: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        record, is_named = to_record(error), bool(getattr(error, "names_trainer_ranks", False))
+        if not isinstance(error, (ValueError, TypeError)):
+            return cls(record, "", is_named)
+        record = msgspec.structs.replace(record, message=str(error)[:MAX_TEXT_CHARACTERS])
+        return cls(record, "ValueError" if isinstance(error, ValueError) else "TypeError", is_named)
+
+    def error(self, trainer_rank: int) -> Exception:
+        """The error as the other ranks raise it; `trainer_rank` is where it happened."""
+        record = self.record
+        if not self.is_named:
+            record = msgspec.structs.replace(record, message=f"trainer rank {trainer_rank}: {record.message}")
+        match self.builtin:
+            case "ValueError":
+                return ValueError(record.message)
+            case "TypeError":
+                return TypeError(record.message)
+        return from_record(record)
 
 
 class _GivenUpError(PeerDiedError):
     """Another rank had closed its side of the group before this publish began."""
+
+
+class _ErrorAtNextExchange:
+    def __init__(self, ranks: TrainerRanks) -> None:
+        self._ranks = ranks
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
+        if error is None:
+            return False
+        self._ranks.error = error
+        return True
 
 
 class TrainerRanks:
@@ -50,11 +139,12 @@ class TrainerRanks:
         self.is_publishing = self.group_rank == 0
         self.version = -1
         """On the publishing rank: what it tells at each exchange. On the others: what they were told last."""
+        self.error: BaseException | None = None
+        """This rank's, which it brings to its next exchange."""
         self._deadline_seconds = deadline_seconds
         self._lock = threading.RLock()
-        self._group: ProcessGroup | None = None
-        self._nccl: ProcessGroup | None = None
-        self._arenas: ProcessGroup | None = None
+        self._groups: dict[Literal["gloo", "nccl", "arenas"], ProcessGroup] = {}
+        """All ranks, for host memory and for GPUs; and the ranks that have an arena."""
         self._verdict: BaseException | None = None
         self._is_kept = False
         self._last_exchange = 0.0
@@ -64,55 +154,67 @@ class TrainerRanks:
     @property
     def is_connected(self) -> bool:
         """Whether this rank has a group that has not broken."""
-        return self._group is not None
+        return "gloo" in self._groups
 
     # --- exchanges ---
 
-    def start(self, status: RankStatus, error: BaseException | None) -> list[RankStatus]:
+    def error_at_next_exchange(self) -> _ErrorAtNextExchange:
+        """An error inside is not raised there: this rank's next exchange raises it, on every rank."""
+        return _ErrorAtNextExchange(self)
+
+    def start(self, status: RankStatus) -> list[RankStatus]:
         """The first exchange of a publish; connects where there is no group. Blocks until all ranks publish.
 
         A group that another rank has given up before is replaced, once.
         """
         with self._lock:
-            if self._group is not None:
-                with contextlib.suppress(_GivenUpError):
-                    return self._start(status, error, is_kept=True)
-            self._group = self._rendezvous.join()
-            return self._start(status, error, is_kept=False)
+            self._verdict, error = None, self.error
+            if self.is_connected:
+                self._is_kept = True
+                try:
+                    return self.exchange(status)
+                except _GivenUpError:
+                    self._verdict, self.error = None, error
+                finally:
+                    self._is_kept = False
+            self._groups["gloo"] = self._rendezvous.join()
+            return self.exchange(status)
 
-    def _start(self, status: RankStatus, error: BaseException | None, *, is_kept: bool) -> list[RankStatus]:
-        self._verdict, self._is_kept = None, is_kept
-        try:
-            return self.exchange(status, error)
-        finally:
-            self._is_kept = False
-
-    def exchange(self, status: RankStatus, error: BaseException | None = None) -> list[RankStatus]:
+    def exchange(self, status: RankStatus) -> list[RankStatus]:
         """Every rank's row, by group rank; blocks until all have come. One collective.
 
         Raises on every rank the error that a rank has brought: there its own, elsewhere one that names that rank.
         Raises PeerError if a rank dies or stands still; the ranks connect again at the next `start`.
         """
         with self._lock:
+            error, self.error = self.error, None
             if self._verdict is not None:
                 raise self._verdict
             with self._unbroken() as group:
                 failure = b"" if error is None else encode(Failure.of(error))
-                statuses = self._exchanged(group, status._replace(num_error_bytes=len(failure)))
+                self._status.copy_(torch.tensor(status._replace(num_error_bytes=len(failure))))
+                wait(group.all_gather(list(self._statuses.unbind()), self._status))
+                statuses = [RankStatus(*numbers) for numbers in self._statuses.tolist()]
+                if not self.is_publishing:
+                    self.version = statuses[0].version
                 self._last_exchange = time.monotonic()
                 failing = next((g for g, each in enumerate(statuses) if each.num_error_bytes), None)
                 if failing is None:
                     return statuses
                 data = self._broadcast(group, failure, failing, statuses[failing].num_error_bytes)
-                is_own = failing == self.group_rank
-                self._verdict = error if error is not None and is_own else _error_of(data, self.ranks[failing])
-            if error is None or error is self._verdict:
-                raise self._verdict
-            raise self._verdict from error
+                if error is not None and failing == self.group_rank:
+                    verdict = error
+                else:
+                    told: Failure = decode(data, Failure, max_bytes=_MAX_FAILURE_BYTES)
+                    verdict = told.error(self.ranks[failing])
+                self._verdict = verdict
+            if error is None or error is verdict:
+                raise verdict
+            raise verdict from error
 
-    def announce(self, command: Instruction, argument: int = 0, *, error: BaseException | None = None) -> None:
+    def announce(self, command: Instruction, argument: int = 0) -> None:
         """The publishing rank's exchange: what all do next."""
-        self.exchange(RankStatus(command=command, argument=argument, version=self.version), error)
+        self.exchange(RankStatus(command=command, argument=argument, version=self.version))
 
     def announce_when_idle(self, command: Instruction, argument: int = 0, data: bytes = b"") -> list[RankStatus]:
         """`announce`, repeated until no rank is busy: only then the command counts. Returns the rows of that exchange.
@@ -129,18 +231,27 @@ class TrainerRanks:
                         self.broadcast(data, len(data))
                     return statuses
 
-    def next_instruction(self, error: BaseException | None = None, status: RankStatus = _NOTHING) -> NextInstruction:
-        """Another rank's exchange: bring `status` and `error`, and be told what to do next."""
-        statuses = self.exchange(status, error)
-        return NextInstruction(
-            Instruction(statuses[0].command), statuses[0].argument, not any(each.is_busy for each in statuses)
-        )
+    def next_instruction(self, status: RankStatus | None = None) -> NextInstruction:
+        """Another rank's exchange: bring `status`, and be told what to do next."""
+        statuses = self.exchange(RankStatus() if status is None else status)
+        is_ready = not any(each.is_busy for each in statuses)
+        return NextInstruction(Instruction(statuses[0].command), statuses[0].argument, is_ready)
 
     @contextlib.contextmanager
     def keeping_alive(self) -> Iterator[None]:
         """On the publishing rank: tell the others to wait on, as often as it takes, in a thread of its own."""
         over = threading.Event()
-        thread = threading.Thread(target=self._keep_alive, args=(over,), name="weightcast-ranks", daemon=True)
+        interval = min(self._deadline_seconds / 3, _MAX_SILENCE_SECONDS)
+
+        def keep_alive() -> None:
+            # What fails here fails the caller's next exchange.
+            with self.error_at_next_exchange():
+                while not over.wait(max(0.0, self._last_exchange + interval - time.monotonic())):
+                    with self._lock:
+                        if not over.is_set() and self._last_exchange + interval <= time.monotonic():
+                            self.announce(Instruction.WAIT)
+
+        thread = threading.Thread(target=keep_alive, name="weightcast-ranks", daemon=True)
         thread.start()
         try:
             yield
@@ -148,24 +259,20 @@ class TrainerRanks:
             over.set()
             thread.join()
 
-    def _keep_alive(self, over: threading.Event) -> None:
-        interval = min(self._deadline_seconds / 3, _MAX_SILENCE_SECONDS)
-        while not over.wait(max(0.0, self._last_exchange + interval - time.monotonic())):
-            with self._lock:
-                if over.is_set() or self._last_exchange + interval > time.monotonic():
-                    continue
-                try:
-                    self.announce(Instruction.WAIT)
-                except BaseException:
-                    # The next exchange of the caller raises it.
-                    return
-
     # --- bytes ---
 
     def broadcast(self, data: bytes, num_bytes: int) -> bytes:
         """`num_bytes` of the publishing rank's `data`, on every rank."""
         with self._lock, self._unbroken() as group:
             return self._broadcast(group, data, 0, num_bytes)
+
+    def _broadcast(self, group: ProcessGroup, data: bytes, root: int, num_bytes: int) -> bytes:
+        if not 0 < num_bytes <= MAX_MESSAGE_BYTES:
+            raise ManifestError(f"a message of {num_bytes} bytes from trainer rank {self.ranks[root]}")
+        is_root = root == self.group_rank
+        tensor = _bytes_tensor(data) if is_root else torch.empty(num_bytes, dtype=torch.uint8)
+        wait(group.broadcast(tensor, root=root))
+        return data if is_root else tensor.numpy().tobytes()
 
     def send_message(self, message: msgspec.Struct, group_rank: int) -> None:
         data = encode(message)
@@ -187,26 +294,19 @@ class TrainerRanks:
     def connect_nccl(self, device: torch.device) -> None:
         """A group for bytes on GPUs, for `send` and `receive` of CUDA tensors. Every rank calls it."""
         with self._unbroken():
-            if self._nccl is None:
-                self._nccl = self._rendezvous.nccl(device)
+            if "nccl" not in self._groups:
+                self._groups["nccl"] = self._rendezvous.nccl(device)
 
     def send(self, tensor: torch.Tensor, group_rank: int) -> None:
         """Send a contiguous tensor; blocks until it has gone."""
-        with self._unbroken() as group:
-            if tensor.is_cuda:
-                assert self._nccl is not None
-                wait(self._nccl.send(tensor, group_rank))
-                self._wait_for_device(tensor.device)
-            else:
-                wait(group.send(tensor, group_rank))
+        with self._unbroken():
+            wait(self._groups["nccl" if tensor.is_cuda else "gloo"].send(tensor, group_rank))
+            self._wait_for_device(tensor)
 
     def receive(self, tensor: torch.Tensor, group_rank: int) -> Work:
         """Begin to receive into a contiguous tensor; see `arrived`."""
-        with self._unbroken() as group:
-            if tensor.is_cuda:
-                assert self._nccl is not None
-                return self._nccl.receive(tensor, group_rank)
-            return group.receive(tensor, group_rank)
+        with self._unbroken():
+            return self._groups["nccl" if tensor.is_cuda else "gloo"].receive(tensor, group_rank)
 
     def arrived(self, works: list[Work]) -> None:
         """Wait for what `receive` has begun, and empty the list; on a GPU the current stream waits."""
@@ -223,67 +323,59 @@ class TrainerRanks:
         The buckets are on `device`. Every rank calls it. `number`: another one for each such group.
         """
         with self._unbroken():
-            self._close_arenas()
+            if former := self._groups.pop("arenas", None):
+                former.close()
             if self.group_rank in group_ranks:
-                self._arenas = self._rendezvous.part(group_ranks, f"arenas/{number}", device)
+                self._groups["arenas"] = self._rendezvous.part(group_ranks, f"arenas/{number}", device)
 
     def broadcast_bucket(self, tensor: torch.Tensor) -> None:
         """The publishing rank: give a contiguous tensor to every arena rank. Blocks until it has gone, or is queued."""
         with self._lock, self._unbroken():
-            assert self._arenas is not None
-            wait(self._arenas.broadcast(tensor, root=0))
+            wait(self._groups["arenas"].broadcast(tensor, root=0))
 
     def receive_bucket(self, tensor: torch.Tensor) -> None:
-        """Another arena rank: take what is spread; blocks until it is there. For a thread of its own.
+        """Another arena rank: receive what is broadcast; blocks until it is there. For a thread of its own.
 
         Raises PeerError, which leaves this rank's other groups as they are: the group of arenas is of no more use.
         """
-        arenas = self._arenas
+        arenas = self._groups.get("arenas")
         if arenas is None:
             raise PeerDiedError("the trainer ranks lost each other", peer="trainer")
         wait(arenas.broadcast(tensor, root=0))
-        if tensor.is_cuda:
-            self._wait_for_device(tensor.device)
+        self._wait_for_device(tensor)
+
+    # --- the end ---
 
     def give_up(self) -> None:
         """This rank can't go on, and can't say why: disconnect, unless all know already how the publish has ended."""
-        if self._verdict is None and self._group is not None:
+        self.error = None
+        if self._verdict is None and self.is_connected:
             self.close()
             self._rendezvous.leave()
 
     def close(self) -> None:
         """Disconnect, without a word. Idempotent."""
-        for group in (self._group, self._nccl):
-            if group is not None:
-                group.close()
-        self._group = self._nccl = None
-        self._close_arenas()
-
-    # --- inside ---
-
-    def _close_arenas(self) -> None:
-        if self._arenas is not None:
-            self._arenas.close()
-            self._arenas = None
+        for group in list(self._groups.values()):
+            group.close()
+        self._groups.clear()
 
     @contextlib.contextmanager
     def _unbroken(self) -> Iterator[ProcessGroup]:
         """Whatever goes wrong inside leaves the ranks out of step: the group is closed; the next `start` mends it."""
-        if self._group is None:
+        if not self.is_connected:
             raise self._verdict or PeerError("the trainer ranks are not connected")
         try:
-            yield self._group
+            yield self._groups["gloo"]
         except BaseException as exc:
-            self._verdict = self._broken(exc)
+            self.close()
+            self._rendezvous.leave()
+            self._verdict = self._explained(exc) if isinstance(exc, PeerError) else exc
             if self._verdict is exc:
                 raise
             raise self._verdict from exc
 
-    def _broken(self, exc: BaseException) -> BaseException:
-        self.close()
-        self._rendezvous.leave()
-        if not isinstance(exc, PeerError):
-            return exc
+    def _explained(self, exc: PeerError) -> PeerError:
+        """The loss of another rank, with who that was, as far as the others' signs say it."""
         if self._is_kept and isinstance(exc, PeerDiedError):
             return _GivenUpError(str(exc))
         missing = self._rendezvous.missing(min(_ROLL_CALL_SECONDS, self._deadline_seconds / 4))
@@ -294,36 +386,17 @@ class TrainerRanks:
         lost = "the rendezvous store, usually on trainer rank 0, does not answer" if missing is None else sign
         return type(exc)(f"connection between trainer ranks lost ({lost}): {exc}", peer=names or "trainer")
 
-    def _exchanged(self, group: ProcessGroup, status: RankStatus) -> list[RankStatus]:
-        self._status.copy_(torch.tensor(status))
-        wait(group.all_gather(list(self._statuses.unbind()), self._status))
-        statuses = [RankStatus(*numbers) for numbers in self._statuses.tolist()]
-        if not self.is_publishing:
-            self.version = statuses[0].version
-        return statuses
-
-    def _broadcast(self, group: ProcessGroup, data: bytes, root: int, num_bytes: int) -> bytes:
-        if not 0 < num_bytes <= MAX_MESSAGE_BYTES:
-            raise ManifestError(f"a message of {num_bytes} bytes from trainer rank {self.ranks[root]}")
-        is_root = root == self.group_rank
-        tensor = _bytes_tensor(data) if is_root else torch.empty(num_bytes, dtype=torch.uint8)
-        wait(group.broadcast(tensor, root=root))
-        return data if is_root else tensor.numpy().tobytes()
-
-    def _wait_for_device(self, device: torch.device) -> None:
+    def _wait_for_device(self, tensor: torch.Tensor) -> None:
+        if not tensor.is_cuda:
+            return
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        end = time.monotonic() + self._deadline_seconds
+        event.record(torch.cuda.current_stream(tensor.device))
+        deadline = Deadline(self._deadline_seconds)
         while not event.query():  # type: ignore[no-untyped-call]
-            if time.monotonic() > end:
+            if deadline.has_passed:
                 raise PeerTimeoutError(f"a transfer over NCCL was not over within {self._deadline_seconds:g} s")
             time.sleep(0.0002)
 
 
 def _bytes_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _error_of(data: bytes, trainer_rank: int) -> Exception:
-    failure: Failure = decode(data, Failure, max_bytes=MAX_RECORD_BYTES)
-    return failure.error(trainer_rank)

@@ -2,41 +2,33 @@
 
 The plan of buckets is that of the whole tensors, however they are sharded. Invariants: each element is brought by one
 rank, the publishing rank's own shards never travel; a rank sends its part of a bucket densely, in the manifest's
-dtypes, so that both ends know every offset from the plan and the regions alone; bucket k + 1 comes in while k is
-digested and sent; the publishing rank holds one bucket of gathered bytes, another rank one bucket's share.
+dtypes and in the order of the pieces and of its own list, so that both ends know every offset from the plan and the
+regions alone; bucket k + 1 comes in while k is digested and sent; the publishing rank holds one bucket of gathered
+bytes, another rank one bucket's share.
 """
 
 from __future__ import annotations
 
+import array
+import ctypes
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.distributed import Work
 
-from weightcast.format.bucket import Layout, write_trailer
-from weightcast.format.geometry import is_run
-from weightcast.format.manifest import WeightVersion
-from weightcast.host.copy import copy_all
-from weightcast.trainer.group.assignment import HeldRegion, Shard
-from weightcast.trainer.group.exchange import TrainerRanks
-from weightcast.trainer.group.records import Instruction
-from weightcast.trainer.group.slices import (
-    CopyRuns,
-    ShardSlice,
-    ShardSlices,
-    SliceSources,
-    bucket_views,
-    message_views,
-    start_bytes,
-)
+from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow, write_trailer
+from weightcast.format.geometry import Region, common, is_run, relative, row_major, start_elements
+from weightcast.format.manifest import ITEMSIZE_BYTES, WeightVersion
+from weightcast.host.copy import PLAIN_BYTES, copy_all
+from weightcast.trainer.group.exchange import Instruction, TrainerRanks
+from weightcast.trainer.packer import HeldRegion, Shard
 
 _ALIGNMENT_BYTES = 64
 """Of each rank's place in the staging buffer; what one rank sends has no gaps."""
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 class Contribution:
@@ -51,8 +43,8 @@ class Contribution:
         self._slices = ShardSlices(layout, shards)
         size = _aligned(max(self._slices.sizes, default=0))
         device = shards[0].data.device if shards else via
-        self._packed = _buffer(size, device, pinned=False)
-        self._message = self._packed if device.type == via.type else _buffer(size, via, pinned=True)
+        self._packed = torch.empty(size, dtype=torch.uint8, device=device)
+        self._message = self._packed if device.type == via.type else _pinned(size, via)
         self._targets: dict[int, list[torch.Tensor]] = {}
         self._sources = SliceSources(self._slices, shards)
 
@@ -61,22 +53,17 @@ class Contribution:
         self._sources = SliceSources(self._slices, shards)
 
     @torch.no_grad()
-    def send(self, index: int) -> BaseException | None:
+    def send(self, index: int) -> None:
         """Pack and send this rank's part of bucket `index`; blocks until it has gone.
 
-        Returns why it could not be packed: the others must get their bytes first and learn it at the next exchange.
-        Raises PeerError.
+        If it can't be packed, the others get their bytes first and learn why at the next exchange. Raises PeerError.
         """
         size = self._slices.sizes[index]
         if not size:
-            return None
-        error: BaseException | None = None
-        try:
+            return
+        with self._ranks.error_at_next_exchange():
             self._pack(index, size)
-        except BaseException as exc:
-            error = exc
         self._ranks.send(self._message[:size], 0)
-        return error
 
     def _pack(self, index: int, size: int) -> None:
         targets = self._targets.get(index)
@@ -87,8 +74,7 @@ class Contribution:
             self._message[:size].copy_(self._packed[:size])
 
 
-@dataclasses.dataclass(slots=True)
-class _StagingSlot:
+class _StagingSlot(NamedTuple):
     """One rank's place in the staging buffer for one bucket."""
 
     group_rank: int
@@ -97,14 +83,16 @@ class _StagingSlot:
 
 
 @dataclasses.dataclass(slots=True)
-class _IncomingShards:
-    """Where what comes for one bucket goes: `runs` of bytes, and views of the slices that lie scattered in `buffer`."""
+class _Moves:
+    """What goes where for one bucket: runs of bytes and scattered slices that came, and this rank's own slices."""
 
-    runs: CopyRuns = dataclasses.field(default_factory=CopyRuns)
-    scattered: list[ShardSlice] = dataclasses.field(default_factory=list)
-    sources: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    runs: CopyRuns
+    scattered: list[ShardSlice]
+    sources: list[torch.Tensor]
     buffer: torch.Tensor | None = None
-    targets: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    targets: Sequence[torch.Tensor] = ()
+    own_targets: Sequence[torch.Tensor] = ()
+    """Views of `buffer`."""
 
 
 class GatheringPacker:
@@ -123,17 +111,23 @@ class GatheringPacker:
         via: torch.device,
     ) -> None:
         """`others[r]`: what was assigned to group rank r + 1. `via`: where messages arrive."""
-        self._ranks, self._layout = ranks, layout
+        self._ranks, self._layout, self._via = ranks, layout, via
         self._own = ShardSlices(layout, shards)
         self._others = [ShardSlices(layout, parts) for parts in others]
         self._sources = SliceSources(self._own, shards)
-        self._staging_slots = [self._laid_out(index) for index in range(len(layout.entries))]
-        ends = (_aligned(s.start + s.num_bytes) for stretches in self._staging_slots for s in stretches)
-        self._via, self._size = via, max(ends, default=0)
+        self._slots: list[list[_StagingSlot]] = [[] for _ in layout.entries]
+        self._size = 0
+        for index, slots in enumerate(self._slots):
+            start = 0
+            for group_rank, slices in enumerate(self._others, start=1):
+                if num_bytes := slices.sizes[index]:
+                    slots.append(_StagingSlot(group_rank, start, num_bytes))
+                    start = _aligned(start + num_bytes)
+            self._size = max(self._size, start)
         self._staging: torch.Tensor | None = None
         self._landed: torch.Tensor | None = None
-        self._arrivals: dict[int, _IncomingShards] = {}
-        self._targets: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        """The staging buffer's bytes on the buckets' device."""
+        self._moves: dict[int, _Moves] = {}
         self._works: list[Work] = []
         self._coming = -1
 
@@ -143,7 +137,7 @@ class GatheringPacker:
 
     @torch.no_grad()
     def pack(self, index: int, buffer: torch.Tensor, version: WeightVersion) -> bytes | torch.Tensor:
-        """Fill `buffer` with bucket `index` and its trailer; return the digest, as `bucket.Packer.pack` does.
+        """Fill `buffer` with bucket `index` and its trailer; return the digest, as `Packer.pack` does.
 
         Blocks until every rank's part is here, each wait at most for the deadline. When it returns, every rank has said
         that its part is right. Raises what any rank raised, on all of them, and PeerError.
@@ -151,9 +145,8 @@ class GatheringPacker:
         self._ranks.version = version.number
         if self._coming != index:
             self._call(index)
-        copy_all(self._own_targets(index, buffer), self._sources.of(index))
-        self._ranks.arrived(self._works)
-        self._coming = -1
+        copy_all(self._moves_of(index, buffer).own_targets, self._sources.of(index))
+        self.drain()
         self._unpack(index, buffer)
         if index + 1 < len(self._layout.entries):
             self._call(index + 1)
@@ -163,86 +156,198 @@ class GatheringPacker:
         return write_trailer(buffer, manifest.buckets[index], version, index, manifest.digest_kind)
 
     def drain(self) -> None:
-        """Take what is still under way, for nobody: the ranks are then in step. Raises PeerError."""
+        """Take what is still under way: the ranks are then in step. Raises PeerError."""
         self._coming = -1
         self._ranks.arrived(self._works)
 
     def forget_views(self) -> None:
         """Drop every view of the transport's buffers."""
-        self._targets.clear()
-        self._arrivals.clear()
+        self._moves.clear()
 
     def _call(self, index: int) -> None:
         """Have every rank send its part of a bucket. All of them have packed the one before without an error."""
         self.drain()
         self._ranks.announce(Instruction.BUCKET, index)
         self._coming = index
-        staging = self._ready_staging()
-        for staging_slot in self._staging_slots[index]:
-            place = staging[staging_slot.start : staging_slot.start + staging_slot.num_bytes]
-            self._works.append(self._ranks.receive(place, staging_slot.group_rank))
-
-    def _ready_staging(self) -> torch.Tensor:
         if self._staging is None:
-            self._staging = _buffer(self._size, self._via, pinned=True)
-        return self._staging
-
-    def _landed_beside(self, buffer: torch.Tensor, num_bytes: int) -> torch.Tensor:
-        """The staging buffer's bytes on the bucket's device."""
-        staging = self._ready_staging()
-        if staging.device.type == buffer.device.type:
-            return staging
-        if self._landed is None:
-            self._landed = _buffer(self._size, buffer.device, pinned=True)
-        self._landed[:num_bytes].copy_(staging[:num_bytes])
-        return self._landed
-
-    def _laid_out(self, index: int) -> list[_StagingSlot]:
-        stretches, start = [], 0
-        for group_rank, slices in enumerate(self._others, start=1):
-            if num_bytes := slices.sizes[index]:
-                stretches.append(_StagingSlot(group_rank, start, num_bytes))
-                start = _aligned(start + num_bytes)
-        return stretches
-
-    def _own_targets(self, index: int, buffer: torch.Tensor) -> list[torch.Tensor]:
-        known = self._targets.get(index)
-        if known is None or known[0] is not buffer:
-            views = bucket_views(self._own.of(index), self._layout.entries[index], buffer)
-            known = self._targets[index] = buffer, views
-        return known[1]
+            self._staging = _pinned(self._size, self._via)
+        for group_rank, start, num_bytes in self._slots[index]:
+            self._works.append(self._ranks.receive(self._staging[start : start + num_bytes], group_rank))
 
     def _unpack(self, index: int, buffer: torch.Tensor) -> None:
         """Copy what came for bucket `index` from the staging buffer to its places."""
-        stretches = self._staging_slots[index]
-        if not stretches:
+        if not self._slots[index]:
             return
-        landed = self._landed_beside(buffer, stretches[-1].start + stretches[-1].num_bytes)
-        arrivals = self._arrivals.get(index)
-        if arrivals is None:
-            arrivals = self._arrivals[index] = self._sorted_out(index, landed)
-        arrivals.runs.copy(buffer, landed)
-        if arrivals.scattered:
-            if arrivals.buffer is not buffer:
-                arrivals.buffer = buffer
-                arrivals.targets = bucket_views(arrivals.scattered, self._layout.entries[index], buffer)
-            copy_all(arrivals.targets, arrivals.sources)
+        landed, moves, last = self._landed_for(buffer), self._moves_of(index, buffer), self._slots[index][-1]
+        if landed is not self._staging and self._staging is not None:
+            num_bytes = last.start + last.num_bytes
+            landed[:num_bytes].copy_(self._staging[:num_bytes])
+        moves.runs.copy(buffer, landed)
+        copy_all(moves.targets, moves.sources)
 
-    def _sorted_out(self, index: int, staging: torch.Tensor) -> _IncomingShards:
-        arrivals, entries = _IncomingShards(), self._layout.entries[index]
-        for staging_slot in self._staging_slots[index]:
-            scattered = []
-            for cut in self._others[staging_slot.group_rank - 1].of(index):
-                if is_run(cut.region, entries[cut.entry].piece.region.sizes):
-                    target = start_bytes(entries[cut.entry], cut)
-                    arrivals.runs.add(target, staging_slot.start + cut.offset_bytes, cut.num_bytes)
-                else:
-                    scattered.append(cut)
-            arrivals.scattered += scattered
-            arrivals.sources += message_views(scattered, staging, staging_slot.start)
-        return arrivals
+    def _landed_for(self, buffer: torch.Tensor) -> torch.Tensor:
+        assert self._staging is not None
+        if self._staging.device.type == buffer.device.type:
+            return self._staging
+        if self._landed is None:
+            self._landed = _pinned(self._size, buffer.device)
+        return self._landed
+
+    def _moves_of(self, index: int, buffer: torch.Tensor) -> _Moves:
+        entries, moves = self._layout.entries[index], self._moves.get(index)
+        if moves is None:
+            moves = self._moves[index] = _Moves(CopyRuns(), [], [])
+            for slot in self._slots[index]:
+                scattered = []
+                for cut in self._others[slot.group_rank - 1].of(index):
+                    if is_run(cut.region, entries[cut.entry].piece.region.sizes):
+                        target = _start_bytes(entries[cut.entry], cut)
+                        moves.runs.add(target, slot.start + cut.offset_bytes, cut.num_bytes)
+                    else:
+                        scattered.append(cut)
+                moves.scattered += scattered
+                moves.sources += message_views(scattered, self._landed_for(buffer), slot.start)
+        if moves.buffer is not buffer:
+            moves.buffer = buffer
+            moves.targets = bucket_views(moves.scattered, entries, buffer)
+            moves.own_targets = bucket_views(self._own.of(index), entries, buffer)
+        return moves
 
 
-def _buffer(num_bytes: int, device: torch.device, *, pinned: bool) -> torch.Tensor:
-    pin = pinned and device.type == "cpu" and torch.cuda.is_available()
+# --- geometry, from the plan and the regions alone ---
+
+
+class ShardSlice(NamedTuple):
+    """What of one piece a part brings: `region` of the tensor, from part number `part`, at `offset_bytes` of a message.
+
+    `entry`: the piece's number in its bucket.
+    """
+
+    entry: int
+    part: int
+    region: Region
+    dtype: str
+    num_bytes: int
+    offset_bytes: int = 0
+
+
+class ShardSlices:
+    """One rank's parts, cut at the pieces of each bucket; the same on the rank itself and on the publishing rank."""
+
+    def __init__(self, layout: Layout, parts: Sequence[HeldRegion]) -> None:
+        self._layout = layout
+        self._parts: defaultdict[int, list[tuple[int, Region]]] = defaultdict(list)
+        for number, part in enumerate(parts):
+            self._parts[part.tensor].append((number, part.region))
+        self.sizes = [sum(cut.num_bytes for cut in self._found(index)) for index in range(len(layout.entries))]
+        """Bytes of the message for each bucket."""
+        self._last: tuple[int, list[ShardSlice]] = (-1, [])
+
+    def of(self, index: int) -> list[ShardSlice]:
+        """The cuts of bucket `index` in the order of the message: wide dtypes first, so that all lie aligned.
+
+        Only the last bucket's are kept: views are made of them once, and there may be many.
+        """
+        if self._last[0] != index:
+            found = sorted(self._found(index), key=lambda cut: -ITEMSIZE_BYTES[cut.dtype])
+            ends = itertools.accumulate((cut.num_bytes for cut in found), initial=0)
+            self._last = index, [cut._replace(offset_bytes=end) for cut, end in zip(found, ends, strict=False)]
+        return self._last[1]
+
+    def _found(self, index: int) -> Iterator[ShardSlice]:
+        for number, entry in enumerate(self._layout.entries[index]):
+            piece, dtype = entry.piece.region, entry.record.dtype
+            for part, region in self._parts.get(entry.tensor, ()):
+                shared = piece if region == piece else common(piece, region)
+                if shared is not None:
+                    yield ShardSlice(number, part, shared, dtype, shared.numel * ITEMSIZE_BYTES[dtype])
+
+
+class SliceSources:
+    """Views of a rank's own shards, cut for each bucket; made once."""
+
+    def __init__(self, slices: ShardSlices, shards: Sequence[Shard]) -> None:
+        self._slices, self._shards = slices, shards
+        self._views: dict[int, list[torch.Tensor]] = {}
+
+    def of(self, index: int) -> list[torch.Tensor]:
+        views = self._views.get(index)
+        if views is None:
+            pairs = [(self._shards[cut.part], cut.region) for cut in self._slices.of(index)]
+            views = self._views[index] = [
+                shard.data if region == shard.region else narrow(shard.data, relative(region, shard.region))
+                for shard, region in pairs
+            ]
+        return views
+
+
+def message_views(slices: Sequence[ShardSlice], buffer: torch.Tensor, start: int = 0) -> list[torch.Tensor]:
+    """One view for each cut into a message that lies in `buffer` from byte `start` on."""
+    return _views(buffer, ((cut, start + cut.offset_bytes, cut.region.sizes) for cut in slices))
+
+
+def bucket_views(slices: Sequence[ShardSlice], entries: Sequence[Entry], buffer: torch.Tensor) -> list[torch.Tensor]:
+    """One view for each cut into a bucket's buffer."""
+    pairs = ((cut, entries[cut.entry]) for cut in slices)
+    return _views(buffer, ((cut, _start_bytes(entry, cut), entry.piece.region.sizes) for cut, entry in pairs))
+
+
+def _views(buffer: torch.Tensor, places: Iterable[tuple[ShardSlice, int, Sequence[int]]]) -> list[torch.Tensor]:
+    """A view of each cut: at which byte its first element lies, and within a block of which sizes its rows lie."""
+    # The widest element has 16 bytes; a trailer, or unused room, lies behind every payload.
+    whole = buffer[: buffer.numel() // 16 * 16]
+    by_dtype: dict[str, torch.Tensor] = {}
+    views = []
+    for cut, start, sizes in places:
+        typed = by_dtype.get(cut.dtype)
+        if typed is None:
+            typed = by_dtype[cut.dtype] = whole.view(TORCH_DTYPES[cut.dtype])
+        offset = typed.storage_offset() + start // ITEMSIZE_BYTES[cut.dtype]
+        views.append(typed.as_strided(cut.region.sizes, row_major(sizes), offset))
+    return views
+
+
+def _start_bytes(entry: Entry, cut: ShardSlice) -> int:
+    """Where in its bucket the first element of a cut lies."""
+    piece = entry.piece.region
+    elements = start_elements(relative(cut.region, piece), piece.sizes)
+    return entry.piece.offset_bytes + elements * ITEMSIZE_BYTES[cut.dtype]
+
+
+class CopyRuns:
+    """Bytes that go from the staging buffer to a bucket as they are: runs, joined where they meet on both sides."""
+
+    def __init__(self) -> None:
+        self._numbers = array.array("q")
+
+    def add(self, target: int, source: int, num_bytes: int) -> None:
+        numbers = self._numbers
+        if numbers and (numbers[-3] + numbers[-1], numbers[-2] + numbers[-1]) == (target, source):
+            numbers[-1] += num_bytes
+        else:
+            numbers.extend((target, source, num_bytes))
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        return zip(self._numbers[0::3], self._numbers[1::3], self._numbers[2::3], strict=True)
+
+    def copy(self, buffer: torch.Tensor, staging: torch.Tensor) -> None:
+        if buffer.is_cuda or staging.is_cuda:
+            # One call for all, and no views to keep: there are three for each run.
+            pairs = [(buffer[t : t + size], staging[s : s + size]) for t, s, size in self]
+            copy_all([target for target, _ in pairs], [source for _, source in pairs])
+            return
+        target, source = buffer.numpy().data, staging.numpy().data
+        for to, of, size in self:
+            if size < PLAIN_BYTES:
+                target[to : to + size] = source[of : of + size]
+            else:
+                ctypes.memmove(buffer.data_ptr() + to, staging.data_ptr() + of, size)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
+    pin = device.type == "cpu" and torch.cuda.is_available()
     return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pin)

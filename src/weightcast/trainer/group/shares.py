@@ -17,14 +17,15 @@ import torch
 from weightcast.errors import IncompatibleWeightsError
 from weightcast.format.bucket import Layout
 from weightcast.format.geometry import Region
-from weightcast.format.manifest import DigestKind, Manifest, RunId, TensorSpec, decode
+from weightcast.format.manifest import ITEMSIZE_BYTES, DigestKind, Manifest, RunId, TensorSpec, decode
 from weightcast.format.plan import plan
 from weightcast.seams.source import Regions, Source
-from weightcast.trainer.group.assignment import HeldRegion, SeenRegions, Shard, assign, held_shards
-from weightcast.trainer.group.exchange import TrainerRanks
+from weightcast.trainer.group.device_senders import DeviceArenas, SenderAssignment, SenderFactory, SenderLocation
+from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks
 from weightcast.trainer.group.gather import Contribution, GatheringPacker
-from weightcast.trainer.group.records import Instruction, RankStatus
-from weightcast.trainer.group.sender_assignment import DeviceArenas, SenderAssignment, SenderFactory, SenderLocation
+from weightcast.trainer.packer import HeldRegion, SeenRegions, Shard, held_shards, require_tiling
+
+_TOGETHER = "the ranks of trainer_group together must hold every element: pass the group of all ranks of the model"
 
 
 class _HeldPart(msgspec.Struct, frozen=True, array_like=True):
@@ -57,20 +58,20 @@ class Shares:
 
     def __init__(self, ranks: TrainerRanks, sender_factory: SenderFactory | None) -> None:
         self.arenas = DeviceArenas(ranks, sender_factory)
+        self.run = ""
         self._ranks = ranks
         self._regions: SeenRegions | None = None
         self._specs: Sequence[TensorSpec] = ()
         self._digest = (0, 0)
         self._shards: list[Shard] = []
         self._parts: list[HeldRegion] = []
-        self._assigned: tuple[int, ...] = ()
+        self._assigned: Sequence[int] = ()
         self._is_settled = False
         self._contribution: Contribution | None = None
         self._packer: GatheringPacker | None = None
         self._layout: Layout | None = None
         self._others: list[list[HeldRegion]] = []
         self._via = torch.device("cpu")
-        self.run = ""
 
     # --- what this rank has ---
 
@@ -90,45 +91,37 @@ class Shares:
         if parts != self._parts:
             self._parts, self._is_settled = parts, False
         self._shards, self._regions = shards, SeenRegions(regions)
-        mine = self._own_shards() if self._is_settled else []
         for holder in (self._contribution, self._packer):
             if holder is not None and self._is_settled:
-                holder.rebind(mine)
+                holder.rebind(self._own_shards())
 
     def status(self, layout: Layout | None) -> RankStatus:
         """What this rank brings to the first exchange. `layout`: the publishing rank's plan."""
         low, high = self._digest
         is_news = not self._is_settled or layout is not (self._layout if self._ranks.is_publishing else None)
+        number = 0
+        gpu = next((shard.data.device for shard in self._shards if shard.data.is_cuda), None)
+        if gpu is not None:
+            uuid = str(torch.cuda.get_device_properties(gpu).uuid)
+            number = struct.unpack_from("<q", hashlib.sha256(uuid.encode()).digest())[0] | 1
         return RankStatus(
             command=Instruction.START,
             version=self._ranks.version,
             news=is_news,
             digest_low=low,
             digest_high=high,
-            device=self._device_number(),
+            device=number,  # it tells GPUs apart; host memory is 0
         )
 
     def forget(self) -> None:
-        """Ranks lost each other: agree anew."""
+        """Ranks lost each other: agree again."""
         self._is_settled = False
 
     def close(self) -> None:
         """Free this rank's arena, and drop what holds on to the transport's buffers."""
         self.arenas.close()
-        self._forget_views()
-
-    def _forget_views(self) -> None:
         if self._packer is not None:
             self._packer.forget_views()
-
-    def _device_number(self) -> int:
-        """Tells GPUs apart, host memory is 0."""
-        device = next((shard.data.device for shard in self._shards if shard.data.is_cuda), None)
-        if device is None:
-            return 0
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
-        number: int = struct.unpack_from("<q", hashlib.sha256(uuid.encode()).digest())[0]
-        return number | 1
 
     def _own_shards(self) -> list[Shard]:
         return [self._shards[index] for index in self._assigned]
@@ -146,18 +139,31 @@ class Shares:
         if not any(status.news for status in statuses):
             return
         self._is_settled = False
-        is_nccl = all(status.device for status in statuses) and len({status.device for status in statuses}) == len(
-            statuses
-        )
-        shares, self._others, locations = self._shared_out(
-            layout, bucket_size_bytes, run, "nccl" if is_nccl else "gloo", device
-        )
-        for group_rank, shard_assignment in enumerate(shares[1:], start=1):
-            self._ranks.send_message(shard_assignment, group_rank)
-        self._assigned, self._layout = shares[0].parts, layout
-        self._via = self._connected(shares[0].backend)
-        self.arenas.lead(shares[0].assignment, locations, device)
-        self._forget_views()
+        ranks, others = self._ranks, range(1, self._ranks.size)
+        holdings: list[_HeldShards] = [ranks.receive_message(_HeldShards, group_rank) for group_rank in others]
+        held: list[list[HeldRegion]] = [self._parts]
+        assigned: list[list[int]] = []
+        with ranks.error_at_next_exchange():
+            held += [[HeldRegion(p.tensor, Region(p.offsets, p.sizes)) for p in each.parts] for each in holdings]
+            assigned = assign(self._specs, held)
+        ranks.announce(Instruction.SETTLE)
+        gpus = {status.device for status in statuses}
+        is_nccl = 0 not in gpus and len(gpus) == len(statuses)
+        backend: Literal["gloo", "nccl"] = "nccl" if is_nccl else "gloo"
+        manifest = layout.manifest
+        kind, digest = manifest.digest_kind, manifest.digest()
+        locations = [self.arenas.location(device), *(holding.location for holding in holdings)]
+        arenas = self.arenas.assignment(locations)
+        for group_rank in others:
+            parts = tuple(assigned[group_rank])
+            share = ShardAssignment(run, bucket_size_bytes, kind, digest, backend, parts, arenas)
+            ranks.send_message(share, group_rank)
+        self._assigned, self._layout = assigned[0], layout
+        self._others = [[held[group_rank][index] for index in assigned[group_rank]] for group_rank in others]
+        self._via = self._connected(backend)
+        self.arenas.lead(arenas, locations, device)
+        if self._packer is not None:
+            self._packer.forget_views()
         self._packer = None
 
     def packer(self) -> GatheringPacker:
@@ -173,66 +179,33 @@ class Shares:
         if self._packer is not None:
             self._packer.drain()
 
-    def _shared_out(
-        self,
-        layout: Layout,
-        bucket_size_bytes: int,
-        run: str,
-        backend: Literal["gloo", "nccl"],
-        device: torch.device,
-    ) -> tuple[list[ShardAssignment], list[list[HeldRegion]], list[SenderLocation]]:
-        """Hear what the others hold: all ranks' shares, what the others bring, and where arenas could be."""
-        error: BaseException | None = None
-        others: list[_HeldShards] = [self._ranks.receive_message(_HeldShards, g) for g in range(1, self._ranks.size)]
-        held: list[list[HeldRegion]] = [self._parts]
-        assigned: list[list[int]] = []
-        try:
-            held += [[HeldRegion(p.tensor, Region(p.offsets, p.sizes)) for p in holding.parts] for holding in others]
-            assigned = assign(self._specs, held)
-        except BaseException as exc:
-            error = exc
-        self._ranks.announce(Instruction.SETTLE, error=error)
-        manifest = layout.manifest
-        digest = manifest.digest()
-        locations = [self.arenas.location(device), *(holding.location for holding in others)]
-        assignment = self.arenas.assignment(locations)
-        shares = [
-            ShardAssignment(run, bucket_size_bytes, manifest.digest_kind, digest, backend, tuple(parts), assignment)
-            for parts in assigned
-        ]
-        return shares, [[held[g][index] for index in assigned[g]] for g in range(1, self._ranks.size)], locations
-
     # --- the others ---
 
-    def follow(self, statuses: Sequence[RankStatus]) -> tuple[Contribution | None, BaseException | None]:
-        """After the first exchange: what this rank brings, or why it can't, to be told at the next exchange."""
+    def follow(self, statuses: Sequence[RankStatus]) -> Contribution | None:
+        """After the first exchange: what this rank brings; None if it can't, as the next exchange tells."""
         self._compare(statuses)
-        if self._contribution is None or any(status.news for status in statuses):
-            self._is_settled = False
-            held = (_HeldPart(part.tensor, part.region.offsets, part.region.sizes) for part in self._parts)
-            self._ranks.send_message(_HeldShards(tuple(held), self.arenas.location(self._device())), 0)
-            self._ranks.next_instruction()
-            shard_assignment: ShardAssignment = self._ranks.receive_message(ShardAssignment, 0)
-            self._assigned, self.run = shard_assignment.parts, shard_assignment.run
-            via = self._connected(shard_assignment.backend)
-            error = self.arenas.follow(shard_assignment.assignment, shard_assignment.run, self._device())
-            try:
-                self._layout = self._planned(shard_assignment)
-                self._contribution = Contribution(self._ranks, self._layout, self._own_shards(), via=via)
-            except BaseException as exc:
-                return None, exc
-            self._is_settled = error is None
-            return self._contribution, error
-        return self._contribution, None
-
-    def _planned(self, shard_assignment: ShardAssignment) -> Layout:
-        manifest = plan(self._specs, shard_assignment.bucket_size_bytes, digest_kind=shard_assignment.digest_kind)
-        if manifest.digest() != shard_assignment.manifest_digest:
-            raise IncompatibleWeightsError(
-                f"this rank's plan of buckets has the digest {manifest.digest()[:16]}, the publishing rank's "
-                f"{shard_assignment.manifest_digest[:16]}: install the same weightcast on every trainer rank"
-            )
-        return Layout(manifest)
+        if self._contribution is not None and not any(status.news for status in statuses):
+            return self._contribution
+        self._is_settled, ranks, device = False, self._ranks, self._device()
+        held = tuple(_HeldPart(part.tensor, part.region.offsets, part.region.sizes) for part in self._parts)
+        ranks.send_message(_HeldShards(held, self.arenas.location(device)), 0)
+        ranks.next_instruction()
+        share: ShardAssignment = ranks.receive_message(ShardAssignment, 0)
+        self._assigned, self.run = share.parts, share.run
+        via = self._connected(share.backend)
+        self.arenas.follow(share.assignment, share.run, device)
+        contribution = None
+        with ranks.error_at_next_exchange():
+            manifest = plan(self._specs, share.bucket_size_bytes, digest_kind=share.digest_kind)
+            if manifest.digest() != share.manifest_digest:
+                raise IncompatibleWeightsError(
+                    f"this rank's plan of buckets has the digest {manifest.digest()[:16]}, the publishing rank's "
+                    f"{share.manifest_digest[:16]}: install the same weightcast on every trainer rank"
+                )
+            self._layout = Layout(manifest)
+            self._contribution = contribution = Contribution(ranks, self._layout, self._own_shards(), via=via)
+        self._is_settled = ranks.error is None
+        return contribution
 
     # --- both ---
 
@@ -248,7 +221,7 @@ class Shares:
         if len(set(digests)) == 1:
             return
         self._is_settled = False
-        ranks, error = self._ranks, None
+        ranks = self._ranks
         if ranks.is_publishing:
             data = msgspec.json.encode(list(self._specs))
             ranks.announce(Instruction.SETTLE, len(data))
@@ -257,20 +230,41 @@ class Shares:
             num_bytes = ranks.next_instruction().argument
             theirs: list[TensorSpec] = decode(ranks.broadcast(b"", num_bytes), list[TensorSpec])
             if self._digest != digests[0]:
-                error = _difference(theirs, self._specs, ranks.ranks[0], ranks.ranks[ranks.group_rank])
-        ranks.exchange(RankStatus(command=Instruction.SETTLE, version=ranks.version), error)
+                ranks.error = _difference(theirs, self._specs, ranks.ranks[0], ranks.ranks[ranks.group_rank])
+        ranks.exchange(RankStatus(command=Instruction.SETTLE, version=ranks.version))
 
     def _connected(self, backend: Literal["gloo", "nccl"]) -> torch.device:
         """Where messages lie; with NCCL, connect."""
-        device = self._device()
         if backend == "gloo":
             return torch.device("cpu")
+        device = self._device()
         self._ranks.connect_nccl(device)
         return device
 
     def _device(self) -> torch.device:
         devices = (shard.data.device for shard in self._shards)
         return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def assign(specs: Sequence[TensorSpec], held: Sequence[Sequence[HeldRegion]]) -> list[list[int]]:
+    """Who brings what: for each rank, the indices into `held[rank]`. The first rank brings all that it holds.
+
+    What several others hold goes to the one that has the least to send. Raises IncompatibleWeightsError unless the
+    regions, replicas counted once, tile every tensor.
+    """
+    holders: list[dict[Region, list[tuple[int, int]]]] = [{} for _ in specs]
+    for group_rank, parts in enumerate(held):
+        for index, part in enumerate(parts):
+            holders[part.tensor].setdefault(part.region, []).append((group_rank, index))
+    require_tiling(specs, holders, _TOGETHER)
+    assigned: list[list[int]] = [[] for _ in held]
+    loads = [0] * len(held)
+    for spec, found in zip(specs, holders, strict=True):
+        for region, candidates in found.items():
+            group_rank, index = min(candidates, key=lambda c: (c[0] != 0, loads[c[0]], c[0]))
+            assigned[group_rank].append(index)
+            loads[group_rank] += region.numel * ITEMSIZE_BYTES[spec.dtype]
+    return [sorted(indices) for indices in assigned]
 
 
 def _difference(
