@@ -16,6 +16,7 @@ import torch
 from weightcast.errors import InsufficientMemoryError, ManifestError
 from weightcast.format.arena import Buffers, pages
 from weightcast.host import memory as host_memory
+from weightcast.host.closing import on_failure
 from weightcast.transports.ipc.records import SharedArena
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -32,13 +33,10 @@ class OwnedSharedArena:
         host_memory.require(self.size_bytes, "the arena of this update", host_memory.LESS_AT_ONCE)
         try:
             self._descriptor = os.memfd_create("weightcast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            try:
+            with on_failure(lambda: os.close(self._descriptor)):
                 os.ftruncate(self._descriptor, self.size_bytes)
                 fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
                 self._mapping = mmap.mmap(self._descriptor, self.size_bytes)
-            except BaseException:
-                os.close(self._descriptor)
-                raise
         except OSError as exc:
             raise InsufficientMemoryError(f"{self.size_bytes} bytes of shared memory could not be had: {exc}") from exc
         self.buffers = Buffers(torch.frombuffer(self._mapping, dtype=torch.uint8))
@@ -67,12 +65,9 @@ class MappedSharedArena:
         self.generation = record.generation
         self.size_bytes = record.size_bytes
         self._descriptor = descriptor
-        try:
-            _check(record, descriptor)
+        with on_failure(lambda: os.close(descriptor)):
+            self._check(record)
             self.reset()
-        except BaseException:
-            os.close(descriptor)
-            raise
 
     def reset(self) -> None:
         """Map it anew: whatever this process wrote into the former mapping is not in the new one."""
@@ -100,13 +95,13 @@ class MappedSharedArena:
         os.close(self._descriptor)
         del self._mapping
 
-
-def _check(record: SharedArena, descriptor: int) -> None:
-    try:
-        size, seals = os.fstat(descriptor).st_size, fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    except OSError as exc:
-        raise ManifestError(f"the arena's descriptor is no anonymous shared memory: {exc}", fault="type") from exc
-    if size != record.size_bytes or not size:
-        raise ManifestError(f"the arena has {size} bytes, {record.size_bytes} were announced", fault="size")
-    if seals & _SEALS != _SEALS:
-        raise ManifestError(f"the arena can be resized, its seals are {seals:#x}: not safe to map", fault="type")
+    def _check(self, record: SharedArena) -> None:
+        try:
+            size = os.fstat(self._descriptor).st_size
+            seals = fcntl.fcntl(self._descriptor, fcntl.F_GET_SEALS)
+        except OSError as exc:
+            raise ManifestError(f"the arena's descriptor is no anonymous shared memory: {exc}", fault="type") from exc
+        if size != record.size_bytes or not size:
+            raise ManifestError(f"the arena has {size} bytes, {record.size_bytes} were announced", fault="size")
+        if seals & _SEALS != _SEALS:
+            raise ManifestError(f"the arena can be resized, its seals are {seals:#x}: not safe to map", fault="type")
