@@ -187,10 +187,10 @@ class MemoryReceiver(ReceivingEnd[WantedUpdate]):
         self._heard_at, self._ended = self._sender.alive_at, self._peer.gone
         if wanted is None:
             return
-        if wanted.begun is None and update is not None and update.version == wanted.version:
-            if update.number == self._peer.invited:
-                wanted.check_begun(update.num_buckets, update.staged)
-                wanted.begun = update
+        invited = update if update is not None and update.number == self._peer.invited else None
+        if wanted.begun is None and invited is not None and invited.version == wanted.version:
+            wanted.check_begun(invited.num_buckets, invited.staged)
+            wanted.begun = invited
         if wanted.begun is not None:
             wanted.aborted = wanted.begun.aborted
             if wanted.aborted is None and not self._ended and wanted.begun is not update:

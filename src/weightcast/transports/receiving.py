@@ -57,6 +57,7 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
         self._run = run
         self._deadline_seconds = deadline_seconds
         self._condition = condition or threading.Condition()
+        self._publisher = "the publisher"
         self._wanted: W | None = None
         self._ended = ""
         """Why the connection is of no more use."""
@@ -95,9 +96,9 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
     def _next_bucket(self, wanted: W) -> Bucket | None:
         """Bucket `wanted.num_taken`, if it is here."""
 
-    @abc.abstractmethod
     def _release(self, wanted: W, index: int) -> None:
-        """The next bucket was asked for."""
+        """The bucket after `index` was asked for."""
+        return
 
     @abc.abstractmethod
     def _leave(self, wanted: W) -> None:
@@ -172,4 +173,5 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
     def _require_connection(self) -> None:
         self._require_open()
         if self._ended:
-            raise PeerDiedError(f"the publisher has gone or dropped this receiver: {self._ended}", peer=PUBLISHER)
+            what = f"{self._publisher} has gone or dropped this receiver: {self._ended}"
+            raise PeerDiedError(what, peer=PUBLISHER)

@@ -71,6 +71,7 @@ class SendingEnd(abc.ABC, Generic[U]):
         self._sign_seconds = min(deadline_seconds / _SIGNS_PER_DEADLINE, _MAX_SIGN_SECONDS)
         self._waiting: Iterable[str] = ()
         """The peers that are told now and then that the sender lives, while it waits for another."""
+        self._next_sign_at = 0.0
         self._failures: dict[str, WeightcastError] = {}
         self._update: U | None = None
         self._num_updates = 0
@@ -115,7 +116,19 @@ class SendingEnd(abc.ABC, Generic[U]):
     def _wait(self, seconds: float) -> None:
         """Wait at most that long until a peer does something, and take in what it does; give signs of life."""
 
+    def _give_sign(self, name: str) -> None:
+        """Tell a peer, if it is connected, that the sender lives. Does not wait."""
+        return
+
     # --- for transports ---
+
+    def _give_signs(self) -> None:
+        """To be called in every wait."""
+        now = time.monotonic()
+        if now >= self._next_sign_at:
+            self._next_sign_at = now + self._sign_seconds
+            for name in list(self._waiting):
+                self._give_sign(name)
 
     def _begin_open(self, version: WeightVersion, peers: Sequence[str]) -> None:
         """Give the former update up. Raises ClosedError, ValueError for a version of another run."""

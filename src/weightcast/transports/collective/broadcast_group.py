@@ -6,7 +6,6 @@ waits (a stalled member can keep a socket busy until the group's timeout, so a t
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -18,7 +17,7 @@ from weightcast.transports.collective.members import GroupMember, send_to_all
 from weightcast.transports.collective.records import Join, ReadAlong
 
 _ALL = 1 << 62
-RECEIVERS_PATIENCE = 3.0
+_RECEIVERS_PATIENCE = 3.0
 """Timeout of a receive, in multiples of the sender's deadline: the sender may be waiting for another receiver.
 
 A receiver's control connection says whether the sender is alive. But gloo does not wake a receive whose connection
@@ -65,23 +64,26 @@ class BroadcastGroup:
         backend: str,
         host: str,
         readers: Mapping[GroupMember, Sequence[GroupMember]],
+        *,
+        device: torch.device,
         deadline_seconds: float,
+        condition: threading.Condition,
     ) -> None:
-        """Serve the group's store; `invite` says what the members need to connect."""
+        """Serve the group's store; `invite` says what the members need to connect. `condition`: told of every end."""
         self.number = number
         self.joined = tuple(readers)
-        self.readers = {member: tuple(others) for member, others in readers.items()}
-        self.broadcasts: dict[int, Broadcast] = {}
+        self.readers = dict(readers)
+        self.connect_error: WeightcastError | None = None
+        self._broadcasts: dict[int, Broadcast] = {}
         self._backend = backend
         self._host = host
+        self._device = device
         self._deadline_seconds = deadline_seconds
-        self.connect_error: WeightcastError | None = None
+        self._condition = condition
         self._is_closed = False
         self._group: ProcessGroup | None = None
+        self._store: Store | None
         self._store, self._port = serve_store(host, deadline_seconds)
-
-    def is_of(self, readers: Mapping[GroupMember, Sequence[GroupMember]]) -> bool:
-        return self.readers == {member: tuple(others) for member, others in readers.items()}
 
     def invite(self) -> None:
         """Tell those who are to join."""
@@ -92,7 +94,7 @@ class BroadcastGroup:
                 group_size=len(self.joined) + 1,
                 host=self._host,
                 port=self._port,
-                timeout_seconds=self._deadline_seconds * RECEIVERS_PATIENCE,
+                timeout_seconds=self._deadline_seconds * _RECEIVERS_PATIENCE,
                 readers=tuple(reader.name for reader in self.readers[member]),
             )
             member.link.send(join)
@@ -102,54 +104,54 @@ class BroadcastGroup:
         for member, readers in self.readers.items():
             send_to_all(readers, ReadAlong(self.number, member.joining.shared))
 
-    def connect(self, device: torch.device, condition: threading.Condition) -> None:
+    def connect(self) -> None:
         """Begin to connect, in a thread: gloo may take several deadlines to find out that a member has died."""
-        in_background(functools.partial(self._connect, device, condition, self._store), "weightcast-group")
+        in_background(self._connect, "weightcast-group")
 
     @property
     def is_connected(self) -> bool:
         return self._group is not None
 
-    def _connect(self, device: torch.device, condition: threading.Condition, store: Store) -> None:
+    def _connect(self) -> None:
         group: ProcessGroup | None = None
         error: WeightcastError | None = None
         try:
             group = ProcessGroup(
                 self._backend,
-                store,
+                self._store,
                 rank=0,
                 size=len(self.joined) + 1,
                 timeout_seconds=self._deadline_seconds,
                 host=self._host,
-                device=device,
+                device=self._device,
             )
         except Exception as exc:
             error = detached(exc)
-        with condition:
+        with self._condition:
             self.connect_error = error
             if not self._is_closed:
                 self._group, group = group, None
-            condition.notify_all()
+            self._condition.notify_all()
         if group is not None:
             group.close()
 
-    def send(self, index: int, buffer: torch.Tensor, condition: threading.Condition) -> None:
+    def send(self, index: int, buffer: torch.Tensor) -> None:
         """Begin to broadcast a bucket. Raises PeerError if the group is broken."""
         assert self._group is not None
-        self.broadcasts[index] = Broadcast(self._group, buffer, condition)
+        self._broadcasts[index] = Broadcast(self._group, buffer, self._condition)
 
     def error(self) -> WeightcastError | None:
         """How a broadcast has failed, if one has."""
-        return next((broadcast.error for broadcast in self.broadcasts.values() if broadcast.error is not None), None)
+        return next((broadcast.error for broadcast in self._broadcasts.values() if broadcast.error is not None), None)
 
     def is_quiet(self, below: int = _ALL) -> bool:
         """Whether no broadcast of a bucket below that one is under way."""
-        return all(broadcast.is_over for index, broadcast in self.broadcasts.items() if index < below)
+        return all(broadcast.is_over for index, broadcast in self._broadcasts.items() if index < below)
 
     def land(self, below: int = _ALL) -> None:
         """Forget broadcasts below that bucket; they are over."""
-        for index in [index for index in self.broadcasts if index < below]:
-            del self.broadcasts[index]
+        for index in [index for index in self._broadcasts if index < below]:
+            del self._broadcasts[index]
 
     def close(self) -> None:
         """Disconnect, in the background where operations are still under way. Idempotent."""
@@ -157,10 +159,8 @@ class BroadcastGroup:
         group, self._group = self._group, None
         self._store = None
         is_quiet = self.is_quiet()
-        self.broadcasts.clear()
-        if group is None:
-            return
-        if is_quiet:
+        self._broadcasts.clear()
+        if group is not None and is_quiet:
             group.close()
-        else:
+        elif group is not None:
             in_background(group.close, "weightcast-group-end")

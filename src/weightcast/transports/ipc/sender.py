@@ -57,7 +57,6 @@ class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
         if url != SCHEME:
             raise ValueError(f"{url!r}: an ipc sender finds a free address by itself; pass {SCHEME!r}")
         super().__init__(run, deadline_seconds=deadline_seconds, num_slots=num_slots, device=device)
-        self._next_sign_at = 0.0
         self._listener = Listener(run)
         self.address = self._listener.address
 
@@ -87,6 +86,11 @@ class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
             aborted = IpcAborted(update.version.number, update.number, update.aborted or "")
             # A peer that has no room for it is disconnected, which tells it as much.
             self._post(name, aborted, patience_seconds=0)
+
+    def _give_sign(self, name: str) -> None:
+        # No room, or gone: noticed where something is waited for.
+        with contextlib.suppress(EOFError, KeyError):
+            self._peers[name].channel.send(IpcWaiting())
 
     def _post(
         self,
@@ -123,13 +127,7 @@ class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
 
     def _pump(self, seconds: float, *, writing: IpcPeer | None = None) -> None:
         """Wait until somebody says or does something (or there is room to write to `writing`), and take all of it."""
-        now = time.monotonic()
-        if now >= self._next_sign_at:
-            self._next_sign_at = now + self._sign_seconds
-            for name in list(self._waiting):
-                # No room, or gone: noticed where something is waited for.
-                with contextlib.suppress(EOFError, KeyError):
-                    self._peers[name].channel.send(IpcWaiting())
+        self._give_signs()
         poller = select.poll()
         poller.register(self._listener.arrived, select.POLLIN)
         by_descriptor = {peer.channel.fileno(): peer for peer in self._peers.values()}
