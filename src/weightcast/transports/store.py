@@ -25,14 +25,15 @@ from weightcast.errors import (
     UpdateAbortedError,
     WeightcastError,
 )
-from weightcast.format.arena import ArenaLayout, Buffers, buffer_size_bytes, place
-from weightcast.format.bucket import DIGEST_BYTES, TRAILER_BYTES, slot_size_bytes
+from weightcast.format.arena import place
+from weightcast.format.bucket import DIGEST_BYTES, TRAILER_BYTES
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import memory as host_memory
 from weightcast.seams.transport import Bucket, StoredVersion, Transport
 from weightcast.store.address import MAX_BUFFERS, StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader
 from weightcast.store.writing import StoreWriter
+from weightcast.transports.kept_memory import KeptMemory
 from weightcast.transports.receiving import PUBLISHER, ReceivingEnd, WantedUpdate
 
 _FIRST_PAUSE_SECONDS = 0.001
@@ -58,8 +59,7 @@ class StoreSender:
         self._num_buffers = 1
         # It starts a thread only for a bucket that no other one is free for.
         self._pool = ThreadPoolExecutor(self._max_buffers, "weightcast-store") if address.num_threads > 1 else None
-        self._ring_bytes = self._stride = 0
-        self._buffers = _no_buffers()
+        self._ring = KeptMemory(self._allocate)
         self._manifest: Manifest | None = None
         self._digests: list[bytes] = []
         self._writes: dict[int, Future[None]] = {}
@@ -91,28 +91,21 @@ class StoreSender:
         self._writer.begin(manifest, version)
         self._manifest, self._digests = manifest, []
         self._num_buffers = max(1, min(self._max_buffers, len(manifest.buckets)))
-        self._stride = max(slot_size_bytes(manifest), self._stride)
-        if self._stride * self._num_buffers > self._ring_bytes:
-            self._buffers, self._ring_bytes = _no_buffers(), 0
-            needed = self._stride * self._num_buffers
-            # Zeros: what lies between the end of a bucket and of its buffer must not be another's memory.
-            self._buffers = Buffers(torch.zeros(needed, dtype=torch.uint8, pin_memory=self._is_pinned))
-            self._ring_bytes = needed
-        self._buffers.forget_above(len(manifest.buckets))
+        self._ring.prepare(place(manifest, num_slots=self._num_buffers, staged=False))
         if not manifest.buckets:
             self._seal()
 
     def buffer(self, index: int) -> torch.Tensor:
         """Where bucket `index`, the next one, is to be packed. Waits until the former one there was written."""
-        manifest = self._require_update(index)
+        self._require_update(index)
         self._finish(index % self._num_buffers)
-        return self._buffer(manifest, index)
+        return self._ring.buffer(index)
 
     def send(self, index: int) -> int:
         """Write bucket `index`; seal with the last. Raises InsufficientMemoryError, StaleVersionError, OSError."""
         manifest = self._require_update(index)
         size = manifest.buckets[index] + TRAILER_BYTES
-        data = self._buffer(manifest, index).numpy().data[:size]
+        data = self._ring.buffer(index).numpy().data[:size]
         self._digests.append(bytes(data[size - DIGEST_BYTES :]))
         if self._pool is None or self._num_buffers == 1:
             self._writer.write(index, data)
@@ -152,7 +145,7 @@ class StoreSender:
         self._writer.close()
         if self._pool is not None:
             self._pool.shutdown()
-        self._buffers = _no_buffers()
+        self._ring.free()
 
     def _seal(self) -> None:
         for place_in_ring in list(self._writes):
@@ -165,8 +158,9 @@ class StoreSender:
         if write is not None:
             write.result()
 
-    def _buffer(self, manifest: Manifest, index: int) -> torch.Tensor:
-        return self._buffers.get(index, index % self._num_buffers * self._stride, buffer_size_bytes(manifest, index))
+    def _allocate(self, size_bytes: int) -> torch.Tensor:
+        # Zeros: what lies between the end of a bucket and of its buffer must not be another's memory.
+        return torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -189,7 +183,6 @@ class StoreUpdate(WantedUpdate):
     `num_ahead`: how many buckets are read while one is taken.
     """
 
-    arena_layout: ArenaLayout
     attempt: int
     num_ahead: int
     reads: collections.deque[Future[None]] = dataclasses.field(default_factory=collections.deque)
@@ -222,7 +215,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
                 raise StaleVersionError(what)
         self._num_ahead = 0 if address.num_threads == 1 else address.num_threads
         self._pool = ThreadPoolExecutor(address.num_threads, "weightcast-store") if self._num_ahead else None
-        self._arena = _Arena()
+        self._arena = KeptMemory(_allocate)
         self._newest: PinnedVersion | None = None
 
     def newest(self, known: WeightVersion | None) -> StoredVersion | None:
@@ -252,13 +245,11 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             # Reads ahead of what was checked would overwrite its trailer.
             num_ahead = self._num_ahead if staged else min(self._num_ahead, MAX_BUFFERS - 1)
             num_ahead = num_ahead if len(manifest.buckets) > 1 else 0
-            arena_layout = place(manifest, num_slots=num_ahead + 1, staged=staged, adjoining=num_ahead == 0)
-            self._arena.prepare(arena_layout)
+            adjoining = num_ahead == 0
+            self._arena.prepare(place(manifest, num_slots=num_ahead + 1, staged=staged, adjoining=adjoining))
             record = self._reader.writer().record
             attempt = 0 if record is None else record.attempt
-            self._wanted = wanted = StoreUpdate(
-                manifest, version, staged, arena_layout=arena_layout, attempt=attempt, num_ahead=num_ahead
-            )
+            self._wanted = wanted = StoreUpdate(manifest, version, staged, attempt=attempt, num_ahead=num_ahead)
             if self._newest is not None and self._newest.stored.version == version:
                 self._newest, wanted.begun = None, self._newest
             self._let_go()
@@ -271,7 +262,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
     def renew(self) -> None:
         """Leave the memory of earlier updates to whoever has tensors in it; the next `open` takes other memory."""
         with self._condition:
-            self._arena = _Arena()
+            self._arena = KeptMemory(_allocate)
 
     def close(self) -> None:
         with self._condition:
@@ -287,7 +278,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             wanted.begun.close()
 
     def _disconnect(self) -> None:
-        self._arena = _Arena()
+        self._arena = KeptMemory(_allocate)
 
     def _let_go(self) -> None:
         if self._newest is not None:
@@ -339,44 +330,25 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
     def _next_bucket(self, wanted: StoreUpdate) -> Bucket:
         index, pinned = wanted.num_taken, wanted.begun
         if self._pool is None or wanted.num_ahead == 0:
-            pinned.read(index, self._arena.buffer(wanted.arena_layout, index))
+            pinned.read(index, self._arena.buffer(index))
         else:
             # A streaming bucket's memory is free when the next one is asked for: look no further than that.
             for ahead in range(index + len(wanted.reads), min(index + wanted.num_ahead, wanted.num_buckets)):
-                buffer = self._arena.buffer(wanted.arena_layout, ahead)
+                buffer = self._arena.buffer(ahead)
                 wanted.reads.append(self._pool.submit(pinned.read, ahead, buffer))
             wanted.reads.popleft().result()
         if index + 1 == wanted.num_buckets:
             pinned.close()
-        return Bucket(index, self._arena.buffer(wanted.arena_layout, index))
+        return Bucket(index, self._arena.buffer(index))
 
 
-class _Arena:
-    """Anonymous memory of this process, kept and never shrunk."""
-
-    def __init__(self) -> None:
-        self._size_bytes = 0
-        self._buffers = _no_buffers()
-
-    def prepare(self, arena_layout: ArenaLayout) -> None:
-        """Make room. Raises InsufficientMemoryError."""
-        needed = arena_layout.size_bytes
-        if needed > self._size_bytes:
-            remedy = 'publish with install="streaming", or free memory'
-            host_memory.require(needed - self._size_bytes, "reading this version", remedy)
-            self._buffers, self._size_bytes = _no_buffers(), 0
-            mapping = mmap.mmap(-1, needed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with contextlib.suppress(OSError):
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-            self._buffers, self._size_bytes = Buffers(torch.frombuffer(mapping, dtype=torch.uint8)), needed
-        self._buffers.forget_above(len(arena_layout.slots))
-
-    def buffer(self, arena_layout: ArenaLayout, index: int) -> torch.Tensor:
-        return self._buffers.get(index, arena_layout.offsets[index], arena_layout.sizes_bytes[index])
-
-
-def _no_buffers() -> Buffers:
-    return Buffers(torch.empty(0, dtype=torch.uint8))
+def _allocate(size_bytes: int) -> torch.Tensor:
+    """Anonymous memory of this process. Raises InsufficientMemoryError."""
+    host_memory.require(size_bytes, "reading this version", 'publish with install="streaming", or free memory')
+    mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 TRANSPORT = Transport(

@@ -16,8 +16,7 @@ import torch
 from weightcast.errors import PeerDiedError, PeerError, PeerTimeoutError, UpdateAbortedError, WeightcastError
 from weightcast.host.deadline import Deadline
 from weightcast.links.publisher_end import LinkListener
-from weightcast.transports.collective.broadcast_group import BroadcastGroup
-from weightcast.transports.collective.members import GroupMember, send_to_all
+from weightcast.transports.collective.broadcast_group import BroadcastGroup, GroupMember, send_to_all
 from weightcast.transports.collective.records import (
     BeginUpdate,
     Connect,

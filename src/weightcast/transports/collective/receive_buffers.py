@@ -15,11 +15,12 @@ import torch
 
 from weightcast import registry
 from weightcast.errors import PeerTimeoutError, WeightcastError
-from weightcast.format.arena import Buffers, place
+from weightcast.format.arena import ArenaLayout, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import memory as host_memory
 from weightcast.seams.transport import Receiver, Sender
 from weightcast.transports.collective.broadcast_reader import NUM_UNDER_WAY, BroadcastReader, BucketTarget
+from weightcast.transports.kept_memory import KeptMemory
 
 NUM_SLOTS = 1 + NUM_UNDER_WAY
 """Streaming: one that is read, and those that arrive."""
@@ -27,44 +28,6 @@ _SHARED = "ipc://"
 _READERS_PATIENCE = 10.0
 """A reader waits that many deadlines for the worker that receives: its own link says whether the publisher lives."""
 _STREAM_END_SECONDS = 5.0
-
-
-class ReceiveSlots:
-    """Memory of a receiver's own, kept between updates: staged, a place for each bucket; streaming, slots in turn."""
-
-    def __init__(self) -> None:
-        self.size_bytes = 0
-        self._device: torch.device | None = None
-        self._buffers = Buffers(torch.empty(0, dtype=torch.uint8))
-        self._replaced: dict[int, torch.Tensor] = {}
-
-    def prepare(self, manifest: Manifest, *, staged: bool, device: torch.device) -> None:
-        """Costs, staged, the whole version; streaming, `NUM_SLOTS` buckets. Raises InsufficientMemoryError."""
-        self._arena_layout = place(manifest, num_slots=NUM_SLOTS, staged=staged)
-        needed = self._arena_layout.size_bytes
-        if self._device == device and self.size_bytes >= needed and not self._replaced:
-            self._buffers.forget_above(len(manifest.buckets))
-            return
-        # The former memory first: there need not be room for both.
-        self.size_bytes, self._device = 0, None
-        self._buffers = Buffers(torch.empty(0, dtype=torch.uint8))
-        self._replaced.clear()
-        self._buffers = Buffers(_allocate(needed, device))
-        self.size_bytes, self._device = needed, device
-
-    def buffer(self, index: int) -> torch.Tensor:
-        arena_layout = self._arena_layout
-        replaced = self._replaced.get(arena_layout.slots[index])
-        if replaced is not None:
-            return replaced[: arena_layout.sizes_bytes[index]]
-        return self._buffers.get(index, arena_layout.offsets[index], arena_layout.sizes_bytes[index])
-
-    def replace(self, index: int) -> None:
-        """From now on bucket `index`, and every other in its slot, arrives elsewhere."""
-        slot = self._arena_layout.slots[index]
-        pairs = zip(self._arena_layout.slots, self._arena_layout.sizes_bytes, strict=True)
-        largest = max(size for other, size in pairs if other == slot)
-        self._replaced[slot] = _allocate(largest, self.buffer(index).device)
 
 
 class SharedMemory:
@@ -117,20 +80,40 @@ class ReceiveBuffers:
         self._run, self._peer = run, peer
         self._device = device
         self._deadline_seconds = deadline_seconds
-        self._memory = ReceiveSlots()
+        self._memory = KeptMemory(self._allocate)
+        self._memory_device = device
+        self._arena_layout = ArenaLayout((), (), ())
+        self._replaced: dict[int, torch.Tensor] = {}
+        """By slot: where its buckets arrive because a group that was left may still write to the slot."""
         self._shared: SharedMemory | None = None
         self._address = ""
         self._left: list[BroadcastReader] = []
 
     def prepare(self, manifest: Manifest, *, staged: bool) -> None:
         """Have memory for an update, unless it is shared. Raises InsufficientMemoryError."""
-        if self.reader is None:
-            device = torch.device("cpu") if staged else self._device
-            self._memory.prepare(manifest, staged=staged, device=device)
+        if self.reader is not None:
+            return
+        device = torch.device("cpu") if staged else self._device
+        if device != self._memory_device or self._replaced:
+            self._free_memory()
+        self._memory_device = device
+        # Staged, a place for each bucket; streaming, slots in turn.
+        self._arena_layout = place(manifest, num_slots=NUM_SLOTS, staged=staged)
+        self._memory.prepare(self._arena_layout)
 
     def buffer(self, index: int) -> torch.Tensor:
         """A bucket that has come in, in memory of our own."""
-        return self._memory.buffer(index)
+        replaced = self._replaced.get(self._arena_layout.slots[index])
+        return self._memory.buffer(index) if replaced is None else replaced[: self._arena_layout.sizes_bytes[index]]
+
+    def _allocate(self, size_bytes: int) -> torch.Tensor:
+        if self._memory_device.type == "cpu":
+            host_memory.require(size_bytes, "receiving this update", host_memory.LESS_AT_ONCE)
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self._memory_device)
+
+    def _free_memory(self) -> None:
+        self._memory.free()
+        self._replaced.clear()
 
     # --- sharing ---
 
@@ -152,7 +135,7 @@ class ReceiveBuffers:
             return
         if self.reader is not None:
             self.reader.close()
-        self._memory = ReceiveSlots()
+        self._free_memory()
         patience = self._deadline_seconds * _READERS_PATIENCE
         make = registry.transport(_SHARED).receiver
         self.reader = make(address, peer=self._peer, run=self._run, deadline_seconds=patience)
@@ -200,13 +183,15 @@ class ReceiveBuffers:
                 raise PeerTimeoutError("a broadcast of a former group is still under way", peer=self._peer)
             self._shared.begin(update, manifest, version)
             return None if self._shared.has(index) else self._shared.buffer(index)
-        buffer = self._memory.buffer(index)
+        buffer = self.buffer(index)
         # Another manifest's buckets may lie across.
         start, end = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
         late = [target.destination for stream in self._left for target in stream.targets]
         if any(start < other.data_ptr() + other.numel() and other.data_ptr() < end for other in late):
-            self._memory.replace(index)
-        return self._memory.buffer(index)
+            slots, sizes = self._arena_layout.slots, self._arena_layout.sizes_bytes
+            largest = max(size for slot, size in zip(slots, sizes, strict=True) if slot == slots[index])
+            self._replaced[slots[index]] = self._allocate(largest)
+        return self.buffer(index)
 
     def deliver(self, index: int) -> None:
         """Bucket `index` has come in, for the first time. Raises PeerError."""
@@ -223,10 +208,4 @@ class ReceiveBuffers:
             for stream in self._left:
                 stream.has_ended(_STREAM_END_SECONDS)
         self._stop_sharing()
-        self._memory = ReceiveSlots()
-
-
-def _allocate(size_bytes: int, device: torch.device) -> torch.Tensor:
-    if device.type == "cpu":
-        host_memory.require(size_bytes, "receiving this update", host_memory.LESS_AT_ONCE)
-    return torch.empty(max(size_bytes, 1), dtype=torch.uint8, device=device)
+        self._free_memory()

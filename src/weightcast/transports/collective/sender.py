@@ -13,12 +13,13 @@ import torch
 
 from weightcast import process_group
 from weightcast.errors import PeerError, UnsupportedError
-from weightcast.format.arena import Buffers, place
+from weightcast.format.arena import place
 from weightcast.format.bucket import TRAILER_BYTES
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.transports.collective.members import send_to_all
+from weightcast.transports.collective.broadcast_group import send_to_all
 from weightcast.transports.collective.membership import GroupSender, GroupUpdate
 from weightcast.transports.collective.records import Address, UpdateAborted, parse_endpoint
+from weightcast.transports.kept_memory import KeptMemory
 
 _NUM_SLOTS = 2
 
@@ -49,8 +50,7 @@ class CollectiveSender(GroupSender):
             what = f"{url!r} can't be listened at: {exc.strerror}; write an address of this host and a free port, or 0"
             raise OSError(exc.errno, what) from exc
         self.address = Address(backend, host, self.listener.port, self.listener.secret).url
-        self._slots: Buffers | None = None
-        self._slots_bytes = 0
+        self._slots = KeptMemory(lambda size: torch.empty(size, dtype=torch.uint8, device=self._device))
         process_group.close_at_exit(self)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
@@ -82,7 +82,7 @@ class CollectiveSender(GroupSender):
                 self._prepare_slots(update)
             else:
                 epoch.land(free)
-        return self._slot(update, index)
+        return self._slots.buffer(index)
 
     def send(self, index: int) -> int:
         """Begin to broadcast the bucket. The last waits until everybody has all of them."""
@@ -102,7 +102,7 @@ class CollectiveSender(GroupSender):
             return epoch.is_quiet() and all(member.whole_update == update.number for member in update.members)
 
         try:
-            epoch.send(index, self._slot(update, index)[: update.manifest.buckets[index] + TRAILER_BYTES])
+            epoch.send(index, self._slots.buffer(index)[: update.manifest.buckets[index] + TRAILER_BYTES])
             if update.is_whole:
                 is_late = not self._wait_for(update, is_over)
             is_lost = is_late or self._is_in_trouble(update)
@@ -123,7 +123,7 @@ class CollectiveSender(GroupSender):
     def _disconnect(self) -> None:
         self._leave()
         self.listener.close()
-        self._slots = None
+        self._slots.free()
 
     def _require_next(self, index: int) -> GroupUpdate:
         update = self._require_update()
@@ -131,16 +131,8 @@ class CollectiveSender(GroupSender):
             update.check_next(index)
         return update
 
-    # --- slots ---
-
     def _prepare_slots(self, update: GroupUpdate) -> None:
-        size_bytes = update.arena_layout.size_bytes
-        if self._slots is None or self._slots_are_lost or self._slots_bytes < size_bytes:
-            self._slots_are_lost, self._slots_bytes = False, size_bytes
-            self._slots = Buffers(torch.empty(size_bytes, dtype=torch.uint8, device=self._device))
-        else:
-            self._slots.forget_above(update.num_buckets)
-
-    def _slot(self, update: GroupUpdate, index: int) -> torch.Tensor:
-        assert self._slots is not None
-        return self._slots.get(index, update.arena_layout.offsets[index], update.arena_layout.sizes_bytes[index])
+        if self._slots_are_lost:
+            self._slots.free()
+            self._slots_are_lost = False
+        self._slots.prepare(update.arena_layout)

@@ -126,9 +126,9 @@ class Listener:
     def take(self) -> list[tuple[str, Channel]]:
         """The peers that have come since, in order; the caller owns their channels."""
         with self._lock:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self.arrived)
             arrivals, self._arrivals = self._arrivals, []
+            if arrivals:
+                os.eventfd_read(self.arrived)
             return arrivals
 
     def close(self) -> None:
