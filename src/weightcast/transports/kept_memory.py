@@ -12,6 +12,9 @@ from weightcast.format.arena import ArenaLayout, Buffers
 class KeptMemory:
     """Kept while it is large enough; the same index is the same tensor while the manifest stays."""
 
+    size_bytes: int
+    arena_layout: ArenaLayout
+
     def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
         """`allocate`: makes a tensor of that many bytes."""
         self._allocate = allocate
@@ -23,15 +26,15 @@ class KeptMemory:
             self.free()
             self._buffers = Buffers(self._allocate(arena_layout.size_bytes))
             self.size_bytes = arena_layout.size_bytes
-        self._arena_layout = arena_layout
+        self.arena_layout = arena_layout
         self._buffers.forget_above(len(arena_layout.slots))
 
     def buffer(self, index: int) -> torch.Tensor:
-        arena_layout = self._arena_layout
-        return self._buffers.get(index, arena_layout.offsets[index], arena_layout.sizes_bytes[index])
+        at = self.arena_layout
+        return self._buffers.get(index, at.offsets[index], at.sizes_bytes[index])
 
     def free(self) -> None:
         """What was handed out stays as long as it is referred to."""
         self.size_bytes = 0
-        self._arena_layout = ArenaLayout((), (), ())
+        self.arena_layout = ArenaLayout((), (), ())
         self._buffers = Buffers(torch.empty(0, dtype=torch.uint8))

@@ -30,7 +30,7 @@ _MAX_SIGN_SECONDS = 5.0
 """Well under a receiver's own deadline, however patient the sender is."""
 
 
-@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class SentUpdate:
     """The update in progress, or the last one. `next`: the bucket to be sent next. `aborted`: why it was given up."""
 
@@ -261,15 +261,9 @@ class ArenaSender(SendingEnd[ArenaUpdate], Generic[P, A]):
                     what = f"{name} gave version {version.number} up before it began"
                     self._failures[name] = UpdateAbortedError(what)
             self._num_updates += 1
-            update = self._update = ArenaUpdate(
-                number=self._num_updates,
-                version=version,
-                manifest=manifest,
-                staged=staged,
-                arena_layout=arena_layout,
-                device=device,
-                peers={name for name in peers if name not in self._failures},
-            )
+            number, taking_part = self._num_updates, {name for name in peers if name not in self._failures}
+            update = ArenaUpdate(number, version, manifest, staged, arena_layout, device=device, peers=taking_part)
+            self._update = update
             self._waiting = update.peers
             self._tell_begun(update)
 

@@ -17,17 +17,7 @@ import torch
 from weightcast.errors import PeerDiedError, UpdateAbortedError, WeightcastError, detached
 from weightcast.links.publisher_end import Link
 from weightcast.process_group import ProcessGroup, Store, in_background, serve_store, translated
-from weightcast.transports.collective.records import (
-    AllReceived,
-    HostIdentity,
-    Join,
-    JoinFailed,
-    Joining,
-    Opened,
-    Progress,
-    ReadAlong,
-    UpdateEnded,
-)
+from weightcast.transports.collective import records
 
 _ALL = 1 << 62
 _RECEIVERS_PATIENCE = 3.0
@@ -48,9 +38,9 @@ class GroupMember:
     declined: int | None = None
     ended_update: int = 0
     whole_update: int = 0
-    joining: Joining = dataclasses.field(default_factory=lambda: Joining(epoch=0))
-    join_failed: JoinFailed = dataclasses.field(default_factory=lambda: JoinFailed(epoch=0, reason=""))
-    answer: Progress | None = None
+    joining: records.Joining = dataclasses.field(default_factory=lambda: records.Joining(epoch=0))
+    join_failed: records.JoinFailed = dataclasses.field(default_factory=lambda: records.JoinFailed(epoch=0, reason=""))
+    answer: records.Progress | None = None
 
     @property
     def engine(self) -> str:
@@ -64,21 +54,21 @@ class GroupMember:
     def take_messages(self) -> None:
         for message in self.link.take():
             match message:
-                case HostIdentity():
+                case records.HostIdentity():
                     self.host = message.host
-                case Opened():
+                case records.Opened():
                     self.declined = None
-                case Joining():
-                    self.joining, self.join_failed = message, JoinFailed(epoch=0, reason="")
-                case JoinFailed():
+                case records.Joining():
+                    self.joining, self.join_failed = message, records.JoinFailed(epoch=0, reason="")
+                case records.JoinFailed():
                     self.join_failed = message
-                case AllReceived():
+                case records.AllReceived():
                     self.whole_update = message.update
-                case UpdateEnded(update=0):
+                case records.UpdateEnded(update=0):
                     self.declined = message.version
-                case UpdateEnded():
+                case records.UpdateEnded():
                     self.ended_update = message.update
-                case Progress():
+                case records.Progress():
                     self.answer = message
 
     def has_left(self, epoch: int) -> bool:
@@ -169,7 +159,7 @@ class BroadcastGroup:
     def invite(self) -> None:
         """Tell those who are to join."""
         for position, member in enumerate(self.joined):
-            join = Join(
+            join = records.Join(
                 epoch=self.number,
                 group_rank=position + 1,
                 group_size=len(self.joined) + 1,
@@ -183,7 +173,7 @@ class BroadcastGroup:
     def invite_readers(self) -> None:
         """Tell the others where to read, once those who joined have said so."""
         for member, readers in self.readers.items():
-            send_to_all(readers, ReadAlong(self.number, member.joining.shared))
+            send_to_all(readers, records.ReadAlong(self.number, member.joining.shared))
 
     def connect(self) -> None:
         """Begin to connect, in a thread: gloo may take several deadlines to find out that a member has died."""

@@ -16,15 +16,8 @@ import torch
 from weightcast.errors import PeerDiedError, PeerError, PeerTimeoutError, UpdateAbortedError, WeightcastError
 from weightcast.host.deadline import Deadline
 from weightcast.links.publisher_end import LinkListener
+from weightcast.transports.collective import records
 from weightcast.transports.collective.broadcast_group import BroadcastGroup, GroupMember, send_to_all
-from weightcast.transports.collective.records import (
-    BeginUpdate,
-    Connect,
-    FromReceiver,
-    KeepAlive,
-    ProgressQuestion,
-    UpdateAborted,
-)
 from weightcast.transports.sending import SendingEnd, SentUpdate
 
 logger = logging.getLogger(__name__)
@@ -65,7 +58,7 @@ class GroupSender(SendingEnd[GroupUpdate]):
         """Listen. Raises OSError if the address can't be had."""
         super().__init__(run, deadline_seconds)
         self.listener = LinkListener(
-            run, host=host, port=port, heartbeat_seconds=self._sign_seconds, messages=FromReceiver
+            run, host=host, port=port, heartbeat_seconds=self._sign_seconds, messages=records.FromReceiver
         )
         self.condition = self.listener.condition
         """Notified of everything that happens."""
@@ -112,7 +105,7 @@ class GroupSender(SendingEnd[GroupUpdate]):
     def _give_sign(self, name: str) -> None:
         member = self._members.get(name)
         if member is not None and member.link.is_alive:
-            member.link.send(KeepAlive())
+            member.link.send(records.KeepAlive())
 
     def _wait_for(
         self,
@@ -160,7 +153,7 @@ class GroupSender(SendingEnd[GroupUpdate]):
         update.next = min(have) if update.next else 0
         if update.next > update.resumed_at:
             update.resumed_at, update.num_fruitless = update.next, 0
-        begin = BeginUpdate(
+        begin = records.BeginUpdate(
             epoch=epoch.number,
             update=update.number,
             version=update.version.number,
@@ -201,7 +194,7 @@ class GroupSender(SendingEnd[GroupUpdate]):
             if not self._have_answered(update, update.members, epoch.number):
                 return
             # Only now: a member that waits in gloo for one that does not come can't be woken.
-            send_to_all(epoch.joined, Connect(epoch.number))
+            send_to_all(epoch.joined, records.Connect(epoch.number))
             epoch.connect()
             self._wait_for(update, lambda: epoch.is_connected or epoch.connect_error is not None)
             if epoch.is_connected and not self._has_losses(update):
@@ -264,7 +257,7 @@ class GroupSender(SendingEnd[GroupUpdate]):
         """
         self._num_questions += 1
         question, members = self._num_questions, update.members
-        send_to_all(members, ProgressQuestion(question))
+        send_to_all(members, records.ProgressQuestion(question))
         self._wait_for(
             update,
             lambda: all(member.has_answered(question) for member in members),
@@ -316,4 +309,4 @@ class GroupSender(SendingEnd[GroupUpdate]):
         for other in others:
             reason = f"{member.name}, of the same engine, was lost: {error}"
             self._failures.setdefault(other.name, UpdateAbortedError(reason))
-            other.link.send(UpdateAborted(update.number, reason))
+            other.link.send(records.UpdateAborted(update.number, reason))

@@ -15,7 +15,7 @@ import torch
 
 from weightcast import registry
 from weightcast.errors import PeerTimeoutError, WeightcastError
-from weightcast.format.arena import ArenaLayout, place
+from weightcast.format.arena import place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import memory as host_memory
 from weightcast.seams.transport import Receiver, Sender
@@ -82,7 +82,6 @@ class ReceiveBuffers:
         self._deadline_seconds = deadline_seconds
         self._memory = KeptMemory(self._allocate)
         self._memory_device = device
-        self._arena_layout = ArenaLayout((), (), ())
         self._replaced: dict[int, torch.Tensor] = {}
         """By slot: where its buckets arrive because a group that was left may still write to the slot."""
         self._shared: SharedMemory | None = None
@@ -98,13 +97,13 @@ class ReceiveBuffers:
             self._free_memory()
         self._memory_device = device
         # Staged, a place for each bucket; streaming, slots in turn.
-        self._arena_layout = place(manifest, num_slots=NUM_SLOTS, staged=staged)
-        self._memory.prepare(self._arena_layout)
+        self._memory.prepare(place(manifest, num_slots=NUM_SLOTS, staged=staged))
 
     def buffer(self, index: int) -> torch.Tensor:
         """A bucket that has come in, in memory of our own."""
-        replaced = self._replaced.get(self._arena_layout.slots[index])
-        return self._memory.buffer(index) if replaced is None else replaced[: self._arena_layout.sizes_bytes[index]]
+        arena_layout = self._memory.arena_layout
+        replaced = self._replaced.get(arena_layout.slots[index])
+        return self._memory.buffer(index) if replaced is None else replaced[: arena_layout.sizes_bytes[index]]
 
     def _allocate(self, size_bytes: int) -> torch.Tensor:
         if self._memory_device.type == "cpu":
@@ -188,7 +187,7 @@ class ReceiveBuffers:
         start, end = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
         late = [target.destination for stream in self._left for target in stream.targets]
         if any(start < other.data_ptr() + other.numel() and other.data_ptr() < end for other in late):
-            slots, sizes = self._arena_layout.slots, self._arena_layout.sizes_bytes
+            slots, sizes = self._memory.arena_layout.slots, self._memory.arena_layout.sizes_bytes
             largest = max(size for slot, size in zip(slots, sizes, strict=True) if slot == slots[index])
             self._replaced[slots[index]] = self._allocate(largest)
         return self.buffer(index)

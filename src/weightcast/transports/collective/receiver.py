@@ -23,25 +23,9 @@ from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
 from weightcast.links.worker_end import WorkerLink
 from weightcast.seams.transport import Bucket, Receiver
+from weightcast.transports.collective import records
 from weightcast.transports.collective.broadcast_reader import BroadcastReader, BucketTarget
 from weightcast.transports.collective.receive_buffers import NUM_SLOTS, ReceiveBuffers
-from weightcast.transports.collective.records import (
-    AllReceived,
-    BeginUpdate,
-    Connect,
-    HostIdentity,
-    Join,
-    JoinFailed,
-    Joining,
-    Opened,
-    Progress,
-    ProgressQuestion,
-    ReadAlong,
-    ToReceiver,
-    UpdateAborted,
-    UpdateEnded,
-    parse_address,
-)
 from weightcast.transports.receiving import CONNECT_SECONDS, ReceivingEnd, WantedUpdate
 from weightcast.transports.sending import MAX_REASON_CHARACTERS
 
@@ -69,7 +53,7 @@ class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
     def __init__(self, url: str, *, peer: str, run: str, deadline_seconds: float = 60.0) -> None:
         """Connect to a sender's address, as `peer`. Raises PeerDiedError, UnsupportedError, ManifestError."""
         super().__init__(run, deadline_seconds)
-        address = parse_address(url)
+        address = records.parse_address(url)
         self._backend = address.backend
         process_group.require(self._backend)
         self._device = (
@@ -77,7 +61,7 @@ class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
         )
         self._buffers = ReceiveBuffers(run, peer, self._device, deadline_seconds)
         self._epoch = 0
-        self._pending: BeginUpdate | None = None
+        self._pending: records.BeginUpdate | None = None
         self._stream: BroadcastReader | None = None
         self._publisher = f"the publisher at {address.url.rpartition('/')[0]}"
         self._ready = threading.Event()
@@ -89,10 +73,10 @@ class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
             lease_seconds=deadline_seconds,
             on_end=self._on_end,
             on_message=self._on_message,
-            messages=ToReceiver,
+            messages=records.ToReceiver,
             connect_seconds=connect_seconds,
         )
-        self._send(HostIdentity(host_identity()))
+        self._send(records.HostIdentity(host_identity()))
         self._ready.set()
         with on_failure(self._link.close):
             # What is offered to this worker may be sent at once: by then the sender must know of it.
@@ -107,7 +91,7 @@ class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
             self._buffers.prepare(manifest, staged=staged)
             self._heard_at = time.monotonic()
             self._wanted = BroadcastUpdate(manifest, version, staged)
-            self._send(Opened(version.number))
+            self._send(records.Opened(version.number))
             self._match()
             self._condition.notify_all()
 
@@ -123,7 +107,7 @@ class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
 
     def _leave(self, wanted: BroadcastUpdate) -> None:
         if wanted.num_received < wanted.num_buckets:
-            self._send(UpdateEnded(wanted.version.number, wanted.number))
+            self._send(records.UpdateEnded(wanted.version.number, wanted.number))
             self._leave_group()
         self._buffers.end_reader()
 
@@ -184,23 +168,23 @@ class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
         with self._condition:
             self._heard_at = time.monotonic()
             match message:
-                case Join():
+                case records.Join():
                     self._on_join(message)
-                case Connect():
+                case records.Connect():
                     if self._stream is not None and self._stream.epoch == message.epoch:
                         self._stream.start()
-                case ReadAlong():
+                case records.ReadAlong():
                     self._on_read_along(message)
-                case BeginUpdate():
+                case records.BeginUpdate():
                     self._pending = message
                     self._match()
-                case UpdateAborted():
+                case records.UpdateAborted():
                     self._on_aborted(message)
-                case ProgressQuestion():
+                case records.ProgressQuestion():
                     self._on_ask(message)
             self._condition.notify_all()
 
-    def _on_join(self, join: Join) -> None:
+    def _on_join(self, join: records.Join) -> None:
         self._leave_group()
         self._pending, wanted = None, self._wanted
         try:
@@ -213,9 +197,9 @@ class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
         self._epoch = join.epoch
         self._stream = BroadcastReader(self, join, self._backend, host=self._link.local_host, device=self._device)
         update, num_received = self._progress()
-        self._send(Joining(join.epoch, update, num_received, shared))
+        self._send(records.Joining(join.epoch, update, num_received, shared))
 
-    def _on_read_along(self, other: ReadAlong) -> None:
+    def _on_read_along(self, other: records.ReadAlong) -> None:
         self._leave_group()
         self._pending = None
         try:
@@ -224,9 +208,9 @@ class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
             self._send_failed(other.epoch, exc)
             return
         self._epoch = other.epoch
-        self._send(Joining(other.epoch))
+        self._send(records.Joining(other.epoch))
 
-    def _on_aborted(self, aborted: UpdateAborted) -> None:
+    def _on_aborted(self, aborted: records.UpdateAborted) -> None:
         if self._pending is not None and self._pending.update == aborted.update:
             self._pending = None
         if self._wanted is not None and self._wanted.number == aborted.update:
@@ -234,11 +218,11 @@ class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
             self._buffers.end_reader()
         self._leave_group()
 
-    def _on_ask(self, ask: ProgressQuestion) -> None:
+    def _on_ask(self, ask: records.ProgressQuestion) -> None:
         wanted, stream = self._wanted, self._stream
         is_whole = wanted is not None and wanted.num_received == wanted.num_buckets
         is_waiting = stream is None or bool(stream.targets) or is_whole
-        self._send(Progress(ask.question, *self._progress(), is_waiting))
+        self._send(records.Progress(ask.question, *self._progress(), is_waiting))
 
     def _progress(self) -> tuple[int, int]:
         """The update that is wanted, or 0, and how many buckets of it have come in."""
@@ -255,7 +239,7 @@ class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
             self._decline(begin)
             return
         if begin.epoch != self._epoch:
-            self._send(JoinFailed(begin.epoch, "it has left this group"))
+            self._send(records.JoinFailed(begin.epoch, "it has left this group"))
             return
         found, expected = (begin.num_buckets, begin.staged), (wanted.num_buckets, wanted.staged)
         # Who reads along takes no buckets of the group's, and counts none.
@@ -270,10 +254,10 @@ class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
         if self._stream is not None:
             self._stream.position = begin.first
         if wanted.num_received == wanted.num_buckets:
-            self._send(AllReceived(begin.update))
+            self._send(records.AllReceived(begin.update))
 
-    def _decline(self, begin: BeginUpdate) -> None:
-        self._send(UpdateEnded(begin.version, begin.update))
+    def _decline(self, begin: records.BeginUpdate) -> None:
+        self._send(records.UpdateEnded(begin.version, begin.update))
         self._leave_group()
 
     # --- what the stream does, in its own thread ---
@@ -317,7 +301,7 @@ class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
 
     def _on_whole(self, wanted: BroadcastUpdate) -> None:
         wanted.num_received = wanted.num_buckets
-        self._send(AllReceived(wanted.number))
+        self._send(records.AllReceived(wanted.number))
 
     def on_broken(self, stream: BroadcastReader, error: WeightcastError, *, is_own: bool = False) -> None:
         with self._condition:
@@ -335,7 +319,7 @@ class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
             self._condition.notify_all()
 
     def _send_failed(self, epoch: int, error: WeightcastError, *, is_own: bool = False) -> None:
-        self._send(JoinFailed(epoch, str(error)[:MAX_REASON_CHARACTERS], is_own))
+        self._send(records.JoinFailed(epoch, str(error)[:MAX_REASON_CHARACTERS], is_own))
 
     def _send(self, record: msgspec.Struct) -> None:
         # A sender that has gone is noticed by the link's own thread.

@@ -60,14 +60,9 @@ class CollectiveSender(GroupSender):
             self._await_connected(peers)
             members = [member for member in map(self._member, peers) if member is not None]
         self._num_updates += 1
-        self._update = update = GroupUpdate(
-            number=self._num_updates,
-            version=version,
-            manifest=manifest,
-            staged=staged,
-            arena_layout=place(manifest, num_slots=_NUM_SLOTS, staged=False),
-            members=members,
-        )
+        arena_layout = place(manifest, num_slots=_NUM_SLOTS, staged=False)
+        update = GroupUpdate(self._num_updates, version, manifest, staged, arena_layout, members=members)
+        self._update = update
         self._form(update)
         self._prepare_slots(update)
 

@@ -25,24 +25,10 @@ from weightcast.host.closing import on_failure
 from weightcast.host.deadline import Deadline
 from weightcast.links.worker_end import check_same_user
 from weightcast.seams.transport import Bucket
-from weightcast.transports.ipc import devices
+from weightcast.transports.ipc import devices, records
 from weightcast.transports.ipc.arena import MappedSharedArena
 from weightcast.transports.ipc.channel import SCHEME, Channel
 from weightcast.transports.ipc.cuda import MappedCudaArena
-from weightcast.transports.ipc.records import (
-    Awaiting,
-    BucketReady,
-    CudaArena,
-    IpcAborted,
-    IpcBegin,
-    IpcEnded,
-    IpcHello,
-    Refused,
-    Released,
-    SharedArena,
-    ToReceiver,
-    Welcome,
-)
 from weightcast.transports.receiving import CONNECT_SECONDS, PUBLISHER, ReceivingEnd, WantedUpdate
 
 _RETRY_SECONDS = 0.01
@@ -53,8 +39,8 @@ _Arena: TypeAlias = MappedSharedArena | MappedCudaArena
 class IncomingUpdate:
     """An update that the sender has begun, as far as it has told of it. `is_over`: this end has done with it."""
 
-    begin: IpcBegin
-    ready: collections.deque[tuple[BucketReady, _Arena]] = dataclasses.field(default_factory=collections.deque)
+    begin: records.IpcBegin
+    ready: collections.deque[tuple[records.BucketReady, _Arena]] = dataclasses.field(default_factory=collections.deque)
     aborted: str | None = None
     is_over: bool = False
 
@@ -63,7 +49,7 @@ class IncomingUpdate:
 class IpcUpdate(WantedUpdate):
     """`begun` is an IncomingUpdate. `taken`: the bucket that was handed out last, and its arena."""
 
-    taken: tuple[BucketReady, _Arena] | None = None
+    taken: tuple[records.BucketReady, _Arena] | None = None
 
 
 class IpcReceiver(ReceivingEnd[IpcUpdate]):
@@ -79,7 +65,7 @@ class IpcReceiver(ReceivingEnd[IpcUpdate]):
         self._arena: _Arena | None = None
         self._incoming: IncomingUpdate | None = None
         address = devices.choose(url) if "?" in url else url
-        self._channel = _connect(address, IpcHello(run, peer), min(deadline_seconds, CONNECT_SECONDS))
+        self._channel = _connect(address, records.IpcHello(run, peer), min(deadline_seconds, CONNECT_SECONDS))
         with on_failure(self._channel.close):
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
@@ -98,7 +84,7 @@ class IpcReceiver(ReceivingEnd[IpcUpdate]):
             self._listen()
             self._require_connection()
             self._wanted = IpcUpdate(manifest, version, staged)
-            self._tell(Awaiting(version.number))
+            self._tell(records.Awaiting(version.number))
             self._match()
 
     def reread(self, bucket: Bucket) -> bool:
@@ -121,7 +107,7 @@ class IpcReceiver(ReceivingEnd[IpcUpdate]):
             except WeightcastError as exc:
                 self._give_up(f"it was disconnected: {exc}")
         if wanted.begun is None:
-            self._tell(IpcEnded(wanted.version.number, 0))
+            self._tell(records.IpcEnded(wanted.version.number, 0))
         else:
             self._be_done(wanted.begun)
 
@@ -161,7 +147,7 @@ class IpcReceiver(ReceivingEnd[IpcUpdate]):
             arena.finish()
             with self._condition:
                 if self._wanted is wanted:
-                    self._tell(Released(ready.version, ready.update, ready.generation, ready.index))
+                    self._tell(records.Released(ready.version, ready.update, ready.generation, ready.index))
 
     def _wait(self, wanted: IpcUpdate, seconds: float) -> None:
         """Let go of the condition until there is something to hear, or `end` or `close` wakes us."""
@@ -185,7 +171,7 @@ class IpcReceiver(ReceivingEnd[IpcUpdate]):
         """Take every record that is there. Raises ManifestError for one that can't be."""
         while not self._ended:
             try:
-                packet = self._channel.receive(ToReceiver, max_descriptors=1)
+                packet = self._channel.receive(records.ToReceiver, max_descriptors=1)
                 if packet is None:
                     break
                 self._heard_at = time.monotonic()
@@ -199,11 +185,13 @@ class IpcReceiver(ReceivingEnd[IpcUpdate]):
             self._wanted.aborted = self._wanted.begun.aborted
 
     def _on_record(self, record: Any, descriptor: int | None) -> None:
-        if descriptor is not None and not isinstance(record, SharedArena):
+        if descriptor is not None and not isinstance(record, records.SharedArena):
             os.close(descriptor)
+        # What is said of another update, or of one that is over here, counts for nothing.
+        incoming = None if self._incoming is None or self._incoming.is_over else self._incoming
         match record:
-            case SharedArena() | CudaArena():
-                if isinstance(record, CudaArena):
+            case records.SharedArena() | records.CudaArena():
+                if isinstance(record, records.CudaArena):
                     arena: _Arena = MappedCudaArena(record)
                 elif descriptor is not None:
                     arena = MappedSharedArena(record, descriptor)
@@ -212,24 +200,18 @@ class IpcReceiver(ReceivingEnd[IpcUpdate]):
                 former, self._arena = self._arena, arena
                 if former is not None:
                     former.close()
-            case IpcBegin():
+            case records.IpcBegin():
                 self._on_begin(record)
-            case BucketReady() | IpcAborted():
-                self._on_progress(record)
+            case records.IpcAborted() if incoming is not None and incoming.begin.update == record.update:
+                incoming.aborted = record.reason
+            case records.BucketReady() if incoming is not None and incoming.begin.update == record.update:
+                if self._arena is None or record.generation != self._arena.generation:
+                    where = f"arena {record.generation}, which is not known here"
+                    raise ManifestError(f"bucket {record.index} lies in {where}")
+                # With its arena: the sender may announce a new one before this bucket's turn.
+                incoming.ready.append((record, self._arena))
 
-    def _on_progress(self, record: BucketReady | IpcAborted) -> None:
-        incoming, arena = self._incoming, self._arena
-        if incoming is None or incoming.is_over or incoming.begin.update != record.update:
-            return
-        if isinstance(record, IpcAborted):
-            incoming.aborted = record.reason
-            return
-        if arena is None or record.generation != arena.generation:
-            raise ManifestError(f"bucket {record.index} lies in arena {record.generation}, which is not known here")
-        # With its arena: the sender may announce a new one before this bucket's turn.
-        incoming.ready.append((record, arena))
-
-    def _on_begin(self, begin: IpcBegin) -> None:
+    def _on_begin(self, begin: records.IpcBegin) -> None:
         former, self._incoming = self._incoming, IncomingUpdate(begin)
         wanted = self._wanted
         if wanted is not None and wanted.begun is former and not wanted.num_taken:
@@ -254,7 +236,7 @@ class IpcReceiver(ReceivingEnd[IpcUpdate]):
         if not incoming.is_over:
             incoming.is_over = True
             incoming.ready.clear()
-            self._tell(IpcEnded(incoming.begin.version, incoming.begin.update))
+            self._tell(records.IpcEnded(incoming.begin.version, incoming.begin.update))
 
     def _tell(self, record: msgspec.Struct) -> None:
         if self._ended:
@@ -271,7 +253,7 @@ class IpcReceiver(ReceivingEnd[IpcUpdate]):
         self._channel.close()
 
 
-def _connect(url: str, hello: IpcHello, deadline_seconds: float) -> Channel:
+def _connect(url: str, hello: records.IpcHello, deadline_seconds: float) -> Channel:
     """Connect to a sender's address and be welcomed. Raises PeerDiedError, PeerTimeoutError or what it refuses with."""
     name = url.removeprefix(SCHEME)
     if not url.startswith(SCHEME) or not name.startswith("@"):
@@ -293,7 +275,7 @@ def _connect(url: str, hello: IpcHello, deadline_seconds: float) -> Channel:
             channel.send(hello)
             poller = select.poll()
             poller.register(channel, select.POLLIN)
-            while (packet := channel.receive(ToReceiver)) is None:
+            while (packet := channel.receive(records.ToReceiver)) is None:
                 if deadline.has_passed:
                     late = f"the publisher at {url} did not welcome this peer by the deadline"
                     raise PeerTimeoutError(late, peer=PUBLISHER)
@@ -307,8 +289,8 @@ def _connect(url: str, hello: IpcHello, deadline_seconds: float) -> Channel:
                 peer=PUBLISHER,
             ) from exc
         record = packet[0]
-        if isinstance(record, Refused):
+        if isinstance(record, records.Refused):
             raise from_record(record.error)
-        if not isinstance(record, Welcome):
+        if not isinstance(record, records.Welcome):
             raise ManifestError(f"the publisher at {url} answered a hello with {type(record).__name__}", fault="type")
         return channel

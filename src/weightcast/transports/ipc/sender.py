@@ -18,19 +18,10 @@ import torch
 
 from weightcast.errors import ManifestError, PeerDiedError, WeightcastError
 from weightcast.host.deadline import Deadline
+from weightcast.transports.ipc import records
 from weightcast.transports.ipc.arena import OwnedSharedArena
 from weightcast.transports.ipc.channel import SCHEME, Channel, Listener
 from weightcast.transports.ipc.cuda import OwnedCudaArena
-from weightcast.transports.ipc.records import (
-    Awaiting,
-    BucketReady,
-    IpcAborted,
-    IpcBegin,
-    IpcEnded,
-    IpcWaiting,
-    Released,
-    ToSender,
-)
 from weightcast.transports.sending import ArenaSender, ArenaUpdate, ConnectedPeer
 
 
@@ -63,14 +54,14 @@ class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
     # --- what peers are told ---
 
     def _tell_begun(self, update: ArenaUpdate) -> None:
-        begin = IpcBegin(update.version.number, update.number, update.staged, update.num_buckets)
+        begin = records.IpcBegin(update.version.number, update.number, update.staged, update.num_buckets)
         for name in sorted(update.peers):
             self._post(name, begin)
 
     def _tell_ready(self, update: ArenaUpdate, index: int, arena: OwnedSharedArena | OwnedCudaArena) -> None:
         slot, offset_bytes = update.arena_layout.slots[index], update.arena_layout.offsets[index]
         event = arena.mark_ready(slot)
-        ready = BucketReady(update.version.number, update.number, arena.generation, index, offset_bytes, event)
+        ready = records.BucketReady(update.version.number, update.number, arena.generation, index, offset_bytes, event)
         for name in sorted(update.peers):
             peer = self._peers.get(name)
             if peer is not None and peer.generation != arena.generation:
@@ -81,16 +72,16 @@ class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
                 self._readers.setdefault(slot, set()).add(name)
 
     def _tell_aborted(self, update: ArenaUpdate) -> None:
-        self._pump(0)
+        self._wait(0)
         for name in sorted(update.peers):
-            aborted = IpcAborted(update.version.number, update.number, update.aborted or "")
+            aborted = records.IpcAborted(update.version.number, update.number, update.aborted or "")
             # A peer that has no room for it is disconnected, which tells it as much.
             self._post(name, aborted, patience_seconds=0)
 
     def _give_sign(self, name: str) -> None:
         # No room, or gone: noticed where something is waited for.
         with contextlib.suppress(EOFError, KeyError):
-            self._peers[name].channel.send(IpcWaiting())
+            self._peers[name].channel.send(records.IpcWaiting())
 
     def _post(
         self,
@@ -113,19 +104,16 @@ class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
             if deadline.has_passed:
                 self._drop(peer, self._timed_out(name, "took no record"), may_be_reading=True)
                 return False
-            self._pump(deadline.remaining_seconds, writing=peer)
+            self._wait(deadline.remaining_seconds, writing=peer)
         return False
 
     # --- what peers say ---
 
     def _listen(self) -> None:
         self._let_in()
-        self._pump(0)
+        self._wait(0)
 
-    def _wait(self, seconds: float) -> None:
-        self._pump(seconds)
-
-    def _pump(self, seconds: float, *, writing: IpcPeer | None = None) -> None:
+    def _wait(self, seconds: float, *, writing: IpcPeer | None = None) -> None:
         """Wait until somebody says or does something (or there is room to write to `writing`), and take all of it."""
         self._give_signs()
         poller = select.poll()
@@ -150,7 +138,7 @@ class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
         """Take every record that a peer has sent; `progress_at` moves with each."""
         try:
             while self._peers.get(peer.name) is peer:
-                packet = peer.channel.receive(ToSender)
+                packet = peer.channel.receive(records.ToSender)
                 if packet is None:
                     return
                 peer.progress_at = time.monotonic()
@@ -164,15 +152,15 @@ class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
     def _on_record(self, peer: IpcPeer, record: Any) -> None:
         update = self._update
         match record:
-            case Awaiting():
+            case records.Awaiting():
                 peer.declined = None
-            case IpcEnded(update=0):
+            case records.IpcEnded(update=0):
                 peer.declined = record.version
                 if update is not None and update.version.number == record.version:
                     self._on_ended(peer, update)
-            case IpcEnded() if update is not None and record.update == update.number:
+            case records.IpcEnded() if update is not None and record.update == update.number:
                 self._on_ended(peer, update)
-            case Released() if update is not None and record.update == update.number:
+            case records.Released() if update is not None and record.update == update.number:
                 self._on_released(peer, record.generation, record.index)
 
     def _drop(self, peer: IpcPeer, error: WeightcastError, *, may_be_reading: bool) -> None:
