@@ -13,12 +13,11 @@ import time
 import torch
 
 from weightcast.errors import PeerDiedError, StaleVersionError, WeightcastError
-from weightcast.format.arena import Buffers
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import memory as host_memory
 from weightcast.seams.transport import Bucket, Transport
 from weightcast.transports.receiving import PUBLISHER, ReceivingEnd, WantedUpdate
-from weightcast.transports.sending import ArenaSender, ArenaUpdate, ConnectedPeer
+from weightcast.transports.sending import ArenaSender, ArenaUpdate, ConnectedPeer, OwnedArena
 
 _SCHEME = "memory://"
 
@@ -34,18 +33,7 @@ class MemoryPeer(ConnectedPeer):
     invited: int = 0
 
 
-class MemoryArena:
-    """Memory of this process; it lives as long as somebody refers to it."""
-
-    def __init__(self, generation: int, size_bytes: int, device: torch.device) -> None:
-        self.generation, self.size_bytes, self.device = generation, size_bytes, device
-        self.buffers = Buffers(torch.empty(size_bytes, dtype=torch.uint8, device=device))
-
-    def close(self, *, free: bool) -> None:
-        del self.buffers
-
-
-class MemorySender(ArenaSender[MemoryPeer, MemoryArena]):
+class MemorySender(ArenaSender[MemoryPeer, OwnedArena]):
     """Implements `Sender`; see `ArenaSender`."""
 
     def __init__(
@@ -124,7 +112,7 @@ class MemorySender(ArenaSender[MemoryPeer, MemoryArena]):
             self._peers[name].invited = update.number
         self._wake()
 
-    def _tell_ready(self, update: ArenaUpdate, index: int, arena: MemoryArena) -> None:
+    def _tell_ready(self, update: ArenaUpdate, index: int, arena: OwnedArena) -> None:
         arena_layout = update.arena_layout
         buffer = arena.buffers.get(index, arena_layout.offsets[index], arena_layout.sizes_bytes[index])
         self.sent.append((arena.generation, buffer))
@@ -134,10 +122,10 @@ class MemorySender(ArenaSender[MemoryPeer, MemoryArena]):
     def _tell_aborted(self, update: ArenaUpdate) -> None:
         self._wake()
 
-    def _make_arena(self, generation: int, size_bytes: int, device: torch.device) -> MemoryArena:
+    def _make_arena(self, generation: int, size_bytes: int, device: torch.device) -> OwnedArena:
         if device.type == "cpu":
             host_memory.require(size_bytes, "sending this update", host_memory.LESS_AT_ONCE)
-        return MemoryArena(generation, size_bytes, device)
+        return OwnedArena(generation, torch.empty(size_bytes, dtype=torch.uint8, device=device), device)
 
     def _drop(self, peer: MemoryPeer, error: WeightcastError, *, may_be_reading: bool) -> None:
         peer.gone = peer.gone or str(error)
@@ -151,7 +139,7 @@ class MemorySender(ArenaSender[MemoryPeer, MemoryArena]):
         self._wake()
 
 
-class MemoryReceiver(ReceivingEnd[WantedUpdate]):
+class MemoryReceiver(ReceivingEnd[WantedUpdate[ArenaUpdate]]):
     """Memory: none."""
 
     def __init__(self, url: str, *, peer: str, run: str, deadline_seconds: float = 60.0) -> None:
@@ -196,16 +184,16 @@ class MemoryReceiver(ReceivingEnd[WantedUpdate]):
             if wanted.aborted is None and not self._ended and wanted.begun is not update:
                 wanted.aborted = "the publisher went on to another update"
 
-    def _next_bucket(self, wanted: WantedUpdate) -> Bucket | None:
+    def _next_bucket(self, wanted: WantedUpdate[ArenaUpdate]) -> Bucket | None:
         index, sent = wanted.num_taken, self._sender.sent
         return None if wanted.begun is None or len(sent) <= index else Bucket(index, sent[index][1])
 
-    def _release(self, wanted: WantedUpdate, index: int) -> None:
+    def _release(self, wanted: WantedUpdate[ArenaUpdate], index: int) -> None:
         with self._condition:
-            if not wanted.staged and self._wanted is wanted:
+            if not wanted.staged and self._wanted is wanted and wanted.begun is not None:
                 self._sender.release(self._peer, wanted.begun, index)
 
-    def _leave(self, wanted: WantedUpdate) -> None:
+    def _leave(self, wanted: WantedUpdate[ArenaUpdate]) -> None:
         self._sender.end(self._peer, wanted.begun, wanted.version)
 
     def _disconnect(self) -> None:

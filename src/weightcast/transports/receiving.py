@@ -22,14 +22,17 @@ PUBLISHER = "trainer"
 CONNECT_SECONDS = 15.0
 
 
+B = TypeVar("B")
+
+
 @dataclasses.dataclass(slots=True, eq=False)
-class WantedUpdate:
+class WantedUpdate(Generic[B]):
     """An update that the worker waits for. `begun`: what the sender has begun of it. `is_whole`: all was iterated."""
 
     manifest: Manifest
     version: WeightVersion
     staged: bool
-    begun: Any = None
+    begun: B | None = None
     num_taken: int = 0
     is_whole: bool = False
     aborted: str | None = None
@@ -45,7 +48,7 @@ class WantedUpdate:
             raise ManifestError(f"the publisher sends (buckets, staged) = {found}, the offer said {expected}")
 
 
-W = TypeVar("W", bound=WantedUpdate)
+W = TypeVar("W", bound=WantedUpdate[Any])
 T = TypeVar("T")
 
 

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -25,7 +25,6 @@ from weightcast.host.deadline import Deadline
 logger = logging.getLogger(__name__)
 
 MAX_REASON_CHARACTERS = 4096
-_SIGNS_PER_DEADLINE = 4
 _MAX_SIGN_SECONDS = 5.0
 """Well under a receiver's own deadline, however patient the sender is."""
 
@@ -68,7 +67,7 @@ class SendingEnd(abc.ABC, Generic[U]):
     def __init__(self, run: str, deadline_seconds: float) -> None:
         self._run = run
         self._deadline_seconds = deadline_seconds
-        self._sign_seconds = min(deadline_seconds / _SIGNS_PER_DEADLINE, _MAX_SIGN_SECONDS)
+        self._sign_seconds = min(deadline_seconds / 4, _MAX_SIGN_SECONDS)
         self._waiting: Iterable[str] = ()
         """The peers that are told now and then that the sender lives, while it waits for another."""
         self._next_sign_at = 0.0
@@ -175,15 +174,18 @@ class SendingEnd(abc.ABC, Generic[U]):
 # --- senders whose receivers read the sender's own memory ---
 
 
-class OwnedArena(Protocol):
-    """The sender's end of memory that peers read. `close(free=True)`: give it back whoever still has it."""
+class OwnedArena:
+    """The sender's end of memory that peers read. `generation`: its number among the sender's arenas."""
 
-    generation: int
-    size_bytes: int
-    device: torch.device
-    buffers: Buffers
+    def __init__(self, generation: int, whole: torch.Tensor, device: torch.device) -> None:
+        self.generation = generation
+        self.size_bytes = whole.numel()
+        self.device = device
+        self.buffers = Buffers(whole)
 
-    def close(self, *, free: bool) -> None: ...
+    def close(self, *, free: bool) -> None:
+        """Let go of it. With `free`, give the memory back at once, whoever still has it."""
+        del self.buffers
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -177,8 +177,8 @@ class StoreSender:
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
-class StoreUpdate(WantedUpdate):
-    """`begun` is the PinnedVersion. `attempt`: the writer's last one when it was opened.
+class StoreUpdate(WantedUpdate[PinnedVersion]):
+    """`begun` when it is pinned. `attempt`: the writer's last one when it was opened.
 
     `num_ahead`: how many buckets are read while one is taken.
     """
@@ -329,6 +329,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
 
     def _next_bucket(self, wanted: StoreUpdate) -> Bucket:
         index, pinned = wanted.num_taken, wanted.begun
+        assert pinned is not None
         if self._pool is None or wanted.num_ahead == 0:
             pinned.read(index, self._arena.buffer(index))
         else:

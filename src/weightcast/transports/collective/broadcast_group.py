@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -126,35 +127,33 @@ class Broadcast:
             self._condition.notify_all()
 
 
+class GroupSettings(NamedTuple):
+    """What all groups of a sender have in common. `condition` is notified of all that ends."""
+
+    backend: str
+    host: str
+    device: torch.device
+    deadline_seconds: float
+    condition: threading.Condition
+
+
 class BroadcastGroup:
     """A group of the sender (rank 0) and `joined`; `readers` says who reads along with each of these."""
 
     def __init__(
-        self,
-        number: int,
-        backend: str,
-        host: str,
-        readers: Mapping[GroupMember, Sequence[GroupMember]],
-        *,
-        device: torch.device,
-        deadline_seconds: float,
-        condition: threading.Condition,
+        self, number: int, settings: GroupSettings, readers: Mapping[GroupMember, Sequence[GroupMember]]
     ) -> None:
-        """Serve the group's store; `invite` says what the members need to connect. `condition`: told of every end."""
+        """Serve the group's store; `invite` says what the members need to connect."""
         self.number = number
         self.joined = tuple(readers)
         self.readers = dict(readers)
         self.connect_error: WeightcastError | None = None
         self._broadcasts: dict[int, Broadcast] = {}
-        self._backend = backend
-        self._host = host
-        self._device = device
-        self._deadline_seconds = deadline_seconds
-        self._condition = condition
+        self._settings = settings
         self._is_closed = False
         self._group: ProcessGroup | None = None
         self._store: Store | None
-        self._store, self._port = serve_store(host, deadline_seconds)
+        self._store, self._port = serve_store(settings.host, settings.deadline_seconds)
 
     def invite(self) -> None:
         """Tell those who are to join."""
@@ -163,9 +162,9 @@ class BroadcastGroup:
                 epoch=self.number,
                 group_rank=position + 1,
                 group_size=len(self.joined) + 1,
-                host=self._host,
+                host=self._settings.host,
                 port=self._port,
-                timeout_seconds=self._deadline_seconds * _RECEIVERS_PATIENCE,
+                timeout_seconds=self._settings.deadline_seconds * _RECEIVERS_PATIENCE,
                 readers=tuple(reader.name for reader in self.readers[member]),
             )
             member.link.send(join)
@@ -188,28 +187,28 @@ class BroadcastGroup:
         error: WeightcastError | None = None
         try:
             group = ProcessGroup(
-                self._backend,
+                self._settings.backend,
                 self._store,
                 rank=0,
                 size=len(self.joined) + 1,
-                timeout_seconds=self._deadline_seconds,
-                host=self._host,
-                device=self._device,
+                timeout_seconds=self._settings.deadline_seconds,
+                host=self._settings.host,
+                device=self._settings.device,
             )
         except Exception as exc:
             error = detached(exc)
-        with self._condition:
+        with self._settings.condition:
             self.connect_error = error
             if not self._is_closed:
                 self._group, group = group, None
-            self._condition.notify_all()
+            self._settings.condition.notify_all()
         if group is not None:
             group.close()
 
     def send(self, index: int, buffer: torch.Tensor) -> None:
         """Begin to broadcast a bucket. Raises PeerError if the group is broken."""
         assert self._group is not None
-        self._broadcasts[index] = Broadcast(self._group, buffer, self._condition)
+        self._broadcasts[index] = Broadcast(self._group, buffer, self._settings.condition)
 
     def error(self) -> WeightcastError | None:
         """How a broadcast has failed, if one has."""

@@ -17,7 +17,7 @@ from weightcast.errors import PeerDiedError, PeerError, PeerTimeoutError, Update
 from weightcast.host.deadline import Deadline
 from weightcast.links.publisher_end import LinkListener
 from weightcast.transports.collective import records
-from weightcast.transports.collective.broadcast_group import BroadcastGroup, GroupMember, send_to_all
+from weightcast.transports.collective.broadcast_group import BroadcastGroup, GroupMember, GroupSettings, send_to_all
 from weightcast.transports.sending import SendingEnd, SentUpdate
 
 logger = logging.getLogger(__name__)
@@ -67,9 +67,7 @@ class GroupSender(SendingEnd[GroupUpdate]):
         self._slots_are_lost = False
         """A broadcast of a group that was left may still be reading the slots."""
         self._members: dict[str, GroupMember] = {}
-        self._backend = backend
-        self._host = host
-        self._device = device
+        self._settings = GroupSettings(backend, host, device, deadline_seconds, self.condition)
         self._num_questions = 0
 
     def connected(self, peers: Sequence[str]) -> list[str]:
@@ -99,7 +97,7 @@ class GroupSender(SendingEnd[GroupUpdate]):
     def _wait(self, seconds: float) -> None:
         """The caller holds the condition."""
         self._give_signs()
-        is_polled = self._backend == "nccl" and self.epoch is not None and not self.epoch.is_quiet()
+        is_polled = self._settings.backend == "nccl" and self.epoch is not None and not self.epoch.is_quiet()
         self.condition.wait(min(seconds, _POLL_SECONDS if is_polled else self._sign_seconds))
 
     def _give_sign(self, name: str) -> None:
@@ -174,15 +172,7 @@ class GroupSender(SendingEnd[GroupUpdate]):
         """Invite everybody; connect if all answer, else drop who does not."""
         self.num_epochs += 1
         try:
-            epoch = BroadcastGroup(
-                self.num_epochs,
-                self._backend,
-                self._host,
-                update.readers(),
-                device=self._device,
-                deadline_seconds=self._deadline_seconds,
-                condition=self.condition,
-            )
+            epoch = BroadcastGroup(self.num_epochs, self._settings, update.readers())
         except PeerError as exc:
             self._count_fruitless(update, exc)
             return

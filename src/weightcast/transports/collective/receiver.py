@@ -31,8 +31,8 @@ from weightcast.transports.sending import MAX_REASON_CHARACTERS
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class BroadcastUpdate(WantedUpdate):
-    """`begun` is the sender's BeginUpdate in its latest form. `num_released` buckets may be overwritten."""
+class BroadcastUpdate(WantedUpdate[records.BeginUpdate]):
+    """`begun` in its latest form. `num_released` buckets may be overwritten."""
 
     num_received: int = 0
     num_released: int = 0

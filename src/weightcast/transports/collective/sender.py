@@ -41,16 +41,16 @@ class CollectiveSender(GroupSender):
         """Listen at the URL's host and port. Raises ValueError, UnsupportedError, OSError."""
         backend, host, port = parse_endpoint(url)
         process_group.require(backend)
-        on = torch.device((device or "cuda") if backend == "nccl" else "cpu")
-        if backend == "nccl" and on.type != "cuda":
-            raise UnsupportedError(f"nccl moves no memory of {on}: use gloo:// or ipc://")
+        device = torch.device((device or "cuda") if backend == "nccl" else "cpu")
+        if backend == "nccl" and device.type != "cuda":
+            raise UnsupportedError(f"nccl moves no memory of {device}: use gloo:// or ipc://")
         try:
-            super().__init__(run, backend, host, port, device=on, deadline_seconds=deadline_seconds)
+            super().__init__(run, backend, host, port, device=device, deadline_seconds=deadline_seconds)
         except OSError as exc:
             what = f"{url!r} can't be listened at: {exc.strerror}; write an address of this host and a free port, or 0"
             raise OSError(exc.errno, what) from exc
         self.address = Address(backend, host, self.listener.port, self.listener.secret).url
-        self._slots = KeptMemory(lambda size: torch.empty(size, dtype=torch.uint8, device=self._device))
+        self._slots = KeptMemory(lambda size: torch.empty(size, dtype=torch.uint8, device=device))
         process_group.close_at_exit(self)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:

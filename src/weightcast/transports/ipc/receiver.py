@@ -46,8 +46,8 @@ class IncomingUpdate:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class IpcUpdate(WantedUpdate):
-    """`begun` is an IncomingUpdate. `taken`: the bucket that was handed out last, and its arena."""
+class IpcUpdate(WantedUpdate[IncomingUpdate]):
+    """`taken`: the bucket that was handed out last, and its arena."""
 
     taken: tuple[records.BucketReady, _Arena] | None = None
 
@@ -181,8 +181,9 @@ class IpcReceiver(ReceivingEnd[IpcUpdate]):
             except BaseException as exc:
                 self._give_up(f"it was disconnected: {exc}")
                 raise
-        if self._wanted is not None and self._wanted.begun is not None:
-            self._wanted.aborted = self._wanted.begun.aborted
+        if self._wanted is not None:
+            begun = self._wanted.begun
+            self._wanted.aborted = None if begun is None else begun.aborted
 
     def _on_record(self, record: Any, descriptor: int | None) -> None:
         if descriptor is not None and not isinstance(record, records.SharedArena):

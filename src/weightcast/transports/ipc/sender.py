@@ -76,24 +76,17 @@ class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
         for name in sorted(update.peers):
             aborted = records.IpcAborted(update.version.number, update.number, update.aborted or "")
             # A peer that has no room for it is disconnected, which tells it as much.
-            self._post(name, aborted, patience_seconds=0)
+            self._post(name, aborted, wait=False)
 
     def _give_sign(self, name: str) -> None:
         # No room, or gone: noticed where something is waited for.
         with contextlib.suppress(EOFError, KeyError):
             self._peers[name].channel.send(records.IpcWaiting())
 
-    def _post(
-        self,
-        name: str,
-        record: msgspec.Struct,
-        descriptor: int | None = None,
-        *,
-        patience_seconds: float | None = None,
-    ) -> bool:
-        """Send a record, waiting for room, by default up to the deadline; False if the peer is gone."""
+    def _post(self, name: str, record: msgspec.Struct, descriptor: int | None = None, *, wait: bool = True) -> bool:
+        """Send a record, waiting for room up to the deadline, or not at all; False if the peer is gone then."""
         peer = self._peers.get(name)
-        deadline = Deadline(self._deadline_seconds if patience_seconds is None else patience_seconds)
+        deadline = Deadline(self._deadline_seconds if wait else 0.0)
         while peer is not None and self._peers.get(name) is peer:
             try:
                 if peer.channel.send(record, descriptor):
