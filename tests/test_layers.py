@@ -28,7 +28,10 @@ BELOW_ALL, ABOVE_ALL = ("errors",), ("__init__", "cli")
 
 ROOMS_OF_LEAVES = ("sources", "engines", "transports", "integrations")
 """In these, what lies side by side doesn't know of each other."""
-SHARED_BY_LEAVES = ("engines.gate", "integrations.plugin")
+SHARED_BY_LEAVES = (
+    *("engines.gate", "integrations.plugin"),
+    *("transports.kept_memory", "transports.receiving", "transports.sending"),
+)
 
 BLIND = ("serving", "trainer")
 """To these, leaves are handed over, or found by the registry; a store is published again by its source."""

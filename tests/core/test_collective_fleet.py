@@ -47,7 +47,7 @@ def sender_of(publisher: Publisher) -> CollectiveSender:
 
 def num_joined(publisher: Publisher) -> int:
     """How many receivers are in the transport's group."""
-    epoch = sender_of(publisher)._membership.epoch
+    epoch = sender_of(publisher).epoch
     assert epoch is not None
     return len(epoch.joined)
 
@@ -117,15 +117,15 @@ def test_a_receiver_that_lost_its_connection_between_publishes_is_connected_agai
     client = DirectEngine("a", RecordingEngine())
     with publishing([client]) as publisher:
         assert publisher.publish().ok
-        members = sender_of(publisher)._members
-        link = members.listener.links("a")[0]
+        sender = sender_of(publisher)
+        link = sender.listener.links("a")[0]
         assert client.worker._session is not None
         receiver: Any = client.worker._session.receiver
         if end == "sender's":
             link.end("cut")
         else:
             receiver._link._sock.shutdown(socket.SHUT_RDWR)
-        wait_until(members.condition, lambda: not link.is_alive)
+        wait_until(sender.condition, lambda: not link.is_alive)
         wait_until(receiver._condition, lambda: receiver._ended)
         assert publisher.publish().ok
         assert holds(client.engine, 0.0)

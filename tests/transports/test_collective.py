@@ -24,8 +24,7 @@ from weightcast.seams.transport import Receiver
 from weightcast.testing.leftovers import nothing_left
 from weightcast.testing.reading import Reader
 from weightcast.transports.collective.broadcast_reader import BucketTarget
-from weightcast.transports.collective.host_fanout import SharedMemory, read_along
-from weightcast.transports.collective.receive_buffers import ReceiveBuffers
+from weightcast.transports.collective.receive_buffers import ReceiveBuffers, SharedMemory
 from weightcast.transports.collective.records import Joining, parse_address, parse_endpoint
 from weightcast.transports.collective.sender import CollectiveSender
 
@@ -54,7 +53,7 @@ class Hall:
 
     @property
     def epoch(self) -> int:
-        return self.sender._membership.num_epochs
+        return self.sender.num_epochs
 
     def update(self, number: int, receivers: dict[str, Receiver], **at_bucket: object) -> dict[str, Reader]:
         """Send a version; `at_bucket` maps a peer to a function of each of its buckets."""
@@ -334,6 +333,7 @@ def test_a_bucket_that_is_delivered_twice_to_those_who_read_along_counts_once() 
     with nothing_left(), contextlib.ExitStack() as stack:
         shared = SharedMemory(RUN, ("w", "w#1"), DEADLINE_SECONDS)
         stack.callback(shared.close)
+        read_along = registry.transport(shared.address).receiver
         receivers = [
             read_along(shared.address, peer=peer, run=RUN, deadline_seconds=DEADLINE_SECONDS) for peer in shared.readers
         ]

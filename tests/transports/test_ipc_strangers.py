@@ -25,7 +25,7 @@ from weightcast.errors import PeerDiedError
 from weightcast.format.manifest import decode, encode
 from weightcast.seams.transport import Sender
 from weightcast.transports.ipc import channel as ipc_channel
-from weightcast.transports.ipc import listener as ipc_listener
+from weightcast.transports.ipc import receiver as ipc_receiver
 from weightcast.transports.ipc.records import (
     MAX_RECORD_BYTES,
     Awaiting,
@@ -100,8 +100,8 @@ def test_who_does_not_say_a_proper_hello_is_disconnected(
 def test_silent_strangers_are_turned_out_and_keep_nobody_out(
     ipc_ends: Ends, sockets: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ipc_listener, "_HELLO_SECONDS", 0.3)
-    monkeypatch.setattr(ipc_listener, "_MAX_STRANGERS", 4)
+    monkeypatch.setattr(ipc_channel, "_HELLO_SECONDS", 0.3)
+    monkeypatch.setattr(ipc_channel, "_MAX_STRANGERS", 4)
     sender = ipc_ends.sender()
     strangers = [_connect(sender, sockets) for _ in range(9)]
     _publish(ipc_ends, sender, 1)
@@ -118,7 +118,7 @@ def test_another_user_is_refused_on_both_ends(ipc_ends: Ends, monkeypatch: pytes
     def trusting(sock: socket.socket) -> None:
         pass
 
-    monkeypatch.setattr(ipc_channel, "check_same_user", trusting)
+    monkeypatch.setattr(ipc_receiver, "check_same_user", trusting)
     with pytest.raises(PeerDiedError, match="closed the connection"):
         ipc_ends.receiver(sender)
     monkeypatch.undo()

@@ -1,9 +1,8 @@
 """`gloo://` and `nccl://`: flat broadcasts of whole buckets in a torch.distributed group of our own.
 
-`sender` and `receiver` are the two ends, `members` who is connected and what they said, `membership` who takes the
-update in progress, `broadcast_group` the sender's group, `broadcast_reader` a receiver's, `slots` and
-`receive_buffers` where buckets arrive, `host_fanout` how workers of one host share them, `records` the messages beside
-the broadcasts.
+`sender` and `receiver` are the two ends, `membership` who takes the update in progress, `broadcast_group` the sender's
+group, `broadcast_reader` a receiver's, `receive_buffers` where buckets arrive and how workers of one host share them,
+`records` the messages beside the broadcasts.
 """
 
 from __future__ import annotations

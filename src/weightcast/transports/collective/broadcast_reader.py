@@ -1,7 +1,8 @@
 """A receiver's part in one group: a thread that connects to it and takes its broadcasts in order, two at a time.
 
 Invariants: it touches the receiver only through `BucketSink`, which ignores a reader that was left; it ends when its
-group does, or at the next bucket after `leave`; a broadcast that nobody answers any more ends with the sender's side.
+group does, or at the next bucket after it was left; a broadcast that nobody answers any more ends with the sender's
+side.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from weightcast.errors import WeightcastError, detached
 from weightcast.format.bucket import TRAILER_BYTES
 from weightcast.process_group import ProcessGroup, in_background, join_store, wait
 from weightcast.transports.collective.records import Join
-from weightcast.transports.collective.slots import NUM_UNDER_WAY
+
+NUM_UNDER_WAY = 2
+"""Broadcasts that a receiver waits for at once: the next one follows without a pause."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,27 +87,23 @@ class BroadcastReader:
     def _run(self) -> None:
         group: ProcessGroup | None = None
         try:
-            group = self._connect()
+            join = self._join
+            group = ProcessGroup(
+                self._backend,
+                join_store(join.host, join.port, join.timeout_seconds),
+                rank=join.group_rank,
+                size=join.group_size,
+                timeout_seconds=join.timeout_seconds,
+                host=self._host,
+                device=self._device,
+            )
             self._take_all(group)
-        except WeightcastError as exc:
-            self._sink.on_broken(self, exc, is_own=not self._is_in_group)
         except Exception as exc:
-            self._sink.on_broken(self, detached(exc), is_own=True)
+            is_own = not self._is_in_group or not isinstance(exc, WeightcastError)
+            self._sink.on_broken(self, detached(exc), is_own=is_own)
         finally:
             if group is not None:
                 group.close()
-
-    def _connect(self) -> ProcessGroup:
-        join = self._join
-        return ProcessGroup(
-            self._backend,
-            join_store(join.host, join.port, join.timeout_seconds),
-            rank=join.group_rank,
-            size=join.group_size,
-            timeout_seconds=join.timeout_seconds,
-            host=self._host,
-            device=self._device,
-        )
 
     def _was_left(self) -> bool:
         """As of now: another thread decides."""

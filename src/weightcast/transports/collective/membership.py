@@ -1,25 +1,24 @@
 """Keeps the sender's group one of exactly those who take the update: forms it, and forms it anew after a loss.
 
-Invariants: whoever is lost is named with the reason, and all workers of its engine with it, since an engine is updated
-whole or not at all; every wait ends by the deadline, and tells the others meanwhile that the sender lives; what fails
-twice with nobody to blame is given up.
+Invariants: each peer that is lost is named with the reason, and all workers of its engine with it, since an engine is
+updated whole or not at all; every wait ends by the deadline, and tells the others meanwhile that the sender lives; what
+fails twice with nobody to blame is given up.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from weightcast.errors import PeerDiedError, PeerError, PeerTimeoutError, UpdateAbortedError, WeightcastError
-from weightcast.format.arena import ArenaLayout
-from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.transports.collective.broadcast_group import BroadcastGroup
-from weightcast.transports.collective.members import GroupMember, GroupMembers, send_to_all
-from weightcast.transports.collective.records import BeginUpdate, Connect, ProgressQuestion, UpdateAborted
+from weightcast.host.deadline import Deadline
+from weightcast.links.publisher_end import LinkListener
+from weightcast.transports.collective import records
+from weightcast.transports.collective.broadcast_group import BroadcastGroup, GroupMember, GroupSettings, send_to_all
+from weightcast.transports.sending import SendingEnd, SentUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -29,29 +28,14 @@ _POLL_SECONDS = 0.002
 """How often a GPU is asked whether a broadcast is over; on a CPU it says so itself."""
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class GroupUpdate:
-    """The sender's update. `next` is the bucket to be sent next, `members` are those who still take it."""
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class GroupUpdate(SentUpdate):
+    """`members` are those who still take it. `is_rewound`: `next` was set back, and the caller does not know yet."""
 
-    number: int
-    version: WeightVersion
-    manifest: Manifest
-    staged: bool
-    arena_layout: ArenaLayout
     members: list[GroupMember]
-    next: int = 0
-    is_open: bool = True
     is_rewound: bool = False
     resumed_at: int = 0
     num_fruitless: int = 0
-
-    @property
-    def num_buckets(self) -> int:
-        return len(self.manifest.buckets)
-
-    @property
-    def is_whole(self) -> bool:
-        return self.next >= self.num_buckets
 
     def readers(self) -> dict[GroupMember, list[GroupMember]]:
         """Who joins the group, and who reads along with each: staged, the other workers of an engine on its host."""
@@ -65,61 +49,109 @@ class GroupUpdate:
         return readers
 
 
-class Membership:
-    """The sender's group, kept from update to update. `failures` since the last `begin`."""
+class GroupSender(SendingEnd[GroupUpdate]):
+    """A sender that has a group, kept from update to update."""
 
     def __init__(
-        self, members: GroupMembers, backend: str, host: str, *, device: torch.device, deadline_seconds: float
+        self, run: str, backend: str, host: str, port: int, *, device: torch.device, deadline_seconds: float
     ) -> None:
-        self.failures: dict[str, WeightcastError] = {}
+        """Listen. Raises OSError if the address can't be had."""
+        super().__init__(run, deadline_seconds)
+        self.listener = LinkListener(
+            run, host=host, port=port, heartbeat_seconds=self._sign_seconds, messages=records.FromReceiver
+        )
+        self.condition = self.listener.condition
+        """Notified of everything that happens."""
         self.epoch: BroadcastGroup | None = None
         self.num_epochs = 0
-        self.slots_are_lost = False
+        self._slots_are_lost = False
         """A broadcast of a group that was left may still be reading the slots."""
-        self._members = members
-        self._condition = members.condition
-        self._backend = backend
-        self._host = host
-        self._device = device
-        self._deadline_seconds = deadline_seconds
-        self._sign_seconds = members.sign_seconds
+        self._members: dict[str, GroupMember] = {}
+        self._settings = GroupSettings(backend, host, device, deadline_seconds, self.condition)
         self._num_questions = 0
 
-    def connected(self, names: Sequence[str]) -> list[GroupMember]:
-        """The members of these names; waits for those that were never there, and notes who is missing."""
-        end = time.monotonic() + self._deadline_seconds
+    def connected(self, peers: Sequence[str]) -> list[str]:
+        """Those of these peers that are connected now. Does not wait."""
+        return [name for name in peers if self._member(name) is not None]
 
-        def missing() -> list[str]:
-            return [name for name in names if self._members.get(name) is None and not self._members.was_there(name)]
+    def _member(self, name: str) -> GroupMember | None:
+        """The member of that name, if it is connected now and has said where it is; with all that it has said."""
+        links = self.listener.links(name)
+        if not links:
+            return None
+        member = self._members.get(name)
+        if member is None or member.link is not links[-1]:
+            member = self._members[name] = GroupMember(name, links[-1])
+        member.take_messages()
+        return member if member.host else None
 
-        with self._condition:
-            while missing() and (remaining := end - time.monotonic()) > 0:
-                self._condition.wait(min(remaining, self._sign_seconds))
-                self._members.give_sign(filter(None, map(self._members.get, names)))
-        found = {name: self._members.get(name) for name in names}
-        for name, member in found.items():
-            if member is None and self._members.was_there(name):
-                self.failures[name] = PeerDiedError(f"the receiver of {name} has gone and is not back", peer=name)
-            elif member is None:
-                waited = f"{self._deadline_seconds:g} s"
-                self.failures[name] = PeerTimeoutError(f"{name} did not connect within {waited}", peer=name)
-        return [member for member in found.values() if member is not None]
+    def _is_connected(self, name: str) -> bool:
+        return self._member(name) is not None
 
-    def form(self, update: GroupUpdate) -> None:
+    def _has_left(self, name: str) -> bool:
+        member = self._members.get(name)
+        return member is not None and bool(member.host) and not member.link.is_alive
+
+    # --- waiting ---
+
+    def _wait(self, seconds: float) -> None:
+        """The caller holds the condition."""
+        self._give_signs()
+        is_polled = self._settings.backend == "nccl" and self.epoch is not None and not self.epoch.is_quiet()
+        self.condition.wait(min(seconds, _POLL_SECONDS if is_polled else self._sign_seconds))
+
+    def _give_sign(self, name: str) -> None:
+        member = self._members.get(name)
+        if member is not None and member.link.is_alive:
+            member.link.send(records.KeepAlive())
+
+    def _wait_for(
+        self,
+        update: GroupUpdate,
+        is_done: Callable[[], bool],
+        *,
+        seconds: float | None = None,
+        is_interrupted: Callable[[GroupUpdate], bool] | None = None,
+    ) -> bool:
+        """Wait until it is done or interrupted, by default by any trouble; False at the deadline."""
+        deadline = Deadline(self._deadline_seconds if seconds is None else seconds)
+        with self.condition:
+            while True:
+                for member in update.members:
+                    member.take_messages()
+                if is_done() or (is_interrupted or self._is_in_trouble)(update):
+                    return True
+                if deadline.has_passed:
+                    return False
+                self._wait(deadline.remaining_seconds)
+
+    def _is_in_trouble(self, update: GroupUpdate) -> bool:
+        """Whether the group can't go on as it is."""
+        epoch = self.epoch
+        if epoch is not None and (epoch.error() is not None or any(m.has_left(epoch.number) for m in update.members)):
+            return True
+        return self._has_losses(update)
+
+    def _has_losses(self, update: GroupUpdate) -> bool:
+        return any(m.loss(update.number, update.version.number) is not None for m in update.members)
+
+    # --- one group ---
+
+    def _form(self, update: GroupUpdate) -> None:
         """Have a group of exactly the update's members, and tell them where the update goes on."""
         self._drop_lost(update)
-        while update.members and not (self.epoch is not None and self.epoch.is_of(update.readers())):
-            self.leave()
+        while update.members and not (self.epoch is not None and self.epoch.readers == update.readers()):
+            self._leave()
             self._make_epoch(update)
         epoch = self.epoch
         if not update.members or epoch is None:
-            self.leave()
+            self._leave()
             return
         have = [m.joining.num_received if m.joining.update == update.number else 0 for m in epoch.joined]
         update.next = min(have) if update.next else 0
         if update.next > update.resumed_at:
             update.resumed_at, update.num_fruitless = update.next, 0
-        begin = BeginUpdate(
+        begin = records.BeginUpdate(
             epoch=epoch.number,
             update=update.number,
             version=update.version.number,
@@ -129,63 +161,18 @@ class Membership:
         )
         send_to_all(update.members, begin)
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Close the group, without waiting for broadcasts under way."""
         epoch, self.epoch = self.epoch, None
         if epoch is not None:
-            self.slots_are_lost |= not epoch.is_quiet()
+            self._slots_are_lost |= not epoch.is_quiet()
             epoch.close()
-
-    def recover(self, update: GroupUpdate, *, is_late: bool) -> None:
-        """Find out who was lost, and go on without them in a new group: `update.next` is what comes then."""
-        num_before, error = len(update.members), self.epoch and self.epoch.error()
-        self._find_lost(update, is_late=is_late)
-        self.leave()
-        if len(update.members) == num_before:
-            self._count_fruitless(update, error or PeerTimeoutError(f"no progress for {self._deadline_seconds:g} s"))
-        update.is_rewound = True
-        self.form(update)
-
-    def is_in_trouble(self, update: GroupUpdate) -> bool:
-        """Whether the group can't go on as it is."""
-        epoch = self.epoch
-        if epoch is not None and (epoch.error() is not None or any(m.has_left(epoch.number) for m in update.members)):
-            return True
-        return self._has_losses(update)
-
-    def wait(
-        self,
-        update: GroupUpdate,
-        is_done: Callable[[], bool],
-        *,
-        seconds: float | None = None,
-        in_trouble: bool = False,
-    ) -> bool:
-        """Wait until it is done or there is trouble; False at the deadline. `in_trouble`: wait for losses only."""
-        end = time.monotonic() + (self._deadline_seconds if seconds is None else seconds)
-        next_sign = time.monotonic() + self._sign_seconds
-        tick = _POLL_SECONDS if self._backend == "nccl" else self._sign_seconds
-        with self._condition:
-            while True:
-                for member in update.members:
-                    member.take_messages()
-                if is_done() or (self._has_losses(update) if in_trouble else self.is_in_trouble(update)):
-                    return True
-                now = time.monotonic()
-                if now >= end:
-                    return False
-                if now >= next_sign:
-                    next_sign = now + self._sign_seconds
-                    self._members.give_sign(update.members)
-                self._condition.wait(min(end - now, tick))
-
-    # --- one group ---
 
     def _make_epoch(self, update: GroupUpdate) -> None:
         """Invite everybody; connect if all answer, else drop who does not."""
         self.num_epochs += 1
         try:
-            epoch = BroadcastGroup(self.num_epochs, self._backend, self._host, update.readers(), self._deadline_seconds)
+            epoch = BroadcastGroup(self.num_epochs, self._settings, update.readers())
         except PeerError as exc:
             self._count_fruitless(update, exc)
             return
@@ -196,95 +183,61 @@ class Membership:
             epoch.invite_readers()
             if not self._have_answered(update, update.members, epoch.number):
                 return
-            # Only now: whoever waits in gloo for somebody who does not come can't be woken.
-            send_to_all(epoch.joined, Connect(epoch.number))
-            epoch.connect(self._device, self._condition)
-            self.wait(update, lambda: epoch.is_connected or epoch.connect_error is not None)
+            # Only now: a member that waits in gloo for one that does not come can't be woken.
+            send_to_all(epoch.joined, records.Connect(epoch.number))
+            epoch.connect()
+            self._wait_for(update, lambda: epoch.is_connected or epoch.connect_error is not None)
             if epoch.is_connected and not self._has_losses(update):
                 self.epoch = epoch
                 return
-            self._blame_for_connecting(update, epoch)
+            # With a dead member nobody can connect: then only that one is to blame.
+            if not self._drop_lost(update) and not self._drop_failed(update, update.members, epoch.number):
+                late = PeerTimeoutError(f"no group within {self._deadline_seconds:g} s")
+                self._count_fruitless(update, epoch.connect_error or late)
         finally:
             if self.epoch is not epoch:
                 epoch.close()
 
     def _have_answered(self, update: GroupUpdate, members: Sequence[GroupMember], epoch: int) -> bool:
         """Wait for answers to an invitation; drop who gives none. Whether everybody did."""
-        self.wait(update, lambda: all(member.has_joined(epoch) or member.has_left(epoch) for member in members))
+        self._wait_for(update, lambda: all(member.has_joined(epoch) or member.has_left(epoch) for member in members))
         self._drop_lost(update)
         silent = [member for member in members if not member.has_joined(epoch)]
+        self._drop_failed(update, silent, epoch)
         for member in silent:
             if member in update.members:
-                error = self._could_not_join(member) if member.has_left(epoch) else None
-                self._lose(update, member, error or self._timed_out(member, "answered no invitation to a group"))
+                self._lose(update, member, self._timed_out(member.name, "answered no invitation to a group"))
         return not silent
-
-    def _blame_for_connecting(self, update: GroupUpdate, epoch: BroadcastGroup) -> None:
-        """Who has died; else who could not connect: with a dead member nobody can."""
-        num_before = len(update.members)
-        self._drop_lost(update)
-        if len(update.members) < num_before:
-            return
-        for member in [member for member in update.members if member.has_left(epoch.number)]:
-            self._lose(update, member, self._could_not_join(member))
-        if len(update.members) == num_before:
-            late = PeerTimeoutError(f"no group within {self._deadline_seconds:g} s")
-            self._count_fruitless(update, epoch.connect_error or late)
-
-    def _could_not_join(self, member: GroupMember) -> PeerDiedError:
-        assert member.join_failed is not None
-        text = f"{member.name} could not connect to the group: {member.join_failed.reason}"
-        return PeerDiedError(text, peer=member.name)
-
-    def _count_fruitless(self, update: GroupUpdate, cause: WeightcastError) -> None:
-        update.num_fruitless += 1
-        if update.num_fruitless > 1:
-            for member in list(update.members):
-                self._lose(update, member, PeerDiedError(f"{member.name}: {cause}", peer=member.name))
 
     # --- losses ---
 
-    def _has_losses(self, update: GroupUpdate) -> bool:
-        return any(m.loss(update.number, update.version.number) is not None for m in update.members)
+    def _recover(self, update: GroupUpdate, *, is_late: bool) -> None:
+        """Find out who was lost, and go on without them in a new group: `update.next` is what comes then."""
+        error = None if self.epoch is None else self.epoch.error()
+        has_dropped = self._drop_who_broke_it(update, is_late=is_late)
+        self._leave()
+        if not has_dropped:
+            self._count_fruitless(update, error or PeerTimeoutError(f"no progress for {self._deadline_seconds:g} s"))
+        update.is_rewound = True
+        self._form(update)
 
-    def _drop_lost(self, update: GroupUpdate) -> None:
-        """Note who has gone, or takes no more of it."""
-        for member in update.members:
-            member.take_messages()
-        losses = [(m, loss) for m in update.members if (loss := m.loss(update.number, update.version.number))]
-        for member, loss in losses:
-            self._lose(update, member, loss)
-
-    def _lose(self, update: GroupUpdate, member: GroupMember, error: WeightcastError) -> None:
-        logger.warning("%s", error)
-        self.failures[member.name] = error
-        if isinstance(error, PeerTimeoutError):
-            member.link.end(f"the publisher gave this receiver up: {error}")
-        others = [m for m in update.members if m.engine == member.engine and m is not member]
-        update.members = [m for m in update.members if m.engine != member.engine]
-        for other in others:
-            reason = f"{member.name}, of the same engine, was lost: {error}"
-            self.failures.setdefault(other.name, UpdateAbortedError(reason))
-            send_to_all([other], UpdateAborted(update.number, reason))
-
-    def _find_lost(self, update: GroupUpdate, *, is_late: bool) -> None:
-        """Drop whoever has gone or left; if nobody has, whoever does not answer or holds the others up."""
+    def _drop_who_broke_it(self, update: GroupUpdate, *, is_late: bool) -> bool:
+        """Drop who has gone or left; if nobody has, who does not answer or holds the others up. Whether anybody was."""
         epoch = self.epoch
         has_left = epoch is not None and any(member.has_left(epoch.number) for member in update.members)
         if not is_late and not has_left:
             # The end of a broadcast may be seen before the end of the link of the one who caused it.
-            self.wait(update, lambda: False, seconds=min(_MAX_NEWS_SECONDS, self._deadline_seconds), in_trouble=True)
-        num_before = len(update.members)
-        self._drop_lost(update)
-        if len(update.members) < num_before or not update.members:
-            return
+            news_seconds = min(_MAX_NEWS_SECONDS, self._deadline_seconds)
+            self._wait_for(update, lambda: False, seconds=news_seconds, is_interrupted=self._has_losses)
+        if self._drop_lost(update) or not update.members:
+            return True
         if epoch is not None and has_left:
-            for member in [m for m in update.members if m.has_failed(epoch.number)]:
-                self._lose(update, member, self._could_not_join(member))
-            return
-        for member in self._slow(update, is_late=is_late):
+            return self._drop_failed(update, [m for m in update.members if m.join_failed.is_own], epoch.number)
+        slow = self._slow(update, is_late=is_late)
+        for member in slow:
             if member in update.members:
-                self._lose(update, member, self._timed_out(member, "took no bucket"))
+                self._lose(update, member, self._timed_out(member.name, "took no bucket"))
+        return bool(slow)
 
     def _slow(self, update: GroupUpdate, *, is_late: bool) -> list[GroupMember]:
         """Ask all members how far they are: those that don't answer, else those that take none, else those behind.
@@ -293,22 +246,57 @@ class Membership:
         so that a healthy member waits for bytes that can't come. Only who is behind in a new group as well is slow.
         """
         self._num_questions += 1
-        question = self._num_questions
-        send_to_all(update.members, ProgressQuestion(question))
-        patience = min(_MAX_ANSWER_SECONDS, self._deadline_seconds)
-        self.wait(
-            update, lambda: all(m.has_answered(question) for m in update.members), seconds=patience, in_trouble=True
+        question, members = self._num_questions, update.members
+        send_to_all(members, records.ProgressQuestion(question))
+        self._wait_for(
+            update,
+            lambda: all(member.has_answered(question) for member in members),
+            seconds=min(_MAX_ANSWER_SECONDS, self._deadline_seconds),
+            is_interrupted=self._has_losses,
         )
-        silent = [member for member in update.members if not member.has_answered(question)]
+        silent = [member for member in members if not member.has_answered(question)]
         if silent or not is_late:
             return silent
-        answers = {m: m.answer for m in update.members if m.answer is not None and m.answer.update == update.number}
-        busy = [m for m in update.members if m not in answers or not answers[m].is_waiting]
+        answers = {m: m.answer for m in members if m.answer is not None and m.answer.update == update.number}
+        busy = [m for m in members if m not in answers or not answers[m].is_waiting]
         if busy or not update.num_fruitless:
             return busy
         furthest = max(answer.num_received for answer in answers.values())
         return [m for m, answer in answers.items() if answer.num_received < furthest]
 
-    def _timed_out(self, member: GroupMember, what: str) -> PeerTimeoutError:
-        text = f"{member.name} {what} for {self._deadline_seconds:g} s and was dropped"
-        return PeerTimeoutError(text, peer=member.name)
+    def _count_fruitless(self, update: GroupUpdate, cause: WeightcastError) -> None:
+        update.num_fruitless += 1
+        if update.num_fruitless > 1:
+            for member in list(update.members):
+                self._lose(update, member, PeerDiedError(f"{member.name}: {cause}", peer=member.name))
+
+    def _drop_lost(self, update: GroupUpdate) -> bool:
+        """Note who has gone, or takes no more of it; whether anybody was."""
+        for member in update.members:
+            member.take_messages()
+        losses = [(m, loss) for m in update.members if (loss := m.loss(update.number, update.version.number))]
+        for member, loss in losses:
+            self._lose(update, member, loss)
+        return bool(losses)
+
+    def _drop_failed(self, update: GroupUpdate, members: Sequence[GroupMember], epoch: int) -> bool:
+        """Drop those of these members that could not connect to the group, or left it; whether there are any."""
+        failed = [member for member in members if member.has_left(epoch)]
+        for member in failed:
+            text = f"{member.name} could not connect to the group: {member.join_failed.reason}"
+            self._lose(update, member, PeerDiedError(text, peer=member.name))
+        return bool(failed)
+
+    def _lose(self, update: GroupUpdate, member: GroupMember, error: WeightcastError) -> None:
+        """The member takes no more of the update, and nor does its engine."""
+        logger.warning("%s", error)
+        self._failures[member.name] = error
+        if isinstance(error, PeerTimeoutError):
+            member.link.end(f"the publisher gave this receiver up: {error}")
+        others = [m for m in update.members if m.engine == member.engine and m is not member]
+        update.members = [m for m in update.members if m.engine != member.engine]
+        self._waiting = [m.name for m in update.members]
+        for other in others:
+            reason = f"{member.name}, of the same engine, was lost: {error}"
+            self._failures.setdefault(other.name, UpdateAbortedError(reason))
+            other.link.send(records.UpdateAborted(update.number, reason))

@@ -1,50 +1,75 @@
 """Where a receiver's buckets come in and from where they are handed out: memory of its own, or shared with others.
 
-Invariants: what a group that was left may still write to is never handed out, and never waited for; with shared memory
-this worker reads like every other, through a mapping that is private to it. The receiver's lock is never held here
-while somebody is waited for.
+Workers of one engine on one host share: the one that has joined the group receives into the arena of an ipc sender of
+its own, to which every worker, itself too, has a receiver. Invariants: the same index is the same tensor in every
+update while the manifest stays; what a group that was left may still write to is never handed out, and never waited
+for; an arena's mapping is private to each worker, so that no engine spoils another's bytes. The receiver's lock is
+never held here while somebody is waited for.
 """
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 
 import torch
 
-from weightcast.errors import PeerTimeoutError
+from weightcast import registry
+from weightcast.errors import PeerTimeoutError, WeightcastError
 from weightcast.format.arena import place
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.seams.transport import Receiver
-from weightcast.transports.collective.broadcast_reader import BroadcastReader, BucketTarget
-from weightcast.transports.collective.host_fanout import SharedMemory, read_along
-from weightcast.transports.collective.records import BeginUpdate
-from weightcast.transports.collective.slots import NUM_SLOTS, ReceiveSlots
+from weightcast.host import memory as host_memory
+from weightcast.seams.transport import Receiver, Sender
+from weightcast.transports.collective.broadcast_reader import NUM_UNDER_WAY, BroadcastReader, BucketTarget
+from weightcast.transports.kept_memory import KeptMemory
 
-READERS_PATIENCE = 10.0
+NUM_SLOTS = 1 + NUM_UNDER_WAY
+"""Streaming: one that is read, and those that arrive."""
+_SHARED = "ipc://"
+_READERS_PATIENCE = 10.0
 """A reader waits that many deadlines for the worker that receives: its own link says whether the publisher lives."""
 _STREAM_END_SECONDS = 5.0
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class WantedUpdate:
-    """An update that the worker waits for; `begin` once the sender has begun it, in its latest form."""
+class SharedMemory:
+    """The receiving worker's arena. Used by one thread, that of the stream. Costs the whole version, once per host."""
 
-    manifest: Manifest
-    version: WeightVersion
-    staged: bool
-    begin: BeginUpdate | None = None
-    num_received: int = 0
-    num_taken: int = 0
-    num_released: int = 0
-    aborted: str | None = None
+    def __init__(self, run: str, readers: Sequence[str], deadline_seconds: float) -> None:
+        self.readers = tuple(readers)
+        make = registry.transport(_SHARED).sender
+        self._sender: Sender = make(_SHARED, run=run, deadline_seconds=deadline_seconds)
+        self.address: str = self._sender.address
+        self._update = 0
+        self._num_delivered = 0
 
-    @property
-    def num_buckets(self) -> int:
-        return len(self.manifest.buckets)
+    def begin(self, update: int, manifest: Manifest, version: WeightVersion) -> None:
+        """Once for each update, before its first bucket. Raises PeerError if a reader is missing."""
+        if update != self._update:
+            self._update, self._num_delivered = update, 0
+            self._sender.open(manifest, version, peers=self.readers, staged=True)
+            self._require_readers()
 
-    @property
-    def update(self) -> int:
-        return 0 if self.begin is None else self.begin.update
+    def buffer(self, index: int) -> torch.Tensor:
+        """Where bucket `index`, the next one, is to arrive."""
+        return self._sender.buffer(index)
+
+    def has(self, index: int) -> bool:
+        """Whether the readers have been told of that bucket: a stream may have been left while it did."""
+        return index < self._num_delivered
+
+    def deliver(self, index: int) -> None:
+        """Bucket `index` is whole; once is enough. Raises PeerError if a reader was lost."""
+        if not self.has(index):
+            self._num_delivered = index + 1
+            self._sender.send(index)
+            self._require_readers()
+
+    def close(self) -> None:
+        self._sender.close()
+
+    def _require_readers(self) -> None:
+        lost: WeightcastError | None = next(iter(self._sender.failures.values()), None)
+        if lost is not None:
+            raise lost
 
 
 class ReceiveBuffers:
@@ -55,7 +80,10 @@ class ReceiveBuffers:
         self._run, self._peer = run, peer
         self._device = device
         self._deadline_seconds = deadline_seconds
-        self._memory: ReceiveSlots | None = None
+        self._memory = KeptMemory(self._allocate)
+        self._memory_device = device
+        self._replaced: dict[int, torch.Tensor] = {}
+        """By slot: where its buckets arrive because a group that was left may still write to the slot."""
         self._shared: SharedMemory | None = None
         self._address = ""
         self._left: list[BroadcastReader] = []
@@ -64,18 +92,27 @@ class ReceiveBuffers:
         """Have memory for an update, unless it is shared. Raises InsufficientMemoryError."""
         if self.reader is not None:
             return
-        arena_layout = place(manifest, num_slots=NUM_SLOTS, staged=staged)
         device = torch.device("cpu") if staged else self._device
-        if self._memory is not None and self._memory.fits(arena_layout, device):
-            self._memory.use(arena_layout)
-            return
-        self._memory = None
-        self._memory = ReceiveSlots(manifest, staged=staged, device=self._device)
+        if device != self._memory_device or self._replaced:
+            self._free_memory()
+        self._memory_device = device
+        # Staged, a place for each bucket; streaming, slots in turn.
+        self._memory.prepare(place(manifest, num_slots=NUM_SLOTS, staged=staged))
 
     def buffer(self, index: int) -> torch.Tensor:
         """A bucket that has come in, in memory of our own."""
-        assert self._memory is not None
-        return self._memory.buffer(index)
+        arena_layout = self._memory.arena_layout
+        replaced = self._replaced.get(arena_layout.slots[index])
+        return self._memory.buffer(index) if replaced is None else replaced[: arena_layout.sizes_bytes[index]]
+
+    def _allocate(self, size_bytes: int) -> torch.Tensor:
+        if self._memory_device.type == "cpu":
+            host_memory.require(size_bytes, "receiving this update", host_memory.LESS_AT_ONCE)
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self._memory_device)
+
+    def _free_memory(self) -> None:
+        self._memory.free()
+        self._replaced.clear()
 
     # --- sharing ---
 
@@ -97,10 +134,16 @@ class ReceiveBuffers:
             return
         if self.reader is not None:
             self.reader.close()
-        self._memory = None
-        patience = self._deadline_seconds * READERS_PATIENCE
-        self.reader = read_along(address, peer=self._peer, run=self._run, deadline_seconds=patience)
+        self._free_memory()
+        patience = self._deadline_seconds * _READERS_PATIENCE
+        make = registry.transport(_SHARED).receiver
+        self.reader = make(address, peer=self._peer, run=self._run, deadline_seconds=patience)
         self._address = address
+
+    def end_reader(self) -> None:
+        """Wake an iteration of what is shared."""
+        if self.reader is not None:
+            self.reader.end()
 
     def _stop_sharing(self) -> None:
         reader, self.reader = self.reader, None
@@ -139,11 +182,15 @@ class ReceiveBuffers:
                 raise PeerTimeoutError("a broadcast of a former group is still under way", peer=self._peer)
             self._shared.begin(update, manifest, version)
             return None if self._shared.has(index) else self._shared.buffer(index)
-        assert self._memory is not None
-        buffer = self._memory.buffer(index)
-        if any(_overlap(buffer, target.destination) for stream in self._left for target in stream.targets):
-            self._memory.replace(index)
-        return self._memory.buffer(index)
+        buffer = self.buffer(index)
+        # Another manifest's buckets may lie across.
+        start, end = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
+        late = [target.destination for stream in self._left for target in stream.targets]
+        if any(start < other.data_ptr() + other.numel() and other.data_ptr() < end for other in late):
+            slots, sizes = self._memory.arena_layout.slots, self._memory.arena_layout.sizes_bytes
+            largest = max(size for slot, size in zip(slots, sizes, strict=True) if slot == slots[index])
+            self._replaced[slots[index]] = self._allocate(largest)
+        return self.buffer(index)
 
     def deliver(self, index: int) -> None:
         """Bucket `index` has come in, for the first time. Raises PeerError."""
@@ -160,9 +207,4 @@ class ReceiveBuffers:
             for stream in self._left:
                 stream.has_ended(_STREAM_END_SECONDS)
         self._stop_sharing()
-        self._memory = None
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two plain byte tensors have memory in common; another manifest's buckets may lie across."""
-    return a.data_ptr() < b.data_ptr() + b.numel() and b.data_ptr() < a.data_ptr() + a.numel()
+        self._free_memory()

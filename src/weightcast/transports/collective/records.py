@@ -15,7 +15,6 @@ from weightcast.errors import ManifestError
 from weightcast.format.manifest import VersionNumber
 from weightcast.format.messages import Digest256, Heartbeat, Hello, ShortText
 
-MAX_REASON_CHARACTERS = 4096
 BACKENDS = ("gloo", "nccl")
 
 Index = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]

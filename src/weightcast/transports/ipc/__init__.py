@@ -1,7 +1,7 @@
 """`ipc://`: publisher and engines on one host share memory; nothing is copied but into it and out of it.
 
-`sender` and `receiver` are the two ends, `arena` and `cuda` the memory, `peers`, `listener`, `channel` and `records`
-the signals, `devices` the choice among several senders of a host.
+`sender` and `receiver` are the two ends, `arena` and `cuda` the memory, `channel` and `records` the signals, `devices`
+the choice among several senders of a host.
 """
 
 from __future__ import annotations

@@ -16,32 +16,29 @@ import torch
 from weightcast.errors import InsufficientMemoryError, ManifestError
 from weightcast.format.arena import Buffers, pages
 from weightcast.host import memory as host_memory
+from weightcast.host.closing import on_failure
 from weightcast.transports.ipc.records import SharedArena
+from weightcast.transports.sending import OwnedArena
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class OwnedSharedArena:
+class OwnedSharedArena(OwnedArena):
     """The sender's end. Costs `size_bytes` of host memory, page by page, as it is first written."""
 
     def __init__(self, generation: int, size_bytes: int) -> None:
         """Raises InsufficientMemoryError if the host or a cgroup hasn't that much left."""
-        self.generation = generation
-        self.size_bytes = pages(size_bytes)
-        self.device = torch.device("cpu")
-        host_memory.require(self.size_bytes, "the arena of this update", host_memory.LESS_AT_ONCE)
+        size_bytes = pages(size_bytes)
+        host_memory.require(size_bytes, "the arena of this update", host_memory.LESS_AT_ONCE)
         try:
             self._descriptor = os.memfd_create("weightcast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            try:
-                os.ftruncate(self._descriptor, self.size_bytes)
+            with on_failure(lambda: os.close(self._descriptor)):
+                os.ftruncate(self._descriptor, size_bytes)
                 fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
-                self._mapping = mmap.mmap(self._descriptor, self.size_bytes)
-            except BaseException:
-                os.close(self._descriptor)
-                raise
+                self._mapping = mmap.mmap(self._descriptor, size_bytes)
         except OSError as exc:
-            raise InsufficientMemoryError(f"{self.size_bytes} bytes of shared memory could not be had: {exc}") from exc
-        self.buffers = Buffers(torch.frombuffer(self._mapping, dtype=torch.uint8))
+            raise InsufficientMemoryError(f"{size_bytes} bytes of shared memory could not be had: {exc}") from exc
+        super().__init__(generation, torch.frombuffer(self._mapping, dtype=torch.uint8), torch.device("cpu"))
 
     def announcement(self) -> tuple[SharedArena, int]:
         return SharedArena(self.generation, self.size_bytes), self._descriptor
@@ -51,12 +48,13 @@ class OwnedSharedArena:
         return ""
 
     def close(self, *, free: bool) -> None:
-        """Let go of it. With `free`, give the pages back at once, whoever still has it mapped: they read zeros then."""
+        """With `free`, a process that still has it mapped reads zeros from then on."""
         if free:
             self._mapping.madvise(mmap.MADV_REMOVE)
         os.close(self._descriptor)
         # Not unmapped here: views that the publisher keeps still point into it.
-        del self.buffers, self._mapping
+        del self._mapping
+        super().close(free=free)
 
 
 class MappedSharedArena:
@@ -67,12 +65,9 @@ class MappedSharedArena:
         self.generation = record.generation
         self.size_bytes = record.size_bytes
         self._descriptor = descriptor
-        try:
-            _check(record, descriptor)
+        with on_failure(lambda: os.close(descriptor)):
+            self._check(record)
             self.reset()
-        except BaseException:
-            os.close(descriptor)
-            raise
 
     def reset(self) -> None:
         """Map it anew: whatever this process wrote into the former mapping is not in the new one."""
@@ -100,13 +95,13 @@ class MappedSharedArena:
         os.close(self._descriptor)
         del self._mapping
 
-
-def _check(record: SharedArena, descriptor: int) -> None:
-    try:
-        size, seals = os.fstat(descriptor).st_size, fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    except OSError as exc:
-        raise ManifestError(f"the arena's descriptor is no anonymous shared memory: {exc}", fault="type") from exc
-    if size != record.size_bytes or not size:
-        raise ManifestError(f"the arena has {size} bytes, {record.size_bytes} were announced", fault="size")
-    if seals & _SEALS != _SEALS:
-        raise ManifestError(f"the arena can be resized, its seals are {seals:#x}: not safe to map", fault="type")
+    def _check(self, record: SharedArena) -> None:
+        try:
+            size = os.fstat(self._descriptor).st_size
+            seals = fcntl.fcntl(self._descriptor, fcntl.F_GET_SEALS)
+        except OSError as exc:
+            raise ManifestError(f"the arena's descriptor is no anonymous shared memory: {exc}", fault="type") from exc
+        if size != record.size_bytes or not size:
+            raise ManifestError(f"the arena has {size} bytes, {record.size_bytes} were announced", fault="size")
+        if seals & _SEALS != _SEALS:
+            raise ManifestError(f"the arena can be resized, its seals are {seals:#x}: not safe to map", fault="type")

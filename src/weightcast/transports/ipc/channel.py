@@ -1,55 +1,53 @@
-"""One connection of the ipc transport: whole records in both directions, never blocking.
+"""Packets between the ends of the ipc transport, never blocking, and who is let in to exchange them.
 
 An abstract Unix socket of packets: a record is one packet, so that there is no half of one, and a kill leaves no file.
-Invariants: both ends run as the same user (SO_PEERCRED); a descriptor that comes unasked is closed; a process that was
-forked off holds no connection, so that the end of the owner's process is the end of its connections.
+Invariants: both ends run as the same user (SO_PEERCRED); only a process that names this run and protocol in its first
+record is welcomed; a stranger holds a place for a short time, and can't keep others out; a descriptor that comes
+unasked is closed; a process that was forked off holds no connection, so that the end of the owner's process is the end
+of its connections.
 """
 
 from __future__ import annotations
 
 import array
+import collections
 import contextlib
+import logging
 import os
+import secrets
 import select
 import socket
+import threading
 import time
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from weightcast.errors import ManifestError, PeerDiedError, PeerTimeoutError, from_record
-from weightcast.format.manifest import decode, encode
+from weightcast.errors import ManifestError, RefusedError, StaleVersionError, UnsupportedError, to_record
+from weightcast.format.manifest import PROTOCOL, decode, encode
 from weightcast.host.closing import close_in_child
 from weightcast.links.worker_end import check_same_user
-from weightcast.transports.ipc.records import MAX_RECORD_BYTES, IpcHello, Refused, ToReceiver, Welcome
+from weightcast.transports.ipc.records import MAX_RECORD_BYTES, IpcHello, Refused, ToSender, Welcome
+
+logger = logging.getLogger(__name__)
 
 SCHEME = "ipc://"
-PUBLISHER = "trainer"
-_RETRY_SECONDS = 0.01
-
-T = TypeVar("T")
-
-
-def packet_socket() -> socket.socket:
-    """A new packet socket that a forked child closes."""
-    return adopt(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-
-
-def adopt(sock: socket.socket) -> socket.socket:
-    """Have a forked child close this socket, and make it non-blocking."""
-    sock.setblocking(False)
-    return close_in_child(sock)
+_HELLO_SECONDS = 5.0
+_EXHAUSTED_SECONDS = 0.1
+_BACKLOG = 128
+_MAX_STRANGERS = 128
 
 
 class Channel:
-    """A connected packet socket. `send` may be called from several threads, `receive` from one at a time."""
+    """A packet socket that a forked child closes. `send`: from several threads; `receive`: from one at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+        sock.setblocking(False)
+        self.sock = close_in_child(sock)
         self._buffer = bytearray(MAX_RECORD_BYTES)
 
     def fileno(self) -> int:
-        return self._sock.fileno()
+        return self.sock.fileno()
 
     def send(self, record: msgspec.Struct, descriptor: int | None = None) -> bool:
         """Send one record, with a descriptor if given; False if there is no room now. Raises EOFError at the end."""
@@ -57,7 +55,7 @@ class Channel:
         if descriptor is not None:
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
         try:
-            self._sock.sendmsg([encode(record)], ancillary, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+            self.sock.sendmsg([encode(record)], ancillary, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except OSError as exc:
@@ -70,101 +68,157 @@ class Channel:
         Raises EOFError at the end of the connection, ManifestError for anything that is not such a record.
         """
         room = socket.CMSG_SPACE(4 * max_descriptors) if max_descriptors else 0
+        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         try:
-            size, ancillary, flags, _ = self._receive_packet(room)
+            try:
+                size, ancillary, seen, _ = self.sock.recvmsg_into([self._buffer], room, flags)
+            except ConnectionResetError:
+                # The peer closed with records of ours unread; what it sent before is still there, then comes the end.
+                size, ancillary, seen, _ = self.sock.recvmsg_into([self._buffer], room, flags)
         except BlockingIOError:
             return None
         except OSError as exc:
             raise EOFError(f"the connection ended: {exc}") from exc
-        descriptors = _descriptors(ancillary)
+        descriptors = array.array("i")
+        for level, message, data in ancillary:
+            if (level, message) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+        record: Any = None
         try:
             if not size:
                 raise EOFError("the connection ended")
-            if flags & socket.MSG_TRUNC:
+            if seen & socket.MSG_TRUNC:
                 raise ManifestError(f"a record of over {MAX_RECORD_BYTES} bytes [too_large]", fault="too_large")
             record = decode(memoryview(self._buffer)[:size], kind, max_bytes=MAX_RECORD_BYTES)
-        except BaseException:
-            _close_all(descriptors)
-            raise
-        _close_all(descriptors[1:])
+        finally:
+            for descriptor in descriptors[0 if record is None else 1 :]:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
         return record, descriptors[0] if descriptors else None
 
-    def _receive_packet(self, room: int) -> tuple[int, list[tuple[int, int, bytes]], int, Any]:
-        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-        try:
-            return self._sock.recvmsg_into([self._buffer], room, flags)
-        except ConnectionResetError:
-            # The peer closed with records of ours unread; what it sent before is still there, then comes the end.
-            return self._sock.recvmsg_into([self._buffer], room, flags)
+    def close(self) -> None:
+        self.sock.close()
+
+
+class Listener:
+    """Listens at `address` until `close`, in a thread that accepts connections and reads their hello.
+
+    `arrived` is an eventfd, readable while `take` has something.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._arrivals: list[tuple[str, Channel]] = []
+        self._strangers: collections.OrderedDict[int, tuple[Channel, float]] = collections.OrderedDict()
+        self._poller = select.poll()
+        name = f"weightcast-{secrets.token_hex(16)}"
+        self.address = f"{SCHEME}@{name}"
+        self._sock = close_in_child(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        self._sock.setblocking(False)
+        self._sock.bind("\0" + name)
+        self._sock.listen(_BACKLOG)
+        self.arrived = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._serve, name="weightcast-ipc", daemon=True)
+        self._thread.start()
+
+    def take(self) -> list[tuple[str, Channel]]:
+        """The peers that have come since, in order; the caller owns their channels."""
+        with self._lock:
+            arrivals, self._arrivals = self._arrivals, []
+            if arrivals:
+                os.eventfd_read(self.arrived)
+            return arrivals
 
     def close(self) -> None:
+        """Stop listening; peers that were not taken are disconnected. Call once."""
+        os.eventfd_write(self._stop, 1)
+        self._thread.join()
         self._sock.close()
+        for _, channel in self._arrivals:
+            channel.close()
+        os.close(self.arrived)
+        os.close(self._stop)
 
+    def _serve(self) -> None:
+        self._poller.register(self._sock, select.POLLIN)
+        self._poller.register(self._stop, select.POLLIN)
+        while True:
+            patience_ms: float | None = None
+            if self._strangers:
+                oldest = next(iter(self._strangers.values()))[1]
+                patience_ms = max(0.0, oldest + _HELLO_SECONDS - time.monotonic()) * 1000
+            ready = {descriptor for descriptor, _ in self._poller.poll(patience_ms)}
+            if self._stop in ready:
+                break
+            for descriptor in ready & self._strangers.keys():
+                self._greet(descriptor)
+            if self._sock.fileno() in ready:
+                self._accept()
+            self._turn_out(time.monotonic() - _HELLO_SECONDS)
+        self._turn_out(float("inf"))
 
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    found = array.array("i")
-    for level, kind, data in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found.frombytes(data[: len(data) - len(data) % found.itemsize])
-    return list(found)
-
-
-def _close_all(descriptors: list[int]) -> None:
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-
-
-def connect(url: str, hello: IpcHello, deadline_seconds: float) -> Channel:
-    """Connect to a sender's address and be welcomed. Raises PeerDiedError, PeerTimeoutError or what it refuses with."""
-    name = url.removeprefix(SCHEME)
-    if not url.startswith(SCHEME) or not name.startswith("@"):
-        raise ValueError(f"{url!r} is not the address of an ipc sender; expected {SCHEME}@NAME, as in Sender.address")
-    end = time.monotonic() + deadline_seconds
-    sock = packet_socket()
-    try:
-        _connect(sock, "\0" + name[1:], end)
-        check_same_user(sock)
-        channel = Channel(sock)
-        channel.send(hello)
-        _await_welcome(channel, url, end)
-        return channel
-    except EOFError as exc:
-        sock.close()
-        raise PeerDiedError(f"the publisher at {url} closed the connection: {exc}", peer=PUBLISHER) from exc
-    except OSError as exc:
-        sock.close()
-        raise PeerDiedError(
-            f"no publisher of this user answers at {url}: {exc}. ipc:// needs both ends on one host and in one network "
-            "namespace (one container or pod, or --network=host)",
-            peer=PUBLISHER,
-        ) from exc
-    except BaseException:
-        sock.close()
-        raise
-
-
-def _connect(sock: socket.socket, address: str, end: float) -> None:
-    while True:
+    def _accept(self) -> None:
         try:
-            return sock.connect(address)
+            sock, _ = self._sock.accept()
         except BlockingIOError:
-            # Its queue of new connections is full; a Unix socket gives no event for that.
-            if time.monotonic() >= end:
-                raise
-            time.sleep(_RETRY_SECONDS)
+            return
+        except OSError as exc:
+            # Out of descriptors, most likely: the connection waits in the queue, so don't spin on it.
+            logger.warning("a receiver could not be accepted: %s", exc)
+            select.select([self._stop], [], [], _EXHAUSTED_SECONDS)
+            return
+        channel = Channel(sock)
+        try:
+            check_same_user(sock)
+        except OSError as exc:
+            logger.warning("a connection was refused: %s", exc)
+            channel.close()
+            return
+        if len(self._strangers) >= _MAX_STRANGERS:
+            self._forget(next(iter(self._strangers))).close()
+        self._strangers[channel.fileno()] = (channel, time.monotonic())
+        self._poller.register(channel, select.POLLIN)
 
+    def _turn_out(self, latest: float) -> None:
+        """Close the connections of strangers that came until then."""
+        while self._strangers and next(iter(self._strangers.values()))[1] <= latest:
+            self._forget(next(iter(self._strangers))).close()
 
-def _await_welcome(channel: Channel, url: str, end: float) -> None:
-    poller = select.poll()
-    poller.register(channel, select.POLLIN)
-    while (packet := channel.receive(ToReceiver)) is None:
-        remaining = end - time.monotonic()
-        if remaining <= 0:
-            raise PeerTimeoutError(f"the publisher at {url} did not welcome this peer by the deadline", peer=PUBLISHER)
-        poller.poll(remaining * 1000)
-    record = packet[0]
-    if isinstance(record, Refused):
-        raise from_record(record.error)
-    if not isinstance(record, Welcome):
-        raise ManifestError(f"the publisher at {url} answered a hello with {type(record).__name__}", fault="type")
+    def _forget(self, descriptor: int) -> Channel:
+        self._poller.unregister(descriptor)
+        return self._strangers.pop(descriptor)[0]
+
+    def _greet(self, descriptor: int) -> None:
+        """Hear a stranger's first record, and welcome or refuse it."""
+        channel = self._strangers[descriptor][0]
+        try:
+            packet = channel.receive(ToSender)
+            if packet is None:
+                return
+            self._forget(descriptor)
+            record, refusal = packet[0], self._refusal(packet[0])
+            if refusal is not None:
+                channel.send(Refused(to_record(refusal)))
+                channel.close()
+                return
+            with self._lock:
+                # Under the lock, so that whoever has been welcomed is among the arrivals.
+                channel.send(Welcome())
+                self._arrivals.append((record.peer, channel))
+                os.eventfd_write(self.arrived, 1)
+        except (EOFError, ManifestError) as exc:
+            logger.warning("a connection was closed before its hello: %s", exc)
+            if descriptor in self._strangers:
+                self._forget(descriptor)
+            channel.close()
+
+    def _refusal(self, record: object) -> RefusedError | None:
+        if not isinstance(record, IpcHello):
+            return UnsupportedError(f"the first record must be a hello, not {type(record).__name__}")
+        if record.protocol != PROTOCOL:
+            return UnsupportedError(f"protocol {record.protocol} was offered, {PROTOCOL} is spoken: update one end")
+        if record.run != self._run:
+            return StaleVersionError(f"the receiver is of run {record.run}, the publisher of {self._run}: init again")
+        return None

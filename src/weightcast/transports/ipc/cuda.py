@@ -15,16 +15,14 @@ import torch
 from weightcast.errors import InsufficientMemoryError, ManifestError, UnsupportedError
 from weightcast.format.arena import Buffers
 from weightcast.transports.ipc.records import CudaArena
+from weightcast.transports.sending import OwnedArena
 
 
-class OwnedCudaArena:
+class OwnedCudaArena(OwnedArena):
     """The sender's end. Costs `size_bytes` of device memory at once."""
 
     def __init__(self, generation: int, size_bytes: int, device: torch.device) -> None:
         """Raises InsufficientMemoryError if the device hasn't that much left."""
-        self.generation = generation
-        self.size_bytes = size_bytes
-        self.device = device
         self._events: dict[int, tuple[torch.cuda.Event, str]] = {}
         try:
             self._whole = torch.empty(size_bytes, dtype=torch.uint8, device=device)
@@ -33,7 +31,7 @@ class OwnedCudaArena:
             raise InsufficientMemoryError(
                 f"the arena of this update needs {size_bytes} bytes, {device} has {free} left: use smaller buckets"
             ) from exc
-        self.buffers = Buffers(self._whole)
+        super().__init__(generation, self._whole, device)
 
     def announcement(self) -> tuple[CudaArena, None]:
         """A record for one receiver: every call counts one more reader of the memory."""
@@ -66,11 +64,12 @@ class OwnedCudaArena:
         return self._events[slot][1]
 
     def close(self, *, free: bool) -> None:
-        """Let go of it; the memory is given back when every receiver has, too."""
+        """The memory is given back when every receiver has let go of it, too."""
         # A bucket that was given up may still be being packed, on a stream that the allocator does not know of.
         torch.cuda.synchronize(self.device)
-        del self.buffers, self._whole
+        del self._whole
         self._events.clear()
+        super().close(free=free)
 
 
 class MappedCudaArena:

@@ -16,7 +16,6 @@ from weightcast.format.manifest import MAX_BYTES, PROTOCOL, RunId, VersionNumber
 from weightcast.format.messages import Count, ShortText
 
 MAX_RECORD_BYTES = 1 << 16
-MAX_REASON_CHARACTERS = 4096
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 Handle = Annotated[str, msgspec.Meta(max_length=1 << 15)]

@@ -1,0 +1,361 @@
+"""`file:///dir`: a directory of versions, written by one publisher and followed by whoever can read it.
+
+The directory itself is the package `weightcast.store`. Invariants: a bucket's buffer is handed out again only when its
+bytes are with the filesystem; an error of any writing thread is raised, and nothing is sealed then; what is sealed is
+given up unless `commit` comes next. Bytes are read into memory of the reading process, from a slot that is pinned
+meanwhile; the pin ends with the last bucket, or with `end`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+
+from weightcast.errors import (
+    ClosedError,
+    ManifestError,
+    PeerDiedError,
+    StaleVersionError,
+    UpdateAbortedError,
+    WeightcastError,
+)
+from weightcast.format.arena import place
+from weightcast.format.bucket import DIGEST_BYTES, TRAILER_BYTES
+from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.host import memory as host_memory
+from weightcast.seams.transport import Bucket, StoredVersion, Transport
+from weightcast.store.address import MAX_BUFFERS, StoreAddress
+from weightcast.store.reading import PinnedVersion, StoreReader
+from weightcast.store.writing import StoreWriter
+from weightcast.transports.kept_memory import KeptMemory
+from weightcast.transports.receiving import PUBLISHER, ReceivingEnd, WantedUpdate
+
+_FIRST_PAUSE_SECONDS = 0.001
+_LONGEST_PAUSE_SECONDS = 0.05
+
+
+class StoreSender:
+    """Implements `Sender` and `VersionedSender`. All calls come from one thread.
+
+    Memory: one bucket; with several threads one more for each, but no more than there are, and at most `MAX_BUFFERS`.
+    The store's files besides (see `StoreWriter`).
+    """
+
+    def __init__(
+        self, url: str, *, run: str, deadline_seconds: float = 60.0, device: torch.device | str | None = None
+    ) -> None:
+        """Take the store. Raises as `StoreWriter`."""
+        address = StoreAddress.parse(url)
+        self.address = url
+        self._run = run
+        self._is_pinned = torch.device(device or "cpu").type == "cuda"
+        self._max_buffers = 1 if address.num_threads == 1 else min(address.num_threads + 1, MAX_BUFFERS)
+        self._num_buffers = 1
+        # It starts a thread only for a bucket that no other one is free for.
+        self._pool = ThreadPoolExecutor(self._max_buffers, "weightcast-store") if address.num_threads > 1 else None
+        self._ring = KeptMemory(self._allocate)
+        self._manifest: Manifest | None = None
+        self._digests: list[bytes] = []
+        self._writes: dict[int, Future[None]] = {}
+        self._is_sealed = False
+        self._closed = False
+        self._writer = StoreWriter(address, run, deadline_seconds=deadline_seconds)
+
+    @property
+    def failures(self) -> Mapping[str, WeightcastError]:
+        """Always empty: a store does not know who reads it."""
+        return {}
+
+    def newest_version(self) -> int:
+        """The number of the store's newest version, or of the last one that was given up, whichever is larger.
+
+        Of whichever run; -1 for none. Raises as `StoreWriter.hold`.
+        """
+        self._require_open()
+        self._writer.hold()
+        newest = self._writer.newest
+        return max(self._writer.last_number, -1 if newest is None else newest.number)
+
+    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
+        """Take a free slot and make room in it; `peers` and `staged` change nothing. See `StoreWriter.begin`."""
+        self._require_open()
+        if version.run != self._run:
+            raise ValueError(f"version {version.number} is of run {version.run}, this sender of run {self._run}")
+        self.abort("the publisher began another update")
+        self._writer.begin(manifest, version)
+        self._manifest, self._digests = manifest, []
+        self._num_buffers = max(1, min(self._max_buffers, len(manifest.buckets)))
+        self._ring.prepare(place(manifest, num_slots=self._num_buffers, staged=False))
+        if not manifest.buckets:
+            self._seal()
+
+    def buffer(self, index: int) -> torch.Tensor:
+        """Where bucket `index`, the next one, is to be packed. Waits until the former one there was written."""
+        self._require_update(index)
+        self._finish(index % self._num_buffers)
+        return self._ring.buffer(index)
+
+    def send(self, index: int) -> int:
+        """Write bucket `index`; seal with the last. Raises InsufficientMemoryError, StaleVersionError, OSError."""
+        manifest = self._require_update(index)
+        size = manifest.buckets[index] + TRAILER_BYTES
+        data = self._ring.buffer(index).numpy().data[:size]
+        self._digests.append(bytes(data[size - DIGEST_BYTES :]))
+        if self._pool is None or self._num_buffers == 1:
+            self._writer.write(index, data)
+        else:
+            self._writes[index % self._num_buffers] = self._pool.submit(self._writer.write, index, data)
+        if index + 1 == len(manifest.buckets):
+            self._seal()
+        return index + 1
+
+    def commit(self) -> None:
+        """Make the version whose buckets were all sent the newest. Raises as `StoreWriter.commit`."""
+        self._require_open()
+        if not self._is_sealed:
+            raise UpdateAbortedError("no version is whole: it was committed or aborted, or buckets of it are missing")
+        self._writer.commit()
+        self._is_sealed = False
+
+    def connected(self, peers: Sequence[str]) -> list[str]:
+        """All of them: readers of a store connect to nobody."""
+        return list(peers)
+
+    def abort(self, reason: str) -> None:
+        """Give the version up; the one before stays."""
+        if self._writer.is_held:  # else the threads are another process's
+            wait(self._writes.values())
+        self._writes.clear()
+        self._manifest, self._is_sealed = None, False
+        if not self._closed:
+            self._writer.abort(reason)
+
+    def close(self) -> None:
+        """Let the store go; another publisher may take it. Idempotent."""
+        if self._closed:
+            return
+        self.abort("the publisher was closed")
+        self._closed = True
+        self._writer.close()
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._ring.free()
+
+    def _seal(self) -> None:
+        for place_in_ring in list(self._writes):
+            self._finish(place_in_ring)
+        self._writer.seal(self._digests)
+        self._manifest, self._is_sealed = None, True
+
+    def _finish(self, place_in_ring: int) -> None:
+        write = self._writes.pop(place_in_ring, None)
+        if write is not None:
+            write.result()
+
+    def _allocate(self, size_bytes: int) -> torch.Tensor:
+        # Zeros: what lies between the end of a bucket and of its buffer must not be another's memory.
+        return torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this sender was closed")
+
+    def _require_update(self, index: int) -> Manifest:
+        self._require_open()
+        manifest = self._manifest
+        if manifest is None:
+            raise UpdateAbortedError("no update is open: it was committed or aborted, or open() was not called")
+        if index != len(self._digests):
+            raise ValueError(f"bucket {index} of {len(manifest.buckets)}: bucket {len(self._digests)} is the next")
+        return manifest
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class StoreUpdate(WantedUpdate[PinnedVersion]):
+    """`begun` when it is pinned. `attempt`: the writer's last one when it was opened.
+
+    `num_ahead`: how many buckets are read while one is taken.
+    """
+
+    attempt: int
+    num_ahead: int
+    reads: collections.deque[Future[None]] = dataclasses.field(default_factory=collections.deque)
+    pause_seconds: float = _FIRST_PAUSE_SECONDS
+
+
+class StoreReceiver(ReceivingEnd[StoreUpdate]):
+    """A `Receiver` that is a `VersionedReceiver`.
+
+    Memory, kept between updates: staged, the whole version, in every process that reads; streaming, one bucket, with
+    several threads one more for each, but no more than there are, and at most `MAX_BUFFERS`.
+    """
+
+    def __init__(self, url: str, *, peer: str, run: str | None = None, deadline_seconds: float = 60.0) -> None:
+        """`run`: the only one to be read, or None for all, also of a directory that is not there yet.
+
+        Raises PeerDiedError if there is no store, StaleVersionError if another run writes it.
+        """
+        super().__init__(run, deadline_seconds)
+        address = StoreAddress.parse(url)
+        self._directory = directory = address.directory
+        self._reader = StoreReader(directory, label=peer)
+        if run is not None:
+            record = self._reader.writer().record
+            if record is None:
+                what = f"there is no store in {directory} on this host: is it mounted here?"
+                raise PeerDiedError(what, peer=PUBLISHER)
+            if record.run != run:
+                what = f"the receiver is of run {run}, the store {directory} of {record.run}: init again"
+                raise StaleVersionError(what)
+        self._num_ahead = 0 if address.num_threads == 1 else address.num_threads
+        self._pool = ThreadPoolExecutor(address.num_threads, "weightcast-store") if self._num_ahead else None
+        self._arena = KeptMemory(_allocate)
+        self._newest: PinnedVersion | None = None
+
+    def newest(self, known: WeightVersion | None) -> StoredVersion | None:
+        """The newest version, unless it is `known` or there is none, pinned until `end`. Raises IntegrityError."""
+        with self._condition:
+            self._require_open()
+            commit = self._reader.commit()
+            if commit is None or commit.newest.version == known:
+                return None
+            pinned = self._reader.pin_newest()
+            if pinned is None or pinned.stored.version == known:
+                if pinned is not None:
+                    pinned.close()
+                return None
+            self._let_go()
+            self._newest, stored = pinned, pinned.stored
+            return StoredVersion(
+                stored.version, pinned.manifest, stored.manifest_digest, stored.root, stored.committed_at
+            )
+
+    def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
+        """Read `version` from now on, or wait for it. Raises InsufficientMemoryError if its memory does not fit."""
+        self._check_run(version)
+        with self._condition:
+            self._require_open()
+            super().end()
+            # Reads ahead of what was checked would overwrite its trailer.
+            num_ahead = self._num_ahead if staged else min(self._num_ahead, MAX_BUFFERS - 1)
+            num_ahead = num_ahead if len(manifest.buckets) > 1 else 0
+            adjoining = num_ahead == 0
+            self._arena.prepare(place(manifest, num_slots=num_ahead + 1, staged=staged, adjoining=adjoining))
+            record = self._reader.writer().record
+            attempt = 0 if record is None else record.attempt
+            self._wanted = wanted = StoreUpdate(manifest, version, staged, attempt=attempt, num_ahead=num_ahead)
+            if self._newest is not None and self._newest.stored.version == version:
+                self._newest, wanted.begun = None, self._newest
+            self._let_go()
+
+    def end(self) -> None:
+        with self._condition:
+            super().end()
+            self._let_go()
+
+    def renew(self) -> None:
+        """Leave the memory of earlier updates to whoever has tensors in it; the next `open` takes other memory."""
+        with self._condition:
+            self._arena = KeptMemory(_allocate)
+
+    def close(self) -> None:
+        with self._condition:
+            self.end()
+            super().close()
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _leave(self, wanted: StoreUpdate) -> None:
+        """Nothing reads into the arena any more when this returns."""
+        wait([read for read in wanted.reads if not read.cancel()])
+        if wanted.begun is not None:
+            wanted.begun.close()
+
+    def _disconnect(self) -> None:
+        self._arena = KeptMemory(_allocate)
+
+    def _let_go(self) -> None:
+        if self._newest is not None:
+            self._newest.close()
+            self._newest = None
+
+    # --- waiting ---
+
+    def _buckets(self, wanted: StoreUpdate) -> Iterator[Bucket]:
+        with self._condition:
+            # It may be pinned already, by `newest`.
+            wanted.begun = pinned = self._await(wanted, lambda: wanted.begun or self._pin(wanted))
+            found, expected = pinned.manifest.buckets, wanted.manifest.buckets
+            if pinned.manifest is not wanted.manifest and found != expected:
+                raise ManifestError(
+                    f"the store has another plan ({len(found)} buckets) than was offered ({len(expected)} buckets)"
+                )
+        yield from super()._buckets(wanted)
+
+    def _wait(self, wanted: StoreUpdate, seconds: float) -> None:
+        self._condition.wait(min(wanted.pause_seconds, seconds))
+        wanted.pause_seconds = min(2 * wanted.pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+    def _silence(self, wanted: StoreUpdate, seconds: float) -> str:
+        number = wanted.version.number
+        return f"version {number} did not come into the store {self._directory} within {seconds:g} s"
+
+    def _pin(self, wanted: StoreUpdate) -> PinnedVersion | None:
+        """The version, if it is there. Raises if it will not come."""
+        version = wanted.version
+        # In this order: a writer commits before it lets go.
+        writer, pinned = self._reader.writer(), self._reader.pin_version(version)
+        if pinned is not None:
+            return pinned
+        commit = self._reader.commit()
+        newest = None if commit is None else commit.newest.version
+        if newest is not None and newest.run == version.run and newest.number > version.number:
+            raise UpdateAbortedError(
+                f"the store went on to version {newest.number} before version {version.number} was read"
+            )
+        record = writer.record
+        if record is None or record.run != version.run or not writer.is_alive:
+            what = f"the publisher of run {version.run} has let go of the store {self._directory}"
+            raise PeerDiedError(what, peer=PUBLISHER)
+        if record.aborted and record.number == version.number and record.attempt > wanted.attempt:
+            raise UpdateAbortedError(record.aborted)
+        return None
+
+    def _next_bucket(self, wanted: StoreUpdate) -> Bucket:
+        index, pinned = wanted.num_taken, wanted.begun
+        assert pinned is not None
+        if self._pool is None or wanted.num_ahead == 0:
+            pinned.read(index, self._arena.buffer(index))
+        else:
+            # A streaming bucket's memory is free when the next one is asked for: look no further than that.
+            for ahead in range(index + len(wanted.reads), min(index + wanted.num_ahead, wanted.num_buckets)):
+                buffer = self._arena.buffer(ahead)
+                wanted.reads.append(self._pool.submit(pinned.read, ahead, buffer))
+            wanted.reads.popleft().result()
+        if index + 1 == wanted.num_buckets:
+            pinned.close()
+        return Bucket(index, self._arena.buffer(index))
+
+
+def _allocate(size_bytes: int) -> torch.Tensor:
+    """Anonymous memory of this process. Raises InsufficientMemoryError."""
+    host_memory.require(size_bytes, "reading this version", 'publish with install="streaming", or free memory')
+    mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+TRANSPORT = Transport(
+    sender=StoreSender,
+    receiver=StoreReceiver,
+    # Packed, digested and written while it is in a core's cache.
+    default_bucket_size_bytes={"cpu": 2 << 20, "cuda": 64 << 20},
+    same_host=False,
+)
