@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.table import Table
@@ -28,18 +28,14 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT_DIR", help="a directory of safetensors files")
+    add, number = parser.add_argument, values.integer(0, MAX_VERSION)
+    add("checkpoint", type=Path, metavar="CHECKPOINT_DIR", help="a directory of safetensors files")
     output.add_engines(parser, required=False)
     parser.set_defaults(usage_error=parser.error)
-    parser.add_argument(
-        "--version",
-        type=values.integer(0, MAX_VERSION),
-        metavar="N",
-        help="default: one above the highest of the engines and the store",
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="cast to it on the way (default: as the checkpoint has it)")
+    add("--version", type=number, metavar="N", help="default: one above the highest of the engines and the store")
+    add("--dtype", choices=DTYPES, help="cast to it on the way (default: as the checkpoint has it)")
     output.add_update(parser, transport_help="how bytes travel, or the store that they go into")
-    parser.add_argument("--bucket-size-mib", type=values.integer(1), metavar="M", help="default: the transport's")
+    add("--bucket-size-mib", type=values.integer(1), metavar="M", help="default: the transport's")
     output.add_json(parser)
 
 
@@ -52,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     return exits.OK if report.ok else exits.NEGATIVE
 
 
-def _publish(args: argparse.Namespace, on_progress: output.Update) -> PublishReport:
+def _publish(args: argparse.Namespace, on_progress: Callable[[int, int], None]) -> PublishReport:
     from weightcast.format.bucket import TORCH_DTYPES
     from weightcast.sources.safetensors import SafetensorsSource
     from weightcast.trainer.publisher import Publisher
