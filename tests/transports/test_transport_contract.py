@@ -8,6 +8,7 @@ from weightcast.errors import (
     InsufficientMemoryError,
     ManifestError,
     PeerDiedError,
+    PeerTimeoutError,
     StaleVersionError,
     UpdateAbortedError,
 )

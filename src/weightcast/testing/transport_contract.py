@@ -1,14 +1,10 @@
-"""What every transport must do. Subclass `TransportContract` in a test module and say which `url` it is about.
-
-class TestMine(TransportContract):
-    url = "mine://"
-"""
+"""What every transport must do. Subclass `TransportContract` in a test module and say which `url` it is about."""
 
 from __future__ import annotations
 
 import pytest
 
-from weightcast.errors import PeerDiedError, PeerTimeoutError, UpdateAbortedError
+from weightcast.errors import ManifestError, PeerDiedError, PeerTimeoutError, UpdateAbortedError
 from weightcast.format.manifest import Manifest
 from weightcast.seams.transport import Bucket, Receiver, Sender
 from weightcast.testing.transport_kit import (
@@ -166,6 +162,14 @@ class TransportContract(VersionedTransportContract):
         opening.result()
         send_all(sender, manifest, 2)
         assert len(reader.result()) == 5
+
+    @pytest.mark.parametrize(("num_buckets", "opened_staged"), [(5, False), (4, True)])
+    def test_an_update_unlike_its_offer_is_refused(self, num_buckets: int, opened_staged: bool) -> None:
+        sender, manifest = self.sender(SHORT_SECONDS), numbered(5)
+        reader = Reader(self.receiver(sender), numbered(num_buckets), version(1), staged=opened_staged)
+        sender.open(manifest, version(1), peers=["a"], staged=True)
+        with pytest.raises((ManifestError, UpdateAbortedError)):
+            reader.result()
 
     @pytest.mark.parametrize("num_sent", [1, 5])
     def test_the_senders_end_spares_what_is_held(self, num_sent: int) -> None:
