@@ -22,12 +22,12 @@ SCHEME = "faulty"
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What goes wrong at bucket `at`."""
+    """Strikes at bucket `at`."""
 
     at: int
 
     def strike(self, buffer: torch.Tensor) -> None:
-        """What happens to a bucket that goes on after it."""
+        """Called with the bucket's bytes before it goes on. Drop, Duplicate and Reorder leave them as they are."""
 
 
 @dataclasses.dataclass(frozen=True)

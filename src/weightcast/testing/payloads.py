@@ -48,9 +48,6 @@ class Payload:
         """The tensors by their first names."""
         return {spec.name: tensor for spec, tensor in self.build()}
 
-    def dtypes(self) -> set[str]:
-        return {spec.dtype for spec in self.specs()}
-
     def expected(self) -> dict[str, bytes]:
         """What an engine must hold under every name, aliases included."""
         return dict(_expected(self))
@@ -192,7 +189,8 @@ def payloads(*, without_dtypes: Iterable[str] = (), without: Iterable[str] = ())
     unknown = set(without) - {payload.name for payload in PAYLOADS}
     if unknown:
         raise ValueError(f"no payload is called {', '.join(sorted(unknown))}")
-    return [p for p in PAYLOADS if p.name not in set(without) and not p.dtypes() & set(without_dtypes)]
+    left_out = set(without_dtypes)
+    return [p for p in PAYLOADS if p.name not in set(without) and left_out.isdisjoint(s.dtype for s in p.specs())]
 
 
 class OverPayloads:
