@@ -12,7 +12,7 @@ import torch
 from weightcast.bench.baselines import BaselineGroup, Broadcasts, JoinGroup, load_each, make_group
 from weightcast.bench.channel import BenchChannel, Done
 from weightcast.bench.model import build_model, fill, local_tensors
-from weightcast.bench.settings import BenchSettings
+from weightcast.bench.result import BenchSettings
 from weightcast.engines.module import ModuleEngine
 from weightcast.format.manifest import TensorSpec
 from weightcast.process_group import join_store

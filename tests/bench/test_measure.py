@@ -19,8 +19,7 @@ from weightcast import cli
 from weightcast.bench import report
 from weightcast.bench.measure import measure
 from weightcast.bench.meters import ProcessMeter, children
-from weightcast.bench.result import BenchResult
-from weightcast.bench.settings import BenchSettings
+from weightcast.bench.result import BenchResult, BenchSettings
 from weightcast.cli import exits
 
 pytestmark = [pytest.mark.usefixtures("leaves_nothing"), pytest.mark.cluster]

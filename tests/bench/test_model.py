@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from weightcast.bench.model import TrainerRank, build_model, fill
-from weightcast.bench.settings import BenchSettings
+from weightcast.bench.result import BenchSettings
 from weightcast.format.manifest import TensorSpec
 
 SPECS = (

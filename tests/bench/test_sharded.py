@@ -12,7 +12,7 @@ import pytest
 from weightcast.bench import report
 from weightcast.bench.measure import measure
 from weightcast.bench.meters import children
-from weightcast.bench.settings import BenchSettings
+from weightcast.bench.result import BenchSettings
 from weightcast.cli import output
 
 pytestmark = pytest.mark.cluster

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from weightcast import cli
-from weightcast.cli import exits, failures
+from weightcast.cli import exits
 from weightcast.errors import IncompatibleWeightsError, PeerDiedError, PublishError
 
 NOBODY = "http://127.0.0.1:9"  # the discard port: refused at once
@@ -95,7 +95,7 @@ def test_a_token_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_damaged_safetensors_file_is_status_2() -> None:
     safetensors = pytest.importorskip("safetensors")
-    assert failures.status_of(safetensors.SafetensorError("x")) == exits.USAGE
+    assert exits.status_of(safetensors.SafetensorError("x")) == exits.USAGE
 
 
 def test_the_help_of_a_command_loads_no_torch() -> None:
@@ -184,18 +184,18 @@ def test_running_the_package() -> None:
     ],
 )
 def test_status_of(error: BaseException, status: int | None) -> None:
-    assert failures.status_of(error) == status
+    assert exits.status_of(error) == status
 
 
 def test_an_error_is_one_line_and_its_problems_are_in_the_object() -> None:
     error = IncompatibleWeightsError("2 tensors\n do not fit", ["a is missing", "b is unknown"])
-    assert failures.describe(error) == "IncompatibleWeightsError: 2 tensors do not fit"
-    assert json.loads(failures.describe(error, as_json=True))["error"]["problems"] == ["a is missing", "b is unknown"]
+    assert exits.describe(error) == "IncompatibleWeightsError: 2 tensors do not fit"
+    assert json.loads(exits.describe(error, as_json=True))["error"]["problems"] == ["a is missing", "b is unknown"]
 
 
 def test_a_missing_extra_names_the_pip_line() -> None:
     error = ModuleNotFoundError("No module named 'rich'", name="rich")
-    assert failures.describe(error).endswith("No module named 'rich': pip install 'weightcast[cli]'")
+    assert exits.describe(error).endswith("No module named 'rich': pip install 'weightcast[cli]'")
 
 
 @pytest.mark.parametrize("content", ["", "\n", "two words", "two\nlines", "t\u00f6ken"])

@@ -27,7 +27,7 @@ from megatron_core import models, shards
 from weightcast.bench.baselines import TensorSlot
 from weightcast.bench.meters import ProcessMeter
 from weightcast.bench.model import build_model
-from weightcast.bench.settings import BenchSettings
+from weightcast.bench.result import BenchSettings
 from weightcast.bench.workers import BenchEngine, started_engines
 from weightcast.engines.module import ModuleEngine
 from weightcast.format.manifest import TensorSpec

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from transports.transport_kit import LONG_SECONDS, RUN
 
 from weightcast import registry
 from weightcast.seams.transport import Receiver, Sender
+from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN
 
 
 @dataclasses.dataclass
@@ -21,14 +21,14 @@ class Ends:
     scheme: str
     stack: contextlib.ExitStack
 
-    def sender(self, *, deadline_seconds: float = LONG_SECONDS, **options: Any) -> Sender:
+    def sender(self, *, deadline_seconds: float = PATIENCE_SECONDS, **options: Any) -> Sender:
         url = f"{self.scheme}://"
         sender: Sender = registry.transport(url).sender(url, run=RUN, deadline_seconds=deadline_seconds, **options)
         self.stack.callback(sender.close)
         return sender
 
     def receiver(
-        self, sender: Sender, peer: str = "engine", *, run: str = RUN, deadline_seconds: float = LONG_SECONDS
+        self, sender: Sender, peer: str = "engine", *, run: str = RUN, deadline_seconds: float = PATIENCE_SECONDS
     ) -> Receiver:
         make = registry.transport(sender.address).receiver
         receiver: Receiver = make(sender.address, peer=peer, run=run, deadline_seconds=deadline_seconds)

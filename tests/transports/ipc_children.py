@@ -10,9 +10,8 @@ from multiprocessing import resource_tracker
 from types import TracebackType
 from typing import Any
 
-from transports.transport_kit import LONG_SECONDS, RUN, check, make_manifest, send, version
-
 from weightcast.errors import WeightcastError
+from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, check, numbered, send, version
 from weightcast.transports.ipc import IpcReceiver, IpcSender
 
 _spawn = multiprocessing.get_context("spawn")
@@ -40,7 +39,7 @@ class Child:
         self.process.close()
 
     def hear(self) -> Any:
-        assert self.pipe.poll(LONG_SECONDS), "the child said nothing"
+        assert self.pipe.poll(PATIENCE_SECONDS), "the child said nothing"
         return self.pipe.recv()
 
     def stop(self) -> None:
@@ -57,7 +56,7 @@ class Child:
     def kill(self) -> None:
         if self.process.exitcode is None:
             self.process.kill()
-        self.process.join(LONG_SECONDS)
+        self.process.join(PATIENCE_SECONDS)
 
 
 def receive(
@@ -67,8 +66,8 @@ def receive(
 
     After each report, wait for a word before going on, so that the parent can stop this process at a known place.
     """
-    manifest = make_manifest(num_buckets)
-    receiver = IpcReceiver(address, peer=peer, run=RUN, deadline_seconds=LONG_SECONDS)
+    manifest = numbered(num_buckets)
+    receiver = IpcReceiver(address, peer=peer, run=RUN, deadline_seconds=PATIENCE_SECONDS)
     pipe.send("connected")
     while (number := pipe.recv()) is not None:
         held = []
@@ -92,8 +91,8 @@ def receive(
 
 def publish_one_bucket(pipe: multiprocessing.connection.Connection, staged: bool) -> None:
     """Open an update for "engine", send one bucket of several, say so and wait for the end of time."""
-    manifest = make_manifest()
-    sender = IpcSender(run=RUN, deadline_seconds=LONG_SECONDS)
+    manifest = numbered()
+    sender = IpcSender(run=RUN, deadline_seconds=PATIENCE_SECONDS)
     pipe.send(sender.address)
     sender.open(manifest, version(1), peers=["engine"], staged=staged)
     send(sender, manifest, 1, 0)

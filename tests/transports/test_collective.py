@@ -22,7 +22,7 @@ from weightcast.links.worker_end import frame
 from weightcast.process_group import ProcessGroup
 from weightcast.seams.transport import Receiver
 from weightcast.testing.leftovers import nothing_left
-from weightcast.testing.reading import Reader
+from weightcast.testing.transport_kit import Reader
 from weightcast.transports.collective.broadcast_reader import BucketTarget
 from weightcast.transports.collective.receive_buffers import ReceiveBuffers, SharedMemory
 from weightcast.transports.collective.records import Joining, parse_address, parse_endpoint

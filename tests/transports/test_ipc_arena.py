@@ -13,11 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 from transports.conftest import Ends
-from transports.transport_kit import LONG_SECONDS, RUN, Background, check, make_manifest, read_all, send_all, version
 
 from weightcast.errors import ManifestError, PeerDiedError
 from weightcast.format.arena import place
 from weightcast.format.manifest import encode
+from weightcast.testing.transport_kit import (
+    PATIENCE_SECONDS,
+    RUN,
+    Background,
+    check,
+    numbered,
+    read_all,
+    send_all,
+    version,
+)
 from weightcast.transports.ipc import IpcReceiver
 from weightcast.transports.ipc.arena import MappedSharedArena, OwnedSharedArena
 from weightcast.transports.ipc.records import BucketReady, IpcBegin, IpcWaiting, SharedArena, Welcome
@@ -71,7 +80,7 @@ def test_the_arena_cannot_be_resized() -> None:
 
 
 def test_what_a_receiver_writes_stays_its_own_and_is_gone_with_the_failed_update(ipc_ends: Ends) -> None:
-    sender, manifest = ipc_ends.sender(), make_manifest()
+    sender, manifest = ipc_ends.sender(), numbered()
     writer, other = ipc_ends.receiver(sender, "writer"), ipc_ends.receiver(sender, "other")
     for number in (1, 2):
         for receiver in (writer, other):
@@ -103,7 +112,7 @@ def test_pages_are_given_back_when_an_arena_is_outgrown() -> None:
 
 @pytest.mark.parametrize("staged", [False, True])
 def test_places_do_not_overlap_where_they_must_not(staged: bool) -> None:
-    manifest = make_manifest(7, 5000 // 256 * 256)
+    manifest = numbered(7, 5000 // 256 * 256)
     places = place(manifest, num_slots=3, staged=staged)
     assert len(set(places.slots)) == (7 if staged else 3)
     spans = sorted({(offset, slot) for offset, slot in zip(places.offsets, places.slots, strict=True)})
@@ -120,7 +129,7 @@ class FakeSender:
 
     def __init__(self) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.settimeout(LONG_SECONDS)
+        self._listener.settimeout(PATIENCE_SECONDS)
         name = f"weightcast-fake-{os.getpid()}-{id(self)}"
         self.address = f"ipc://@{name}"
         self._listener.bind("\0" + name)
@@ -129,13 +138,13 @@ class FakeSender:
 
     def _welcome(self) -> socket.socket:
         sock, _ = self._listener.accept()
-        sock.settimeout(LONG_SECONDS)
+        sock.settimeout(PATIENCE_SECONDS)
         sock.recv(1 << 16)
         sock.send(encode(Welcome()))
         return sock
 
     def connect(self) -> tuple[IpcReceiver, socket.socket]:
-        receiver = IpcReceiver(self.address, peer="engine", run=RUN, deadline_seconds=LONG_SECONDS)
+        receiver = IpcReceiver(self.address, peer="engine", run=RUN, deadline_seconds=PATIENCE_SECONDS)
         return receiver, self._accepting.result()
 
     def close(self) -> None:
@@ -175,7 +184,7 @@ def _ready(**changes: int) -> BucketReady:
 )
 def test_a_receiver_trusts_no_record(fake: tuple[IpcReceiver, socket.socket], record: object) -> None:
     receiver, sock = fake
-    receiver.open(make_manifest(), version(1), staged=True)
+    receiver.open(numbered(), version(1), staged=True)
     descriptor = _memory()
     socket.send_fds(sock, [encode(SharedArena(1, SIZE_BYTES))], [descriptor])
     os.close(descriptor)
@@ -187,19 +196,19 @@ def test_a_receiver_trusts_no_record(fake: tuple[IpcReceiver, socket.socket], re
 
 def test_an_arena_that_could_vanish_ends_the_connection(fake: tuple[IpcReceiver, socket.socket]) -> None:
     receiver, sock = fake
-    receiver.open(make_manifest(), version(1), staged=True)
+    receiver.open(numbered(), version(1), staged=True)
     descriptor = _memory(seals=0)
     socket.send_fds(sock, [encode(SharedArena(1, SIZE_BYTES))], [descriptor])
     os.close(descriptor)
     with pytest.raises(ManifestError, match="seals"):
         next(iter(receiver))
     with pytest.raises(PeerDiedError, match="seals"):
-        receiver.open(make_manifest(), version(2), staged=True)
+        receiver.open(numbered(), version(2), staged=True)
 
 
 def test_superfluous_descriptors_are_closed(fake: tuple[IpcReceiver, socket.socket]) -> None:
     receiver, sock = fake
-    receiver.open(make_manifest(), version(1), staged=True)
+    receiver.open(numbered(), version(1), staged=True)
     reader, writer = os.pipe()
     descriptor = _memory()
     socket.send_fds(sock, [encode(IpcWaiting())], [writer])
@@ -215,7 +224,7 @@ def test_superfluous_descriptors_are_closed(fake: tuple[IpcReceiver, socket.sock
 
 def test_buckets_of_an_arena_that_was_replaced_are_still_read(fake: tuple[IpcReceiver, socket.socket]) -> None:
     receiver, sock = fake
-    manifest = make_manifest()
+    manifest = numbered()
     receiver.open(manifest, version(1), staged=True)
     sock.send(encode(BEGIN))
     arenas = []
@@ -236,7 +245,7 @@ def test_buckets_of_an_arena_that_was_replaced_are_still_read(fake: tuple[IpcRec
 
 def test_buckets_of_a_former_attempt_are_ignored(fake: tuple[IpcReceiver, socket.socket]) -> None:
     receiver, sock = fake
-    receiver.open(make_manifest(), version(1), staged=True)
+    receiver.open(numbered(), version(1), staged=True)
     arena = OwnedSharedArena(1, SIZE_BYTES)
     record, descriptor = arena.announcement()
     socket.send_fds(sock, [encode(record)], [descriptor])
@@ -253,7 +262,7 @@ def test_buckets_of_a_former_attempt_are_ignored(fake: tuple[IpcReceiver, socket
 
 
 def test_an_abandoned_arena_is_not_reused_for_another_layout(ipc_ends: Ends) -> None:
-    sender, manifest, larger = ipc_ends.sender(deadline_seconds=0.3), make_manifest(2), make_manifest(1, 14336)
+    sender, manifest, larger = ipc_ends.sender(deadline_seconds=0.3), numbered(2), numbered(1, 14336)
     stalled, lively = ipc_ends.receiver(sender, "stalled"), ipc_ends.receiver(sender, "lively")
     stalled.open(manifest, version(1), staged=False)
     sender.open(manifest, version(1), peers=["stalled"], staged=False)
@@ -270,7 +279,7 @@ def test_an_abandoned_arena_is_not_reused_for_another_layout(ipc_ends: Ends) -> 
 
 
 def test_a_second_attempt_at_a_version_is_not_mistaken_for_the_first(ipc_ends: Ends) -> None:
-    sender, manifest = ipc_ends.sender(), make_manifest()
+    sender, manifest = ipc_ends.sender(), numbered()
     receiver = ipc_ends.receiver(sender)
     for _ in range(3):
         receiver.open(manifest, version(1), staged=True)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transports.conftest import Ends
 from transports.ipc_children import Child
-from transports.transport_kit import LONG_SECONDS, RUN, value_of, version
 
 from weightcast.errors import PeerDiedError, PeerTimeoutError
 from weightcast.format.bucket import Layout, check_trailer
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.plan import plan
+from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, value_of, version
 from weightcast.trainer.packer import Packer
 from weightcast.transports.ipc import IpcReceiver
 
@@ -32,7 +32,7 @@ def receive_on_gpu(pipe: multiprocessing.connection.Connection, address: str, pe
     """Load each update into tensors on the GPU; report what bucket was loaded, then whether all values are right."""
     layout = Layout(MANIFEST)
     device = torch.device("cpu" if staged else "cuda")
-    receiver = IpcReceiver(address, peer=peer, run=RUN, deadline_seconds=LONG_SECONDS)
+    receiver = IpcReceiver(address, peer=peer, run=RUN, deadline_seconds=PATIENCE_SECONDS)
     weights = [torch.zeros(512, 1024, dtype=torch.bfloat16, device="cuda") for _ in SPECS]
     pipe.send("connected")
     while (number := pipe.recv()) is not None:
@@ -82,7 +82,7 @@ def test_two_processes_on_one_gpu(ipc_ends: Ends, staged: bool) -> None:
             assert not sender.failures
         for child in (a, b):
             child.pipe.send(None)
-            child.process.join(LONG_SECONDS)
+            child.process.join(PATIENCE_SECONDS)
             assert child.process.exitcode == 0
 
 

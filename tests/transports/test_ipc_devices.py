@@ -8,8 +8,8 @@ import pytest
 import torch
 from transports.conftest import Ends
 from transports.ipc_children import Child
-from transports.transport_kit import LONG_SECONDS, RUN, Background, make_manifest, read_all, send_all, version
 
+from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, Background, numbered, read_all, send_all, version
 from weightcast.transports.ipc import IpcReceiver, IpcSender
 from weightcast.transports.ipc import devices as ipc_devices
 
@@ -52,13 +52,13 @@ def test_what_is_no_such_url_is_refused(monkeypatch: pytest.MonkeyPatch, url: st
 
 
 def test_receivers_of_two_devices_connect_to_two_senders(ipc_ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = make_manifest()
+    manifest = numbered()
     senders = {label: ipc_ends.sender() for label in ("", "a", "b")}
     url = ipc_devices.join(senders[""].address, {label: senders[label].address for label in "ab"})
     for label, sender in senders.items():
         assert isinstance(sender, IpcSender)
         monkeypatch.setenv(ipc_devices.LABEL_VARIABLE, label)
-        receiver = IpcReceiver(url, peer=f"engine {label}", run=RUN, deadline_seconds=LONG_SECONDS)
+        receiver = IpcReceiver(url, peer=f"engine {label}", run=RUN, deadline_seconds=PATIENCE_SECONDS)
         ipc_ends.stack.callback(receiver.close)
         receiver.open(manifest, version(1), staged=False)
         peers = ["engine ", "engine a", "engine b"]

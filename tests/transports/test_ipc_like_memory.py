@@ -8,10 +8,10 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from transports.transport_kit import LONG_SECONDS, RUN, Background, make_manifest, read_all, send, version
 
 from weightcast import registry
 from weightcast.errors import WeightcastError
+from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, Background, numbered, read_all, send, version
 
 PEERS = ("a", "b")
 
@@ -47,19 +47,19 @@ class Run:
     def __init__(self, scheme: str, stack: contextlib.ExitStack) -> None:
         self._stack = stack
         self._pair = registry.transport(f"{scheme}://")
-        self._sender = self._pair.sender(f"{scheme}://", run=RUN, deadline_seconds=LONG_SECONDS)
+        self._sender = self._pair.sender(f"{scheme}://", run=RUN, deadline_seconds=PATIENCE_SECONDS)
         stack.callback(self._sender.close)
         self._receivers = {peer: self._connect(peer) for peer in PEERS}
         self._number = 0
 
     def _connect(self, peer: str) -> Any:
-        receiver = self._pair.receiver(self._sender.address, peer=peer, run=RUN, deadline_seconds=LONG_SECONDS)
+        receiver = self._pair.receiver(self._sender.address, peer=peer, run=RUN, deadline_seconds=PATIENCE_SECONDS)
         self._stack.callback(receiver.close)
         return receiver
 
     def play(self, step: Step) -> Any:
         self._number += not step.same_number
-        manifest, number = make_manifest(step.num_buckets, 512), self._number
+        manifest, number = numbered(step.num_buckets, 512), self._number
         readers = {}
         for peer, receiver in self._receivers.items():
             with contextlib.suppress(WeightcastError):

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from transports.conftest import Ends
 from transports.ipc_children import Child, publish_one_bucket, receive
-from transports.transport_kit import Background, check, make_manifest, read_all, send, send_all, version
 
 from weightcast.errors import PeerDiedError, PeerTimeoutError, UpdateAbortedError
+from weightcast.testing.transport_kit import Background, check, numbered, read_all, send, send_all, version
 from weightcast.transports.ipc import IpcReceiver
 
 MODES = pytest.mark.parametrize("staged", [False, True], ids=["streaming", "staged"])
@@ -33,7 +33,7 @@ def children() -> Iterator[contextlib.ExitStack]:
 def test_a_killed_receiver_is_named_and_the_others_go_on(
     ipc_ends: Ends, children: contextlib.ExitStack, staged: bool
 ) -> None:
-    sender, manifest = ipc_ends.sender(), make_manifest(NUM_BUCKETS)
+    sender, manifest = ipc_ends.sender(), numbered(NUM_BUCKETS)
     victim = children.enter_context(Child(receive, sender.address, "victim", staged, NUM_BUCKETS))
     lively = ipc_ends.receiver(sender, "lively")
     assert victim.hear() == "connected"
@@ -58,7 +58,7 @@ def test_a_killed_receiver_is_named_and_the_others_go_on(
 def test_a_stopped_receiver_is_dropped_and_never_sees_other_bytes(
     ipc_ends: Ends, children: contextlib.ExitStack, staged: bool
 ) -> None:
-    sender, manifest = ipc_ends.sender(deadline_seconds=1.0), make_manifest(NUM_BUCKETS)
+    sender, manifest = ipc_ends.sender(deadline_seconds=1.0), numbered(NUM_BUCKETS)
     victim = children.enter_context(Child(receive, sender.address, "victim", staged, NUM_BUCKETS))
     lively = ipc_ends.receiver(sender, "lively")
     assert victim.hear() == "connected"
@@ -86,7 +86,7 @@ def test_a_stopped_receiver_is_dropped_and_never_sees_other_bytes(
 
 
 def test_a_receiver_that_was_dropped_comes_back_by_connecting(ipc_ends: Ends, children: contextlib.ExitStack) -> None:
-    sender, manifest = ipc_ends.sender(deadline_seconds=0.5), make_manifest(NUM_BUCKETS)
+    sender, manifest = ipc_ends.sender(deadline_seconds=0.5), numbered(NUM_BUCKETS)
     victim = children.enter_context(Child(receive, sender.address, "engine", False, NUM_BUCKETS))
     assert victim.hear() == "connected"
     victim.pipe.send(1)
@@ -113,7 +113,7 @@ def test_a_receiver_that_was_dropped_comes_back_by_connecting(ipc_ends: Ends, ch
 def test_a_killed_sender_wakes_its_receivers_and_leaves_nothing(
     leaves_nothing: None, children: contextlib.ExitStack, staged: bool
 ) -> None:
-    manifest, before = make_manifest(), _segments()
+    manifest, before = numbered(), _segments()
     publisher = children.enter_context(Child(publish_one_bucket, staged))
     address = publisher.hear()
     with contextlib.closing(IpcReceiver(address, peer="engine", run=version(1).run)) as receiver:
@@ -133,7 +133,7 @@ def test_a_killed_sender_wakes_its_receivers_and_leaves_nothing(
 
 
 def test_a_forked_child_does_not_keep_connections_up(ipc_ends: Ends) -> None:
-    sender, manifest = ipc_ends.sender(), make_manifest()
+    sender, manifest = ipc_ends.sender(), numbered()
     receiver = ipc_ends.receiver(sender)
     receiver.open(manifest, version(1), staged=True)
     sender.open(manifest, version(1), peers=["engine"], staged=True)
@@ -180,7 +180,7 @@ def _usage() -> tuple[Counter[str], int, int]:
 def test_two_hundred_updates_leave_no_trace(ipc_ends: Ends) -> None:
     sender = ipc_ends.sender()
     receivers = {name: ipc_ends.receiver(sender, name) for name in ("a", "b")}
-    manifests = [make_manifest(4, 64 << 10), make_manifest(3, 96 << 10)]
+    manifests = [numbered(4, 64 << 10), numbered(3, 96 << 10)]
 
     def update(number: int) -> None:
         manifest, staged = manifests[number % 2], number % 3 == 0

@@ -9,21 +9,21 @@ from collections.abc import Iterator
 
 import pytest
 from transports.conftest import Ends
-from transports.transport_kit import (
-    LONG_SECONDS,
+
+from weightcast.errors import PeerDiedError
+from weightcast.format.manifest import decode, encode
+from weightcast.seams.transport import Sender
+from weightcast.testing.transport_kit import (
     OTHER_RUN,
+    PATIENCE_SECONDS,
     RUN,
     Background,
-    make_manifest,
+    numbered,
     read_all,
     send,
     send_all,
     version,
 )
-
-from weightcast.errors import PeerDiedError
-from weightcast.format.manifest import decode, encode
-from weightcast.seams.transport import Sender
 from weightcast.transports.ipc import channel as ipc_channel
 from weightcast.transports.ipc import receiver as ipc_receiver
 from weightcast.transports.ipc.records import (
@@ -60,7 +60,7 @@ def sockets() -> Iterator[contextlib.ExitStack]:
 
 def _connect(sender: Sender, sockets: contextlib.ExitStack) -> socket.socket:
     sock = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-    sock.settimeout(LONG_SECONDS)
+    sock.settimeout(PATIENCE_SECONDS)
     sock.connect("\0" + sender.address.removeprefix("ipc://@"))
     return sock
 
@@ -75,7 +75,7 @@ def _hear_the_end(sock: socket.socket) -> list[object]:
 
 
 def _publish(ends: Ends, sender: Sender, number: int) -> None:
-    manifest, receiver = make_manifest(), ends.receiver(sender, f"real-{number}")
+    manifest, receiver = numbered(), ends.receiver(sender, f"real-{number}")
     receiver.open(manifest, version(number), staged=False)
     sender.open(manifest, version(number), peers=[f"real-{number}"], staged=False)
     reader = Background(read_all, receiver, manifest, number)
@@ -146,7 +146,7 @@ def test_descriptors_that_come_unasked_are_closed(ipc_ends: Ends, sockets: conte
 def test_a_receiver_that_turns_to_garbage_is_dropped_and_named(
     ipc_ends: Ends, sockets: contextlib.ExitStack, packet: bytes
 ) -> None:
-    sender, manifest = ipc_ends.sender(), make_manifest(6)
+    sender, manifest = ipc_ends.sender(), numbered(6)
     rogue, lively = _connect(sender, sockets), ipc_ends.receiver(sender, "lively")
     rogue.send(encode(IpcHello(RUN, "rogue")))
     lively.open(manifest, version(1), staged=False)
@@ -160,7 +160,7 @@ def test_a_receiver_that_turns_to_garbage_is_dropped_and_named(
 
 
 def test_releases_of_other_updates_and_buckets_free_nothing(ipc_ends: Ends, sockets: contextlib.ExitStack) -> None:
-    sender, manifest = ipc_ends.sender(deadline_seconds=0.4), make_manifest(3)
+    sender, manifest = ipc_ends.sender(deadline_seconds=0.4), numbered(3)
     rogue = _connect(sender, sockets)
     rogue.send(encode(IpcHello(RUN, "rogue")))
     sender.open(manifest, version(7), peers=["rogue"], staged=False)

@@ -18,7 +18,7 @@ import torch
 from torch.distributed import Work
 
 from weightcast.bench.channel import ANSWER_SECONDS, BenchChannel, Done, await_done, tell
-from weightcast.bench.settings import BenchSettings
+from weightcast.bench.result import BenchSettings
 from weightcast.format.bucket import DTYPE_NAMES, TORCH_DTYPES, TRAILER_BYTES, check_trailer, write_trailer
 from weightcast.format.manifest import WeightVersion
 from weightcast.process_group import ProcessGroup, Store, serve_store, wait

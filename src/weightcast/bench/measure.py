@@ -21,8 +21,7 @@ from weightcast.bench.baselines import BaselineGroup, Memcpy, TensorSlot, make_g
 from weightcast.bench.channel import BenchChannel
 from weightcast.bench.meters import UsageMeters
 from weightcast.bench.model import local_tensors
-from weightcast.bench.result import BenchResult, Ends, Run
-from weightcast.bench.settings import BenchSettings
+from weightcast.bench.result import Asked, BenchResult, BenchSettings, Ends, Run
 from weightcast.bench.workers import Step, Trainer, started_engines, started_trainer
 from weightcast.control.client import HttpEngine
 from weightcast.trainer.report import PublishReport
@@ -87,22 +86,16 @@ def measure(settings: BenchSettings, note: Note = lambda text: None) -> BenchRes
         measured |= meters.extra()
         trainer.step(Step("close"))
         note("checking what the engines hold")
-        measured["verified"] = _verified(trainer, urls)
+        expected, held = trainer.step(Step("digests")), []
+        for url in urls:
+            with contextlib.closing(HttpEngine(url, timeout_seconds=600.0)) as client:
+                held.append(client.digests())
+        measured["verified"] = all(digests == expected for digests in held)
         if settings.per_tensor:
             measured |= _slow_ways(settings, trainer, channels, group, note)
     measured["all_threads_copy_gb_per_s"] = num_bytes / memcpy.all_threads_seconds() / 1e9
     measured["largest_tensor_bytes"] = max(spec.num_bytes for spec in specs)
     return _result(settings, runs, report, measured)
-
-
-def _verified(trainer: Trainer, urls: Sequence[str]) -> bool:
-    """Whether every engine holds exactly what the trainer has."""
-    expected = trainer.step(Step("digests"))
-    held = []
-    for url in urls:
-        with contextlib.closing(HttpEngine(url, timeout_seconds=600.0)) as client:
-            held.append(client.digests())
-    return all(digests == expected for digests in held)
 
 
 def _slow_ways(
@@ -138,7 +131,6 @@ def _slow_ways(
 
 def _result(settings: BenchSettings, runs: list[Run], report: PublishReport, measured: dict[str, Any]) -> BenchResult:
     """What was asked for, what was measured, the medians of the runs, and the ratios of them all."""
-    asked = ("transport", "shapes", "install", "num_engines", "layers", "scale", "device", "trainer_ranks")
     figures = ["publish_seconds", "pause_seconds", "memcpy_seconds", "transfer_seconds"]
     figures += ["raw_seconds", "of_raw", "transfer_of_raw"] if settings.is_collective else []
     medians = {name: statistics.median(getattr(run, name) for run in runs) for name in figures}
@@ -148,7 +140,7 @@ def _result(settings: BenchSettings, runs: list[Run], report: PublishReport, mea
         if f"{way}_seconds" in measured:
             measured[f"{way}_speedup"] = measured[f"{way}_seconds"] / publish_seconds
     return BenchResult(
-        **{name: getattr(settings, name) for name in asked},
+        **{name: getattr(settings, name) for name in Asked.__struct_fields__},
         **{name: getattr(report, name) for name in ("num_tensors", "num_bytes", "num_buckets")},
         **measured,
         **medians,

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from weightcast.bench.channel import ANSWER_SECONDS
-from weightcast.bench.settings import BenchSettings
+from weightcast.bench.result import BenchSettings
 from weightcast.format.bucket import TORCH_DTYPES
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.tensor_digest import tensor_digest

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -103,17 +102,8 @@ def plot(result: BenchResult, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _draw_comparison(left, result)
-    _draw_stages(right, result)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_axisbelow(True)
     figure.suptitle(f"{_title(result)}: {result.num_tensors:,} tensors, {result.num_bytes / 1e9:.2f} GB", color=_INK)
-    figure.savefig(path, dpi=144)
-
-
-def _draw_comparison(axes: Any, result: BenchResult) -> None:
+    comparison, stages = figure.subplots(1, 2)
     measured = {
         "one memcpy": result.memcpy_seconds,
         "raw broadcast": result.raw_seconds,
@@ -123,30 +113,29 @@ def _draw_comparison(axes: Any, result: BenchResult) -> None:
     }
     bars = {name: seconds * 1e3 for name, seconds in measured.items() if seconds is not None}
     colors = [_BAR_COLORS.get(name, _SLOW_COLOR) for name in bars]
-    drawn = axes.barh(list(bars), list(bars.values()), color=colors, height=0.6)
-    axes.bar_label(drawn, fmt="%.1f ms", padding=4, color=_INK)
-    axes.invert_yaxis()
-    axes.margins(x=0.2)
-    axes.set_xlabel("milliseconds, median")
-    axes.grid(axis="x", color=_GRID)
-
-
-def _draw_stages(axes: Any, result: BenchResult) -> None:
-    """A bar for each run, of stages that follow one another; the pause, which overlaps them, is a mark."""
+    drawn = comparison.barh(list(bars), list(bars.values()), color=colors, height=0.6)
+    comparison.bar_label(drawn, fmt="%.1f ms", padding=4, color=_INK)
+    comparison.invert_yaxis()
+    comparison.margins(x=0.2)
+    comparison.set_xlabel("milliseconds, median")
+    # A bar for each run, of stages that follow one another; the pause, which overlaps them, is a mark.
     labels = [str(index + 1) for index in range(len(result.runs))]
     bottom = [0.0] * len(labels)
     for stage, color in (*_STAGE_COLORS.items(), ("install", _INSTALL_COLOR)):
         heights = [run.seconds.get(stage, 0.0) * 1e3 for run in result.runs]
         if stage == "install":  # what the stages of the publisher's report leave of the whole
             heights = [max(run.publish_seconds * 1e3 - low, 0.0) for run, low in zip(result.runs, bottom, strict=True)]
-        axes.bar(labels, heights, bottom=bottom, label=stage, color=color, width=0.7)
+        stages.bar(labels, heights, bottom=bottom, label=stage, color=color, width=0.7)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     pauses = [run.pause_seconds * 1e3 for run in result.runs]
-    axes.scatter(labels, pauses, marker="_", s=1200, color=_INK, label="pause")
-    axes.set_xlabel("run")
-    axes.set_ylabel("milliseconds")
-    axes.grid(axis="y", color=_GRID)
-    legend = axes.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small")
+    stages.scatter(labels, pauses, marker="_", s=1200, color=_INK, label="pause")
+    stages.set(xlabel="run", ylabel="milliseconds")
+    legend = stages.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small")
     for handle in legend.legend_handles:
         if hasattr(handle, "set_sizes"):
             handle.set_sizes([120])
+    for axes, direction in ((comparison, "x"), (stages, "y")):
+        axes.grid(axis=direction, color=_GRID)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+    figure.savefig(path, dpi=144)

@@ -1,4 +1,4 @@
-"""What a bench run says: one record, whose fields never change meaning (later ones are added).
+"""What a bench run is asked for, and its result: a record whose fields never change meaning (later ones are added).
 
 Every median is over the timed runs; what comes before them (the first publish, which makes the arena and the
 connections) is reported by itself. "Engine" figures are of the engine with the highest, except CPU time, which is added
@@ -8,6 +8,71 @@ up over the engines.
 from __future__ import annotations
 
 import msgspec
+
+from weightcast import registry
+from weightcast.format.messages import InstallMode
+from weightcast.format.plan import fitting_bucket_size
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What the result repeats. `trainer_ranks`: the processes over which the model is sharded."""
+
+    transport: str = "ipc"
+    shapes: str = "qwen3-0.6b"
+    install: InstallMode = "staged"
+    num_engines: int = 1
+    layers: int | None = None
+    scale: int = 1
+    device: str = "cpu"
+    trainer_ranks: int = 1
+
+
+class BenchSettings(Asked, frozen=True, kw_only=True):
+    """One field for each option of `weightcast bench` that has a bearing on what is measured.
+
+    `num_tensors` and `num_bytes` are for the shapes `uniform` only; `bucket_size_bytes` None: the default.
+    `host`: the address that gloo and NCCL connect at. `per_tensor`: measure the slow ways too. Raises ValueError for
+    what can't be combined.
+    """
+
+    num_runs: int = 5
+    bucket_size_bytes: int | None = None
+    num_tensors: int = 500
+    num_bytes: int = 1 << 30
+    per_tensor: bool = True
+    host: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        if self.num_engines < 1 or self.num_runs < 1 or self.trainer_ranks < 1:
+            raise ValueError(
+                f"num_engines is {self.num_engines}, num_runs {self.num_runs}, trainer_ranks {self.trainer_ranks}; "
+                "each must be at least 1"
+            )
+        if self.transport == "nccl" and self.device != "cuda":
+            raise ValueError("nccl moves memory of a GPU only: add --device cuda, or use gloo")
+        if self.trainer_ranks > 1 and self.device != "cpu":
+            raise ValueError("several trainer ranks are measured on CPUs only: leave out --device")
+
+    @property
+    def transport_url(self) -> str:
+        if not self.is_collective:
+            return f"{self.transport}://"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.transport}://{host}:0"
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether buckets travel in a process group."""
+        return self.transport in ("gloo", "nccl")
+
+    def engine_device(self, index: int) -> str:
+        """Where an engine's model is. The members of an NCCL group each need a GPU of their own; the trainer has 0."""
+        return f"cuda:{index + 1}" if self.transport == "nccl" else self.device
+
+    def bucket_size_for(self, num_bytes: int) -> int:
+        """The bucket size that was asked for, or what a publisher of `num_bytes` chooses by itself."""
+        default = registry.transport(self.transport_url).default_bucket_size_bytes[self.device]
+        return self.bucket_size_bytes or fitting_bucket_size(num_bytes, default)
 
 
 class Ends(msgspec.Struct, frozen=True):
@@ -57,11 +122,10 @@ class Run(msgspec.Struct, frozen=True):
         return self.raw_seconds and self.raw_seconds / self.transfer_seconds
 
 
-class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
+class BenchResult(Asked, frozen=True, kw_only=True):
     """The JSON of `weightcast bench --json`. What was not measured is None.
 
-    transport, shapes, install, num_engines, layers, scale, device, trainer_ranks: what was asked for; trainer_ranks are
-    the processes over which the model was sharded. num_tensors, num_bytes, num_buckets: what one publish carries.
+    num_tensors, num_bytes, num_buckets: what one publish carries.
     memcpy_gb_per_s: 1e9 bytes a second of one memcpy (one thread) of num_bytes, from one warm buffer to another.
     all_threads_copy_gb_per_s: the same by torch's `copy_` with all its threads, once.
     publish_seconds: from the call of `publish` until every engine serves the version; median.
@@ -84,10 +148,6 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     verified: whether, after the last run, every engine held bit for bit what the publisher has.
     """
 
-    transport: str
-    shapes: str
-    install: str
-    num_engines: int
     num_tensors: int
     num_bytes: int
     memcpy_gb_per_s: float
@@ -99,8 +159,6 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     per_tensor_seconds: float | None = None
     per_tensor_speedup: float | None = None
 
-    layers: int | None
-    scale: int
     verified: bool
     host_extra_bytes: int
     cpu_seconds: Ends
@@ -115,8 +173,6 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     torch_version: str
     runs: list[Run]
 
-    device: str
-    trainer_ranks: int
     per_tensor_way: str | None = None
     raw_seconds: float | None = None
     of_raw: float | None = None

@@ -24,7 +24,7 @@ import torch
 from weightcast.bench.baselines import BaselineGroup, Broadcasts, EngineCommand, JoinGroup, load_each, take_from_slot
 from weightcast.bench.channel import ANSWER_SECONDS, BenchChannel, Done, await_done, tell
 from weightcast.bench.model import TrainerRank, build_model, trainer_rank
-from weightcast.bench.settings import BenchSettings
+from weightcast.bench.result import BenchSettings
 from weightcast.control.server.app import EngineServer
 from weightcast.engines.gate import Gate
 from weightcast.engines.module import ModuleEngine

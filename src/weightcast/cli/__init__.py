@@ -15,7 +15,6 @@ from typing import Protocol
 
 from weightcast import __version__
 from weightcast.cli import exits
-from weightcast.cli.failures import describe, status_of
 
 COMMANDS = {
     "demo": "train a small model with RL and publish every step to two live engines",
@@ -54,51 +53,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(argv)
     except (Exception, KeyboardInterrupt) as exc:
+        status = exits.status_of(exc)
         if "--debug" in argv:
             traceback.print_exc()
-        elif status_of(exc) is None:
+        elif status is None:
             raise
-        return _report(exc, as_json="--json" in argv)
+        if "--json" in argv and not isinstance(exc, KeyboardInterrupt):
+            sys.stdout.write(exits.describe(exc, as_json=True) + "\n")
+        print(f"weightcast: {exits.describe(exc)}", file=sys.stderr)
+        return exits.NEGATIVE if status is None else status
 
 
 def _run(argv: Sequence[str]) -> int:
-    name = next((word for word in argv if not word.startswith("-")), "")
-    command = _command(name) if name in COMMANDS else None
-    args = _parser(name, command).parse_args(argv)
-    assert command is not None  # argparse has ended the process for any other name
-    return command.run(args)
-
-
-def _report(exc: BaseException, *, as_json: bool) -> int:
-    if as_json and not isinstance(exc, KeyboardInterrupt):
-        sys.stdout.write(describe(exc, as_json=True) + "\n")
-    print(f"weightcast: {describe(exc)}", file=sys.stderr)
-    status = status_of(exc)
-    return exits.NEGATIVE if status is None else status
-
-
-def _command(name: str) -> Subcommand:
-    module: Subcommand = importlib.import_module(f"weightcast.cli.{name}")
-    return module
-
-
-def _parser(chosen: str, command: Subcommand | None) -> argparse.ArgumentParser:
-    """The parser of all commands; only the chosen one's options are filled in."""
+    """Parse and run. The parser knows all commands, and the options of the chosen one only."""
+    chosen = next((word for word in argv if not word.startswith("-")), "")
     parser = argparse.ArgumentParser(
         "weightcast", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"weightcast {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
-        is_chosen = command is not None and name == chosen
         subparser = subparsers.add_parser(
             name,
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=f"{command.EPILOG.strip()}\n\nexit status:\n{exits.TABLE}" if command and is_chosen else None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        if command is not None and is_chosen:
+        if name == chosen:
+            command: Subcommand = importlib.import_module(f"weightcast.cli.{name}")
+            subparser.epilog = f"{command.EPILOG.strip()}\n\nexit status:\n{exits.TABLE}"
             command.add_arguments(subparser)
-    return parser
+    args = parser.parse_args(argv)
+    return command.run(args)  # argparse has ended the process for any other name

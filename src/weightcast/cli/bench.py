@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -33,12 +32,8 @@ _MIB = 1 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--transport",
-        choices=("ipc", "memory", "gloo", "nccl"),
-        default="ipc",
-        help="memory: all in one process (%(default)s)",
-    )
+    transports = ("ipc", "memory", "gloo", "nccl")
+    add("--transport", choices=transports, default="ipc", help="memory: all in one process (%(default)s)")
     add("--host", default="127.0.0.1", help="what gloo and nccl connect at, an address of this host (%(default)s)")
     add("--shapes", choices=shapes.NAMES, default="qwen3-0.6b", help="what is published (default: %(default)s)")
     add("--install", choices=("staged", "streaming"), default="staged", help="default: %(default)s")
@@ -59,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from weightcast.bench import report
     from weightcast.bench.measure import measure
-    from weightcast.bench.settings import BenchSettings
+    from weightcast.bench.result import BenchSettings
 
     options = vars(args) | {
         "num_runs": args.runs,
@@ -67,8 +62,7 @@ def run(args: argparse.Namespace) -> int:
         "num_bytes": args.total_mib * _MIB,
         "bucket_size_bytes": args.bucket_size_mib and args.bucket_size_mib * _MIB,
     }
-    names = {field.name for field in dataclasses.fields(BenchSettings)}
-    settings = BenchSettings(**{name: option for name, option in options.items() if name in names})
+    settings = BenchSettings(**{name: options[name] for name in BenchSettings.__struct_fields__})
     if args.plot is not None:
         report.check_plot(args.plot)
     with output.stage("starting") as say:

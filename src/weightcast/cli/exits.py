@@ -1,6 +1,12 @@
-"""The exit statuses of every command."""
+"""How a command ends: its exit status; and an exception as a status, and as one line of text or one JSON object."""
 
 from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from weightcast.errors import WeightcastError, to_record
 
 OK = 0
 NEGATIVE = 1
@@ -12,3 +18,43 @@ TABLE = """\
   1    it is not: an engine did not take the version, a tensor differs, a peer can't be reached
   2    the call was wrong: unknown option, no such file, a value out of range
   130  interrupted by Ctrl-C"""
+
+_USAGE = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ImportError)
+
+_EXTRAS = {
+    "starlette": "serve",
+    "uvicorn": "serve",
+    "prometheus_client": "serve",
+    "transformers": "serve",
+    "rich": "cli",
+    "matplotlib": "bench",
+}
+
+
+def status_of(exc: BaseException) -> int | None:
+    """The exit status, or None for an exception that is a bug here and deserves its traceback."""
+    if isinstance(exc, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(exc, (*_USAGE, *safetensor_errors())):
+        return USAGE
+    if isinstance(exc, (WeightcastError, OSError)):
+        return NEGATIVE
+    return None
+
+
+def safetensor_errors() -> tuple[type[BaseException], ...]:
+    """A file that is no safetensors file. Only who has imported the library can have raised it."""
+    library = sys.modules.get("safetensors")
+    return () if library is None else (library.SafetensorError,)
+
+
+def describe(exc: BaseException, *, as_json: bool = False) -> str:
+    """One line, or an object {"error": {"kind", "message", ...}} with every problem that the error lists."""
+    if isinstance(exc, KeyboardInterrupt):
+        return "interrupted"
+    extra = _EXTRAS.get(exc.name or "") if isinstance(exc, ModuleNotFoundError) else None
+    kind, message = type(exc).__name__, str(exc) if extra is None else f"{exc}: pip install 'weightcast[{extra}]'"
+    if as_json:
+        record = to_record(exc) if isinstance(exc, WeightcastError) else {"kind": kind, "message": message}
+        return msgspec.json.encode({"error": record}).decode()
+    return f"{kind}: {' '.join(message.split())}"

@@ -30,11 +30,10 @@ class Exported(msgspec.Struct, frozen=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("store", type=values.store, metavar="STORE", help="a store, file:///dir")
-    parser.add_argument("directory", type=Path, metavar="OUT", help="the directory to make; it must not be there")
-    parser.add_argument(
-        "--max-shard-mb", type=values.integer(1), default=5000, metavar="M", help="of a file (default: %(default)s)"
-    )
+    add, megabytes = parser.add_argument, values.integer(1)
+    add("store", type=values.store, metavar="STORE", help="a store, file:///dir")
+    add("directory", type=Path, metavar="OUT", help="the directory to make; it must not be there")
+    add("--max-shard-mb", type=megabytes, default=5000, metavar="M", help="of a file (default: %(default)s)")
     output.add_json(parser)
 
 
@@ -48,10 +47,9 @@ def run(args: argparse.Namespace) -> int:
         files = export(source, args.directory, max_shard_bytes=args.max_shard_mb * 1_000_000)
     num_bytes = sum(spec.num_bytes for spec in source.specs())
     exported = Exported(source.version.number, source.version.run, len(source.specs()), num_bytes, files)
-    output.show(exported, args.json, lambda: Text(_line(exported, args.directory)))
+    line = (
+        f"version {exported.version} of run {exported.run[:8]} is in {args.directory}: "
+        f"{exported.num_tensors:,} tensors, {num_bytes / 1e9:.3f} GB, {len(files)} files"
+    )
+    output.show(exported, args.json, lambda: Text(line))
     return exits.OK
-
-
-def _line(exported: Exported, directory: Path) -> str:
-    amount = f"{exported.num_tensors:,} tensors, {exported.num_bytes / 1e9:.3f} GB, {len(exported.files)} files"
-    return f"version {exported.version} of run {exported.run[:8]} is in {directory}: {amount}"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
 import threading
-from types import FrameType
 
 import msgspec
 
 from weightcast.cli import exits, output, values
-from weightcast.cli.failures import describe
 from weightcast.errors import WeightcastError
 
 EPILOG = """
@@ -37,53 +36,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    stop = threading.Event()
-
-    def on_sigterm(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    former = signal.signal(signal.SIGTERM, on_sigterm)
-    try:
-        _follow(args, stop)
-    finally:
-        signal.signal(signal.SIGTERM, former)
-    return exits.OK
-
-
-def _follow(args: argparse.Namespace, stop: threading.Event) -> None:
     from weightcast.serving.follower import Follower
     from weightcast.trainer.options import PublishOptions
     from weightcast.trainer.relay import Relay
 
-    relay = Relay(
-        args.engines,
-        transport=args.transport,
-        token=output.read_token(args.token_file),
-        options=PublishOptions(
-            install=args.install, undo=args.undo, takeover=args.takeover, deadline_seconds=args.deadline
-        ),
-    )
-    pause = _FIRST_PAUSE_SECONDS
-    try:
-        with Follower(args.store, relay, label="weightcast follow") as follower:
-            while not stop.is_set():
-                try:
-                    followed = follower.wait(_LOOK_SECONDS, stop=stop)
-                except WeightcastError as exc:
-                    if args.once:
-                        raise
-                    print(f"weightcast: {describe(exc)}; trying again in {pause:g} s", file=sys.stderr)
-                    stop.wait(pause)
-                    pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-                    continue
-                if followed is not None:
-                    pause = _FIRST_PAUSE_SECONDS
-                    text = (
-                        f"version {followed.version} of run {followed.run[:8]}: {followed.num_bytes / 1e9:.3f} GB in "
-                        f"{followed.seconds:.2f} s, {followed.lag_seconds:.2f} s after its commit"
-                    )
-                    print(msgspec.json.encode(followed).decode() if args.json else text, flush=True)
-                    if args.once:
-                        return
-    finally:
-        relay.close()
+    stop, pause_seconds = threading.Event(), _FIRST_PAUSE_SECONDS
+    with contextlib.ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda number, frame: stop.set()))
+        relay = Relay(
+            args.engines,
+            transport=args.transport,
+            token=output.read_token(args.token_file),
+            options=PublishOptions(
+                install=args.install, undo=args.undo, takeover=args.takeover, deadline_seconds=args.deadline
+            ),
+        )
+        stack.callback(relay.close)
+        follower = stack.enter_context(Follower(args.store, relay, label="weightcast follow"))
+        while not stop.is_set():
+            try:
+                followed = follower.wait(_LOOK_SECONDS, stop=stop)
+            except WeightcastError as exc:
+                if args.once:
+                    raise
+                print(f"weightcast: {exits.describe(exc)}; trying again in {pause_seconds:g} s", file=sys.stderr)
+                stop.wait(pause_seconds)
+                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+                continue
+            if followed is not None:
+                pause_seconds = _FIRST_PAUSE_SECONDS
+                text = (
+                    f"version {followed.version} of run {followed.run[:8]}: {followed.num_bytes / 1e9:.3f} GB in "
+                    f"{followed.seconds:.2f} s, {followed.lag_seconds:.2f} s after its commit"
+                )
+                print(msgspec.json.encode(followed).decode() if args.json else text, flush=True)
+                if args.once:
+                    break
+    return exits.OK

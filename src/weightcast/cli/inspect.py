@@ -44,9 +44,8 @@ class Inspection(msgspec.Struct, frozen=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "target", metavar="TARGET", help="an engine's URL, a checkpoint directory, or a store, file:///dir"
-    )
+    targets = "an engine's URL, a checkpoint directory, or a store, file:///dir"
+    parser.add_argument("target", metavar="TARGET", help=targets)
     parser.add_argument("--filter", default="*", metavar="GLOB", help="only tensors with such a name")
     output.add_token(parser)
     output.add_json(parser)
@@ -67,23 +66,18 @@ def _look(target: str, token_file: Path | None) -> tuple[WeightInfo | None, Stor
         with contextlib.closing(HttpEngine(target, token=output.read_token(token_file))) as engine:
             return engine.info(), None, engine.specs()
     if values.is_store(target):
-        return None, *_look_at_store(target)
+        from weightcast.store.reading import pinned
+        from weightcast.store.status import store_status
+
+        directory = StoreAddress.parse(target).directory
+        store = store_status(directory)
+        with pinned(directory, label="weightcast inspect") as version:
+            return None, store, version.manifest.tensors
     if _HOST_AND_PORT.fullmatch(target) and not Path(target).exists():
         raise ValueError(f"{target} is neither a directory nor a file; if it is an engine, write http://{target}")
     from weightcast.sources.safetensors import SafetensorsSource
 
     return None, None, SafetensorsSource(Path(target)).specs()
-
-
-def _look_at_store(url: str) -> tuple[StoreInfo, Sequence[TensorSpec]]:
-    """What its records say; the data is not read."""
-    from weightcast.store.reading import pinned
-    from weightcast.store.status import store_status
-
-    directory = StoreAddress.parse(url).directory
-    info = store_status(directory)
-    with pinned(directory, label="weightcast inspect") as version:
-        return info, version.manifest.tensors
 
 
 def _view(found: Inspection, pattern: str) -> RenderableType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,9 +24,7 @@ from rich.text import Text
 
 from weightcast.cli import values
 
-Step = Callable[[int], None]
-Say = Callable[[str], None]
-Update = Callable[[int, int], None]
+_TEXT = TextColumn("{task.description}", markup=False)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -33,14 +32,10 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engines(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """`engines`: a list; empty, or an error where one is required, if none is given."""
+    shown = "an engine, such as http://127.0.0.1:8000; repeat it for more"
     parser.add_argument(
-        "--engine",
-        action="append",
-        required=required,
-        default=None if required else [],
-        metavar="URL",
-        dest="engines",
-        help="an engine, such as http://127.0.0.1:8000; repeat it for more",
+        "--engine", dest="engines", action="append", required=required, default=[], metavar="URL", help=shown
     )
     add_token(parser)
 
@@ -51,24 +46,13 @@ def add_token(parser: argparse.ArgumentParser) -> None:
 
 def add_update(parser: argparse.ArgumentParser, *, transport_help: str) -> None:
     """How a version reaches the engines: the choices of `Publisher` that every command which publishes has."""
-    parser.add_argument(
-        "--transport",
-        type=values.transport_between_processes,
-        default="ipc://",
-        metavar="URL",
-        help=f"{transport_help} (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--install",
-        choices=("staged", "streaming"),
-        default="staged",
-        help="staged: the old version serves until everything is there; streaming: less memory (default: %(default)s)",
-    )
-    parser.add_argument("--undo", action="store_true", help="engines go back to the old version if the install fails")
-    parser.add_argument("--takeover", action="store_true", help="take engines that another publisher holds")
-    parser.add_argument(
-        "--deadline", type=values.seconds, default=60.0, metavar="SECONDS", help="of each wait (%(default)s)"
-    )
+    add, default, url = parser.add_argument, "(default: %(default)s)", values.transport_between_processes
+    installs = f"staged: the old version serves until everything is there; streaming: less memory {default}"
+    add("--transport", type=url, default="ipc://", metavar="URL", help=f"{transport_help} {default}")
+    add("--install", choices=("staged", "streaming"), default="staged", help=installs)
+    add("--undo", action="store_true", help="engines go back to the old version if the install fails")
+    add("--takeover", action="store_true", help="take engines that another publisher holds")
+    add("--deadline", type=values.seconds, default=60.0, metavar="SECONDS", help="of each wait (%(default)s)")
 
 
 def read_token(path: Path | None) -> str | None:
@@ -98,37 +82,30 @@ def show(
 
 
 @contextlib.contextmanager
-def stage(text: str) -> Iterator[Say]:
+def stage(text: str) -> Iterator[Callable[[str], None]]:
     """A spinner on a terminal, nothing elsewhere. Call what it gives to change the text."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with _progress(*columns) as progress:
-        task = progress.add_task(text, total=None)
-        yield lambda text: progress.update(task, description=text)
+    with _progress(text, SpinnerColumn(), _TEXT) as update:
+        yield lambda text: update(description=text)
 
 
 @contextlib.contextmanager
-def measured(text: str) -> Iterator[Update]:
+def measured(text: str) -> Iterator[Callable[[int, int], None]]:
     """A bar of bytes on a terminal, nothing elsewhere. Call what it gives with how many are done, and of how many."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with _progress(*columns) as progress:
-        task = progress.add_task(text, total=None)
-        yield lambda done_bytes, total_bytes: progress.update(task, completed=done_bytes, total=total_bytes)
+    with _progress(text, _TEXT, BarColumn(), DownloadColumn()) as update:
+        yield lambda done_bytes, total_bytes: update(completed=done_bytes, total=total_bytes)
 
 
 @contextlib.contextmanager
-def counted(text: str, total: int, unit: str) -> Iterator[Step]:
-    """A bar on a terminal, nothing elsewhere. Call what it gives with how many more are done."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + unit, markup=False),
-        TimeElapsedColumn(),
-    )
-    with _progress(*columns) as progress:
-        task = progress.add_task(text, total=total)
-        yield lambda count: progress.advance(task, count)
+def counted(text: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar of bytes on a terminal, nothing elsewhere. Call what it gives with how many more are done."""
+    amount = TextColumn("{task.completed:,.0f}/{task.total:,.0f} bytes", markup=False)
+    with _progress(text, _TEXT, BarColumn(), amount, total=total_bytes) as update:
+        yield lambda num_bytes: update(advance=num_bytes)
 
 
-def _progress(*columns: ProgressColumn) -> Progress:
+@contextlib.contextmanager
+def _progress(text: str, *columns: ProgressColumn, total: int | None = None) -> Iterator[Callable[..., None]]:
     console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    shown = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
+    with shown as progress:
+        yield functools.partial(progress.update, progress.add_task(text, total=total))

@@ -28,37 +28,27 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT_DIR", help="a directory of safetensors files")
+    add, number = parser.add_argument, values.integer(0, MAX_VERSION)
+    add("checkpoint", type=Path, metavar="CHECKPOINT_DIR", help="a directory of safetensors files")
     output.add_engines(parser, required=False)
     parser.set_defaults(usage_error=parser.error)
-    parser.add_argument(
-        "--version",
-        type=values.integer(0, MAX_VERSION),
-        metavar="N",
-        help="default: one above the highest of the engines and the store",
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="cast to it on the way (default: as the checkpoint has it)")
+    add("--version", type=number, metavar="N", help="default: one above the highest of the engines and the store")
+    add("--dtype", choices=DTYPES, help="cast to it on the way (default: as the checkpoint has it)")
     output.add_update(parser, transport_help="how bytes travel, or the store that they go into")
-    parser.add_argument("--bucket-size-mib", type=values.integer(1), metavar="M", help="default: the transport's")
+    add("--bucket-size-mib", type=values.integer(1), metavar="M", help="default: the transport's")
     output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if not args.engines and not values.is_store(args.transport):
         args.usage_error("one --engine at least, or --transport file:///dir for a store, is required")
-    with output.measured(f"publishing {args.checkpoint}") as update:
-        report = _publish(args, update)
-    output.show(report, args.json, lambda: _table(report), lambda: _reasons(report))
-    return exits.OK if report.ok else exits.NEGATIVE
-
-
-def _publish(args: argparse.Namespace, on_progress: output.Update) -> PublishReport:
     from weightcast.format.bucket import TORCH_DTYPES
     from weightcast.sources.safetensors import SafetensorsSource
     from weightcast.trainer.options import PublishOptions
     from weightcast.trainer.publisher import Publisher
 
     with contextlib.ExitStack() as stack:
+        on_progress = stack.enter_context(output.measured(f"publishing {args.checkpoint}"))
         dtype = None if args.dtype is None else TORCH_DTYPES[args.dtype]
         source = stack.enter_context(SafetensorsSource(args.checkpoint, dtype=dtype))
         publisher = Publisher(
@@ -75,29 +65,28 @@ def _publish(args: argparse.Namespace, on_progress: output.Update) -> PublishRep
                 deadline_seconds=args.deadline,
             ),
         )
-        return stack.enter_context(publisher).publish(args.version, on_progress=on_progress)
+        report = stack.enter_context(publisher).publish(args.version, on_progress=on_progress)
+    output.show(report, args.json, lambda: _table(report), lambda: _reasons(report))
+    return exits.OK if report.ok else exits.NEGATIVE
 
 
 def _table(report: PublishReport) -> Table:
-    table = Table(title=Text(_title(report)), title_justify="left")
+    seconds = report.seconds
+    title = (
+        f"version {report.version}: {report.num_tensors:,} tensors, {report.num_bytes / 1e9:.3f} GB in "
+        f"{report.num_buckets} buckets, {seconds.total:.2f} s, {report.gb_per_second:.2f} GB/s\n"
+        f"offer {seconds.offer:.2f} s, pack {seconds.pack:.2f} s, send {seconds.send:.2f} s, "
+        f"seal {seconds.seal:.2f} s, longest pause {seconds.pause:.2f} s"
+    )
+    if report.engines and not any(result.ok for result in report.engines.values()):
+        title = f"version {report.version} was not installed anywhere"
+    table = Table(title=Text(title), title_justify="left")
     for heading in ("engine", "result", "pause", "install"):
         table.add_column(heading, overflow="fold")
     for name, result in report.engines.items():
         outcome = f"serves {report.version}" if result.error is None else result.error.kind
         table.add_row(Text(name), outcome, f"{result.pause_seconds:.3f} s", f"{result.install_seconds:.3f} s")
     return table
-
-
-def _title(report: PublishReport) -> str:
-    if report.engines and not any(result.ok for result in report.engines.values()):
-        return f"version {report.version} was not installed anywhere"
-    seconds = report.seconds
-    return (
-        f"version {report.version}: {report.num_tensors:,} tensors, {report.num_bytes / 1e9:.3f} GB in "
-        f"{report.num_buckets} buckets, {seconds.total:.2f} s, {report.gb_per_second:.2f} GB/s\n"
-        f"offer {seconds.offer:.2f} s, pack {seconds.pack:.2f} s, send {seconds.send:.2f} s, "
-        f"seal {seconds.seal:.2f} s, longest pause {seconds.pause:.2f} s"
-    )
 
 
 def _reasons(report: PublishReport) -> Iterator[str]:

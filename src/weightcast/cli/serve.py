@@ -11,12 +11,10 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from weightcast.cli import exits, output, values
-from weightcast.cli.failures import safetensor_errors
 
 EPILOG = """
 examples:
@@ -40,51 +38,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="another than loopback needs --token-file (default: %(default)s)")
     add("--port", type=values.integer(0, 65535), default=8000, help="0 lets the system choose (default: %(default)s)")
     add("--token-file", type=Path, metavar="FILE", help="a file with the bearer token that weight routes ask for")
-    add(
-        "--dtype",
-        choices=DTYPES,
-        default="auto",
-        help="of the weights (default: %(default)s, the checkpoint's); a publisher must send this dtype, "
-        "see `weightcast publish --dtype`",
-    )
+    publisher_dtype = "a publisher must send this dtype, see `weightcast publish --dtype`"
+    dtype_help = f"of the weights (default: %(default)s, the checkpoint's); {publisher_dtype}"
+    add("--dtype", choices=DTYPES, default="auto", help=dtype_help)
     add("--threads", type=values.integer(1), metavar="N", help="of torch (default: torch's own)")
-    add(
-        "--random-weights",
-        type=int,
-        nargs="?",
-        const=0,
-        metavar="SEED",
-        help="start with random weights, from config.json alone, and wait for a publisher",
-    )
+    random_help = "start with random weights, from config.json alone, and wait for a publisher"
+    add("--random-weights", type=int, nargs="?", const=0, metavar="SEED", help=random_help)
     add("--exit-with-parent", action="store_true", help="end when stdin ends, so that no engine outlives its starter")
 
 
 def run(args: argparse.Namespace) -> int:
     token = output.read_token(args.token_file)
-    _check_directory(args.model, needs_weights=args.random_weights is None)
-    _check_host(args.host)
+    if not (args.model / "config.json").is_file():
+        raise FileNotFoundError(f"{args.model} has no config.json: give the directory that save_pretrained wrote")
+    if args.random_weights is None and not any(args.model.glob("*.safetensors")):
+        raise FileNotFoundError(f"{args.model} has no safetensors: add them, or start with --random-weights")
+    try:  # before the model is loaded, which takes time
+        socket.getaddrinfo(args.host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as exc:
+        raise ValueError(f"--host {args.host} is not an address of this machine: {exc}") from exc
     if args.exit_with_parent:
         threading.Thread(target=_end_with_stdin, name="weightcast-stdin", daemon=True).start()
-    with _sigterm_as_ctrl_c(), contextlib.suppress(KeyboardInterrupt):
+    with contextlib.ExitStack() as stack:
+        # SIGTERM unwinds like Ctrl-C, so that what was begun is closed.
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
         with output.stage(f"loading {args.model}"):
-            model, tokenizer = _load(args)
+            model, tokenizer = _load(args.model, args.dtype, args.random_weights, args.threads)
         _serve(model, tokenizer, args, token)
     return exits.OK
 
 
-def _check_directory(directory: Path, *, needs_weights: bool) -> None:
-    if not (directory / "config.json").is_file():
-        raise FileNotFoundError(f"{directory} has no config.json: give the directory that save_pretrained wrote")
-    if needs_weights and not any(directory.glob("*.safetensors")):
-        raise FileNotFoundError(f"{directory} has no safetensors: add them, or start with --random-weights")
+def _load(directory: Path, dtype: str, seed: int | None, num_threads: int | None) -> tuple[Any, Any]:
+    """The model and its tokenizer, None where the directory has none."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
-
-def _check_host(host: str) -> None:
-    """Raises ValueError before the model is loaded, which takes time."""
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    tokenizer = None
+    if any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    if seed is not None:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        torch.manual_seed(seed)
+        wanted = config.dtype if dtype == "auto" else getattr(torch, dtype)
+        return AutoModelForCausalLM.from_config(config, dtype=wanted), tokenizer  # type: ignore[no-untyped-call]
+    options = {"dtype": dtype, "local_files_only": True, "use_safetensors": True}
     try:
-        socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as exc:
-        raise ValueError(f"--host {host} is not an address of this machine: {exc}") from exc
+        return AutoModelForCausalLM.from_pretrained(directory, **options), tokenizer
+    except exits.safetensor_errors() as exc:
+        raise ValueError(f"a safetensors file of {directory} is damaged: {exc}") from exc
 
 
 def _serve(model: Any, tokenizer: Any, args: argparse.Namespace, token: str | None) -> None:
@@ -112,55 +118,9 @@ def _serve(model: Any, tokenizer: Any, args: argparse.Namespace, token: str | No
             server.run()
 
 
-def _load(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The model and its tokenizer, None where the directory has none."""
-    import torch
-    from transformers import AutoTokenizer
-    from transformers.utils import logging
-
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    tokenizer = None
-    if any((args.model / name).is_file() for name in _TOKENIZER_FILES):
-        tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
-    return _load_model(args.model, args.dtype, args.random_weights), tokenizer
-
-
-def _load_model(directory: Path, dtype: str, seed: int | None) -> Any:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if seed is None:
-        try:
-            return AutoModelForCausalLM.from_pretrained(
-                directory, dtype=dtype, local_files_only=True, use_safetensors=True
-            )
-        except safetensor_errors() as exc:
-            raise ValueError(f"a safetensors file of {directory} is damaged: {exc}") from exc
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    torch.manual_seed(seed)
-    wanted = config.dtype if dtype == "auto" else getattr(torch, dtype)
-    return AutoModelForCausalLM.from_config(config, dtype=wanted)  # type: ignore[no-untyped-call]
-
-
 def _end_with_stdin() -> None:
     """End this process as SIGTERM does, as soon as whoever holds the other end of stdin has gone."""
     # Not sys.stdin.read: it would hold a lock that the interpreter wants when it ends for another reason.
     while os.read(_STDIN, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-@contextlib.contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM unwind like Ctrl-C, so that what was begun is closed."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    former = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, former)

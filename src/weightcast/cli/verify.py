@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -34,7 +32,6 @@ A digest of each tensor's elements as they are stored is computed on both sides:
 does not hold this checkpoint, and differs. In a store's newest version every bucket's trailer and digest is checked.
 """
 
-T = TypeVar("T")
 ENGINE_TIMEOUT_SECONDS = 600.0
 
 
@@ -116,43 +113,45 @@ def _verify_store(url: str) -> Verdict:
 
     with pinned(StoreAddress.parse(url).directory, label="weightcast verify") as version:
         manifest = version.manifest
-        with output.counted("store", sum(manifest.buckets), "bytes") as step:
+        with output.counted("store", sum(manifest.buckets)) as step:
             version.check(step)
         return Verdict(True, len(manifest.tensors), manifest.num_bytes, [])
 
 
-def _source(checkpoint: str) -> Source:
-    if values.is_store(checkpoint):
-        from weightcast.sources.store import StoreSource
-
-        return StoreSource(checkpoint)
-    from weightcast.sources.safetensors import SafetensorsSource
-
-    return SafetensorsSource(Path(checkpoint))
-
-
-def _verify(checkpoint_name: str, engines: Sequence[str], token: str | None) -> Verdict:
-    source = _source(checkpoint_name)
-    asked = [_in_background(functools.partial(_ask, url, token)) for url in engines]  # they compute while we do
-    checkpoint = _digest_checkpoint(source)
-    with output.stage("waiting for the engines"):
-        verdicts = [_judge(url, checkpoint, *held.result()) for url, held in zip(engines, asked, strict=True)]
-    num_bytes = sum(spec.num_bytes for spec in checkpoint.specs)
-    ok = not any(verdict.differences for verdict in verdicts)
-    return Verdict(ok, len(checkpoint.specs), num_bytes, verdicts)
-
-
-def _digest_checkpoint(source: Source) -> Holding:
+def _verify(checkpoint: str, engines: Sequence[str], token: str | None) -> Verdict:
     from weightcast.format.tensor_digest import tensor_digest
+    from weightcast.sources.safetensors import SafetensorsSource
+    from weightcast.sources.store import StoreSource
 
+    source: Source = StoreSource(checkpoint) if values.is_store(checkpoint) else SafetensorsSource(Path(checkpoint))
+    asked = [_ask_in_background(url, token) for url in engines]  # they compute while we do
     specs, regions = source.specs(), source.regions()
-    digests = {}
-    with output.counted("checkpoint", sum(spec.num_bytes for spec in specs), "bytes") as step:
+    num_bytes, digests = sum(spec.num_bytes for spec in specs), {}
+    with output.counted("checkpoint", num_bytes) as step:
         for spec in specs:
             ((_, tensor),) = regions[spec.name]
             digests[spec.name] = tensor_digest(tensor)
             step(spec.num_bytes)
-    return Holding(specs, digests)
+    verdicts, ours = [], Holding(specs, digests)
+    with output.stage("waiting for the engines"):
+        for url, answer in zip(engines, asked, strict=True):
+            weight_version, theirs = answer.result()
+            verdicts.append(EngineVerdict(url, weight_version, compare(ours, theirs)))
+    return Verdict(not any(verdict.differences for verdict in verdicts), len(specs), num_bytes, verdicts)
+
+
+def _ask_in_background(url: str, token: str | None) -> Future[tuple[str, Holding]]:
+    """`_ask` in a thread that does not keep the process from ending after a Ctrl-C."""
+    future: Future[tuple[str, Holding]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(_ask(url, token))
+        except Exception as exc:
+            future.set_exception(exc)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def _ask(url: str, token: str | None) -> tuple[str, Holding]:
@@ -167,24 +166,6 @@ def _ask(url: str, token: str | None) -> tuple[str, Holding]:
     return after.weight_version, held
 
 
-def _in_background(call: Callable[[], T]) -> Future[T]:
-    """Run `call` in a thread that does not keep the process from ending after a Ctrl-C."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except Exception as exc:
-            future.set_exception(exc)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-def _judge(url: str, checkpoint: Holding, weight_version: str, held: Holding) -> EngineVerdict:
-    return EngineVerdict(url, weight_version, compare(checkpoint, held))
-
-
 def _names(verdict: Verdict) -> Iterator[str]:
     """The names again, to copy: a column of the table breaks long ones."""
     for engine in verdict.engines:
@@ -192,23 +173,18 @@ def _names(verdict: Verdict) -> Iterator[str]:
 
 
 def _view(verdict: Verdict) -> RenderableType:
+    amount = f"{verdict.num_tensors:,} tensors, {verdict.num_bytes / 1e9:.3f} GB"
     if not verdict.engines:
-        return Text(f"every digest of the store's newest version is right: {_amount(verdict)}")
-    return Group(*(part for engine in verdict.engines for part in _engine_view(engine, verdict)))
+        return Text(f"every digest of the store's newest version is right: {amount}")
+    return Group(*(_engine_view(engine, amount) for engine in verdict.engines))
 
 
-def _amount(verdict: Verdict) -> str:
-    return f"{verdict.num_tensors:,} tensors, {verdict.num_bytes / 1e9:.3f} GB"
-
-
-def _engine_view(engine: EngineVerdict, verdict: Verdict) -> Iterator[RenderableType]:
+def _engine_view(engine: EngineVerdict, amount: str) -> RenderableType:
     if not engine.differences:
-        holds = f"(version {engine.weight_version}) holds exactly this checkpoint"
-        yield Text(f"{engine.engine} {holds}: {_amount(verdict)}")
-        return
+        return Text(f"{engine.engine} (version {engine.weight_version}) holds exactly this checkpoint: {amount}")
     table = Table(title=f"{engine.engine} (version {engine.weight_version}): {len(engine.differences)} differences")
     for heading in ("tensor", "what", "checkpoint", "engine"):
         table.add_column(heading, overflow="fold")
     for difference in engine.differences:
         table.add_row(Text(difference.name), difference.what, difference.checkpoint, difference.engine)
-    yield table
+    return table

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TypeAlias
@@ -24,6 +23,7 @@ from typing import TypeAlias
 import msgspec
 
 from weightcast.demo.messages import DemoSettings, Event, RunEnded, Saved, decoder
+from weightcast.host.deadline import Deadline
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SILENCE_SECONDS = 120.0
@@ -77,14 +77,11 @@ def _supervise(
     settings: DemoSettings, num_engines: int, directory: str, inbox: Inbox, processes: Processes
 ) -> Iterator[Event]:
     """Start the trainer, whose rank 0 writes the model directory, then the engines; send their URLs to every rank."""
-    urls, num_ranks, settings_json = (
-        dict[str, str](),
-        settings.num_trainer_ranks,
-        msgspec.json.encode(settings).decode(),
-    )
+    num_ranks, urls = settings.num_trainer_ranks, dict[str, str]()
     trainer = ["trainer"] if num_ranks == 1 else [f"trainer rank {rank}" for rank in range(num_ranks)]
     for rank, name in enumerate(trainer):
-        processes.start(name, "weightcast.demo.trainer", settings_json, directory, str(rank))
+        arguments = msgspec.json.encode(settings).decode(), directory, str(rank)
+        processes.start(name, "weightcast.demo.trainer", *arguments)
     while True:
         try:
             message = inbox.get(timeout=SILENCE_SECONDS)
@@ -164,10 +161,10 @@ class Processes:
         """End all processes: SIGTERM, and SIGKILL after TERMINATION_SECONDS."""
         for process in self._processes.values():
             process.terminate()
-        deadline = time.monotonic() + TERMINATION_SECONDS
+        deadline = Deadline(TERMINATION_SECONDS)
         for process in self._processes.values():
             try:
-                process.wait(max(0.0, deadline - time.monotonic()))
+                process.wait(deadline.remaining_seconds)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -40,6 +40,7 @@ from weightcast.demo.grpo import Batch
 from weightcast.demo.messages import DemoSettings, Evaluated, Event, RunEnded, Saved, Stepped, Warming
 from weightcast.demo.rollouts import Group, Rollouts, wait
 from weightcast.errors import WeightcastError
+from weightcast.host.deadline import Deadline
 from weightcast.sources.module import ModuleSource
 from weightcast.trainer.publisher import Publisher
 
@@ -81,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
 
 def run(settings: DemoSettings, directory: Path, engines: queue.SimpleQueue[list[str]], emit: Emit) -> None:
     """Train, and check the engines. Raises PublishError, or PeerError if an engine does not answer."""
-    deadline = time.monotonic() + settings.budget_seconds
+    deadline = Deadline(settings.budget_seconds)
     make_model = partial(policy.make_model, settings.seed, settings.hidden_size, settings.num_layers)
     model, is_first = make_model(), dist.get_rank() == 0
     if is_first:
@@ -127,7 +128,7 @@ def warm_start(model: Module, settings: DemoSettings, emit: Emit) -> None:
     Every rank draws the same batches and learns from its share of each.
     """
     rng = random.Random(f"{settings.seed}, warm start")
-    deadline, num_steps = time.monotonic() + settings.warmup_seconds, settings.warmup_steps
+    deadline, num_steps = Deadline(settings.warmup_seconds), settings.warmup_steps
     optimizer = make_optimizer(model, settings.warmup_learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARMUP_RAMP_STEPS) * (1.0 - 0.9 * step / num_steps)
@@ -141,12 +142,12 @@ def warm_start(model: Module, settings: DemoSettings, emit: Emit) -> None:
         schedule.step()
         if step % max(1, num_steps // WARMUP_EVENTS) == 0 or step == num_steps:
             emit(Warming(step=step, num_steps=num_steps, loss=mean_over_ranks(loss)))
-        if not is_before(deadline):
+        if has_passed(deadline):
             break
 
 
 def train(
-    model: Module, publisher: Publisher, rollouts: Rollouts, settings: DemoSettings, deadline: float, emit: Emit
+    model: Module, publisher: Publisher, rollouts: Rollouts, settings: DemoSettings, deadline: Deadline, emit: Emit
 ) -> int:
     """Publish the warm start as version 0, then each step's weights as the next version; return the last version.
 
@@ -173,7 +174,7 @@ def train(
     emit(Stepped(report, 0.0, 0.0, time.perf_counter() - started, **statistics([], version)))
     evaluate("start")
     requests = [*request_half(), *request_half()]
-    while version < settings.num_steps and is_before(deadline):
+    while version < settings.num_steps and not has_passed(deadline):
         started = time.perf_counter()
         groups = wait(requests)
         received = time.perf_counter()
@@ -238,9 +239,9 @@ def mean_over_ranks(value: torch.Tensor) -> float:
     return float(total) / dist.get_world_size()
 
 
-def is_before(deadline: float) -> bool:
-    """Whether rank 0's clock is before `deadline`; the same on every rank."""
-    found = torch.tensor(int(time.monotonic() < deadline))
+def has_passed(deadline: Deadline) -> bool:
+    """Whether rank 0's deadline has passed; the same on every rank."""
+    found = torch.tensor(int(deadline.has_passed))
     dist.broadcast(found, src=0)
     return bool(found)
 

@@ -21,6 +21,7 @@ from weightcast.testing.faults import (
 from weightcast.testing.payloads import PAYLOADS, Payload, payloads, raw_bytes
 from weightcast.testing.source_contract import SourceContract
 from weightcast.testing.transport_contract import TransportContract
+from weightcast.testing.versioned_transport_contract import VersionedTransportContract
 
 __all__ = [
     "PAYLOADS",
@@ -37,6 +38,7 @@ __all__ = [
     "SourceContract",
     "Stall",
     "TransportContract",
+    "VersionedTransportContract",
     "payloads",
     "raw_bytes",
 ]

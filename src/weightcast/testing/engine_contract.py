@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import pytest
 import torch
 
 from weightcast.errors import IncompleteUpdateError, WeightcastError
 from weightcast.format.geometry import Region
-from weightcast.format.manifest import TensorSpec, WeightVersion
+from weightcast.format.manifest import WeightVersion
 from weightcast.seams.engine import Engine, ExposesTensors, RegionLoader, Undoable
 from weightcast.serving.load_plan import compare_specs
-from weightcast.testing.payloads import PAYLOADS, Payload, random_tensor, raw_bytes
+from weightcast.testing.payloads import OverPayloads, Payload, random_tensor, raw_bytes
 
 ONE, TWO = (WeightVersion("5a" * 16, number) for number in (1, 2))
 
 
-class EngineContract:
-    """Runs over the payload table; override `payload` with `params=payloads(without=...)` for what can't be held."""
-
-    @pytest.fixture(params=PAYLOADS, ids=str)
-    def payload(self, request: pytest.FixtureRequest) -> Payload:
-        payload: Payload = request.param
-        return payload
+class EngineContract(OverPayloads):
+    """Runs over the payload table, which `payload` may narrow."""
 
     @pytest.fixture
     def engine(self, payload: Payload) -> Engine:
@@ -48,13 +43,16 @@ class EngineContract:
         self.assert_holds(engine, payload)
 
     def test_group_by_group(self, engine: Engine, payload: Payload) -> None:
-        for call in _groups(payload):
-            engine.load(call.items())
+        calls: dict[str, list[tuple[str, torch.Tensor]]] = {}
+        for spec, tensor in payload.build():
+            calls.setdefault(spec.load_group, []).append((spec.name, tensor))
+        for call in calls.values():
+            engine.load(call)
         engine.commit(ONE)
         self.assert_holds(engine, payload)
 
     def test_twice(self, engine: Engine, payload: Payload) -> None:
-        engine.load([(s.name, _other(s)) for s in payload.specs()])
+        engine.load([(s.name, random_tensor(s.dtype, s.shape, 99)) for s in payload.specs()])
         engine.commit(ONE)
         engine.load(payload.tensors().items())
         engine.commit(TWO)
@@ -102,8 +100,7 @@ class EngineContract:
     def test_another_shape_is_refused_before_anything_is_written(self, engine: Engine, payload: Payload) -> None:
         before = self.raw(engine)
         for spec in payload.specs()[-1:]:
-            pairs = dict(payload.tensors())
-            pairs[spec.name] = random_tensor(spec.dtype, (*spec.shape, 2), 3)
+            pairs = payload.tensors() | {spec.name: random_tensor(spec.dtype, (*spec.shape, 2), 3)}
             with pytest.raises(WeightcastError, match=_quoted(spec.name)):
                 engine.load(pairs.items())
             assert self.raw(engine) == before
@@ -146,17 +143,6 @@ class EngineContract:
         found, expected = self.raw(engine), payload.expected()
         assert found.keys() == expected.keys()
         assert [name for name in expected if found[name] != expected[name]] == []
-
-
-def _groups(payload: Payload) -> Iterator[dict[str, torch.Tensor]]:
-    calls: dict[str, dict[str, torch.Tensor]] = {}
-    for spec, tensor in payload.build():
-        calls.setdefault(spec.load_group, {})[spec.name] = tensor
-    yield from calls.values()
-
-
-def _other(spec: TensorSpec) -> torch.Tensor:
-    return random_tensor(spec.dtype, spec.shape, 99)
 
 
 def _quoted(name: str) -> str:

@@ -20,55 +20,61 @@ from weightcast.seams.transport import Bucket, Receiver, Sender, Transport
 SCHEME = "faulty"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Corrupt:
-    """One bit of bucket `at` is turned over."""
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """Strikes at bucket `at`."""
 
     at: int
+
+    def strike(self, buffer: torch.Tensor) -> None:
+        """Called with the bucket's bytes before it goes on. Drop, Duplicate and Reorder leave them as they are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Corrupt(Fault):
+    """One bit of the bucket is turned over."""
+
     byte: int = 0
     bit: int = 0
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Drop:
-    """Bucket `at` never arrives. At a sender: its bytes don't, so that the slot has what it had before."""
-
-    at: int
+    def strike(self, buffer: torch.Tensor) -> None:
+        buffer[self.byte] ^= 1 << self.bit
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Duplicate:
-    """Bucket `at` arrives twice. At a sender: its bytes arrive again in the next one's place."""
-
-    at: int
+class Drop(Fault):
+    """The bucket never arrives. At a sender: its bytes don't, so that the slot has what it had before."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reorder:
-    """Buckets `at` and `at` + 1 change places. At a receiver only."""
-
-    at: int
+class Duplicate(Fault):
+    """The bucket arrives twice. At a sender: its bytes arrive again in the next one's place."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Stall:
-    """Nothing goes on at bucket `at` until `until` is set, or `deadline_seconds` have passed."""
+class Reorder(Fault):
+    """This bucket and the next one change places. At a receiver only."""
 
-    at: int
+
+@dataclasses.dataclass(frozen=True)
+class Stall(Fault):
+    """Nothing goes on at this bucket until `until` is set, or `deadline_seconds` have passed."""
+
     until: threading.Event
     deadline_seconds: float = 60.0
 
+    def strike(self, buffer: torch.Tensor) -> None:
+        self.until.wait(self.deadline_seconds)
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Kill:
-    """`action` is called at bucket `at`, before it goes on: close a peer, end a process by its pid, raise."""
 
-    at: int
+@dataclasses.dataclass(frozen=True)
+class Kill(Fault):
+    """`action` is called at this bucket, before it goes on: close a peer, end a process by its pid, raise."""
+
     action: Callable[[], object]
+
+    def strike(self, buffer: torch.Tensor) -> None:
+        self.action()
 
 
 SenderFault: TypeAlias = Corrupt | Drop | Duplicate | Stall | Kill
-Fault: TypeAlias = SenderFault | Reorder
 
 
 class FaultySender:
@@ -101,8 +107,12 @@ class FaultySender:
         if isinstance(fault, Duplicate) and index == fault.at:
             self._before[index] = self._buffers[index].clone()
         if fault is not None and index == fault.at + isinstance(fault, Duplicate):
-            self.fault = None
-            self._strike(fault, index)
+            self.fault, buffer = None, self._buffers[index]
+            fault.strike(buffer)
+            if isinstance(fault, (Drop, Duplicate)):
+                came = self._before[fault.at]
+                num_bytes = min(came.numel(), buffer.numel())
+                buffer[:num_bytes] = came[:num_bytes]
         return self.inner.send(index)
 
     def connected(self, peers: Sequence[str]) -> Sequence[str]:
@@ -115,20 +125,6 @@ class FaultySender:
         self._buffers.clear()
         self._before.clear()
         self.inner.close()
-
-    def _strike(self, fault: SenderFault, index: int) -> None:
-        buffer = self._buffers[index]
-        match fault:
-            case Corrupt():
-                buffer[fault.byte] ^= 1 << fault.bit
-            case Drop() | Duplicate():
-                came = self._before[fault.at]
-                num_bytes = min(came.numel(), buffer.numel())
-                buffer[:num_bytes] = came[:num_bytes]
-            case Stall():
-                fault.until.wait(fault.deadline_seconds)
-            case Kill():
-                fault.action()
 
 
 class FaultyReceiver:
@@ -144,17 +140,24 @@ class FaultyReceiver:
     def __iter__(self) -> Iterator[Bucket]:
         held: Bucket | None = None
         for bucket in self.inner:
+            fault = self.fault
             if held is not None:
                 yield bucket
                 yield held
                 held = None
-            elif self.fault is None or bucket.index != self.fault.at:
+            elif fault is None or bucket.index != fault.at:
                 yield bucket
-            elif isinstance(self.fault, Reorder):
-                self.fault, held = None, _copy(bucket)
             else:
-                fault, self.fault = self.fault, None
-                yield from _struck(fault, bucket)
+                self.fault = None
+                if isinstance(fault, (Corrupt, Reorder)):  # a copy, for what another bucket's turn must not take away
+                    bucket = Bucket(bucket.index, bucket.buffer.clone())
+                fault.strike(bucket.buffer)
+                if isinstance(fault, Reorder):
+                    held = bucket
+                elif not isinstance(fault, Drop):
+                    yield bucket
+                if isinstance(fault, Duplicate):
+                    yield bucket
         if held is not None:
             yield held
 
@@ -166,28 +169,6 @@ class FaultyReceiver:
 
     def close(self) -> None:
         self.inner.close()
-
-
-def _struck(fault: Fault, bucket: Bucket) -> Sequence[Bucket]:
-    match fault:
-        case Drop():
-            return ()
-        case Duplicate():
-            return bucket, bucket
-        case Corrupt():
-            bad = _copy(bucket)
-            bad.buffer[fault.byte] ^= 1 << fault.bit
-            return (bad,)
-        case Stall():
-            fault.until.wait(fault.deadline_seconds)
-        case Kill():
-            fault.action()
-    return (bucket,)
-
-
-def _copy(bucket: Bucket) -> Bucket:
-    """What another bucket's turn must not take away."""
-    return Bucket(bucket.index, bucket.buffer.clone())
 
 
 class FaultyTransport:

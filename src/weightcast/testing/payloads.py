@@ -10,8 +10,10 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import pytest
 import torch
 
+from weightcast.format.geometry import Region
 from weightcast.format.manifest import ITEMSIZE_BYTES, DigestKind, Manifest, TensorSpec
 from weightcast.format.plan import plan
 
@@ -24,6 +26,11 @@ DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     """The elements in row-major order, bit for bit."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def region_slices(region: Region) -> tuple[slice, ...]:
+    """Where a region lies in an array of its tensor's elements."""
+    return tuple(slice(start, start + size) for start, size in zip(region.offsets, region.sizes, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,9 +47,6 @@ class Payload:
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by their first names."""
         return {spec.name: tensor for spec, tensor in self.build()}
-
-    def dtypes(self) -> set[str]:
-        return {spec.dtype for spec in self.specs()}
 
     def expected(self) -> dict[str, bytes]:
         """What an engine must hold under every name, aliases included."""
@@ -185,4 +189,14 @@ def payloads(*, without_dtypes: Iterable[str] = (), without: Iterable[str] = ())
     unknown = set(without) - {payload.name for payload in PAYLOADS}
     if unknown:
         raise ValueError(f"no payload is called {', '.join(sorted(unknown))}")
-    return [p for p in PAYLOADS if p.name not in set(without) and not p.dtypes() & set(without_dtypes)]
+    left_out = set(without_dtypes)
+    return [p for p in PAYLOADS if p.name not in set(without) and left_out.isdisjoint(s.dtype for s in p.specs())]
+
+
+class OverPayloads:
+    """Tests over the payload table. Override `payload`, with `params=payloads(...)`, for what can't be held."""
+
+    @pytest.fixture(params=PAYLOADS, ids=str)
+    def payload(self, request: pytest.FixtureRequest) -> Payload:
+        payload: Payload = request.param
+        return payload

@@ -17,10 +17,9 @@ from weightcast.format.bucket import Layout
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.seams.transport import Receiver, Sender
 from weightcast.testing.payloads import PAYLOADS, Payload
-from weightcast.testing.reading import PATIENCE_SECONDS, Reader, unpack
+from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, Reader, unpack, version
 from weightcast.trainer.packer import Packer
 
-RUN = "5a" * 16
 _PEERS = ("a", "b")
 _SMALL = [p for p in PAYLOADS if p.name not in ("many_tiny", "special_floats")]
 _OVER = (UpdateAbortedError, PeerDiedError)
@@ -30,28 +29,23 @@ class Rig:
     """One sender, its receivers and what they have read, driven step by step."""
 
     def __init__(self, url: str) -> None:
-        transport = registry.transport(url)
-        self.sender: Sender = transport.sender(url, run=RUN, deadline_seconds=PATIENCE_SECONDS)
+        self._transport = registry.transport(url)
+        self.sender: Sender = self._transport.sender(url, run=RUN, deadline_seconds=PATIENCE_SECONDS)
         self.receivers: dict[str, Receiver] = {}
         self.readers: dict[str, Reader] = {}
         self._layout: Layout | None = None
-        self._make_receiver = transport.receiver
         for peer in _PEERS:
             self.connect(peer)
 
     def connect(self, peer: str) -> None:
-        address = self.sender.address
-        self.receivers[peer] = self._make_receiver(address, peer=peer, run=RUN, deadline_seconds=PATIENCE_SECONDS)
+        make = self._transport.receiver
+        self.receivers[peer] = make(self.sender.address, peer=peer, run=RUN, deadline_seconds=PATIENCE_SECONDS)
 
-    def open(self, manifest: Manifest, version: WeightVersion, staged: bool) -> None:
-        peers = list(self.receivers)
+    def open(self, payload: Payload, manifest: Manifest, version: WeightVersion, staged: bool) -> None:
         self.readers = {p: Reader(r, manifest, version, staged=staged) for p, r in self.receivers.items()}
-        self.sender.open(manifest, version, peers=peers, staged=staged)
+        self.sender.open(manifest, version, peers=list(self.receivers), staged=staged)
         self._layout = Layout(manifest)
-        self._packer = Packer(self._layout, self._tensors)
-
-    def use(self, payload: Payload) -> None:
-        self._tensors = payload.tensors()
+        self._packer = Packer(self._layout, payload.tensors())
 
     def send(self, index: int, version: WeightVersion) -> None:
         """Send up to and with bucket `index`, again if the sender asks for earlier ones."""
@@ -68,9 +62,6 @@ class Rig:
             return "over"
         except WeightcastError as exc:
             return type(exc).__name__
-
-    def disconnect(self, peer: str) -> None:
-        self.receivers.pop(peer).close()
 
     def close(self) -> None:
         for receiver in self.receivers.values():
@@ -104,18 +95,13 @@ class TransportMachine(RuleBasedStateMachine):
                 outcomes[name] = type(exc).__name__
         assert outcomes["tested"] == outcomes["reference"]
 
-    @property
-    def version(self) -> WeightVersion:
-        return WeightVersion(RUN, self.number)
-
     @precondition(lambda self: self.manifest is None)
     @rule(payload=st.sampled_from(_SMALL), staged=st.booleans())
     def open(self, payload: Payload, staged: bool) -> None:
         self.number += 1
         self.payload, self.manifest, self.num_sent = payload, payload.manifest(), 0
         for rig in self.rigs.values():
-            rig.use(payload)
-            rig.open(self.manifest, self.version, staged)
+            rig.open(payload, self.manifest, version(self.number), staged)
         self.both(lambda rig: sorted(rig.sender.failures))
 
     @precondition(lambda self: self.manifest is not None and self.num_sent < len(self.manifest.buckets))
@@ -123,7 +109,7 @@ class TransportMachine(RuleBasedStateMachine):
     def send(self, count: int) -> None:
         assert self.manifest is not None
         for _ in range(min(count, len(self.manifest.buckets) - self.num_sent)):
-            self.both(lambda rig: rig.send(self.num_sent, self.version))
+            self.both(lambda rig: rig.send(self.num_sent, version(self.number)))
             self.num_sent += 1
 
     @precondition(lambda self: self.manifest is not None)
@@ -161,7 +147,7 @@ class TransportMachine(RuleBasedStateMachine):
         """In the middle of an update the others go on, and the peer is there again for the next one."""
         for rig in self.rigs.values():
             reader = rig.readers.pop(peer, None)
-            rig.disconnect(peer)
+            rig.receivers.pop(peer).close()
             if reader is not None:
                 with contextlib.suppress(WeightcastError):
                     reader.result()

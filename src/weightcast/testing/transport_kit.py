@@ -1,0 +1,171 @@
+"""What tests of transports share: manifests whose every byte shows version and bucket, steps of both ends, threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+
+from weightcast.errors import IntegrityError
+from weightcast.format.bucket import Layout, check_trailer, write_trailer
+from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
+from weightcast.format.plan import plan
+from weightcast.host.closing import on_failure
+from weightcast.seams.transport import Bucket, Receiver, Sender
+from weightcast.testing.payloads import DTYPES, Payload, region_slices
+from weightcast.trainer.packer import Packer
+
+RUN, OTHER_RUN = "5e" * 16, "a7" * 16
+PATIENCE_SECONDS = 60.0
+SHORT_SECONDS = 0.5
+
+T = TypeVar("T")
+
+
+def version(number: int) -> WeightVersion:
+    return WeightVersion(RUN, number)
+
+
+def numbered(num_buckets: int = 5, bucket_bytes: int = 8192) -> Manifest:
+    """Buckets of that size that hold one tensor each; `send` fills them."""
+    return plan([TensorSpec(f"t{i}", "uint8", (bucket_bytes,)) for i in range(num_buckets)], bucket_bytes)
+
+
+def value_of(number: int, index: int) -> int:
+    """Every payload byte of bucket `index` in version `number`."""
+    return (number * 37 + index * 11 + 1) % 251
+
+
+def send(sender: Sender, manifest: Manifest, number: int, index: int) -> torch.Tensor:
+    """Send up to and with bucket `index`, again if the sender asks for earlier ones; return its buffer."""
+    position = index
+    while position <= index:
+        buffer, size = sender.buffer(position), manifest.buckets[position]
+        buffer[:size].fill_(value_of(number, position))
+        write_trailer(buffer, size, version(number), position, manifest.digest_kind)
+        position = sender.send(position)
+    return buffer
+
+
+def send_all(sender: Sender, manifest: Manifest, number: int, start: int = 0) -> None:
+    for index in range(start, len(manifest.buckets)):
+        send(sender, manifest, number, index)
+
+
+def send_payload(sender: Sender, payload: Payload, manifest: Manifest, version: WeightVersion) -> None:
+    """Pack and send every bucket of a payload, as a publisher does."""
+    packer, index = Packer(Layout(manifest), payload.tensors()), 0
+    while index < len(manifest.buckets):
+        packer.pack(index, sender.buffer(index), version)
+        index = sender.send(index)
+
+
+def check(bucket: Bucket, manifest: Manifest, number: int) -> None:
+    """The bucket is whole, and what `send` has sent in that version."""
+    check_payload(bucket, manifest, number)
+    size = manifest.buckets[bucket.index]
+    check_trailer(bucket.buffer, size, version(number), bucket.index, manifest.digest_kind)
+
+
+def check_payload(bucket: Bucket, manifest: Manifest, number: int) -> None:
+    """As `check`, for a staged bucket after its turn, when its trailer need not be there any more."""
+    payload = bucket.buffer[: manifest.buckets[bucket.index]]
+    assert set(payload.tolist()) <= {value_of(number, bucket.index)}
+
+
+def read_all(receiver: Receiver, manifest: Manifest, number: int) -> list[Bucket]:
+    """Iterate to the end, checking each bucket in its turn."""
+    buckets = []
+    for bucket in receiver:
+        check(bucket, manifest, number)
+        buckets.append(bucket)
+    return buckets
+
+
+def unpack(manifest: Manifest, payloads: Sequence[bytes]) -> Mapping[str, bytes]:
+    """The tensors' bytes by every name, from the buckets' bytes and the manifest alone."""
+    found: dict[str, bytes] = {}
+    for record in manifest.tensors:
+        itemsize = DTYPES[record.dtype].itemsize
+        out = np.zeros((*record.shape, itemsize), dtype=np.uint8)
+        for piece in record.pieces:
+            start, end = piece.offset_bytes, piece.offset_bytes + piece.region.numel * itemsize
+            data = np.frombuffer(payloads[piece.bucket][start:end], dtype=np.uint8)
+            out[region_slices(piece.region)] = data.reshape((*piece.region.sizes, itemsize))
+        found |= dict.fromkeys(record.names, out.tobytes())
+    return found
+
+
+class Background(Generic[T]):
+    """Runs a call in a thread; `result` waits for it, and raises what it raised."""
+
+    def __init__(self, call: Callable[..., T], *args: object) -> None:
+        self._error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                self._outcome = call(*args)
+            except BaseException as exc:
+                # Without its traceback, whose frames hold buckets and this object in a circle.
+                self._error = exc.with_traceback(None)
+
+        self._thread = threading.Thread(target=run, name="weightcast test", daemon=True)
+        self._thread.start()
+
+    def is_done_within(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def result(self) -> T:
+        assert self.is_done_within(PATIENCE_SECONDS), f"the call did not return within {PATIENCE_SECONDS:g} s"
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            # Else error, traceback and this frame hold each other, and with them the caller's buckets.
+            del error
+        return self._outcome
+
+
+class Reader(Background[list[bytes]]):
+    """Receives one update in a thread, as a worker does; `result` gives copies of the buckets' bytes.
+
+    It checks each bucket (IntegrityError), and ends the update after an error. `pause_at`: stop while holding that
+    bucket, until `go_on` is set. `on_bucket` is called with each bucket that was checked.
+    """
+
+    def __init__(
+        self,
+        receiver: Receiver,
+        manifest: Manifest,
+        version: WeightVersion,
+        *,
+        staged: bool,
+        pause_at: int | None = None,
+        on_bucket: Callable[[Bucket], object] = lambda bucket: None,
+    ) -> None:
+        self.holds, self.go_on = threading.Event(), threading.Event()
+
+        def read() -> list[bytes]:
+            payloads: list[bytes] = []
+            with on_failure(receiver.end):
+                for index, bucket in enumerate(receiver):
+                    if index == pause_at:
+                        self.holds.set()
+                        self.go_on.wait(PATIENCE_SECONDS)
+                    if bucket.index != index:
+                        raise IntegrityError(f"bucket {bucket.index} came, bucket {index} is the next")
+                    size = manifest.buckets[index]
+                    check_trailer(bucket.buffer, size, version, index, manifest.digest_kind)
+                    payloads.append(bytes(bucket.buffer[:size].cpu().numpy()))
+                    on_bucket(bucket)
+                if len(payloads) != len(manifest.buckets):
+                    raise IntegrityError(f"{len(payloads)} of {len(manifest.buckets)} buckets came")
+            return payloads
+
+        receiver.open(manifest, version, staged=staged)
+        super().__init__(read)

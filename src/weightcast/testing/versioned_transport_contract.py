@@ -1,0 +1,337 @@
+"""What every transport must do. Subclass `TransportContract` in a test module and say which `url` it is about.
+
+class TestMine(TransportContract):
+    url = "mine://"
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+
+from weightcast import registry
+from weightcast.errors import (
+    ClosedError,
+    IntegrityError,
+    PeerDiedError,
+    PeerTimeoutError,
+    StaleVersionError,
+    UpdateAbortedError,
+    WeightcastError,
+)
+from weightcast.format.bucket import TRAILER_BYTES, slot_size_bytes
+from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.seams.transport import Bucket, Receiver, Sender
+from weightcast.testing.faults import Corrupt, Drop, Duplicate, Fault, FaultyReceiver, FaultySender, Reorder
+from weightcast.testing.leftovers import nothing_left
+from weightcast.testing.payloads import PAYLOADS, OverPayloads, Payload
+from weightcast.testing.transport_kit import (
+    OTHER_RUN,
+    PATIENCE_SECONDS,
+    RUN,
+    SHORT_SECONDS,
+    Background,
+    Reader,
+    check,
+    check_payload,
+    numbered,
+    read_all,
+    send,
+    send_all,
+    send_payload,
+    unpack,
+    version,
+)
+
+ENDED = (PeerDiedError, PeerTimeoutError, UpdateAbortedError, ClosedError)
+"""How an iteration may end that must not end well."""
+
+
+class VersionedTransportContract(OverPayloads):
+    """All ends are made in this process, by the registered transport of `url`, and each test leaves nothing behind."""
+
+    url: str
+    """What a `Publisher` is given as `transport`."""
+
+    @pytest.fixture(autouse=True)
+    def _close_what_was_made(self) -> Iterator[None]:
+        with nothing_left(), contextlib.ExitStack() as stack:
+            self._stack = stack
+            yield
+            del self._stack
+
+    @pytest.fixture(params=[True, False], ids=["staged", "streaming"])
+    def staged(self, request: pytest.FixtureRequest) -> bool:
+        return bool(request.param)
+
+    def sender(self, deadline_seconds: float = PATIENCE_SECONDS, **options: object) -> Sender:
+        make = registry.transport(self.url).sender
+        sender: Sender = make(self.url, run=RUN, deadline_seconds=deadline_seconds, **options)
+        self._stack.callback(sender.close)
+        return sender
+
+    def receiver(
+        self, sender: Sender, peer: str = "a", *, run: str = RUN, deadline_seconds: float = PATIENCE_SECONDS
+    ) -> Receiver:
+        make = registry.transport(sender.address).receiver
+        receiver: Receiver = make(sender.address, peer=peer, run=run, deadline_seconds=deadline_seconds)
+        self._stack.callback(receiver.close)
+        return receiver
+
+    def begin(
+        self, sender: Sender, receivers: Mapping[str, Receiver], manifest: Manifest, number: int, staged: bool
+    ) -> list[Reader]:
+        """Open an update at both ends; every receiver, by peer, reads it in a thread."""
+        readers = [Reader(r, manifest, version(number), staged=staged) for r in receivers.values()]
+        sender.open(manifest, version(number), peers=list(receivers), staged=staged)
+        return readers
+
+    def update(
+        self,
+        sender: Sender,
+        receivers: Mapping[str, Receiver],
+        manifest: Manifest,
+        number: int,
+        staged: bool,
+        payload: Payload | None = None,
+    ) -> list[list[bytes]]:
+        """A version that every receiver gets whole, of a payload or of numbered buckets; return the buckets' bytes."""
+        readers = self.begin(sender, receivers, manifest, number, staged)
+        if payload is None:
+            send_all(sender, manifest, number)
+        else:
+            send_payload(sender, payload, manifest, version(number))
+        found = [reader.result() for reader in readers]
+        for receiver in receivers.values():
+            receiver.end()
+        assert not sender.failures
+        return found
+
+    # --- bytes ---
+
+    def test_every_byte_reaches_every_receiver(self, payload: Payload, staged: bool) -> None:
+        sender, manifest = self.sender(), payload.manifest()
+        receivers = {peer: self.receiver(sender, peer) for peer in "ab"}
+        for number in (1, 2):
+            for found in self.update(sender, receivers, manifest, number, staged, payload):
+                assert unpack(manifest, found) == payload.expected()
+
+    def test_manifests_and_installs_may_follow_one_another(self) -> None:
+        """Buckets grow and shrink, and their number is 0 among others."""
+        sender = self.sender()
+        receivers = {"a": self.receiver(sender)}
+        for number, payload in enumerate(PAYLOADS):
+            manifest = payload.manifest()
+            for repetition, staged in enumerate([False, True]):
+                [found] = self.update(sender, receivers, manifest, 2 * number + repetition, staged, payload)
+                assert unpack(manifest, found) == payload.expected()
+
+    @pytest.mark.parametrize("num_receivers", [0, 1, 3])
+    def test_any_number_of_receivers(self, num_receivers: int, staged: bool) -> None:
+        sender = self.sender()
+        receivers = {peer: self.receiver(sender, peer) for peer in "abc"[:num_receivers]}
+        for number in (3, 4, 9):
+            self.update(sender, receivers, numbered(), number, staged)
+
+    def test_a_receiver_may_come_late(self, staged: bool) -> None:
+        """Neither `Receiver.open` nor `Sender.open` needs the other to have been there first."""
+        sender, manifest = self.sender(), numbered()
+        opening = Background(lambda: sender.open(manifest, version(1), peers=["a"], staged=staged))
+        reader = Reader(self.receiver(sender), manifest, version(1), staged=staged)
+        opening.result()
+        send_all(sender, manifest, 1)
+        reader.result()
+        assert not sender.failures
+
+    # --- memory ---
+
+    def test_buffers_are_large_enough_and_flat(self, staged: bool) -> None:
+        sender, manifest = self.sender(), numbered(2)
+        sender.open(manifest, version(1), peers=[], staged=staged)
+        for index in range(2):
+            buffer = send(sender, manifest, 1, index)
+            assert (buffer.dtype, buffer.ndim, buffer.is_contiguous()) == (torch.uint8, 1, True)
+            assert buffer.data_ptr() % 64 == 0
+            assert manifest.buckets[index] + TRAILER_BYTES <= buffer.numel() <= slot_size_bytes(manifest)
+
+    def test_streaming_memory_is_a_few_buckets(self) -> None:
+        sender, manifest = self.sender(), numbered(12)
+        [reader] = self.begin(sender, {"a": self.receiver(sender)}, manifest, 1, staged=False)
+        places = {send(sender, manifest, 1, index).data_ptr() for index in range(12)}
+        reader.result()
+        assert len(places) <= 4
+
+    def test_the_same_index_is_the_same_tensor_in_every_update(self, staged: bool) -> None:
+        """So that thousands of views are made once, not for every update."""
+        sender, manifest = self.sender(), numbered()
+        receiver = self.receiver(sender)
+        packed, received = [], []
+        for number in (1, 2, 3):
+            buckets: list[Bucket] = []
+            reader = Reader(receiver, manifest, version(number), staged=staged, on_bucket=buckets.append)
+            sender.open(manifest, version(number), peers=["a"], staged=staged)
+            packed.append([send(sender, manifest, number, index) for index in range(5)])
+            reader.result()
+            received.append([bucket.buffer for bucket in buckets])
+            receiver.end()
+        for lists in (packed, received):
+            assert all(again is first for later in lists[1:] for again, first in zip(later, lists[0], strict=True))
+
+    def test_a_bucket_that_is_held_is_not_written_to(self) -> None:
+        sender, manifest = self.sender(), numbered(12)
+        receiver = self.receiver(sender)
+        receiver.open(manifest, version(1), staged=False)
+        sender.open(manifest, version(1), peers=["a"], staged=False)
+        sending, buckets = Background(send_all, sender, manifest, 1), iter(receiver)
+        first = next(buckets)
+        sending.is_done_within(SHORT_SECONDS)
+        check(first, manifest, 1)
+        for bucket in buckets:
+            check(bucket, manifest, 1)
+        sending.result()
+        assert not sender.failures
+
+    def test_staged_buckets_stay_as_they_were_until_the_end(self) -> None:
+        sender, manifest = self.sender(), numbered()
+        receiver = self.receiver(sender)
+        receiver.open(manifest, version(1), staged=True)
+        sender.open(manifest, version(1), peers=["a"], staged=True)
+        send_all(sender, manifest, 1)
+        buckets = read_all(receiver, manifest, 1)
+        following = Background(lambda: sender.open(manifest, version(2), peers=["a"], staged=True))
+        following.is_done_within(SHORT_SECONDS)
+        for bucket in buckets:
+            check_payload(bucket, manifest, 1)
+        receiver.open(manifest, version(2), staged=True)
+        following.result()
+        send_all(sender, manifest, 2)
+        read_all(receiver, manifest, 2)
+        assert not sender.failures
+
+    # --- updates that end early ---
+
+    @pytest.mark.parametrize("num_sent", [0, 2])
+    def test_an_abort_reaches_everybody_and_the_next_update_is_whole(self, num_sent: int, staged: bool) -> None:
+        """The next one may have the same number."""
+        sender, manifest = self.sender(), numbered(6)
+        receivers = {peer: self.receiver(sender, peer) for peer in "ab"}
+        readers = self.begin(sender, receivers, manifest, 1, staged)
+        for index in range(num_sent):
+            send(sender, manifest, 1, index)
+        sender.abort("the trainer changed its mind")
+        sender.abort("again")
+        for reader in readers:
+            with pytest.raises(UpdateAbortedError, match="changed its mind"):
+                reader.result()
+        with pytest.raises(UpdateAbortedError):
+            sender.buffer(num_sent)
+        assert not sender.failures
+        self.update(sender, receivers, manifest, 1, staged)
+
+    @pytest.mark.parametrize("has_begun", [False, True])
+    @pytest.mark.parametrize(("how", "error"), [("end", UpdateAbortedError), ("close", ClosedError)])
+    def test_another_thread_wakes_an_iteration(self, how: str, error: type[Exception], has_begun: bool) -> None:
+        sender, manifest = self.sender(), numbered()
+        receiver = self.receiver(sender)
+        reader = Reader(receiver, manifest, version(1), staged=True)
+        if has_begun:
+            sender.open(manifest, version(1), peers=["a"], staged=True)
+        assert not reader.is_done_within(0.05)
+        getattr(receiver, how)()
+        with pytest.raises(error):
+            reader.result()
+
+    @pytest.mark.parametrize("num_sent", [0, 1])
+    def test_the_senders_end_is_the_receivers_error(self, num_sent: int, staged: bool) -> None:
+        sender, manifest = self.sender(), numbered(3)
+        [reader] = self.begin(sender, {"a": self.receiver(sender)}, manifest, 1, staged)
+        for index in range(num_sent):
+            send(sender, manifest, 1, index)
+        sender.close()
+        with pytest.raises((PeerDiedError, UpdateAbortedError)):
+            reader.result()
+
+    @pytest.mark.parametrize("has_begun", [False, True])
+    def test_a_silent_sender_is_given_up(self, has_begun: bool) -> None:
+        sender, manifest = self.sender(SHORT_SECONDS), numbered()
+        reader = Reader(self.receiver(sender, deadline_seconds=SHORT_SECONDS), manifest, version(1), staged=True)
+        if has_begun:
+            sender.open(manifest, version(1), peers=["a"], staged=True)
+        with pytest.raises(PeerTimeoutError):
+            reader.result()
+
+    def test_another_version_is_not_taken_for_the_one_that_was_offered(self, staged: bool) -> None:
+        sender, manifest = self.sender(), numbered(3)
+        receiver = self.receiver(sender, deadline_seconds=SHORT_SECONDS)
+        reader = Reader(receiver, manifest, version(1), staged=staged)
+        sender.open(manifest, version(2), peers=["a"], staged=staged)
+        send(sender, manifest, 2, 0)
+        with pytest.raises(WeightcastError):
+            reader.result()
+
+    @pytest.mark.parametrize("fault", [Corrupt(2, byte=77), Corrupt(2, byte=8196), Drop(2), Duplicate(1)], ids=repr)
+    def test_what_a_sender_damages_is_noticed(self, fault: Corrupt | Drop | Duplicate, staged: bool) -> None:
+        sender = FaultySender(self.sender())
+        self.fail_at_a_bucket(sender, self.receiver(sender.inner), staged, sender, fault)
+
+    @pytest.mark.parametrize("fault", [Corrupt(2, byte=77), Drop(2), Drop(4), Duplicate(2), Reorder(2)], ids=repr)
+    def test_what_happens_to_a_bucket_on_its_way_is_noticed(self, fault: Fault, staged: bool) -> None:
+        sender = self.sender()
+        receiver = FaultyReceiver(self.receiver(sender))
+        self.fail_at_a_bucket(sender, receiver, staged, receiver, fault)
+
+    def fail_at_a_bucket(
+        self, sender: Sender, receiver: Receiver, staged: bool, faulty: FaultySender | FaultyReceiver, fault: Fault
+    ) -> None:
+        """A whole update, one with the fault, and a whole one."""
+        manifest = numbered()
+        self.update(sender, {"a": receiver}, manifest, 1, staged)
+        faulty.fault = fault
+        [reader] = self.begin(sender, {"a": receiver}, manifest, 2, staged)
+        with contextlib.suppress(WeightcastError):
+            send_all(sender, manifest, 2)
+        with pytest.raises(IntegrityError):
+            reader.result()
+        receiver.end()
+        self.update(sender, {"a": receiver}, manifest, 3, staged)
+
+    # --- wrong use, and the end ---
+
+    def test_wrong_use_of_a_sender(self, staged: bool) -> None:
+        sender, manifest = self.sender(), numbered(2)
+        with pytest.raises(UpdateAbortedError):
+            sender.buffer(0)
+        with pytest.raises(ValueError, match="run"):
+            sender.open(manifest, WeightVersion(OTHER_RUN, 1), peers=[], staged=staged)
+        sender.open(manifest, version(1), peers=[], staged=staged)
+        with pytest.raises(ValueError, match="bucket 0"):
+            sender.buffer(1)
+        send_all(sender, manifest, 1)
+        with pytest.raises((ValueError, UpdateAbortedError)):
+            sender.buffer(2)
+
+    def test_wrong_use_of_a_receiver(self) -> None:
+        sender, manifest = self.sender(), numbered()
+        with pytest.raises((StaleVersionError, PeerDiedError)):
+            self.receiver(sender, run=OTHER_RUN)
+        receiver = self.receiver(sender)
+        with pytest.raises(UpdateAbortedError):
+            next(iter(receiver))
+        with pytest.raises(ValueError, match="run"):
+            receiver.open(manifest, WeightVersion(OTHER_RUN, 1), staged=True)
+
+    def test_closing_is_idempotent_and_final(self) -> None:
+        sender, manifest = self.sender(), numbered(1)
+        receiver = self.receiver(sender)
+        for end in (receiver.end, receiver.end, receiver.close, receiver.close, sender.close, sender.close):
+            end()
+        sender.abort("nothing")
+        with pytest.raises(ClosedError):
+            sender.open(manifest, version(1), peers=[], staged=True)
+        with pytest.raises(ClosedError):
+            receiver.open(manifest, version(1), staged=True)
+        with pytest.raises(ClosedError):
+            next(iter(receiver))
