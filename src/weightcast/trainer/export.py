@@ -9,16 +9,14 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from weightcast.errors import IncompatibleWeightsError, UnsupportedError
-from weightcast.format.bucket import TORCH_DTYPES, narrow
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.closing import on_failure
 from weightcast.seams.source import Source
-from weightcast.trainer.packer import Parts, tiling
+from weightcast.trainer.packer import joined, tiling
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -37,27 +35,32 @@ def export(source: Source, directory: Path, *, max_shard_bytes: int = 5_000_000_
     temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(8)}")
     temporary.mkdir()
     with on_failure(lambda: shutil.rmtree(temporary, ignore_errors=True)):
-        specs, weight_map = source.specs(), dict[str, str]()
-        try:
-            held = tiling(specs, source.regions())
-        except IncompatibleWeightsError as exc:
-            raise ValueError(f"not every tensor is whole on this rank: export from a store ({exc})") from exc
-        shards = list(_shards(specs, max_shard_bytes))
-        for number, shard in enumerate(shards, start=1):
-            name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            tensors = {spec.name: _joined(spec, held.get(spec.name, ())) for spec in shard}
-            try:
-                save_file(tensors, str(temporary / name), metadata={"format": "pt"})
-            except (SafetensorError, KeyError, ValueError) as exc:
-                dtypes = ", ".join(sorted({spec.dtype for spec in shard}))
-                raise UnsupportedError(f"{name} can't be written as safetensors (of {dtypes}): {exc}") from exc
-            weight_map |= dict.fromkeys(tensors, name)
-        names = sorted(set(weight_map.values()))
-        if len(shards) > 1:
-            index = {"metadata": {"total_size": sum(s.num_bytes for s in specs)}, "weight_map": weight_map}
-            (temporary / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-            names.append(INDEX_FILE)
+        names = _write(source, temporary, max_shard_bytes)
         os.rename(temporary, directory)
+    return names
+
+
+def _write(source: Source, directory: Path, max_shard_bytes: int) -> list[str]:
+    try:
+        held = tiling(source.specs(), source.regions())
+    except IncompatibleWeightsError as exc:
+        raise ValueError(f"not every tensor is whole on this rank: export from a store ({exc})") from exc
+    shards = list(_shards(source.specs(), max_shard_bytes))
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {spec.name: joined(spec, held.get(spec.name, ())) for spec in shard}
+        try:
+            save_file(tensors, str(directory / name), metadata={"format": "pt"})
+        except (SafetensorError, KeyError, ValueError) as exc:
+            dtypes = ", ".join(sorted({spec.dtype for spec in shard}))
+            raise UnsupportedError(f"{name} can't be written as safetensors (of {dtypes}): {exc}") from exc
+        weight_map |= dict.fromkeys(tensors, name)
+    names = sorted(set(weight_map.values()))
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(s.num_bytes for s in source.specs())}, "weight_map": weight_map}
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        names.append(INDEX_FILE)
     return names
 
 
@@ -70,14 +73,3 @@ def _shards(specs: Sequence[TensorSpec], max_bytes: int) -> Iterator[list[Tensor
             shard = []
         shard.append(spec)
     yield shard
-
-
-@torch.no_grad()
-def _joined(spec: TensorSpec, parts: Parts) -> torch.Tensor:
-    """A contiguous tensor of what lies in its parts: its own memory if that is all of it and contiguous."""
-    if isinstance(parts, torch.Tensor):
-        return parts.contiguous()
-    tensor = torch.empty(spec.shape, dtype=parts[0][1].dtype if parts else TORCH_DTYPES[spec.dtype])
-    for region, part in parts:
-        narrow(tensor, region).copy_(part)
-    return tensor

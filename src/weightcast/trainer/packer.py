@@ -157,6 +157,17 @@ def _parts(
             yield number, part, narrow(data, relative(shared, region))
 
 
+@torch.no_grad()
+def joined(spec: TensorSpec, parts: Parts) -> torch.Tensor:
+    """A contiguous tensor of what lies in its parts: its own memory if that is all of it and contiguous."""
+    if isinstance(parts, torch.Tensor):
+        return parts.contiguous()
+    tensor = torch.empty(spec.shape, dtype=parts[0][1].dtype if parts else TORCH_DTYPES[spec.dtype])
+    for region, part in parts:
+        narrow(tensor, region).copy_(part)
+    return tensor
+
+
 # --- what a rank holds ---
 
 

@@ -238,17 +238,20 @@ class Publisher:
     def _join_trainer_group(self) -> None:
         """Find out whether other ranks publish with this one; nothing is connected yet. Raises ValueError."""
         if self._trainer_group is not None and dist.is_available() and dist.is_initialized():
-            from weightcast.trainer.group.device_senders import SenderFactory
-            from weightcast.trainer.group.lead import trainer_group_of
+            group = None if self._trainer_group == "auto" else self._trainer_group
+            if dist.get_rank(group) < 0:
+                raise ValueError("this rank is not in trainer_group: make the publisher on its ranks only")
+            if dist.get_world_size(group) > 1:
+                from weightcast.trainer.group.device_senders import SenderFactory
+                from weightcast.trainer.group.lead import TrainerGroup
 
-            deadline_seconds, per_device, factory = self._options.deadline_seconds, self._transport.per_device, None
-            # Staged buckets are in host memory, once for each host: in one arena.
-            if per_device is not None and self._options.install != "staged":
-                # Without a reference to this publisher, which would keep it from being collected when it is dropped.
-                make_sender = functools.partial(_make_sender, self._transport, self._url, deadline_seconds)
-                factory = SenderFactory(per_device, make_sender, deadline_seconds)
-            self._group = trainer_group_of(self._trainer_group, self._source, deadline_seconds, factory)
-            if self._group is not None:
+                deadline_seconds, per_device, factory = self._options.deadline_seconds, self._transport.per_device, None
+                # Staged buckets are in host memory, once for each host: in one arena.
+                if per_device is not None and self._options.install != "staged":
+                    # Without a reference to this publisher, which would keep it from being collected when dropped.
+                    make_sender = functools.partial(_make_sender, self._transport, self._url, deadline_seconds)
+                    factory = SenderFactory(per_device, make_sender, deadline_seconds)
+                self._group = TrainerGroup(group, self._source, deadline_seconds, factory)
                 self._owned[:0] = self._group.owned
         self._is_joined = True
 

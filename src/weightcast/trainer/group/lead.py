@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Literal
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from weightcast.format.manifest import decode
 from weightcast.process_group import Closable
@@ -26,35 +24,19 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def trainer_group_of(
-    trainer_group: ProcessGroup | Literal["auto"],
-    source: Source,
-    deadline_seconds: float,
-    sender_factory: SenderFactory | None,
-) -> TrainerGroup | None:
-    """The ranks of `trainer_group`, "auto" for the default group; None if this rank is alone.
-
-    `sender_factory` makes senders on other ranks than the publishing one; None: they have none. Raises ValueError if
-    this rank is not in that group.
-    """
-    group = None if trainer_group == "auto" else trainer_group
-    if dist.get_rank(group) < 0:
-        raise ValueError("this rank is not in trainer_group: make the publisher on its ranks only")
-    if dist.get_world_size(group) == 1:
-        return None
-    return TrainerGroup(TrainerRanks(group, deadline_seconds), source, sender_factory)
-
-
 class TrainerGroup:
     """One rank's part in publishing together: the first rank leads, the others follow."""
 
-    def __init__(self, ranks: TrainerRanks, source: Source, sender_factory: SenderFactory | None) -> None:
-        self._ranks = ranks
+    def __init__(
+        self, group: ProcessGroup | None, source: Source, deadline_seconds: float, sender_factory: SenderFactory | None
+    ) -> None:
+        """`group`: None is the default one. `sender_factory`: for senders on other ranks than the publishing one."""
+        self._ranks = TrainerRanks(group, deadline_seconds)
         self._source = source
         self._sender_factory = sender_factory
-        self._shares = Shares(ranks, sender_factory)
+        self._shares = Shares(self._ranks, sender_factory)
         self._device_sender: MultiDeviceSender | None = None
-        self.is_publishing = ranks.is_publishing
+        self.is_publishing = self._ranks.is_publishing
 
     @property
     def run(self) -> str:
