@@ -122,18 +122,12 @@ class LoaderEngine(abc.ABC):
     @contextlib.contextmanager
     def _agreed(self) -> Iterator[None]:
         """One step of all ranks: what any of them raises, all raise."""
-        error: BaseException | None = None
         try:
             yield
         except BaseException as exc:
-            error = exc
-        try:
-            self._agree(error)
-            if error is not None:
-                raise error
-        finally:
-            # The error's frames, this one among them, have tensors of the transport's memory.
-            error = None
+            self._agree(exc)
+            raise
+        self._agree(None)
 
 
 def _handed(tensors: Tensors, accepted: AcceptedOffer, due: set[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,7 +19,7 @@ BACKEND = "weightcast"
 
 @functools.cache
 def register() -> None:
-    """Make the backend known to vLLM, and give its workers the method of `control.rank_calls`.
+    """Make the backend known to vLLM, and give its workers the method of `control.worker_rpc`.
 
     The entry point of `vllm.general_plugins`, which may run more than once in a process.
     """
@@ -42,7 +42,7 @@ def endpoints() -> Any:
 
 
 def _answer(worker: Any, values: object) -> Any:
-    """A call of `control.rank_calls`, as plain JSON values, in one of vLLM's workers."""
+    """A call of `control.worker_rpc`, as plain JSON values, in one of vLLM's workers."""
     engine = getattr(worker, "weight_transfer_engine", None)
     if engine is not None and worker.vllm_config.weight_transfer_config.backend == BACKEND:
         return engine.answer(values)
