@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET
 
 from weightcast.control.worker_rpc import RankReply
-from weightcast.errors import from_record
+from weightcast.errors import PeerError, from_record
 from weightcast.format.messages import WeightInfo
 
 
@@ -42,10 +42,15 @@ class Replies(NamedTuple):
             torn=self.torn,
             world_size=len(infos),
             instance=self.ranks[0].instance or UNSET,
-            abilities=("install", *(a for a in first.abilities if all(a in info.abilities for info in infos))),
+            # A pause is the host's: no lease of a rank's ends it.
+            abilities=tuple(a for a in first.abilities if a != "lease" and all(a in info.abilities for info in infos)),
         )
 
-    def raise_first(self) -> None:
+    def raise_first(self, peer: str = "") -> None:
+        """Raise the first error of any rank. `peer`: whom a PeerError then names."""
         error = next((reply.error for reply in self.ranks if reply.error is not None), None)
         if error is not None:
-            raise from_record(error)
+            raised = from_record(error)
+            if peer and isinstance(raised, PeerError):
+                raised.peer = peer
+            raise raised

@@ -21,7 +21,7 @@ from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
 from weightcast.control.replies import error_reply, reply
 from weightcast.control.routes import Handler, guarded, pause_mode
 from weightcast.errors import ClosedError, EngineTornError, WeightcastError
-from weightcast.integrations.plugin.routes import EngineRoutes, TornGuard, log
+from weightcast.integrations.plugin.routes import EngineRoutes, TornGuard, is_on, log
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.vllm.engine import VllmEngine
 
@@ -87,8 +87,8 @@ class _VllmRoutes(EngineRoutes):
         self._find_vllm = find
 
     async def _pause(self, request: Request) -> Response:
-        clear_cache = request.query_params.get("clear_cache", "true").lower() not in ("false", "0", "no", "off")
-        await self._find_vllm().pause(pause_mode(request, self._default_pause), clear_cache=clear_cache)
+        mode = pause_mode(request, self._default_pause)
+        await self._find_vllm().pause(mode, clear_cache=is_on(request, "clear_cache"))
         return reply({"status": "paused"})
 
     def waking(self, wake_up: Handler) -> Handler:
