@@ -46,7 +46,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "xxhash": ("format.bucket", "trainer.packer"),
     "httpx": ("control.http", "demo.*"),
     "safetensors": (
-        *("sources.safetensors", "trainer.export", "integrations.plugin.checkpoint_header"),
+        *("sources.safetensors", "trainer.export"),
         "integrations.sglang.stock.route_disk",
     ),
     "huggingface_hub": ("integrations.plugin.checkpoint_header", "integrations.sglang.stock.acceptance"),

@@ -8,7 +8,6 @@ until the copy is dropped. Storage addresses are kept, so that captured graphs s
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,31 +17,21 @@ from torch import nn
 from weightcast.host import copy as host_copy
 
 _OWN_CONTAINERS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
-
-
-@dataclasses.dataclass
-class _Saved:
-    """An object and its attributes. A module's own containers are copied, other values are not."""
-
-    subject: Any
-    attributes: dict[str, Any]
-
-    def put_back(self) -> None:
-        self.subject.__dict__.clear()
-        self.subject.__dict__.update(_copied(self.attributes))
+"""Of a module's attributes, these are copied; of others the reference is kept."""
 
 
 def snapshot(model: nn.Module) -> Callable[[], None]:
     """Copy now; the result puts everything back, also in the middle of a load. It may be called more than once."""
-    saved = [_Saved(subject, _copied(vars(subject))) for subject in _subjects(model)]
-    live = list({id(t): t for layer in model.modules() for t in _tensors(layer)}.values())
+    saved = [(subject, _copied(vars(subject))) for subject in _subjects(model)]
+    live = [*model.parameters(), *model.buffers()]
     values = [tensor.data for tensor in live]
     with torch.inference_mode():
         copies = [value.to("cpu", copy=True) for value in values]
 
     def restore() -> None:
-        for one in saved:
-            one.put_back()
+        for subject, attributes in saved:
+            subject.__dict__.clear()
+            subject.__dict__.update(_copied(attributes))
         for tensor, value in zip(live, values, strict=True):
             tensor.data = value
         with torch.inference_mode():
@@ -59,11 +48,6 @@ def _subjects(model: nn.Module) -> Iterator[Any]:
             helper = vars(layer).get(name)
             if hasattr(helper, "__dict__"):
                 yield helper
-
-
-def _tensors(layer: nn.Module) -> Iterator[torch.Tensor]:
-    yield from layer.parameters(recurse=False)
-    yield from layer.buffers(recurse=False)
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -22,10 +22,10 @@ from weightcast import registry
 from weightcast.checkpoint.live import CASTABLE
 from weightcast.control.http import HttpRoutes
 from weightcast.errors import ControlError, EngineTornError, IncompleteUpdateError, InstallError, UnsupportedError
-from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
+from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import InitInfo, Offer, PauseMode, Seal, UpdateInfo, WeightInfo
+from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.vllm.http import RESUME, VllmRoutes
-from weightcast.integrations.vllm.reference import reference
 from weightcast.integrations.vllm.replies import RankResults, WeightInfoReply, WorldSizeReply
 from weightcast.integrations.vllm.stock_reload import folder as reload_folder
 from weightcast.links.watchdog import RecoveryRequest
@@ -154,7 +154,8 @@ class ReloadServer(EngineClient, ServesTraffic):
         assert self._manifest is not None, "a manifest is left out only if it was accepted before"
         self._check_server()
         self._check_cpu(self._manifest)
-        held = self._reference()
+        model, load = self._config.model_config, self._config.load_config
+        held = reference(model.model, revision=model.revision, cache_dir=load.download_dir)
         if held is not None:
             require_fit(compare_specs(self._manifest.tensors, held, can_cast=self._can_cast))
 
@@ -185,13 +186,6 @@ class ReloadServer(EngineClient, ServesTraffic):
         if stale:
             what = " and ".join(stale)
             raise UnsupportedError(f"{self.name} runs on a CPU, where vLLM's own reload leaves {what} stale: {_REMEDY}")
-
-    def _reference(self) -> list[TensorSpec] | None:
-        """The header of the checkpoint that the server was started from; None, and a warning, if none is seen here."""
-        with contextlib.suppress(ImportError):  # a repository's name, and no huggingface_hub to find it with
-            return reference(self._config)
-        logger.warning("%s can't be checked against the checkpoint of %s", self.name, self._config.model_config.model)
-        return None
 
     def _reload(self, folder: Path) -> None:
         try:
