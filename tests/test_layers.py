@@ -50,7 +50,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
         "integrations.sglang.stock.route_disk",
     ),
     "huggingface_hub": ("integrations.plugin.checkpoint_header", "integrations.sglang.stock.acceptance"),
-    "ray": ("integrations.vllm.clients", "integrations.vllm.objects"),
+    "ray": ("integrations.vllm.clients",),
     "transformers": ("engines.transformers.*", "demo.*", "bench.shapes", "cli.serve"),
     "tokenizers": ("demo.*",),
     "fastapi": ("integrations.vllm.routes", "integrations.sglang.routes"),

@@ -42,7 +42,7 @@ HTTP_DIALECTS = {
 and the pause mode, which returns an `EngineClient`, or None for a server of another kind. Asked in this order."""
 DIALECT_GROUP = "weightcast.dialects"
 
-OBJECT_DIALECTS = {"vllm": "weightcast.integrations.vllm.objects:detect"}
+OBJECT_DIALECTS = {"vllm": "weightcast.integrations.vllm.clients:detect"}
 """Kinds of engines that are Python objects. Each is a function of the object, which returns an `EngineClient` for each
 part of it that takes updates by itself, or an empty list for an object of another kind."""
 OBJECT_GROUP = "weightcast.engine_objects"

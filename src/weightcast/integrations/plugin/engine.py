@@ -108,9 +108,13 @@ class PluginEngine(abc.ABC):
             if replies.torn:
                 self._mutex.in_doubt = True
         info = replies.info
-        version = label if info.torn or info.weight_version == "default" else info.weight_version
-        abilities = ("install", *info.abilities)
-        return msgspec.structs.replace(info, weight_version=version, paused=paused, abilities=abilities)
+        return msgspec.structs.replace(
+            info,
+            weight_version=label if info.torn or info.weight_version == "default" else info.weight_version,
+            paused=paused,
+            world_size=len(replies.ranks),
+            abilities=("install", *info.abilities),
+        )
 
     async def why_torn(self) -> str:
         """Why the engine must not generate, or empty. Free unless an install is under way or has failed: waits for it.

@@ -40,7 +40,6 @@ class Replies(NamedTuple):
             first,
             holder=first.holder if all(info.holder == first.holder for info in infos) else "",
             torn=self.torn,
-            world_size=len(infos),
             instance=self.ranks[0].instance or UNSET,
             # A pause is the host's: no lease of a rank's ends it.
             abilities=tuple(a for a in first.abilities if a != "lease" and all(a in info.abilities for info in infos)),
