@@ -36,7 +36,7 @@ HTTP_CLIENT = "weightcast.control.client:HttpEngine"
 HTTP_DIALECTS = {
     "vllm": "weightcast.integrations.vllm.http:detect",
     "sglang": "weightcast.integrations.sglang.dialect:detect",
-    "vllm without weightcast": "weightcast.integrations.vllm.stock_reload.client:detect",
+    "vllm without weightcast": "weightcast.integrations.vllm.stock_reload:detect",
 }
 """Kinds of servers that don't speak the native protocol. Each is a function of the server's `control.http.HttpRoutes`
 and the pause mode, which returns an `EngineClient`, or None for a server of another kind. Asked in this order."""
