@@ -108,7 +108,6 @@ class LoaderEngine(abc.ABC):
 
         Takes the memory of this rank's parameters once more, and the time to copy it.
         """
-        restore: Callable[[], None] | None = None
         with self._agreed():
             restore = self._copy()
 
@@ -136,14 +135,11 @@ def _handed(tensors: Tensors, accepted: AcceptedOffer, due: set[str]) -> Iterato
     shared: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
         owner = accepted.tied.get(name, name)
-        if owner in owners and not _equal(shared.setdefault(owner, tensor), tensor):
+        first = shared.setdefault(owner, tensor) if owner in owners else tensor
+        if first is not tensor and not (first.dtype == tensor.dtype and torch.equal(first, tensor)):
             raise InstallError(
                 f"{name!r} is tied to other weights in this engine, but came with values of its own", torn=True
             )
         if name in due:
             due.remove(name)
             yield name, tensor
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a is b or (a.dtype == b.dtype and torch.equal(a, b))

@@ -11,7 +11,6 @@ import itertools
 import logging
 import math
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -31,9 +30,7 @@ class Attempt:
     def __enter__(self) -> Attempt:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, Exception):
             return False
         if not isinstance(error, WeightcastError):
@@ -109,9 +106,8 @@ class RankConsensus:
         failed = [(self._first_rank + rank, o.error) for rank, o in enumerate(outcomes) if o.error is not None]
         if not failed:
             return None
-        error = failed[0][1]
+        error, torn = failed[0][1], any(error.torn for _, error in failed)
         if len(outcomes) == 1:
             return error
         where = f"{'rank' if len(failed) == 1 else 'ranks'} {', '.join(str(rank) for rank, _ in failed)}"
-        torn = any(error.torn for _, error in failed)
         return msgspec.structs.replace(error, message=f"{error.message} [engine {where}]", torn=torn)

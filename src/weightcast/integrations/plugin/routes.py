@@ -28,7 +28,6 @@ from weightcast.control.routes import (
 from weightcast.control.worker_rpc import Init, Leave, UpdateCall
 from weightcast.errors import EngineTornError, PeerTimeoutError
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode
-from weightcast.format.messages import PauseMode
 from weightcast.integrations.plugin.engine import PluginEngine
 
 logger = logging.getLogger(__name__)
@@ -37,11 +36,10 @@ _INSTALL_SECONDS = 300.0
 
 
 class EngineRoutes:
-    """`find` gives the engine, or raises ClosedError where there is none. `default_pause`: the mode of /pause."""
+    """`find` gives the engine, or raises ClosedError where there is none."""
 
-    def __init__(self, find: Callable[[], PluginEngine], *, default_pause: PauseMode = "keep") -> None:
+    def __init__(self, find: Callable[[], PluginEngine]) -> None:
         self._find = find
-        self._default_pause = default_pause
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def handlers(self) -> list[tuple[str, str, Handler]]:
@@ -93,7 +91,7 @@ class EngineRoutes:
         return reply({"message": "installed", **done._asdict()})
 
     async def _pause(self, request: Request) -> Response:
-        await self._find().pause(pause_mode(request, self._default_pause))
+        await self._find().pause(pause_mode(request, "keep"))
         return reply({"status": "paused"})
 
     async def _resume(self, request: Request) -> Response:

@@ -13,16 +13,14 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
-from weightcast.control.worker_rpc import Init, Leave, UpdateCall, marked
-from weightcast.errors import ClosedError, ManifestError, UnsupportedError, WeightcastError
-from weightcast.format.messages import InitInfo, UpdateInfo
+from weightcast.control.worker_rpc import marked
+from weightcast.errors import ClosedError, UnsupportedError, WeightcastError
 from weightcast.integrations.plugin.rank_consensus import Attempt, RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
 from weightcast.integrations.vllm import internals
@@ -85,7 +83,7 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
     def init_transfer_engine(self, init_info: Any) -> None:
         """Let a run hold this engine; it connects in the background."""
         with self._stock_call():
-            self._rank.do(Init(_typed(init_info, InitInfo)))
+            self._rank.do({"call": "init", "info": init_info})
 
     def start_weight_update(self) -> None:
         """An offer begins an update; this only says whether there is a publisher to make one."""
@@ -100,7 +98,7 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
     def update_weights(self, update_info: Any) -> None:
         """Take an offer, a seal or an abort."""
         with self._stock_call():
-            self._rank.do(UpdateCall(_typed(update_info, UpdateInfo)))
+            self._rank.do({"call": "update", "info": update_info})
 
     receive_weights = update_weights
 
@@ -112,7 +110,7 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
     def shutdown(self) -> None:
         """End whichever run's hold and what belongs to it: threads, sockets, mapped memory. The engine serves on."""
         with Attempt():
-            self._rank.do(Leave())
+            self._rank.do({"call": "leave"})
 
     @contextlib.contextmanager
     def _stock_call(self) -> Iterator[None]:
@@ -130,27 +128,20 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
             raise ClosedError("the weights' memory is asleep: wake it (/wake_up?tags=weights) before the install")
 
 
-def _typed(values: Any, kind: Any) -> Any:
-    try:
-        return msgspec.convert(values, kind)
-    except msgspec.ValidationError as exc:
-        raise ManifestError(f"not a request of weightcast's: {exc}", fault="type") from exc
-
-
 @functools.cache
 def _pass_by_order_check(worker_class: Any) -> None:
     """Have vLLM's worker hand its weight calls straight to a `WeightcastTransferEngine`; others are as they were."""
+
+    def passing(stock: Callable[..., None], own_name: str) -> Callable[..., None]:
+        @functools.wraps(stock)
+        def call(worker: Any, *args: Any, **kwargs: Any) -> None:
+            engine = worker.weight_transfer_engine
+            if isinstance(engine, WeightcastTransferEngine):
+                getattr(engine, own_name)(*args, **kwargs)
+            else:
+                stock(worker, *args, **kwargs)
+
+        return call
+
     for name, own_name in _CALLS.items():
-        setattr(worker_class, name, _handed_on(getattr(worker_class, name), own_name))
-
-
-def _handed_on(stock: Callable[..., None], own_name: str) -> Callable[..., None]:
-    @functools.wraps(stock)
-    def call(worker: Any, *args: Any, **kwargs: Any) -> None:
-        engine = worker.weight_transfer_engine
-        if isinstance(engine, WeightcastTransferEngine):
-            getattr(engine, own_name)(*args, **kwargs)
-        else:
-            stock(worker, *args, **kwargs)
-
-    return call
+        setattr(worker_class, name, passing(getattr(worker_class, name), own_name))
