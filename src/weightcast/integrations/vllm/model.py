@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from weightcast.format.manifest import TensorSpec
-from weightcast.integrations.plugin import checkpoint_header, undo
+from weightcast.integrations.plugin import checkpoint_header
 from weightcast.integrations.plugin import dry_run as loader_dry_run
 from weightcast.integrations.plugin.acceptance import acceptance
 from weightcast.integrations.plugin.dry_run import DryRunOutcome, present
@@ -33,7 +33,6 @@ class VllmModel(LoaderEngine):
 
     def __init__(self, model: nn.Module, vllm_config: Any, device: torch.device, *, agree: Agree = alone) -> None:
         internals.require()
-        self._model = model
         self._device = device
         self._reload = Reload(model, vllm_config)
         unsupported, accepts = internals.unsupported(vllm_config), None
@@ -46,7 +45,7 @@ class VllmModel(LoaderEngine):
                 checkpoint_header.reference(started.model, revision=started.revision, cache_dir=load.download_dir),
                 is_alone=parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1,
             )
-        super().__init__(accepts, unsupported, agree)
+        super().__init__(model, accepts, unsupported, agree)
 
     def _install(self, tensors: Tensors, calls: Mapping[str, int]) -> list[str]:
         missing = self._reload.load(tensors, calls)
@@ -54,16 +53,8 @@ class VllmModel(LoaderEngine):
             torch.cuda.synchronize(self._device)
         return missing
 
-    def _copy(self) -> Callable[[], None]:
-        # A reload that somebody has left half-way is ended first.
+    def _end_load(self) -> None:
         self._reload.abort()
-        restore = undo.snapshot(self._model)
-
-        def put_back() -> None:
-            restore()
-            self._reload.abort()
-
-        return put_back
 
 
 def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> DryRunOutcome:
