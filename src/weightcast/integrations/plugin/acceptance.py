@@ -98,8 +98,14 @@ class ByDryRun:
         outcome = self._trial(specs)
         problems = _faults(outcome)
         for spec in specs:
-            if spec.name in outcome.used:
-                problems += self._misused(spec, outcome)
+            if spec.name not in outcome.used:
+                continue
+            (num_used, dtypes), whole = outcome.used[spec.name], math.prod(spec.shape)
+            if num_used and spec.dtype not in {DTYPE_NAMES[dtype] for dtype in dtypes}:
+                problems.append(f"{spec.name!r} is {spec.dtype}, the engine has {', '.join(map(str, dtypes))}")
+            if self._is_alone and num_used < whole:
+                what = f"only {num_used} of its {whole} elements are" if num_used else "is not"
+                problems.append(f"unfit tensor {_shown(spec)}: {what} used by {type(self._model).__name__}")
         for name, owner in tied.items():
             if name in offered:
                 held = _Held(offered[owner], frozenset({offered[owner].dtype}))
@@ -114,15 +120,6 @@ class ByDryRun:
                 problems.append(f"missing tensors: {target.num_unset} of {whole} elements of {target.name} are not set")
         _refuse_if(problems)
         return AcceptedOffer(frozenset(offered.keys() - tied.keys()), tied, outcome.calls)
-
-    def _misused(self, spec: TensorSpec, outcome: DryRunOutcome) -> Iterator[str]:
-        num_used, dtypes = outcome.used[spec.name]
-        whole = math.prod(spec.shape)
-        if num_used and spec.dtype not in {DTYPE_NAMES[dtype] for dtype in dtypes}:
-            yield f"{spec.name!r} is {spec.dtype}, the engine has {', '.join(map(str, dtypes))}"
-        if self._is_alone and num_used < whole:
-            what = f"only {num_used} of its {whole} elements are" if num_used else "is not"
-            yield f"unfit tensor {_shown(spec)}: {what} used by {type(self._model).__name__}"
 
 
 Acceptance: TypeAlias = ByReference | ByDryRun

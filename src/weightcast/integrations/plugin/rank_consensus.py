@@ -55,14 +55,11 @@ class RankConsensus:
 
     def __init__(self, groups: Sequence[Any], *, first_rank: int = 0, deadline_seconds: float = 60.0) -> None:
         self._groups = [group for group in groups if group.size() > 1]
+        self.num_ranks = math.prod(group.size() for group in self._groups)
+        """How many exchange with each other: those of one engine."""
         self._first_rank = first_rank
         self._deadline_seconds = deadline_seconds
         self._broken = ""
-
-    @property
-    def num_ranks(self) -> int:
-        """How many exchange with each other: those of one engine."""
-        return math.prod(group.size() for group in self._groups)
 
     def exchange(self, outcome: Outcome) -> list[Outcome]:
         """Every rank's outcome, by rank. Raises as `gather`."""

@@ -27,11 +27,6 @@ class Replies(NamedTuple):
         return torn or (f"its ranks hold different versions: {', '.join(versions)}" if len(versions) > 1 else "")
 
     @property
-    def weights_asleep(self) -> bool:
-        """Whether no rank has its weights' memory."""
-        return all(reply.weights_asleep for reply in self.ranks)
-
-    @property
     def info(self) -> WeightInfo:
         """What the ranks are together, as far as they know it: a pause is the host's own."""
         infos = [reply.info for reply in self.ranks]

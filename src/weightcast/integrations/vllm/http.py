@@ -16,10 +16,9 @@ from weightcast.control.http import HttpRoutes
 from weightcast.control.worker_rpc import METHOD, Ask
 from weightcast.errors import ControlError
 from weightcast.format.messages import PauseMode
+from weightcast.integrations.vllm.plugin import BACKEND, OPTION
 from weightcast.integrations.vllm.rank_client import RankClient, Status
 from weightcast.links.watchdog import RecoveryRequest
-
-BACKEND = "weightcast"
 
 
 def detect(routes: HttpRoutes, pause: PauseMode) -> VllmStockServer | None:
@@ -30,7 +29,7 @@ def detect(routes: HttpRoutes, pause: PauseMode) -> VllmStockServer | None:
             return None
         raise ControlError(
             f"{routes.name} is vLLM {version.version} without weight routes: `pip install weightcast` where it runs, "
-            f"""and start it with VLLM_PLUGINS=weightcast and --weight-transfer-config '{{"backend": "{BACKEND}"}}'""",
+            f"and start it with VLLM_PLUGINS=weightcast and {OPTION}",
             peer=routes.name,
         )
     info = routes.probe("/server_info?config_format=json", _ServerKind)

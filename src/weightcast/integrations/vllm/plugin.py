@@ -15,6 +15,9 @@ from weightcast.errors import UnsupportedError, to_record
 from weightcast.format.messages import WeightInfo
 
 BACKEND = "weightcast"
+OPTION = f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}'"""
+"""What vLLM must be started with."""
+TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 
 
 @functools.cache
@@ -46,6 +49,5 @@ def _answer(worker: Any, values: object) -> Any:
     engine = getattr(worker, "weight_transfer_engine", None)
     if engine is not None and worker.vllm_config.weight_transfer_config.backend == BACKEND:
         return engine.answer(values)
-    option = f'--weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
-    error = UnsupportedError(f"this vLLM was not started to be updated by weightcast: start it with {option}")
+    error = UnsupportedError(f"this vLLM was not started to be updated by weightcast: start it with {OPTION}")
     return msgspec.to_builtins(RankReply(worker.rank, WeightInfo("default"), to_record(error)))

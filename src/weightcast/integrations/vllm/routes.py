@@ -23,8 +23,8 @@ from weightcast.errors import ClosedError, EngineTornError, WeightcastError
 from weightcast.integrations.plugin.routes import EngineRoutes, TornGuard, is_on, log
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.vllm.engine import VllmEngine
+from weightcast.integrations.vllm.plugin import TOKEN_VARIABLE
 
-TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 _GENERATION = (
     *("/v1/", "/v2/", "/inference/", "/invocations", "/cohere/", "/generative_scoring"),
     *("/pooling", "/classify", "/score", "/rerank"),

@@ -40,6 +40,7 @@ from weightcast.format.messages import InitInfo, Offer, PauseMode, Seal, UpdateI
 from weightcast.host.closing import on_failure
 from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.vllm.http import RESUME, TransferConfig, VllmRoutes, WeightInfoReply
+from weightcast.integrations.vllm.plugin import OPTION
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import EngineClient, ServesTraffic
 from weightcast.serving.load_plan import compare_specs, require_fit
@@ -52,10 +53,7 @@ logger = logging.getLogger(__name__)
 FOLDER = ".checkpoint"
 """In the store. Its name begins with a point, as do those of all that a store leaves alone."""
 _INCOMPLETE = "-incomplete"
-_REMEDY = (
-    "`pip install weightcast` in its environment, and start it with "
-    """--weight-transfer-config '{"backend": "weightcast"}'"""
-)
+_REMEDY = f"`pip install weightcast` in its environment, and start it with {OPTION}"
 
 
 def detect(routes: HttpRoutes, pause: PauseMode) -> ReloadServer | None:

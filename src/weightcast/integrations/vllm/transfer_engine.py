@@ -25,8 +25,8 @@ from weightcast.integrations.plugin.rank_consensus import Attempt, RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.model import VllmModel
+from weightcast.integrations.vllm.plugin import TOKEN_VARIABLE
 
-TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 _CALLS = {
     "init_weight_transfer_engine": "init_transfer_engine",
     "start_weight_update": "start_weight_update",
