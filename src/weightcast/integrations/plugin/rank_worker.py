@@ -88,7 +88,11 @@ class RankWorker:
         """
         start = time.perf_counter()
         with Attempt() as attempt:
-            self.do(values)
+            try:
+                call = msgspec.convert(values, RankCall)
+            except msgspec.ValidationError as exc:
+                raise ManifestError(f"this is no call of weightcast's ranks: {exc}", fault="type") from exc
+            self.do(call)
         serial = str(values.get("serial", "")) if isinstance(values, dict) else ""
         seconds, asleep = time.perf_counter() - start, self._weights_asleep()
         instance = self._worker.instance
@@ -110,12 +114,8 @@ class RankWorker:
         abilities = tuple(a for a in info.abilities if a != "lease")
         return msgspec.structs.replace(info, abilities=abilities, torn=torn, instance=UNSET)
 
-    def do(self, values: object) -> None:
-        """Do what a `RankCall` asks, with all ranks. Raises what went wrong on any of them, on all of them the same."""
-        try:
-            call = msgspec.convert(values, RankCall)
-        except msgspec.ValidationError as exc:
-            raise ManifestError(f"this is no call of weightcast's ranks: {exc}", fault="type") from exc
+    def do(self, call: RankCall) -> None:
+        """Do what is asked, with all ranks. Raises what went wrong on any of them, on all of them the same."""
         match call:
             case Init(info):
                 self._init(info)

@@ -13,14 +13,16 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
-from weightcast.control.worker_rpc import marked
-from weightcast.errors import ClosedError, UnsupportedError, WeightcastError
+from weightcast.control.worker_rpc import Init, Leave, UpdateCall, marked
+from weightcast.errors import ClosedError, ManifestError, UnsupportedError, WeightcastError
+from weightcast.format.messages import InitInfo, UpdateInfo
 from weightcast.integrations.plugin.rank_consensus import Attempt, RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
 from weightcast.integrations.vllm import internals
@@ -55,6 +57,12 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
         first_rank = parallel.data_parallel_index * parallel.world_size
         groups = [get_tp_group().cpu_group, get_pp_group().cpu_group]
         self._is_last = parallel.rank == parallel.world_size - 1
+        are_asleep = functools.partial(internals.weights_sleep, vllm_config, device)
+
+        def require_awake() -> None:
+            if are_asleep():
+                raise ClosedError("the weights' memory is asleep: wake it (/wake_up?tags=weights) before the install")
+
         self._rank = RankWorker(
             lambda agree: VllmModel(model, vllm_config, device, agree=agree),
             RankConsensus(groups, first_rank=first_rank),
@@ -62,8 +70,8 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
             world_size=parallel.world_size_across_dp,
             token=os.environ.get(TOKEN_VARIABLE, ""),
             unsupported=tuple(internals.unsupported(vllm_config)),
-            require_ready=self._require_awake,
-            weights_asleep=self._weights_asleep,
+            require_ready=require_awake,
+            weights_asleep=are_asleep,
         )
         _pass_by_order_check(VllmWorker)
 
@@ -83,7 +91,7 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
     def init_transfer_engine(self, init_info: Any) -> None:
         """Let a run hold this engine; it connects in the background."""
         with self._stock_call():
-            self._rank.do({"call": "init", "info": init_info})
+            self._rank.do(Init(_typed(init_info, InitInfo)))
 
     def start_weight_update(self) -> None:
         """An offer begins an update; this only says whether there is a publisher to make one."""
@@ -98,7 +106,7 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
     def update_weights(self, update_info: Any) -> None:
         """Take an offer, a seal or an abort."""
         with self._stock_call():
-            self._rank.do({"call": "update", "info": update_info})
+            self._rank.do(UpdateCall(_typed(update_info, UpdateInfo)))
 
     receive_weights = update_weights
 
@@ -110,7 +118,7 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
     def shutdown(self) -> None:
         """End whichever run's hold and what belongs to it: threads, sockets, mapped memory. The engine serves on."""
         with Attempt():
-            self._rank.do({"call": "leave"})
+            self._rank.do(Leave())
 
     @contextlib.contextmanager
     def _stock_call(self) -> Iterator[None]:
@@ -120,12 +128,12 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
         if attempt.error is not None and self._is_last:
             raise WeightcastError(marked(attempt.error))
 
-    def _weights_asleep(self) -> bool:
-        return internals.weights_sleep(self.vllm_config, self.device)
 
-    def _require_awake(self) -> None:
-        if self._weights_asleep():
-            raise ClosedError("the weights' memory is asleep: wake it (/wake_up?tags=weights) before the install")
+def _typed(values: Any, kind: Any) -> Any:
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as exc:
+        raise ManifestError(f"not a request of weightcast's: {exc}", fault="type") from exc
 
 
 @functools.cache
