@@ -17,7 +17,6 @@ from weightcast.format.messages import WeightInfo
 BACKEND = "weightcast"
 OPTION = f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}'"""
 """What vLLM must be started with."""
-TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 
 
 @functools.cache

@@ -20,10 +20,10 @@ from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
 from weightcast.control.replies import error_reply, reply
 from weightcast.control.routes import Handler, guarded, pause_mode
 from weightcast.errors import ClosedError, EngineTornError, WeightcastError
+from weightcast.integrations.plugin import TOKEN_VARIABLE
 from weightcast.integrations.plugin.routes import EngineRoutes, TornGuard, is_on, log
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.vllm.engine import VllmEngine
-from weightcast.integrations.vllm.plugin import TOKEN_VARIABLE
 
 _GENERATION = (
     *("/v1/", "/v2/", "/inference/", "/invocations", "/cohere/", "/generative_scoring"),

@@ -23,11 +23,11 @@ from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 from weightcast.control.worker_rpc import Init, Leave, UpdateCall, marked
 from weightcast.errors import ClosedError, ManifestError, UnsupportedError, WeightcastError
 from weightcast.format.messages import InitInfo, UpdateInfo
+from weightcast.integrations.plugin import TOKEN_VARIABLE
 from weightcast.integrations.plugin.rank_consensus import Attempt, RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.model import VllmModel
-from weightcast.integrations.vllm.plugin import TOKEN_VARIABLE
 
 _CALLS = {
     "init_weight_transfer_engine": "init_transfer_engine",
