@@ -49,11 +49,11 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "xxhash": ("format.bucket", "trainer.packer"),
     "httpx": ("control.http", "demo.*"),
     "safetensors": (
-        *("sources.safetensors", "trainer.export", "integrations.plugin.checkpoint_header"),
+        *("sources.safetensors", "trainer.export"),
         "integrations.sglang.stock.route_disk",
     ),
     "huggingface_hub": ("integrations.plugin.checkpoint_header", "integrations.sglang.stock.acceptance"),
-    "ray": ("integrations.vllm.clients", "integrations.vllm.objects"),
+    "ray": ("integrations.vllm.clients",),
     "transformers": ("engines.transformers.*", "demo.*", "bench.shapes", "cli.serve"),
     "tokenizers": ("demo.*",),
     "fastapi": ("integrations.vllm.routes", "integrations.sglang.routes"),

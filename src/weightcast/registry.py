@@ -36,13 +36,13 @@ HTTP_CLIENT = "weightcast.control.client:HttpEngine"
 HTTP_DIALECTS = {
     "vllm": "weightcast.integrations.vllm.http:detect",
     "sglang": "weightcast.integrations.sglang.dialect:detect",
-    "vllm without weightcast": "weightcast.integrations.vllm.stock_reload.client:detect",
+    "vllm without weightcast": "weightcast.integrations.vllm.stock_reload:detect",
 }
 """Kinds of servers that don't speak the native protocol. Each is a function of the server's `control.http.HttpRoutes`
 and the pause mode, which returns an `EngineClient`, or None for a server of another kind. Asked in this order."""
 DIALECT_GROUP = "weightcast.dialects"
 
-OBJECT_DIALECTS = {"vllm": "weightcast.integrations.vllm.objects:detect"}
+OBJECT_DIALECTS = {"vllm": "weightcast.integrations.vllm.clients:detect"}
 """Kinds of engines that are Python objects. Each is a function of the object, which returns an `EngineClient` for each
 part of it that takes updates by itself, or an empty list for an object of another kind."""
 OBJECT_GROUP = "weightcast.engine_objects"

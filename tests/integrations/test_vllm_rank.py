@@ -31,8 +31,9 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import InitInfo, Seal, UpdateInfo, WeightInfo
+from weightcast.integrations.plugin.model import Agree
 from weightcast.integrations.plugin.rank_consensus import Outcome, RankConsensus
-from weightcast.integrations.plugin.rank_worker import Agree, RankWorker
+from weightcast.integrations.plugin.rank_worker import RankWorker
 from weightcast.seams.client import EngineClient
 from weightcast.testing.leftovers import nothing_left
 from weightcast.trainer.publisher import Publisher

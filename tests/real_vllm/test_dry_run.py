@@ -13,7 +13,7 @@ from torch import nn
 from weightcast.format.manifest import TensorSpec
 from weightcast.integrations.plugin.dry_run import MAX_FAULTS, DryRunOutcome
 from weightcast.integrations.vllm import internals
-from weightcast.integrations.vllm.dry_run import dry_run
+from weightcast.integrations.vllm.model import dry_run
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Load = Callable[[nn.Module, Weights], None]

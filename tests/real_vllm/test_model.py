@@ -26,8 +26,7 @@ from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.integrations.plugin.acceptance import ByDryRun
 from weightcast.integrations.vllm import internals
-from weightcast.integrations.vllm.dry_run import dry_run
-from weightcast.integrations.vllm.model import VllmModel
+from weightcast.integrations.vllm.model import VllmModel, dry_run
 from weightcast.seams.engine import Engine, ExposesTensors, Undoable, Validating
 from weightcast.sources.module import ModuleSource
 

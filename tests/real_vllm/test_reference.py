@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,25 +12,22 @@ import torch
 from safetensors.torch import save_file
 
 from weightcast.format.manifest import TensorSpec
-from weightcast.integrations.plugin.checkpoint_header import INDEX_FILE
-from weightcast.integrations.vllm.reference import reference
+from weightcast.integrations.plugin.checkpoint_header import reference
+from weightcast.sources.safetensors import INDEX_FILE
 
 A, B, OLD = {"a": torch.zeros(2, 3)}, {"b": torch.zeros((), dtype=torch.bfloat16)}, {"old": torch.zeros(1)}
 SPECS = [TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "bfloat16", ())]
 
 
-def config(model: str | Path, download_dir: Path | None = None) -> Any:
-    """Of vLLM's config, what says where the model came from."""
-    return SimpleNamespace(
-        model_config=SimpleNamespace(model=str(model), revision=None),
-        load_config=SimpleNamespace(download_dir=download_dir and str(download_dir)),
-    )
+def found(model: str | Path, download_dir: Path | None = None) -> list[TensorSpec] | None:
+    """By what a vLLM's config says of where its model came from."""
+    return reference(str(model), revision=None, cache_dir=download_dir and str(download_dir))
 
 
 def test_all_files_of_a_directory(tmp_path: Path) -> None:
     save_file(A, tmp_path / "x-00001.safetensors")
     save_file(B, tmp_path / "x-00002.safetensors")
-    assert reference(config(tmp_path)) == SPECS
+    assert found(tmp_path) == SPECS
 
 
 def test_of_an_index_only_its_files(tmp_path: Path) -> None:
@@ -40,7 +36,7 @@ def test_of_an_index_only_its_files(tmp_path: Path) -> None:
     save_file(OLD, tmp_path / "consolidated.safetensors")
     weight_map = {"a": "x-00001.safetensors", "b": "x-00002.safetensors"}
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
-    assert reference(config(tmp_path)) == SPECS
+    assert found(tmp_path) == SPECS
 
 
 def test_a_repository_in_the_hubs_cache(tmp_path: Path) -> None:
@@ -51,9 +47,9 @@ def test_a_repository_in_the_hubs_cache(tmp_path: Path) -> None:
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)
     save_file(A | B, snapshot / "model.safetensors")
-    found = reference(config("some/model", download_dir=tmp_path))
-    assert found is not None
-    assert sorted(found, key=lambda spec: spec.name) == SPECS
+    specs = found("some/model", download_dir=tmp_path)
+    assert specs is not None
+    assert sorted(specs, key=lambda spec: spec.name) == SPECS
 
 
 def no_files(folder: Path) -> None:
@@ -76,11 +72,11 @@ def missing_shard(folder: Path) -> None:
 def test_none_that_can_be_read(tmp_path: Path, spoil: Any, caplog: pytest.LogCaptureFixture) -> None:
     spoil(tmp_path)
     with caplog.at_level(logging.WARNING):
-        assert reference(config(tmp_path)) is None
+        assert found(tmp_path) is None
     assert str(tmp_path) in caplog.text
 
 
 def test_a_repository_that_is_not_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert reference(config("some/model", download_dir=tmp_path)) is None
+        assert found("some/model", download_dir=tmp_path) is None
     assert "some/model" in caplog.text

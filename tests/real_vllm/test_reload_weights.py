@@ -23,8 +23,7 @@ from real_vllm.servers import PLAIN, TESTS, Server, Setup
 from real_vllm.trainer import Tensors, Trainer, checkpoint_tensors, trainer
 from weightcast import HttpEngine, Publisher, PublishError, SafetensorsSource
 from weightcast.errors import IncompatibleWeightsError, InstallError, UnsupportedError, WeightcastError
-from weightcast.integrations.vllm.stock_reload.client import ReloadServer
-from weightcast.integrations.vllm.stock_reload.folder import FOLDER
+from weightcast.integrations.vllm.stock_reload import FOLDER, ReloadServer
 
 PLAIN_TWO = Setup(backend=None, endpoints=False, tp=2)
 PLAIN_REPLICAS = Setup(backend=None, endpoints=False, dp=2)

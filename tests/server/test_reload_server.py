@@ -24,7 +24,7 @@ from weightcast.errors import (
     UnsupportedError,
     WeightcastError,
 )
-from weightcast.integrations.vllm.stock_reload.folder import FOLDER
+from weightcast.integrations.vllm.stock_reload import FOLDER
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from torch import nn
 
@@ -39,28 +39,15 @@ class AcceptedOffer:
     calls: Mapping[str, int]
 
 
-class Acceptance(Protocol):
-    """Decides about offers. Raises IncompatibleWeightsError, naming every offender."""
-
-    def accept(self, manifest: Manifest) -> AcceptedOffer: ...
-
-
 Trial: TypeAlias = Callable[[Sequence[TensorSpec]], DryRunOutcome]
 """A dry run of the model's loader on tensors like these, in this order."""
-
-
-def acceptance(model: nn.Module, trial: Trial, reference: Sequence[TensorSpec] | None, *, is_alone: bool) -> Acceptance:
-    """`is_alone`: the engine has one rank. Raises UnsupportedError if the model's loader can't be tried."""
-    if reference is None:
-        return ByDryRun(model, trial, is_alone=is_alone)
-    return ByReference(model, trial, reference)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
     spec: TensorSpec
     dtypes: frozenset[str]
-    is_required: bool
+    is_required: bool = False
 
 
 class ByReference:
@@ -72,7 +59,11 @@ class ByReference:
         outcome = trial(loaded)
         if outcome.faults:
             raise UnsupportedError(f"the loader of {type(model).__name__} can't be tried: {listed(_faults(outcome))}")
-        self._held = {spec.name: _held(spec, outcome) for spec in loaded}
+        self._held: dict[str, _Held] = {}
+        for spec in loaded:
+            num_used, dtypes = outcome.used[spec.name]
+            known = frozenset({spec.dtype, *(DTYPE_NAMES[dtype] for dtype in dtypes)})
+            self._held[spec.name] = _Held(spec, known, is_required=num_used > 0)
         for name, owner in self._tied.items():
             self._held[name] = dataclasses.replace(self._held[owner], is_required=False)
         self._calls = outcome.calls
@@ -107,9 +98,18 @@ class ByDryRun:
         outcome = self._trial(specs)
         problems = _faults(outcome)
         for spec in specs:
-            if spec.name in outcome.used:
-                problems += self._misused(spec, outcome)
-        problems += _other_than_owners(tied, offered)
+            if spec.name not in outcome.used:
+                continue
+            (num_used, dtypes), whole = outcome.used[spec.name], math.prod(spec.shape)
+            if num_used and spec.dtype not in {DTYPE_NAMES[dtype] for dtype in dtypes}:
+                problems.append(f"{spec.name!r} is {spec.dtype}, the engine has {', '.join(map(str, dtypes))}")
+            if self._is_alone and num_used < whole:
+                what = f"only {num_used} of its {whole} elements are" if num_used else "is not"
+                problems.append(f"unfit tensor {_shown(spec)}: {what} used by {type(self._model).__name__}")
+        for name, owner in tied.items():
+            if name in offered:
+                held = _Held(offered[owner], frozenset({offered[owner].dtype}))
+                problems += _differences(name, offered[name], held)
         twins = _tied(self._model, outcome.targets.keys())
         for target in outcome.targets.values():
             for names in target.loaded.values():
@@ -121,14 +121,16 @@ class ByDryRun:
         _refuse_if(problems)
         return AcceptedOffer(frozenset(offered.keys() - tied.keys()), tied, outcome.calls)
 
-    def _misused(self, spec: TensorSpec, outcome: DryRunOutcome) -> Iterator[str]:
-        num_used, dtypes = outcome.used[spec.name]
-        whole = math.prod(spec.shape)
-        if num_used and spec.dtype not in {DTYPE_NAMES[dtype] for dtype in dtypes}:
-            yield f"{spec.name!r} is {spec.dtype}, the engine has {', '.join(map(str, dtypes))}"
-        if self._is_alone and num_used < whole:
-            what = f"only {num_used} of its {whole} elements are" if num_used else "is not"
-            yield f"unfit tensor {_shown(spec)}: {what} used by {type(self._model).__name__}"
+
+Acceptance: TypeAlias = ByReference | ByDryRun
+"""Decides about offers. Its `accept` raises IncompatibleWeightsError, naming every offender."""
+
+
+def acceptance(model: nn.Module, trial: Trial, reference: Sequence[TensorSpec] | None, *, is_alone: bool) -> Acceptance:
+    """`is_alone`: the engine has one rank. Raises UnsupportedError if the model's loader can't be tried."""
+    if reference is None:
+        return ByDryRun(model, trial, is_alone=is_alone)
+    return ByReference(model, trial, reference)
 
 
 def _tied(model: nn.Module, names: Collection[str]) -> dict[str, str]:
@@ -143,24 +145,11 @@ def _tied(model: nn.Module, names: Collection[str]) -> dict[str, str]:
     return tied
 
 
-def _held(spec: TensorSpec, outcome: DryRunOutcome) -> _Held:
-    num_used, dtypes = outcome.used[spec.name]
-    return _Held(spec, frozenset({spec.dtype, *(DTYPE_NAMES[dtype] for dtype in dtypes)}), num_used > 0)
-
-
 def _differences(name: str, offered: TensorSpec, held: _Held) -> Iterator[str]:
     if offered.shape != held.spec.shape:
         yield f"{name!r} has the shape {list(offered.shape)}, the engine has {list(held.spec.shape)}"
     if offered.dtype not in held.dtypes:
         yield f"{name!r} is {offered.dtype}, the engine has {' or '.join(sorted(held.dtypes))}"
-
-
-def _other_than_owners(tied: Mapping[str, str], offered: Mapping[str, TensorSpec]) -> Iterator[str]:
-    for name, owner in tied.items():
-        if name in offered:
-            yield from _differences(
-                name, offered[name], _Held(offered[owner], frozenset({offered[owner].dtype}), False)
-            )
 
 
 def _faults(outcome: DryRunOutcome) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -46,7 +47,8 @@ class DryRunTarget:
     @property
     def num_unset(self) -> int:
         """Elements that would keep whatever a new parameter holds."""
-        return max(0, torch.Size(self.shape).numel() - sum(map(_numel, self.padded | self.loaded.keys())))
+        set_sizes = (math.prod(sizes) for _, sizes, _ in self.padded | self.loaded.keys())
+        return max(0, math.prod(self.shape) - sum(set_sizes))
 
 
 @dataclasses.dataclass
@@ -68,25 +70,19 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
 
     What it fails at is noted and left out of another run, so that all faults are found.
     """
+    loader: Any = model
     faults: dict[str, str] = {}
     while True:
-        probe = _run(model, form, [spec for spec in specs if spec.name not in faults])
-        if probe.error is not None:
-            faults[probe.current] = f"{type(probe.error).__name__}: {probe.error}"
-        if probe.error is None or not probe.current or len(faults) == MAX_FAULTS:
-            return DryRunOutcome(faults, {t.name: t for t in probe.targets.values()}, probe.used)
-
-
-def _run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> _Probe:
-    loader: Any = model
-    with _without_memory(model, form) as targets:
-        probe = _Probe(targets)
-        try:
-            with probe:
-                loader.load_weights(probe.sources(specs))
-        except Exception as exc:
-            probe.error = exc
-    return probe
+        fault = ""
+        with _without_memory(model, form) as targets, _Probe(targets) as probe:
+            try:
+                loader.load_weights(probe.sources([spec for spec in specs if spec.name not in faults]))
+            except Exception as exc:
+                fault = f"{type(exc).__name__}: {exc}"
+        if fault:
+            faults[probe.current] = fault
+        if not fault or not probe.current or len(faults) == MAX_FAULTS:
+            return DryRunOutcome(faults, {target.name: target for target in targets.values()}, probe.used)
 
 
 @contextlib.contextmanager
@@ -124,7 +120,6 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, targets: Mapping[int, DryRunTarget]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.targets = targets
-        self.error: Exception | None = None
         self.current = ""
         self.used: dict[str, tuple[int, set[torch.dtype]]] = {}
         self._origins: dict[int, set[str]] = {}
@@ -185,7 +180,3 @@ _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.at
 def _address(tensor: torch.Tensor) -> int:
     """Of the storage's record, which a tensor without memory has as well."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def _numel(block: Block) -> int:
-    return torch.Size(block[1]).numel()

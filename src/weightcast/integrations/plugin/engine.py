@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Iterator
 from contextlib import AbstractAsyncContextManager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -29,12 +29,18 @@ from weightcast.errors import (
 )
 from weightcast.format.messages import PauseMode, WeightInfo
 from weightcast.integrations.plugin.replies import Replies
-from weightcast.integrations.plugin.routes import InstallAnswer
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 
 T = TypeVar("T")
 _PEER = "engine"
-_UNKNOWN = "whether all ranks hold one version is not known; publish a complete one to heal it"
+
+
+class InstallAnswer(NamedTuple):
+    """An install's outcome. `pause_seconds`: how long the engine stood still for it."""
+
+    weight_version: str
+    run: str
+    pause_seconds: float
 
 
 class PluginEngine(abc.ABC):
@@ -102,24 +108,26 @@ class PluginEngine(abc.ABC):
             if replies.torn:
                 self._mutex.in_doubt = True
         info = replies.info
-        version = label if info.torn or info.weight_version == "default" else info.weight_version
-        return msgspec.structs.replace(info, weight_version=version, paused=paused)
+        return msgspec.structs.replace(
+            info,
+            weight_version=label if info.torn or info.weight_version == "default" else info.weight_version,
+            paused=paused,
+            world_size=len(replies.ranks),
+            abilities=("install", *info.abilities),
+        )
 
     async def why_torn(self) -> str:
         """Why the engine must not generate, or empty. Free unless an install is under way or has failed: waits for it.
 
         Where the answer can't be had in time, it is empty: a request then waits in the engine, which stands still.
         """
-        if not self._mutex.in_doubt:
-            return ""
-        with contextlib.suppress(WeightcastError):
-            async with self._alone():
-                return await self._why_torn()
+        if self._mutex.in_doubt:
+            with contextlib.suppress(WeightcastError):
+                async with self._alone():
+                    # The request that had the engine until now may have settled it.
+                    if self._mutex.in_doubt:
+                        return (await self._in_time(self._replies(Ask()))).torn
         return ""
-
-    async def _why_torn(self) -> str:
-        is_settled = not self._mutex.in_doubt
-        return "" if is_settled else (await self._in_time(self._replies(Ask()))).torn
 
     async def is_paused(self) -> bool:
         return await self._in_time(self._is_stopped())
@@ -154,33 +162,36 @@ class PluginEngine(abc.ABC):
         """
         async with self._alone():
             before, was_paused = await self._in_time(asyncio.gather(self._replies(Ask()), self._is_stopped()))
-            if not before.info.holder:
+            holder = before.info.holder
+            if not holder:
                 raise ClosedError("no publisher holds this engine: call /init_weight_transfer_engine first")
-            if run not in ("", before.info.holder):
-                raise StaleVersionError(f"the update is of run {run}, this engine is held by run {before.info.holder}")
-            pause = _Pause(is_lifted=bool(before.torn) or not was_paused)
+            if run not in ("", holder):
+                raise StaleVersionError(f"the update is of run {run}, this engine is held by run {holder}")
+            goes_on = bool(before.torn) or not was_paused
             self._mutex.in_doubt = True
             try:
                 await self._pause(mode)
             except WeightcastError:
                 with self._translated():
                     await self._end_stop()
-                await self._end(pause, before)
+                await self._end_install(before, goes_on)
                 raise
-            pause.began_at = time.perf_counter()
-            return await self._installed(before, number, pause)
-
-    # --- an install ---
-
-    async def _installed(self, before: Replies, number: int, pause: _Pause) -> InstallAnswer:
-        try:
-            replies = await self._install_everywhere(before, number)
-        except WeightcastError as exc:
-            after = await self._taken_back(exc, Settle(before.info.holder, number, keep=False))
-            await self._end(pause, after)
-            raise _failed(exc, after.torn) from exc
-        await self._end(pause, replies)
-        return InstallAnswer(replies.info.weight_version, replies.info.run, time.perf_counter() - pause.began_at)
+            paused_at = time.perf_counter()
+            try:
+                replies = await self._install_everywhere(before, number)
+            except WeightcastError as exc:
+                try:
+                    after = await self._replies(Settle(holder, number, keep=False))
+                except WeightcastError as lost:
+                    unknown = "whether all ranks hold one version is not known; publish a complete one to heal it"
+                    raise InstallError(f"{exc}; {unknown}: {lost}", torn=True) from lost
+                await self._end_install(after, goes_on)
+                if not after.torn:
+                    raise
+                text = str(exc) if isinstance(exc, InstallError) else f"{exc}; {after.torn}"
+                raise InstallError(text, torn=True) from exc
+            await self._end_install(replies, goes_on)
+            return InstallAnswer(replies.info.weight_version, replies.info.run, time.perf_counter() - paused_at)
 
     async def _install_everywhere(self, before: Replies, number: int) -> Replies:
         """The ranks of one engine agree by themselves; several engines are told what became of it everywhere."""
@@ -194,20 +205,13 @@ class PluginEngine(abc.ABC):
             raise InstallError(f"version {number} was not installed everywhere: {replies.torn}", torn=True)
         return replies
 
-    async def _taken_back(self, error: WeightcastError, settle: Settle) -> Replies:
-        """What the ranks are once each has gone back, or could not."""
-        try:
-            return await self._replies(settle)
-        except WeightcastError as exc:
-            raise InstallError(f"{error}; {_UNKNOWN}: {exc}", torn=True) from exc
-
-    async def _end(self, pause: _Pause, replies: Replies) -> None:
+    async def _end_install(self, replies: Replies, goes_on: bool) -> None:
         """Label the engine with what its ranks hold, and let it generate, unless they are torn."""
         if replies.torn:
             return
         with self._translated():
             await self._publish(replies)
-            if pause.is_lifted:
+            if goes_on:
                 await self._go_on()
         self._mutex.in_doubt = False
 
@@ -247,18 +251,3 @@ class PluginEngine(abc.ABC):
             raise
         except Exception as exc:
             raise ControlError(f"{self._host} failed: {type(exc).__name__}: {exc}", peer=_PEER) from exc
-
-
-class _Pause:
-    """The pause of an install. `is_lifted`: whether the install ends it, since nobody else had asked for one."""
-
-    def __init__(self, *, is_lifted: bool) -> None:
-        self.is_lifted = is_lifted
-        self.began_at = 0.0
-
-
-def _failed(error: WeightcastError, torn: str) -> WeightcastError:
-    """The error of an install, now that it is known whether all could go back."""
-    if not torn:
-        return error
-    return InstallError(str(error) if isinstance(error, InstallError) else f"{error}; {torn}", torn=True)

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from weightcast.errors import IncompleteUpdateError, InstallError, UnsupportedError, listed
 from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.host import copy as host_copy
 from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer
 
 Agree: TypeAlias = Callable[[BaseException | None], None]
@@ -37,7 +40,10 @@ class LoaderEngine(abc.ABC):
     thread at a time, between two steps of generation.
     """
 
-    def __init__(self, acceptance: Acceptance | None, unsupported: Sequence[str], agree: Agree) -> None:
+    def __init__(
+        self, model: nn.Module, acceptance: Acceptance | None, unsupported: Sequence[str], agree: Agree
+    ) -> None:
+        self._model = model
         self._acceptance = acceptance
         self._unsupported = unsupported
         self._agree = agree
@@ -51,9 +57,8 @@ class LoaderEngine(abc.ABC):
         `calls`: as in `AcceptedOffer`.
         """
 
-    @abc.abstractmethod
-    def _copy(self) -> Callable[[], None]:
-        """Copy this rank's weights to host memory; what it returns puts them back, wherever an install has failed."""
+    def _end_load(self) -> None:  # noqa: B027  (nothing to do where no load can be left half-way)
+        """End a load that was left half-way, before the weights are copied and once they were put back. Idempotent."""
 
     def _drop_caches(self) -> None:  # noqa: B027  (nothing to do where the engine's caller drops them)
         """Forget what was computed with the former weights. Raises InstallError."""
@@ -106,15 +111,18 @@ class LoaderEngine(abc.ABC):
     def snapshot(self) -> Callable[[], None]:
         """Copy this rank's weights to host memory; what it returns puts them back, wherever a `load` has failed.
 
-        Takes the memory of this rank's parameters once more, and the time to copy it.
+        Costs host memory of the size of this rank's parameters and buffers, and the time to copy them, per install.
+        What an engine keeps beside these, packed for its kernels, is not copied: the old packed weights live on beside
+        the new ones until the copy is dropped. Storage addresses are kept, so that captured graphs stay valid.
         """
-        restore: Callable[[], None] | None = None
         with self._agreed():
-            restore = self._copy()
+            self._end_load()
+            restore = _snapshot(self._model)
 
         def put_back() -> None:
             with self._agreed():
                 restore()
+                self._end_load()
                 self.discard()
 
         return put_back
@@ -122,18 +130,12 @@ class LoaderEngine(abc.ABC):
     @contextlib.contextmanager
     def _agreed(self) -> Iterator[None]:
         """One step of all ranks: what any of them raises, all raise."""
-        error: BaseException | None = None
         try:
             yield
         except BaseException as exc:
-            error = exc
-        try:
-            self._agree(error)
-            if error is not None:
-                raise error
-        finally:
-            # The error's frames, this one among them, have tensors of the transport's memory.
-            error = None
+            self._agree(exc)
+            raise
+        self._agree(None)
 
 
 def _handed(tensors: Tensors, accepted: AcceptedOffer, due: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -142,7 +144,8 @@ def _handed(tensors: Tensors, accepted: AcceptedOffer, due: set[str]) -> Iterato
     shared: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
         owner = accepted.tied.get(name, name)
-        if owner in owners and not _equal(shared.setdefault(owner, tensor), tensor):
+        first = shared.setdefault(owner, tensor) if owner in owners else tensor
+        if first is not tensor and not (first.dtype == tensor.dtype and torch.equal(first, tensor)):
             raise InstallError(
                 f"{name!r} is tied to other weights in this engine, but came with values of its own", torn=True
             )
@@ -151,5 +154,34 @@ def _handed(tensors: Tensors, accepted: AcceptedOffer, due: set[str]) -> Iterato
             yield name, tensor
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a is b or (a.dtype == b.dtype and torch.equal(a, b))
+_OWN_CONTAINERS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
+"""Of a module's attributes, these are copied; of others the reference is kept."""
+
+
+def _snapshot(model: nn.Module) -> Callable[[], None]:
+    """Copy now; the result puts everything back, also in the middle of a load. It may be called more than once."""
+    saved: list[tuple[Any, dict[str, Any]]] = []
+    for layer in model.modules():
+        # A module may delegate the packing of its weights.
+        for subject in (layer, vars(layer).get("quant_method"), vars(layer).get("impl")):
+            if hasattr(subject, "__dict__"):
+                saved.append((subject, _copied(vars(subject))))
+    live = [*model.parameters(), *model.buffers()]
+    values = [tensor.data for tensor in live]
+    with torch.inference_mode():
+        copies = [value.to("cpu", copy=True) for value in values]
+
+    def restore() -> None:
+        for subject, attributes in saved:
+            subject.__dict__.clear()
+            subject.__dict__.update(_copied(attributes))
+        for tensor, value in zip(live, values, strict=True):
+            tensor.data = value
+        with torch.inference_mode():
+            host_copy.copy_all(values, copies)
+
+    return restore
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: copy.copy(value) if name in _OWN_CONTAINERS else value for name, value in attributes.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +16,27 @@ from typing import Any
 import msgspec
 import torch
 
-from weightcast.errors import ErrorRecord, PeerError
+from weightcast.errors import ErrorRecord, PeerError, WeightcastError, to_record
 from weightcast.format.manifest import decode
+
+logger = logging.getLogger(__name__)
+
+
+class Attempt:
+    """Runs its body; `error` is what the body raised, as a record: it keeps no frames, and so no tensors, alive."""
+
+    error: ErrorRecord | None = None
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if not isinstance(error, WeightcastError):
+            logger.error("a step of an update failed", exc_info=error)
+        self.error = to_record(error)
+        return True
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -30,19 +50,16 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
 class RankConsensus:
     """The ranks of an engine, seen from one of them. `groups` are process groups on CPUs, innermost first.
 
-    `first_rank` is the engine's first in the numbering that errors use.
+    `first_rank`: the engine's first rank in the numbering that errors use.
     """
 
     def __init__(self, groups: Sequence[Any], *, first_rank: int = 0, deadline_seconds: float = 60.0) -> None:
         self._groups = [group for group in groups if group.size() > 1]
+        self.num_ranks = math.prod(group.size() for group in self._groups)
+        """How many exchange with each other: those of one engine."""
         self._first_rank = first_rank
         self._deadline_seconds = deadline_seconds
         self._broken = ""
-
-    @property
-    def num_ranks(self) -> int:
-        """How many exchange with each other: those of one engine."""
-        return math.prod(group.size() for group in self._groups)
 
     def exchange(self, outcome: Outcome) -> list[Outcome]:
         """Every rank's outcome, by rank. Raises as `gather`."""
@@ -74,9 +91,12 @@ class RankConsensus:
 
     def _all_gather(self, group: Any, mine: torch.Tensor) -> list[torch.Tensor]:
         rows = [torch.empty_like(mine) for _ in range(group.size())]
-        work = group.allgather([rows], [mine])
-        work.wait(datetime.timedelta(seconds=self._deadline_seconds))
+        group.allgather([rows], [mine]).wait(datetime.timedelta(seconds=self._deadline_seconds))
         return rows
+
+    def common_error(self, own: ErrorRecord | None) -> ErrorRecord | None:
+        """Exchange errors: one for all ranks if any has one. Raises as `gather`."""
+        return self.first_error(self.exchange(Outcome(own)))
 
     def first_error(self, outcomes: Sequence[Outcome]) -> ErrorRecord | None:
         """One error for all: the first rank's, naming every rank that has one; torn if any rank is."""
@@ -86,6 +106,5 @@ class RankConsensus:
         error, torn = failed[0][1], any(error.torn for _, error in failed)
         if len(outcomes) == 1:
             return error
-        where = ", ".join(str(rank) for rank, _ in failed)
-        noun = "rank" if len(failed) == 1 else "ranks"
-        return msgspec.structs.replace(error, message=f"{error.message} [engine {noun} {where}]", torn=torn)
+        where = f"{'rank' if len(failed) == 1 else 'ranks'} {', '.join(str(rank) for rank, _ in failed)}"
+        return msgspec.structs.replace(error, message=f"{error.message} [engine {where}]", torn=torn)

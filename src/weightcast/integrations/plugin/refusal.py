@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 from weightcast.errors import EngineTornError
@@ -50,12 +49,16 @@ class Refusal:
     part: str = ""
 
     def begin(self, why: str) -> None:
-        refused = _attributes(self.engine).get(_MARK)
+        attributes = _attributes(self.engine)
+        refused = attributes.get(_MARK)
         if refused is None:
-            refused = _attributes(self.engine)[_MARK] = _Refused()
-            for own, name in _generating(self.engine):
-                refused.former.append((own, name, own.get(name, _ABSENT)))
-                own[name] = refused
+            refused = attributes[_MARK] = _Refused()
+            for part in (self.engine, getattr(self.engine, "llm_engine", None)):
+                own = _attributes(part)
+                for name in _GENERATES:
+                    if callable(getattr(part, name, None)):
+                        refused.former.append((own, name, own.get(name, _ABSENT)))
+                        own[name] = refused
         refused.reasons[self.part] = why
         logger.warning("%s does not generate until a complete update heals it: %s", type(self.engine).__name__, why)
 
@@ -77,11 +80,4 @@ class Refusal:
 
 
 def _attributes(part: Any) -> dict[str, Any]:
-    found: dict[str, Any] = getattr(part, "__dict__", {})
-    return found
-
-
-def _generating(engine: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Each method that generates, by the attributes of the object that has it."""
-    for part in (engine, getattr(engine, "llm_engine", None)):
-        yield from ((_attributes(part), name) for name in _GENERATES if callable(getattr(part, name, None)))
+    return getattr(part, "__dict__", {})

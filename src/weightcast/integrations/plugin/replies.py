@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET
 
 from weightcast.control.worker_rpc import RankReply
-from weightcast.errors import from_record
+from weightcast.errors import PeerError, from_record
 from weightcast.format.messages import WeightInfo
 
 
@@ -27,11 +27,6 @@ class Replies(NamedTuple):
         return torn or (f"its ranks hold different versions: {', '.join(versions)}" if len(versions) > 1 else "")
 
     @property
-    def weights_asleep(self) -> bool:
-        """Whether no rank has its weights' memory."""
-        return all(reply.weights_asleep for reply in self.ranks)
-
-    @property
     def info(self) -> WeightInfo:
         """What the ranks are together, as far as they know it: a pause is the host's own."""
         infos = [reply.info for reply in self.ranks]
@@ -40,12 +35,16 @@ class Replies(NamedTuple):
             first,
             holder=first.holder if all(info.holder == first.holder for info in infos) else "",
             torn=self.torn,
-            world_size=len(infos),
             instance=self.ranks[0].instance or UNSET,
-            abilities=("install", *(a for a in first.abilities if all(a in info.abilities for info in infos))),
+            # A pause is the host's: no lease of a rank's ends it.
+            abilities=tuple(a for a in first.abilities if a != "lease" and all(a in info.abilities for info in infos)),
         )
 
-    def raise_first(self) -> None:
+    def raise_first(self, peer: str = "") -> None:
+        """Raise the first error of any rank. `peer`: whom a PeerError then names."""
         error = next((reply.error for reply in self.ranks if reply.error is not None), None)
         if error is not None:
-            raise from_record(error)
+            raised = from_record(error)
+            if peer and isinstance(raised, PeerError):
+                raised.peer = peer
+            raise raised

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,70 +25,37 @@ from weightcast.control.routes import (
     pause_mode,
     version_number,
 )
-from weightcast.control.worker_rpc import Init, Leave, RankCall, UpdateCall
+from weightcast.control.worker_rpc import Init, Leave, UpdateCall
 from weightcast.errors import EngineTornError, PeerTimeoutError
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode
-from weightcast.format.messages import PauseMode, WeightInfo
+from weightcast.integrations.plugin.engine import PluginEngine
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _INSTALL_SECONDS = 300.0
 
 
-class InstallAnswer(NamedTuple):
-    """An install's outcome. `pause_seconds`: how long the engine stood still for it."""
-
-    weight_version: str
-    run: str
-    pause_seconds: float
-
-
-class ServedEngine(Protocol):
-    """All ranks behind one server. Every wait has a deadline; errors are WeightcastErrors."""
-
-    async def call(self, call: RankCall) -> None: ...
-
-    async def info(self) -> WeightInfo: ...
-
-    async def install(self, number: int, mode: PauseMode, run: str = "") -> InstallAnswer: ...
-
-    async def pause(self, mode: PauseMode) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def is_paused(self) -> bool: ...
-
-    def world_size(self, *, with_data_parallel: bool) -> int: ...
-
-
 class EngineRoutes:
-    """`find` gives the engine, or raises ClosedError where there is none. `default_pause`: the mode of /pause."""
+    """`find` gives the engine, or raises ClosedError where there is none."""
 
-    def __init__(self, find: Callable[[], ServedEngine], *, default_pause: PauseMode = "keep") -> None:
+    def __init__(self, find: Callable[[], PluginEngine]) -> None:
         self._find = find
-        self._default_pause = default_pause
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def handlers(self) -> Iterator[tuple[str, str, Handler]]:
+    def handlers(self) -> list[tuple[str, str, Handler]]:
         """Method, path and what answers there."""
-        posts: dict[str, Handler] = {
-            "/init_weight_transfer_engine": self._init,
-            "/start_weight_update": self._start,
-            "/update_weights": self._update,
-            "/finish_weight_update": self._finish,
-            "/shutdown_weight_transfer_engine": self._shutdown,
-            "/pause": self._pause,
-            "/resume": self._resume,
-        }
-        gets: dict[str, Handler] = {
-            "/weight_info": self._info,
-            "/is_paused": self._is_paused,
-            "/get_world_size": self._world_size,
-        }
-        for method, handlers in (("POST", posts), ("GET", gets)):
-            for path, handler in handlers.items():
-                yield method, path, handler
+        return [
+            ("POST", "/init_weight_transfer_engine", self._init),
+            ("POST", "/start_weight_update", self._start),
+            ("POST", "/update_weights", self._update),
+            ("POST", "/finish_weight_update", self._finish),
+            ("POST", "/shutdown_weight_transfer_engine", self._shutdown),
+            ("POST", "/pause", self._pause),
+            ("POST", "/resume", self._resume),
+            ("GET", "/weight_info", self._info),
+            ("GET", "/is_paused", self._is_paused),
+            ("GET", "/get_world_size", self._world_size),
+        ]
 
     async def _init(self, request: Request) -> Response:
         body: InitBody = decode(await read_body(request, MAX_SMALL_BODY_BYTES), InitBody)
@@ -109,11 +76,22 @@ class EngineRoutes:
         body: FinishBody = decode(await read_body(request, MAX_SMALL_BODY_BYTES), FinishBody)
         number, mode = version_number(body.weight_version), pause_mode(request, "keep")
         install = self._find().install(number, mode, request.query_params.get("run", ""))
-        done = await self._lasting(install, f"the install of version {number}")
+        # It goes on by itself if its client goes away or waits no longer.
+        task = asyncio.create_task(install)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            done = await asyncio.wait_for(asyncio.shield(task), _INSTALL_SECONDS)
+        except TimeoutError as exc:
+            raise PeerTimeoutError(
+                f"the install of version {number} has not ended within {_INSTALL_SECONDS:g} s, and goes on: ask "
+                "/weight_info what became of it",
+                peer="engine",
+            ) from exc
         return reply({"message": "installed", **done._asdict()})
 
     async def _pause(self, request: Request) -> Response:
-        await self._find().pause(pause_mode(request, self._default_pause))
+        await self._find().pause(pause_mode(request, "keep"))
         return reply({"status": "paused"})
 
     async def _resume(self, request: Request) -> Response:
@@ -134,21 +112,12 @@ class EngineRoutes:
         return reply({"is_paused": await self._find().is_paused()})
 
     async def _world_size(self, request: Request) -> Response:
-        with_data_parallel = request.query_params.get("include_dp", "true").lower() not in ("false", "0", "no", "off")
-        return reply({"world_size": self._find().world_size(with_data_parallel=with_data_parallel)})
+        return reply({"world_size": self._find().world_size(with_data_parallel=is_on(request, "include_dp"))})
 
-    async def _lasting(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """Wait for `work`, which goes on by itself if its client goes away or waits no longer."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        try:
-            return await asyncio.wait_for(asyncio.shield(task), _INSTALL_SECONDS)
-        except TimeoutError as exc:
-            what = (
-                f"{what} has not ended within {_INSTALL_SECONDS:g} s, and goes on: ask /weight_info what became of it"
-            )
-            raise PeerTimeoutError(what, peer="engine") from exc
+
+def is_on(request: Request, option: str) -> bool:
+    """Whether an option of the query, which is on by default, is not switched off."""
+    return request.query_params.get(option, "true").lower() not in ("false", "0", "no", "off")
 
 
 def log(error: Exception) -> None:
@@ -166,13 +135,9 @@ class TornGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        if self._generates(scope):
-            torn = await self._why_torn()
+        if scope["type"] == "http" and scope["method"] == "POST":
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            torn = await self._why_torn() if path.startswith(self._generation) else ""
             if torn:
                 app = refusal(f"the engine holds no whole version: {torn}", "EngineTornError", 503)
         await app(scope, receive, send)
-
-    def _generates(self, scope: Scope) -> bool:
-        if scope["type"] != "http" or scope["method"] != "POST":
-            return False
-        return bool(scope["path"].removeprefix(scope.get("root_path", "")).startswith(self._generation))

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from weightcast.errors import ControlError, PeerTimeoutError
+from weightcast.host.closing import on_failure
 
 _POLL_SECONDS = 0.005
 _NUM_SERVERS, _IN_DOUBT = 0, 1
@@ -47,11 +48,17 @@ class ServerMutex:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as exc:
             raise ControlError(f"the API servers of this vLLM can't meet at {path}: {exc}") from exc
-        try:
-            _meet(fd, path, num_servers)
-        except BaseException:
-            os.close(fd)
-            raise
+        with on_failure(lambda: os.close(fd)):
+            # A lock of its own: a turn may last for an install.
+            fcntl.lockf(fd, fcntl.LOCK_EX)
+            status = os.fstat(fd)
+            if status.st_uid != os.geteuid() or not status.st_nlink:
+                raise ControlError(f"the API servers of this vLLM can't meet at {path}: it is not theirs; remove it")
+            num_come = _byte(fd, _NUM_SERVERS) + 1
+            os.pwrite(fd, bytes([num_come]), _NUM_SERVERS)
+            if num_come >= num_servers:
+                path.unlink()
+            fcntl.lockf(fd, fcntl.LOCK_UN)
         return cls(fd)
 
     def close(self) -> None:
@@ -72,26 +79,19 @@ class ServerMutex:
     @contextlib.asynccontextmanager
     async def turn(self, deadline_seconds: float) -> AsyncIterator[None]:
         """Have the turn, alone among all requests of all servers. Raises PeerTimeoutError past the deadline."""
-        try:
-            await asyncio.wait_for(self._acquire(), deadline_seconds)
-        except TimeoutError as exc:
-            text = f"another request has had this vLLM to itself for {deadline_seconds:g} s: ask again"
-            raise PeerTimeoutError(text, peer="engine") from exc
-        try:
+        with contextlib.ExitStack() as turn:
+            try:
+                async with asyncio.timeout(deadline_seconds):
+                    await self._lock.acquire()
+                    turn.callback(self._lock.release)
+                    # flock has no asynchronous notification: poll.
+                    while not self._is_granted():
+                        await asyncio.sleep(_POLL_SECONDS)
+            except TimeoutError as exc:
+                text = f"another request has had this vLLM to itself for {deadline_seconds:g} s: ask again"
+                raise PeerTimeoutError(text, peer="engine") from exc
+            turn.callback(fcntl.flock, self._fd, fcntl.LOCK_UN)
             yield
-        finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-            self._lock.release()
-
-    async def _acquire(self) -> None:
-        await self._lock.acquire()
-        try:
-            # flock has no asynchronous notification: poll.
-            while not self._is_granted():
-                await asyncio.sleep(_POLL_SECONDS)
-        except BaseException:
-            self._lock.release()
-            raise
 
     def _is_granted(self) -> bool:
         try:
@@ -99,19 +99,6 @@ class ServerMutex:
         except BlockingIOError:
             return False
         return True
-
-
-def _meet(fd: int, path: Path, num_servers: int) -> None:
-    """Be counted, and have the last one remove the name. Under a lock of its own: a turn may last for an install."""
-    fcntl.lockf(fd, fcntl.LOCK_EX)
-    status = os.fstat(fd)
-    if status.st_uid != os.geteuid() or not status.st_nlink:
-        raise ControlError(f"the API servers of this vLLM can't meet at {path}: it is not theirs; remove it")
-    num_come = _byte(fd, _NUM_SERVERS) + 1
-    os.pwrite(fd, bytes([num_come]), _NUM_SERVERS)
-    if num_come >= num_servers:
-        path.unlink()
-    fcntl.lockf(fd, fcntl.LOCK_UN)
 
 
 def _byte(fd: int, offset: int) -> int:

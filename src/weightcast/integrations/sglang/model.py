@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from weightcast.errors import InstallError
-from weightcast.integrations.plugin import undo
 from weightcast.integrations.plugin.acceptance import acceptance
 from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.plugin.dry_run import dry_run, present
@@ -39,17 +38,16 @@ class SglangModel(LoaderEngine):
     ) -> None:
         internals.require(runner, "model", "model_config", "weight_updater", "server_args")
         internals.require(runner.weight_updater, "begin_weight_update", "end_weight_update")
-        self._model: nn.Module = runner.model
+        model: nn.Module = runner.model
         self._session: Any = runner.weight_updater
         self._flush = flush
-        self._device = next(self._model.parameters()).device
+        self._device = next(model.parameters()).device
         if not unsupported:
-            trial = functools.partial(dry_run, self._model, _without_memory)
+            trial = functools.partial(dry_run, model, _without_memory)
             config = runner.model_config
             known = reference(config.model_path, revision=config.revision, cache_dir=runner.server_args.download_dir)
-        super().__init__(
-            None if unsupported else acceptance(self._model, trial, known, is_alone=is_alone), unsupported, agree
-        )
+        accepts = None if unsupported else acceptance(model, trial, known, is_alone=is_alone)
+        super().__init__(model, accepts, unsupported, agree)
 
     def _install(self, tensors: Tensors, calls: Mapping[str, int]) -> list[str]:
         loader: Any = self._model
@@ -62,9 +60,6 @@ class SglangModel(LoaderEngine):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return []
-
-    def _copy(self) -> Callable[[], None]:
-        return undo.snapshot(self._model)
 
     def _drop_caches(self) -> None:
         if not self._flush():

@@ -10,9 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weightcast.integrations.vllm.clients import AsyncLLMEngine as AsyncLLMEngine
-    from weightcast.integrations.vllm.clients import LLMEngine as LLMEngine
-    from weightcast.integrations.vllm.clients import RayEngine as RayEngine
+    from weightcast.integrations.vllm.clients import AsyncLLMEngine, LLMEngine, RayEngine
 
 __all__ = ["AsyncLLMEngine", "LLMEngine", "RayEngine"]
 

@@ -1,4 +1,4 @@
-"""vLLM without a server: an `LLM` or `AsyncLLM` of this process, or a Ray actor that is one, as engines of a Publisher.
+"""vLLM without a server: an `LLM` or `AsyncLLM` of this process, a Ray actor that is one, or what runs its workers.
 
 Invariants: each calls public methods of vLLM's classes only; every wait has a deadline, after which the engine counts
 as hung; an engine that is partly asleep is paused and resumed without waking it.
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
+import inspect
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from weightcast.control.worker_rpc import METHOD, unmarked
@@ -17,9 +20,23 @@ from weightcast.errors import ControlError, PeerDiedError, PeerTimeoutError, Wei
 from weightcast.format.messages import PauseMode
 from weightcast.integrations.plugin.refusal import Refusal
 from weightcast.integrations.vllm.rank_client import RankClient, Status
+from weightcast.seams.client import EngineClient
 
 Call = Callable[..., Any]
-"""Calls a method of an engine: its name, then its arguments. Raises WeightcastError only."""
+"""Calls a method of an engine: its name, then its arguments. Raises what that raises, TimeoutError past a deadline."""
+
+
+def detect(engine: Any) -> list[EngineClient]:
+    """The clients of an engine object, one for each replica; empty if it has no `collective_rpc`."""
+    if not hasattr(engine, "collective_rpc"):
+        return []
+    if hasattr(engine, "actors"):
+        return [CollectiveEngine(_replica(a), f"replica-{i}", of=engine) for i, a in enumerate(engine.actors)]
+    if inspect.iscoroutinefunction(engine.collective_rpc):
+        return [AsyncLLMEngine(engine)]
+    if hasattr(getattr(engine, "llm_engine", None), "engine_core"):
+        return [LLMEngine(engine)]
+    return [CollectiveEngine(engine, type(engine).__name__)]
 
 
 class LLMEngine(RankClient):
@@ -38,13 +55,14 @@ class LLMEngine(RankClient):
         token: str | None = None,
         timeout_seconds: float = 60.0,
     ) -> None:
-        def call(method: str, *args: Any, **kwargs: Any) -> Any:
-            return _translated(name, method, lambda: run(lambda: getattr(llm, method)(*args, **kwargs)))
-
         # Without a process of its own the engine computes in the caller's thread, whose state torch keeps by thread.
         is_inside = type(llm.llm_engine.engine_core).__name__ == "InprocClient"
-        run: Call = (lambda work: work()) if is_inside else (lambda work: _within(timeout_seconds, work))
-        super().__init__(name, _OfflineControl(name, call), refusal=Refusal(llm), pause=pause, token=token)
+
+        def call(method: str, *args: Any, **kwargs: Any) -> Any:
+            work = functools.partial(getattr(llm, method), *args, **kwargs)
+            return work() if is_inside else _in_thread(work, timeout_seconds)
+
+        super().__init__(name, _OfflineMethods(name, call), refusal=Refusal(llm), pause=pause, token=token)
 
 
 class AsyncLLMEngine(RankClient):
@@ -66,7 +84,7 @@ class AsyncLLMEngine(RankClient):
         home = asyncio.get_running_loop() if loop is None else loop
 
         def call(method: str, *args: Any, **kwargs: Any) -> Any:
-            if _is_running_here(home):
+            if asyncio._get_running_loop() is home:
                 raise ControlError(
                     f"{name} can't answer while its event loop waits: publish in another thread, "
                     "`await asyncio.to_thread(publisher.publish)`",
@@ -74,12 +92,12 @@ class AsyncLLMEngine(RankClient):
                 )
             future = asyncio.run_coroutine_threadsafe(getattr(async_llm, method)(*args, **kwargs), home)
             try:
-                return _translated(name, method, lambda: future.result(timeout_seconds))
+                return future.result(timeout_seconds)
             finally:
                 future.cancel()
 
         world_size = async_llm.vllm_config.parallel_config.world_size_across_dp
-        control = _AsyncControl(name, call, world_size)
+        control = _AsyncMethods(name, call, world_size)
         super().__init__(name, control, refusal=Refusal(async_llm), pause=pause, token=token)
 
 
@@ -105,34 +123,49 @@ class RayEngine(RankClient):
 
         name = name or f"ray:{handle._actor_id.hex()}"
         is_async = hasattr(handle, "pause_generation")
-        needed = [*_ALWAYS, *(_ASYNC if is_async else _OFFLINE)]
+        needed = ["collective_rpc", "wake_up", "get_weight_version", "update_weight_version"]
+        needed += ["is_paused"] if is_async else ["sleep", "reset_prefix_cache"]
         missing = [method for method in needed if not hasattr(handle, method)]
         if missing:
             raise ValueError(f"the actor {name} is no LLM or AsyncLLM of vLLM: it has no {', '.join(missing)}")
 
         def call(method: str, *args: Any, **kwargs: Any) -> Any:
-            reply = getattr(handle, method).remote(*args, **kwargs)
-            return _translated(name, method, lambda: ray.get(reply, timeout=timeout_seconds))
+            return ray.get(getattr(handle, method).remote(*args, **kwargs), timeout=timeout_seconds)
 
-        control = _AsyncControl(name, call) if is_async else _OfflineControl(name, call)
+        control = _AsyncMethods(name, call) if is_async else _OfflineMethods(name, call)
         super().__init__(name, control, pause=pause, token=token)
 
 
-_ALWAYS = ("collective_rpc", "wake_up", "get_weight_version", "update_weight_version")
-_ASYNC = ("pause_generation", "is_paused")
-_OFFLINE = ("sleep", "reset_prefix_cache")
+class CollectiveEngine(RankClient):
+    """An `EngineClient` of what has `collective_rpc(method, timeout, args, kwargs)`, for all of its workers.
+
+    It is known by that alone (TorchRL's AsyncVLLM, and each of its replicas); calls that answer with a future, or a Ray
+    reference, are waited for. `sleep(level=0)` and `wake_up(tags)`, where it has them, pause it for an install;
+    `reset_prefix_cache` is called in that pause. Without them the caller sees to it that nothing generates meanwhile.
+    """
+
+    def __init__(self, engine: Any, name: str, *, of: Any = None, timeout_seconds: float = 60.0) -> None:
+        """`of`: the object by which callers generate, where `engine` is one of several parts of it."""
+
+        def call(method: str, *args: Any, **kwargs: Any) -> Any:
+            return _resolved(getattr(engine, method)(*args, **kwargs), timeout_seconds)
+
+        has = functools.partial(hasattr, engine)
+        refusal = Refusal(engine) if of is None else Refusal(of, name)
+        super().__init__(name, _CollectiveMethods(name, call, has), refusal=refusal)
 
 
 class _Methods:
-    """What `LLM` and `AsyncLLM` have in common of a `Control`."""
+    """A `Control` by an engine's methods; vLLM's errors, asyncio's and Ray's become ours."""
 
     def __init__(self, name: str, call: Call) -> None:
         self._name = name
-        self._call = call
+        self._untranslated = call
 
     def call_ranks(self, call: Any) -> list[Any]:
-        replies: list[Any] = self._call("collective_rpc", METHOD, args=(call,))
-        return replies
+        replies = self._call("collective_rpc", METHOD, args=(call,))
+        # TorchRL gives a list of replies for each engine.
+        return [one for reply in replies for one in (reply if isinstance(reply, list) else [reply])]
 
     def resume(self) -> None:
         # Not resume_generation: an engine of which only the weights are awake must not schedule.
@@ -141,9 +174,25 @@ class _Methods:
     def set_label(self, version: str) -> None:
         self._call("update_weight_version", version)
 
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        name = self._name
+        try:
+            return self._untranslated(method, *args, **kwargs)
+        except WeightcastError:
+            raise
+        except TimeoutError as exc:
+            raise PeerTimeoutError(f"{name}.{method} gave no answer in time", peer=name) from exc
+        except Exception as exc:
+            if {"EngineDeadError", "RayActorError"} & {kind.__name__ for kind in type(exc).__mro__}:
+                raise PeerDiedError(f"{name} has died: {exc}", peer=name) from exc
+            record = unmarked(str(exc))
+            if record is not None:
+                raise from_record(record) from exc
+            raise ControlError(f"{name}.{method} failed: {type(exc).__name__}: {exc}", peer=name) from exc
 
-class _OfflineControl(_Methods):
-    """An `LLM`, which has no pause of its own, but a sleep that frees nothing."""
+
+class _OfflineMethods(_Methods):
+    """An `LLM`'s, which has no pause of its own, but a sleep that frees nothing."""
 
     def status(self) -> Status:
         return Status(self._call("get_weight_version"), False)
@@ -154,8 +203,8 @@ class _OfflineControl(_Methods):
             raise ControlError(f"{self._name} did not drop its prefix cache", peer=self._name)
 
 
-class _AsyncControl(_Methods):
-    """An `AsyncLLM`. `world_size`: None where it can't be read."""
+class _AsyncMethods(_Methods):
+    """An `AsyncLLM`'s. `world_size`: None where it can't be read."""
 
     def __init__(self, name: str, call: Call, world_size: int | None = None) -> None:
         super().__init__(name, call)
@@ -168,32 +217,52 @@ class _AsyncControl(_Methods):
         self._call("pause_generation", mode=mode, clear_cache=True)
 
 
-def _translated(name: str, method: str, call: Callable[[], Any]) -> Any:
-    """Run a call to vLLM; its errors, asyncio's and Ray's become ours."""
-    try:
-        return call()
-    except WeightcastError:
-        raise
-    except TimeoutError as exc:
-        raise PeerTimeoutError(f"{name}.{method} gave no answer in time", peer=name) from exc
-    except Exception as exc:
-        kinds = {kind.__name__ for kind in type(exc).__mro__}
-        if kinds & {"EngineDeadError", "RayActorError"}:
-            raise PeerDiedError(f"{name} has died: {exc}", peer=name) from exc
-        record = unmarked(str(exc))
-        if record is not None:
-            raise from_record(record) from exc
-        raise ControlError(f"{name}.{method} failed: {type(exc).__name__}: {exc}", peer=name) from exc
+class _CollectiveMethods(_Methods):
+    """Those that an engine `has`."""
+
+    def __init__(self, name: str, call: Call, has: Callable[[str], bool]) -> None:
+        super().__init__(name, call)
+        self._has = has
+
+    def status(self) -> Status:
+        """Neither label nor pause is asked for: a replica of TorchRL's tells neither."""
+        return Status("default", False)
+
+    def pause(self, mode: PauseMode) -> None:
+        del mode  # a sleep of level 0 keeps requests
+        if self._has("sleep"):
+            self._call("sleep", level=0)
+        if self._has("reset_prefix_cache") and self._call("reset_prefix_cache") is False:
+            # With requests that stand still in the pause: once more, as TorchRL does, and then after the install.
+            self._call("reset_prefix_cache")
+
+    def resume(self) -> None:
+        if self._has("wake_up"):
+            super().resume()
+
+    def set_label(self, version: str) -> None:
+        """There is none."""
 
 
-def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False
+def _replica(actor: Any) -> Any:
+    """A replica of AsyncVLLM, which is a Ray actor, as an object with methods that answer with Ray references."""
+    methods = {name: name for name in ("sleep", "wake_up", "reset_prefix_cache")}
+    methods["collective_rpc"] = "collective_rpc_v1"
+    return SimpleNamespace(**{name: getattr(actor, m).remote for name, m in methods.items() if hasattr(actor, m)})
 
 
-def _within(timeout_seconds: float, work: Callable[[], Any]) -> Any:
+def _resolved(value: Any, timeout_seconds: float) -> Any:
+    """What a call answered with, also where that is a future, or a list of them. Raises TimeoutError."""
+    if isinstance(value, list):
+        return [_resolved(item, timeout_seconds) for item in value]
+    if type(value).__name__ == "ObjectRef":
+        import ray
+
+        return ray.get(value, timeout=timeout_seconds)
+    return value.result(timeout_seconds) if hasattr(value, "result") else value
+
+
+def _in_thread(work: Callable[[], Any], timeout_seconds: float) -> Any:
     """Run `work` in a thread of its own, since nothing ends vLLM's wait for an engine process that is stuck or gone.
 
     Raises TimeoutError; the thread is then left behind.

@@ -45,7 +45,8 @@ class VllmEngine(PluginEngine):
         """
         async with self._alone():
             replies = await self._in_time(self._replies(Ask()))
-            if not (replies.weights_asleep and list(tags) == ["weights"]):
+            are_asleep = all(reply.weights_asleep for reply in replies.ranks)
+            if not (are_asleep and list(tags) == ["weights"]):
                 await self._require_whole(replies)
             yield
 

@@ -7,6 +7,7 @@ ranks at once, and vLLM then leaves replies unread and answers later calls with 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -15,16 +16,9 @@ from weightcast.control.http import HttpRoutes
 from weightcast.control.worker_rpc import METHOD, Ask
 from weightcast.errors import ControlError
 from weightcast.format.messages import PauseMode
+from weightcast.integrations.vllm.plugin import BACKEND, OPTION
 from weightcast.integrations.vllm.rank_client import RankClient, Status
-from weightcast.integrations.vllm.replies import RankResults, WeightInfoReply, WorldSizeReply
 from weightcast.links.watchdog import RecoveryRequest
-
-BACKEND = "weightcast"
-_CONFIG = '{"backend": "weightcast"}'
-_encode = msgspec.json.encode
-# Not /resume: a server of which only the weights are awake must not schedule before its KV cache is.
-RESUME = "/wake_up?tags=scheduling"
-_IS_TORN = r'"torn":\s*"[^"]'
 
 
 def detect(routes: HttpRoutes, pause: PauseMode) -> VllmStockServer | None:
@@ -35,7 +29,7 @@ def detect(routes: HttpRoutes, pause: PauseMode) -> VllmStockServer | None:
             return None
         raise ControlError(
             f"{routes.name} is vLLM {version.version} without weight routes: `pip install weightcast` where it runs, "
-            f"and start it with VLLM_PLUGINS=weightcast and --weight-transfer-config '{_CONFIG}'",
+            f"and start it with VLLM_PLUGINS=weightcast and {OPTION}",
             peer=routes.name,
         )
     info = routes.probe("/server_info?config_format=json", _ServerKind)
@@ -51,65 +45,96 @@ class VllmStockServer(RankClient):
     """A vLLM server by its stock routes. If this process dies in a pause, the watchdog resumes it unless torn."""
 
     def __init__(self, routes: HttpRoutes, *, pause: PauseMode) -> None:
-        super().__init__(routes.name, VllmRoutes(routes), pause=pause, token=routes.token)
-        self._routes = routes
+        self._routes = VllmRoutes(routes)
+        super().__init__(routes.name, self._routes, pause=pause, token=routes.token)
 
     def recovery_requests(self, run: str) -> list[RecoveryRequest]:
         """Ask whether a rank is torn (that waits for an install under way); if none is, resume."""
-        headers = dict(self._routes.headers)
-        ask = _encode(_rank_call(msgspec.to_builtins(Ask()))).decode()
+        ask = _rank_call(msgspec.to_builtins(Ask()))
         return [
-            RecoveryRequest(f"{self.name}/collective_rpc", headers, ask, stop_if=_IS_TORN),
-            RecoveryRequest(f"{self.name}{RESUME}", headers),
+            self._routes.recovery_request("/collective_rpc", ask, stop_if=r'"torn":\s*"[^"]'),
+            self._routes.recovery_request(RESUME),
         ]
 
     def close(self) -> None:
-        self._routes.close()
+        self._routes.http.close()
+
+
+# Not /resume: a server of which only the weights are awake must not schedule before its KV cache is.
+RESUME = "/wake_up?tags=scheduling"
 
 
 class VllmRoutes:
     """`Control` by vLLM's own routes."""
 
-    def __init__(self, routes: HttpRoutes) -> None:
-        self._routes = routes
+    def __init__(self, http: HttpRoutes) -> None:
+        self.http = http
 
     def call_ranks(self, call: Any) -> list[Any]:
-        return self._routes.post_for("/collective_rpc", _encode(_rank_call(call)), RankResults).results
+        return self.rpc(_rank_call(call))
+
+    def rpc(self, body: Mapping[str, Any]) -> list[Any]:
+        """What a method of vLLM's workers returned, rank by rank.
+
+        Never with vLLM's own `timeout`: one that passes leaves a reply behind, which the next step would read.
+        """
+        return self.http.post_for("/collective_rpc", msgspec.json.encode(body), _RankResults).results
 
     def status(self) -> Status:
-        label = self._routes.get("/weight_info", WeightInfoReply).weight_version
-        world_size = self._routes.get("/get_world_size", WorldSizeReply).world_size
-        return Status(label, self._routes.get("/is_paused", _IsPaused).is_paused, world_size)
+        label = self.http.get("/weight_info", WeightInfoReply).weight_version
+        return Status(label, self.http.get("/is_paused", _IsPaused).is_paused, self.world_size())
+
+    def world_size(self) -> int:
+        return self.http.get("/get_world_size", _WorldSize).world_size
 
     def pause(self, mode: PauseMode) -> None:
-        self._routes.post(f"/pause?mode={mode}&clear_cache=true")
+        self.http.post(f"/pause?mode={mode}&clear_cache=true")
 
     def resume(self) -> None:
-        self._routes.post(RESUME)
+        self.http.post(RESUME)
 
     def set_label(self, version: str) -> None:
-        self._routes.post("/update_weight_version", _encode({"new_version": version}))
+        self.http.post("/update_weight_version", msgspec.json.encode({"new_version": version}))
+
+    def recovery_request(self, path: str, body: Any = None, **options: Any) -> RecoveryRequest:
+        """A POST that the watchdog sends if this process dies; `options` are those of `RecoveryRequest`."""
+        text = "" if body is None else msgspec.json.encode(body).decode()
+        return RecoveryRequest(f"{self.http.name}{path}", dict(self.http.headers), text, **options)
 
 
 def _rank_call(call: Any) -> dict[str, Any]:
-    # Never with vLLM's own `timeout`: one that passes leaves a reply behind, which the next step would read.
     return {"method": METHOD, "args": [call]}
+
+
+# --- what vLLM's routes answer, as far as it is read ---
+
+
+class WeightInfoReply(msgspec.Struct):
+    weight_version: str
 
 
 class _IsPaused(msgspec.Struct):
     is_paused: bool
 
 
+class _WorldSize(msgspec.Struct):
+    world_size: int
+
+
+class _RankResults(msgspec.Struct):
+    results: list[Any]
+
+
 class _Version(msgspec.Struct):
     version: str
 
 
-class _WeightTransferConfig(msgspec.Struct):
+class TransferConfig(msgspec.Struct):
     backend: str
 
 
 class _VllmConfig(msgspec.Struct):
-    weight_transfer_config: _WeightTransferConfig | None = None
+    weight_transfer_config: TransferConfig | None = None
 
 
 class _ServerKind(msgspec.Struct):

@@ -1,10 +1,12 @@
 """One install: packed layers are filled and packed by vLLM one after another, all others are loaded in place.
 
 This is vLLM's layerwise reload, by its own parts, but for how it learns that a layer is whole: vLLM calls every loader
-twice, first to count what it would copy; here the dry run of the offer has counted the calls.
+twice, first to count what it would copy; here the dry run of the offer has counted the calls. A packed layer is filled
+beside its live tensors, then packed by vLLM and copied into them.
 
-Invariants: when it returns or raises, every layer has its live tensors and none is on the meta device; nothing that was
-received is kept. It costs the memory of the layers that are under way, never that of the model.
+Invariants: when it returns or raises, every layer has its live tensors, where they were, so that captured graphs stay
+valid, and none is on the meta device; nothing that was received is kept. From the first call of its loaders to the last
+one a packed layer takes the memory of its own tensors once more, and before and after that none.
 
 Two faults of the stock reload on CPUs, where weights are packed once more for the CPU's kernels, are worked round:
 
@@ -17,15 +19,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from weightcast.errors import UnsupportedError
+from weightcast.errors import InstallError, UnsupportedError
+from weightcast.host.closing import on_failure
+from weightcast.integrations.plugin.dry_run import present
 from weightcast.integrations.vllm import internals
-from weightcast.integrations.vllm.layers import Filling, is_cpu_experts, is_packed
+
+Tensors = dict[str, torch.Tensor]
 
 
 class Reload:
@@ -36,11 +41,18 @@ class Reload:
         self._vllm_config = vllm_config
         self._packed = {name: layer for name, layer in model.named_modules() if is_packed(layer)}
         self._attention: list[Any] = [layer for layer in model.modules() if internals.require().is_attention(layer)]
-        self._tied = list(_ties(model))
+        self._tied: list[Any] = []
+        """Packed layers in host memory with a parameter that belongs to an earlier layer as well."""
+        seen: set[int] = set()
+        for layer in model.modules():
+            own = {id(p) for p in layer.parameters(recurse=False) if p.is_cpu and p.numel()}
+            if own & seen and is_packed(layer):
+                self._tied.append(layer)
+            seen |= own
 
     def require_work_rounds(self) -> None:
         """Raises UnsupportedError if a layer that a work-round is for lacks what the work-round needs."""
-        experts: list[Any] = [layer for layer in self._packed.values() if is_cpu_experts(layer)]
+        experts: list[Any] = [layer for layer in self._packed.values() if _is_cpu_experts(layer)]
         methods = [layer.quant_method for layer in experts]
         lacking = {f"{type(method).__name__}.moe_kernel" for method in methods if not hasattr(method, "moe_kernel")}
         lacking |= {f"{type(layer).__name__}.cpu_linear" for layer in self._tied if "cpu_linear" not in vars(layer)}
@@ -55,25 +67,27 @@ class Reload:
 
         Raises what the model's loader raises. The weights are then of no version, but another load can heal them.
         """
-        with internals.require().current_config(self._vllm_config):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(internals.require().current_config(self._vllm_config))
             # Somebody's reload that was left half-way would go on with what it has buffered.
             self.abort()
-            try:
-                with _without_collections():
-                    return self._filled(tensors, calls)
-            except BaseException:
+            stack.enter_context(on_failure(self.abort))
+            if gc.isenabled():
+                # A full collection looks at all that vLLM keeps, 0.1 s and more, and an install leaves it nothing.
+                gc.disable()
+                stack.callback(gc.enable)
+            fillings = [Filling(name, self._packed[name], number) for name, number in calls.items()]
+            self._model.load_weights(tensors)
+            missing = [str(filling) for filling in fillings if not filling.is_whole]
+            if missing:
                 self.abort()
-                raise
-
-    def _filled(self, tensors: Iterable[tuple[str, torch.Tensor]], calls: Mapping[str, int]) -> list[str]:
-        fillings = [Filling(name, self._packed[name], number) for name, number in calls.items()]
-        self._model.load_weights(tensors)
-        missing = [str(filling) for filling in fillings if not filling.is_whole]
-        if missing:
-            self.abort()
-        else:
-            self._finish()
-        return missing
+                return missing
+            # What vLLM computes from the weights of several layers.
+            for layer in self._attention:
+                layer.process_weights_after_loading(self._vllm_config.model_config.dtype)
+            for layer in self._tied:
+                layer.quant_method.process_weights_after_loading(layer)
+        return []
 
     def abort(self) -> None:
         """End a reload that is under way: every layer gets its live tensors back, what is buffered goes. Idempotent."""
@@ -88,31 +102,100 @@ class Reload:
         if hasattr(self._model, "_original_do_torchao_reload"):
             self._model._do_torchao_reload = self._model._original_do_torchao_reload
 
-    def _finish(self) -> None:
-        """Have vLLM compute what it keeps of the weights of several layers."""
-        for layer in self._attention:
-            layer.process_weights_after_loading(self._vllm_config.model_config.dtype)
-        for layer in self._tied:
-            layer.quant_method.process_weights_after_loading(layer)
+
+class Filling:
+    """A packed layer that is to be filled by `num_calls` calls of its loaders; the last one has vLLM pack it.
+
+    Raises what vLLM raises, and InstallError at a call too many. `internals.put_live_back` undoes a filling that is
+    under way.
+    """
+
+    def __init__(self, name: str, layer: nn.Module, num_calls: int) -> None:
+        self._name = name
+        self._layer = layer
+        self._num_calls = num_calls
+        self._num_done = 0
+        self._info: Any = internals.require().layer_info(layer)
+        self._info.kernel_tensors = present(layer._parameters), present(layer._buffers)
+        self._info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+        live: tuple[Any, Any] = layer._parameters, layer._buffers
+        for held, made in zip(live, in_checkpoint_form(layer), strict=True):
+            for tensor_name in present(held).keys() - internals.require().kept_tensors:
+                del held[tensor_name]
+            for tensor_name, tensor in made.items():
+                tensor.weight_loader = self._loader(tensor_name, tensor.weight_loader)  # type: ignore[attr-defined]
+            held.update(made)
+
+    @property
+    def is_whole(self) -> bool:
+        return self._num_done == self._num_calls
+
+    def __str__(self) -> str:
+        return f"{self._name} ({self._num_done} of {self._num_calls} parts)"
+
+    def _loader(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def load(param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            del param  # whoever calls may hold the one without memory
+            if self.is_whole:
+                raise InstallError(f"more came for {self._name} than when the offer was tried", torn=True)
+            result = original(self._filled(name), *args, **kwargs)
+            self._num_done += 1
+            if self._num_done == self._num_calls:
+                self._pack()
+            return result
+
+        return load
+
+    def _filled(self, name: str) -> torch.Tensor:
+        """The tensor that is filled, with memory from the first call on."""
+        tensor: torch.Tensor = getattr(self._layer, name)
+        if tensor.is_meta:
+            with self._info.restore_device:
+                tensor = internals.require().made_of(tensor)
+            setattr(self._layer, name, tensor)
+        return tensor
+
+    def _pack(self) -> None:
+        method: Any = self._layer.quant_method
+        kernel = getattr(method, "moe_kernel", None)
+        if _is_cpu_experts(self._layer):
+            method.moe_kernel = None  # or vLLM would leave them packed as they were
+
+        def put_kernel_back() -> None:
+            if kernel is not None:
+                method.moe_kernel = kernel
+
+        with on_failure(put_kernel_back):
+            internals.require().pack(self._layer, self._info)
 
 
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """A full garbage collection looks at all that vLLM keeps, 0.1 s and more, and an install leaves it nothing."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+def is_packed(layer: nn.Module) -> bool:
+    """Whether vLLM may keep its weights in another form than a checkpoint's. Others can be loaded in place."""
+    vllm = internals.require()
+    return isinstance(getattr(layer, "quant_method", None), vllm.quant_method) and not vllm.is_attention(layer)
 
 
-def _ties(model: nn.Module) -> Iterator[Any]:
-    """Packed layers in host memory with a parameter that belongs to an earlier layer as well."""
-    seen: set[int] = set()
-    for layer in model.modules():
-        own = {id(p) for p in layer.parameters(recurse=False) if p.is_cpu and p.numel()}
-        if own & seen and is_packed(layer):
-            yield layer
-        seen |= own
+def _is_cpu_experts(layer: nn.Module) -> bool:
+    """Whether it holds unquantised experts in host memory, which vLLM packs while their method has no kernel."""
+    is_unquantised = isinstance(getattr(layer, "quant_method", None), internals.require().experts_method)
+    return is_unquantised and all(parameter.is_cpu for parameter in layer.parameters(recurse=False))
+
+
+def in_checkpoint_form(layer: nn.Module) -> tuple[Tensors, Tensors]:
+    """Its parameters and buffers without memory, as vLLM noted them at start-up; not those that vLLM leaves live."""
+    vllm = internals.require()
+    parameters, buffers = (
+        {name: without_memory(tensor, layer) for name, tensor in noted.items() if name not in vllm.kept_tensors}
+        for noted in vllm.layer_info(layer).restore_metadata
+    )
+    return parameters, buffers
+
+
+def without_memory(tensor: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    """A tensor of the same class and attributes, with the loader that it had at start-up."""
+    vllm = internals.require()
+    with torch.device("meta"):
+        made = vllm.with_layer(vllm.made_of(tensor), layer)
+    # After a reload by vLLM itself its record keeps the loader of that reload, which would load nothing.
+    made.weight_loader = vllm.original_loader(made)  # type: ignore[attr-defined]
+    return made

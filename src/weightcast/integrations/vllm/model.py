@@ -1,24 +1,29 @@
 """One rank's model of a running vLLM as an engine: tries an offer, installs through vLLM's own loader, goes back.
 
-Invariant: `load` is one whole layerwise reload, after which no layer is left on the meta device, also when it fails.
+Invariants: `load` is one whole layerwise reload, after which no layer is left on the meta device, also when it fails; a
+dry run writes nothing of vLLM's own records either.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from weightcast.integrations.plugin import undo
-from weightcast.integrations.plugin.acceptance import Acceptance, acceptance
+from weightcast.format.manifest import TensorSpec
+from weightcast.integrations.plugin import checkpoint_header
+from weightcast.integrations.plugin import dry_run as loader_dry_run
+from weightcast.integrations.plugin.acceptance import acceptance
+from weightcast.integrations.plugin.dry_run import DryRunOutcome, present
 from weightcast.integrations.plugin.model import Agree, LoaderEngine, Tensors, alone
 from weightcast.integrations.vllm import internals
-from weightcast.integrations.vllm.dry_run import dry_run
-from weightcast.integrations.vllm.layerwise_load import Reload
-from weightcast.integrations.vllm.reference import reference
+from weightcast.integrations.vllm.layerwise_load import Reload, in_checkpoint_form, is_packed, without_memory
 
 
 class VllmModel(LoaderEngine):
@@ -28,22 +33,19 @@ class VllmModel(LoaderEngine):
 
     def __init__(self, model: nn.Module, vllm_config: Any, device: torch.device, *, agree: Agree = alone) -> None:
         internals.require()
-        self._model = model
-        self._vllm_config = vllm_config
         self._device = device
         self._reload = Reload(model, vllm_config)
-        unsupported = internals.unsupported(vllm_config)
-        super().__init__(None if unsupported else self._made_acceptance(), unsupported, agree)
-
-    def _made_acceptance(self) -> Acceptance:
-        self._reload.require_work_rounds()
-        parallel = self._vllm_config.parallel_config
-        return acceptance(
-            self._model,
-            functools.partial(dry_run, self._model, self._vllm_config),
-            reference(self._vllm_config),
-            is_alone=parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1,
-        )
+        unsupported, accepts = internals.unsupported(vllm_config), None
+        if not unsupported:
+            self._reload.require_work_rounds()
+            started, load, parallel = vllm_config.model_config, vllm_config.load_config, vllm_config.parallel_config
+            accepts = acceptance(
+                model,
+                functools.partial(dry_run, model, vllm_config),
+                checkpoint_header.reference(started.model, revision=started.revision, cache_dir=load.download_dir),
+                is_alone=parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1,
+            )
+        super().__init__(model, accepts, unsupported, agree)
 
     def _install(self, tensors: Tensors, calls: Mapping[str, int]) -> list[str]:
         missing = self._reload.load(tensors, calls)
@@ -51,13 +53,57 @@ class VllmModel(LoaderEngine):
             torch.cuda.synchronize(self._device)
         return missing
 
-    def _copy(self) -> Callable[[], None]:
-        # A reload that somebody has left half-way is ended first.
+    def _end_load(self) -> None:
         self._reload.abort()
-        restore = undo.snapshot(self._model)
 
-        def put_back() -> None:
-            restore()
-            self._reload.abort()
 
-        return put_back
+def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> DryRunOutcome:
+    """What vLLM's loader would do with tensors of these names, shapes and dtypes, in this order.
+
+    `calls` counts those into what `layerwise_load.Filling` fills.
+    """
+    names = {layer: name for name, layer in model.named_modules()}
+    calls: Counter[str] = Counter()
+
+    def form(layer: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        return _checkpoint_form(layer, functools.partial(calls.update, [names[layer]]))
+
+    with internals.require().current_config(vllm_config):
+        outcome = loader_dry_run.dry_run(model, form, specs)
+    # What is set in layers that must be filled by their loaders, but by other means.
+    passed_by = []
+    for target in outcome.targets.values():
+        layer = target.name.rpartition(".")[0]
+        if target.loaded and not calls[layer] and is_packed(model.get_submodule(layer)):
+            passed_by.append(target.name)
+    faults = {"": f"without a call of their loaders it sets {', '.join(passed_by)}"} if passed_by else {}
+    return dataclasses.replace(outcome, calls=calls, faults=outcome.faults | faults)
+
+
+def _checkpoint_form(
+    layer: nn.Module, on_call: Callable[[], None]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The layer's parameters and buffers as they were before they were packed, as vLLM noted them at start-up."""
+    vllm = internals.require()
+    live = present(layer._parameters), present(layer._buffers)
+    if type(layer).__name__ in vllm.kept_modules:
+        return live
+    noted = in_checkpoint_form(layer)
+    if is_packed(layer):
+        for tensor in itertools.chain.from_iterable(tensors.values() for tensors in noted):
+            tensor.weight_loader = _counted(tensor.weight_loader, on_call)  # type: ignore[attr-defined]
+    for made, held in zip(noted, live, strict=True):
+        # Of what vLLM leaves live in a reload, biases are loaded; maps of experts are read by loaders.
+        for name, tensor in held.items():
+            if name in vllm.kept_tensors:
+                made[name] = without_memory(tensor, layer) if tensor.is_floating_point() else tensor
+    return noted
+
+
+def _counted(loader: Callable[..., Any], on_call: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(loader)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        on_call()
+        return loader(*args, **kwargs)
+
+    return load

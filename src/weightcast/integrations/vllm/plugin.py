@@ -15,11 +15,13 @@ from weightcast.errors import UnsupportedError, to_record
 from weightcast.format.messages import WeightInfo
 
 BACKEND = "weightcast"
+OPTION = f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}'"""
+"""What vLLM must be started with."""
 
 
 @functools.cache
 def register() -> None:
-    """Make the backend known to vLLM, and give its workers the method of `control.rank_calls`.
+    """Make the backend known to vLLM, and give its workers the method of `control.worker_rpc`.
 
     The entry point of `vllm.general_plugins`, which may run more than once in a process.
     """
@@ -42,10 +44,9 @@ def endpoints() -> Any:
 
 
 def _answer(worker: Any, values: object) -> Any:
-    """A call of `control.rank_calls`, as plain JSON values, in one of vLLM's workers."""
+    """A call of `control.worker_rpc`, as plain JSON values, in one of vLLM's workers."""
     engine = getattr(worker, "weight_transfer_engine", None)
     if engine is not None and worker.vllm_config.weight_transfer_config.backend == BACKEND:
         return engine.answer(values)
-    option = f'--weight-transfer-config \'{{"backend": "{BACKEND}"}}\''
-    error = UnsupportedError(f"this vLLM was not started to be updated by weightcast: start it with {option}")
+    error = UnsupportedError(f"this vLLM was not started to be updated by weightcast: start it with {OPTION}")
     return msgspec.to_builtins(RankReply(worker.rank, WeightInfo("default"), to_record(error)))

@@ -11,23 +11,12 @@ import logging
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
-from msgspec import UNSET
 
-from weightcast.control.worker_rpc import (
-    Ask,
-    Init,
-    Install,
-    Leave,
-    RankCall,
-    RankReply,
-    Settle,
-    UpdateCall,
-    numbered,
-    replies_to,
-)
-from weightcast.errors import ClosedError, PeerError, WeightcastError, from_record
+from weightcast.control.worker_rpc import Ask, Init, Install, Leave, RankCall, Settle, UpdateCall, numbered, replies_to
+from weightcast.errors import ClosedError, WeightcastError
 from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
 from weightcast.integrations.plugin.refusal import Refusal
+from weightcast.integrations.plugin.replies import Replies
 from weightcast.seams.client import EngineClient, ServesTraffic
 
 logger = logging.getLogger(__name__)
@@ -48,7 +37,7 @@ class Control(Protocol):
     """vLLM's own control plane. Every call has a deadline; errors are PeerError or what the engine raised."""
 
     def call_ranks(self, call: Any) -> list[Any]:
-        """Run the method `rank_calls.METHOD` on every rank; the replies (of the first data-parallel engine)."""
+        """Run the method `worker_rpc.METHOD` on every rank; the replies (of the first data-parallel engine)."""
         ...
 
     def status(self) -> Status: ...
@@ -90,22 +79,12 @@ class RankClient(EngineClient, ServesTraffic):
 
     def info(self) -> WeightInfo:
         """What its ranks are together; `weight_version` is vLLM's label until the first update by weightcast."""
-        label, is_paused, world_size = self._control.status()
-        replies = self._required(Ask())
-        infos = [reply.info for reply in replies]
-        first = infos[0]
-        self._world_size = first.world_size if world_size is None else world_size
-        return WeightInfo(
-            weight_version=label if first.weight_version == "default" else first.weight_version,
-            run=first.run,
-            holder=first.holder,
-            paused=is_paused,
-            torn=_torn(infos),
-            world_size=self._world_size,
-            # A pause is vLLM's: no lease of a rank's ends it.
-            abilities=tuple(a for a in first.abilities if a != "lease" and all(a in info.abilities for info in infos)),
-            protocol=first.protocol,
-            instance=replies[0].instance or UNSET,
+        status = self._control.status()
+        info = self._required(Ask()).info
+        self._world_size = info.world_size if status.world_size is None else status.world_size
+        version = status.label if info.weight_version == "default" else info.weight_version
+        return msgspec.structs.replace(
+            info, weight_version=version, paused=status.is_paused, world_size=self._world_size
         )
 
     def init(self, info: InitInfo) -> None:
@@ -135,18 +114,17 @@ class RankClient(EngineClient, ServesTraffic):
     def resume(self, run: str) -> None:
         """Label the engine with what it holds, and have it schedule again; it stays paused if it is torn."""
         try:
-            infos = [reply.info for reply in self._replies(Ask())]
-            torn = _torn(infos)
-            if not torn:
-                if infos[0].weight_version != "default":
-                    self._control.set_label(infos[0].weight_version)
+            replies = self._replies(Ask())
+            if not replies.torn:
+                if replies.info.weight_version != "default":
+                    self._control.set_label(replies.info.weight_version)
                 self._control.resume()
         except WeightcastError as exc:
             self.quarantine(f"it could not be resumed: {exc}")
             raise
-        if torn:
-            self.quarantine(torn)
-            logger.warning("%s stays paused until a complete update heals it: %s", self.name, torn)
+        if replies.torn:
+            self.quarantine(replies.torn)
+            logger.warning("%s stays paused until a complete update heals it: %s", self.name, replies.torn)
         elif self._refusal is not None:
             self._refusal.end()
 
@@ -162,24 +140,12 @@ class RankClient(EngineClient, ServesTraffic):
     def close(self) -> None:
         """The engine is the caller's: nothing is closed."""
 
-    def _required(self, call: RankCall) -> list[RankReply]:
+    def _required(self, call: RankCall) -> Replies:
         """Every rank's reply. Raises the first error among them."""
         replies = self._replies(call)
-        error = next((reply.error for reply in replies if reply.error is not None), None)
-        if error is None:
-            return replies
-        raised = from_record(error)
-        if isinstance(raised, PeerError):
-            raised.peer = self.name
-        raise raised
+        replies.raise_first(self.name)
+        return replies
 
-    def _replies(self, call: RankCall) -> list[RankReply]:
+    def _replies(self, call: RankCall) -> Replies:
         values = numbered(call)
-        return replies_to(values, self._control.call_ranks(values), self.name)
-
-
-def _torn(infos: list[WeightInfo]) -> str:
-    """Why the ranks together hold no whole version, or empty."""
-    versions = sorted({info.weight_version for info in infos})
-    torn = next((info.torn for info in infos if info.torn), "")
-    return torn or (f"its ranks hold different versions: {', '.join(versions)}" if len(versions) > 1 else "")
+        return Replies(replies_to(values, self._control.call_ranks(values), self.name), num_engines=1)

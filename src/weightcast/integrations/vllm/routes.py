@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
@@ -21,11 +20,11 @@ from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
 from weightcast.control.replies import error_reply, reply
 from weightcast.control.routes import Handler, guarded, pause_mode
 from weightcast.errors import ClosedError, EngineTornError, WeightcastError
-from weightcast.integrations.plugin.routes import EngineRoutes, TornGuard, log
+from weightcast.integrations.plugin import TOKEN_VARIABLE
+from weightcast.integrations.plugin.routes import EngineRoutes, TornGuard, is_on, log
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.vllm.engine import VllmEngine
 
-TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 _GENERATION = (
     *("/v1/", "/v2/", "/inference/", "/invocations", "/cohere/", "/generative_scoring"),
     *("/pooling", "/classify", "/score", "/rerank"),
@@ -40,25 +39,25 @@ _OPERATIONS = {
 """By what names vLLM counts and times its own routes of these paths."""
 
 
-class WeightcastRoutes:
-    """What vLLM asks of an endpoint plugin."""
+class WeightcastRoutes(EngineRoutes):
+    """What vLLM asks of an endpoint plugin. The pause has vLLM's own words, in place of whose route it stands."""
 
     name = "weightcast"
     required_tasks = None
 
     def __init__(self) -> None:
+        super().__init__(self._require_engine)
         self._engine: VllmEngine | None = None
-        self._routes = _VllmRoutes(self._require_engine)
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes; vLLM drops its own of the same path and method."""
         token = os.environ.get(TOKEN_VARIABLE) or None
-        for method, path, handler in self._routes.handlers():
+        for method, path, handler in self.handlers():
             recorded = _recorded(_OPERATIONS[path], handler) if path in _OPERATIONS else handler
             app.add_api_route(path, guarded(recorded, token=token, on_error=log), methods=[method])
         for route in list(app.routes):
             if isinstance(route, APIRoute) and route.path == "/wake_up":
-                app.add_api_route(route.path, self._routes.waking(route.endpoint), methods=["POST"])
+                app.add_api_route(route.path, self._waking(route.endpoint), methods=["POST"])
         app.add_middleware(TornGuard, why_torn=self._why_torn, generation=_GENERATION)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
@@ -78,25 +77,17 @@ class WeightcastRoutes:
     async def _why_torn(self) -> str:
         return "" if self._engine is None else await self._engine.why_torn()
 
-
-class _VllmRoutes(EngineRoutes):
-    """With vLLM's own words for a pause, in place of whose route this one stands."""
-
-    def __init__(self, find: Callable[[], VllmEngine]) -> None:
-        super().__init__(find, default_pause="abort")
-        self._find_vllm = find
-
     async def _pause(self, request: Request) -> Response:
-        clear_cache = request.query_params.get("clear_cache", "true").lower() not in ("false", "0", "no", "off")
-        await self._find_vllm().pause(pause_mode(request, self._default_pause), clear_cache=clear_cache)
+        mode = pause_mode(request, "abort")
+        await self._require_engine().pause(mode, clear_cache=is_on(request, "clear_cache"))
         return reply({"status": "paused"})
 
-    def waking(self, wake_up: Handler) -> Handler:
+    def _waking(self, wake_up: Handler) -> Handler:
         """vLLM's own route, but for an engine that is torn, and never in the middle of an install."""
 
         async def waking(raw_request: Request) -> Response:
             try:
-                async with self._find_vllm().waking(raw_request.query_params.getlist("tags")):
+                async with self._require_engine().waking(raw_request.query_params.getlist("tags")):
                     return await wake_up(raw_request)
             except WeightcastError as exc:
                 log(exc)

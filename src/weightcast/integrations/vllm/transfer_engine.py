@@ -7,9 +7,10 @@ vLLM's own check of the calls' order, which raises on every rank, is passed by: 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -20,14 +21,14 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
 from weightcast.control.worker_rpc import Init, Leave, UpdateCall, marked
-from weightcast.errors import ClosedError, ErrorRecord, ManifestError, UnsupportedError, WeightcastError, to_record
+from weightcast.errors import ClosedError, ManifestError, UnsupportedError, WeightcastError
 from weightcast.format.messages import InitInfo, UpdateInfo
-from weightcast.integrations.plugin.rank_consensus import RankConsensus
+from weightcast.integrations.plugin import TOKEN_VARIABLE
+from weightcast.integrations.plugin.rank_consensus import Attempt, RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.model import VllmModel
 
-TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 _CALLS = {
     "init_weight_transfer_engine": "init_transfer_engine",
     "start_weight_update": "start_weight_update",
@@ -56,6 +57,12 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
         first_rank = parallel.data_parallel_index * parallel.world_size
         groups = [get_tp_group().cpu_group, get_pp_group().cpu_group]
         self._is_last = parallel.rank == parallel.world_size - 1
+        are_asleep = functools.partial(internals.weights_sleep, vllm_config, device)
+
+        def require_awake() -> None:
+            if are_asleep():
+                raise ClosedError("the weights' memory is asleep: wake it (/wake_up?tags=weights) before the install")
+
         self._rank = RankWorker(
             lambda agree: VllmModel(model, vllm_config, device, agree=agree),
             RankConsensus(groups, first_rank=first_rank),
@@ -63,13 +70,13 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
             world_size=parallel.world_size_across_dp,
             token=os.environ.get(TOKEN_VARIABLE, ""),
             unsupported=tuple(internals.unsupported(vllm_config)),
-            require_ready=self._require_awake,
-            weights_asleep=self._weights_asleep,
+            require_ready=require_awake,
+            weights_asleep=are_asleep,
         )
         _pass_by_order_check(VllmWorker)
 
     def answer(self, values: object) -> Any:
-        """The worker method of `control.rank_calls`."""
+        """The worker method of `control.worker_rpc`."""
         with set_current_vllm_config(self.vllm_config):
             return self._rank.answer(values)
 
@@ -83,51 +90,43 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
 
     def init_transfer_engine(self, init_info: Any) -> None:
         """Let a run hold this engine; it connects in the background."""
-        self._stock(lambda: self._rank.do(Init(_typed(init_info, InitInfo))))
+        with self._stock_call():
+            self._rank.do(Init(_typed(init_info, InitInfo)))
 
     def start_weight_update(self) -> None:
         """An offer begins an update; this only says whether there is a publisher to make one."""
-        self._stock(self._require_held)
+        with self._stock_call():
+            if not self._rank.info().holder:
+                raise ClosedError("no publisher holds this engine: call init_weight_transfer_engine first")
 
     def start_draft_weight_update(self) -> None:
-        self._stock(self._refuse_draft)
+        with self._stock_call():
+            raise UnsupportedError("weightcast does not update draft models")
 
     def update_weights(self, update_info: Any) -> None:
         """Take an offer, a seal or an abort."""
-        self._stock(lambda: self._rank.do(UpdateCall(_typed(update_info, UpdateInfo))))
+        with self._stock_call():
+            self._rank.do(UpdateCall(_typed(update_info, UpdateInfo)))
 
     receive_weights = update_weights
 
     def finish_weight_update(self) -> None:
         """Install what is sealed. The caller has paused the engine, and cleared its caches."""
-        self._stock(self._rank.finish)
+        with self._stock_call():
+            self._rank.finish()
 
     def shutdown(self) -> None:
         """End whichever run's hold and what belongs to it: threads, sockets, mapped memory. The engine serves on."""
-        self._rank.do(Leave())
+        with Attempt():
+            self._rank.do(Leave())
 
-    def _stock(self, call: Callable[[], ErrorRecord | None]) -> None:
-        try:
-            with set_current_vllm_config(self.vllm_config):
-                error = call()
-        except WeightcastError as exc:
-            error = to_record(exc)
-        if error is not None and self._is_last:
-            raise WeightcastError(marked(error))
-
-    def _require_held(self) -> None:
-        if not self._rank.info().holder:
-            raise ClosedError("no publisher holds this engine: call init_weight_transfer_engine first")
-
-    def _refuse_draft(self) -> None:
-        raise UnsupportedError("weightcast does not update draft models")
-
-    def _weights_asleep(self) -> bool:
-        return internals.weights_sleep(self.vllm_config, self.device)
-
-    def _require_awake(self) -> None:
-        if self._weights_asleep():
-            raise ClosedError("the weights' memory is asleep: wake it (/wake_up?tags=weights) before the install")
+    @contextlib.contextmanager
+    def _stock_call(self) -> Iterator[None]:
+        """Raise what went wrong on the last rank alone."""
+        with set_current_vllm_config(self.vllm_config), Attempt() as attempt:
+            yield
+        if attempt.error is not None and self._is_last:
+            raise WeightcastError(marked(attempt.error))
 
 
 def _typed(values: Any, kind: Any) -> Any:
@@ -140,17 +139,17 @@ def _typed(values: Any, kind: Any) -> Any:
 @functools.cache
 def _pass_by_order_check(worker_class: Any) -> None:
     """Have vLLM's worker hand its weight calls straight to a `WeightcastTransferEngine`; others are as they were."""
+
+    def passing(stock: Callable[..., None], own_name: str) -> Callable[..., None]:
+        @functools.wraps(stock)
+        def call(worker: Any, *args: Any, **kwargs: Any) -> None:
+            engine = worker.weight_transfer_engine
+            if isinstance(engine, WeightcastTransferEngine):
+                getattr(engine, own_name)(*args, **kwargs)
+            else:
+                stock(worker, *args, **kwargs)
+
+        return call
+
     for name, own_name in _CALLS.items():
-        setattr(worker_class, name, _handed_on(getattr(worker_class, name), own_name))
-
-
-def _handed_on(stock: Callable[..., None], own_name: str) -> Callable[..., None]:
-    @functools.wraps(stock)
-    def call(worker: Any, *args: Any, **kwargs: Any) -> None:
-        engine = worker.weight_transfer_engine
-        if isinstance(engine, WeightcastTransferEngine):
-            getattr(engine, own_name)(*args, **kwargs)
-        else:
-            stock(worker, *args, **kwargs)
-
-    return call
+        setattr(worker_class, name, passing(getattr(worker_class, name), own_name))

@@ -6,13 +6,18 @@ could hold a link, stage or undo: a version goes from the store into a folder, a
 Invariants: an offer is held against the header of the server's own checkpoint before the server is told anything, if
 that can be read here; while its weights are of no whole version the server's label says so, whoever reads it, and it
 is not resumed. vLLM itself gives no second chance to a tensor of a wrong shape: that server must be started again.
+
+The folder lies in the store's own directory, which servers see under the same path; writing it takes the host memory of
+one version.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
-from collections.abc import Iterator, Mapping
+import shutil
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +26,34 @@ import msgspec
 from weightcast import registry
 from weightcast.checkpoint.live import CASTABLE
 from weightcast.control.http import HttpRoutes
-from weightcast.errors import ControlError, EngineTornError, IncompleteUpdateError, InstallError, UnsupportedError
-from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
+from weightcast.errors import (
+    ClosedError,
+    ControlError,
+    EngineTornError,
+    IncompleteUpdateError,
+    InstallError,
+    StaleVersionError,
+    UnsupportedError,
+)
+from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import InitInfo, Offer, PauseMode, Seal, UpdateInfo, WeightInfo
-from weightcast.integrations.vllm.http import RESUME, VllmRoutes
-from weightcast.integrations.vllm.reference import reference
-from weightcast.integrations.vllm.replies import RankResults, WeightInfoReply, WorldSizeReply
-from weightcast.integrations.vllm.stock_reload import folder as reload_folder
+from weightcast.host.closing import on_failure
+from weightcast.integrations.plugin.checkpoint_header import reference
+from weightcast.integrations.vllm.http import RESUME, TransferConfig, VllmRoutes, WeightInfoReply
+from weightcast.integrations.vllm.plugin import OPTION
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import EngineClient, ServesTraffic
 from weightcast.serving.load_plan import compare_specs, require_fit
+from weightcast.sources.tensors import TensorSource
+from weightcast.store.address import StoreAddress
+from weightcast.trainer.export import export
 
 logger = logging.getLogger(__name__)
 
+FOLDER = ".checkpoint"
+"""In the store. Its name begins with a point, as do those of all that a store leaves alone."""
 _INCOMPLETE = "-incomplete"
-_REMEDY = (
-    "`pip install weightcast` in its environment, and start it with "
-    """--weight-transfer-config '{"backend": "weightcast"}'"""
-)
-# One null for each rank: anything else is a reply to another call.
-_NOT_ALL_DONE = r'"results":\s*\[(?!null(,\s*null)*\])'
-_RESCUE_SECONDS = 600.0
-_encode = msgspec.json.encode
+_REMEDY = f"`pip install weightcast` in its environment, and start it with {OPTION}"
 
 
 def detect(routes: HttpRoutes, pause: PauseMode) -> ReloadServer | None:
@@ -56,10 +67,9 @@ def detect(routes: HttpRoutes, pause: PauseMode) -> ReloadServer | None:
 class ReloadServer(EngineClient, ServesTraffic):
     """Such a server. It has no workers that connect: what it says of an install is all that is known of it."""
 
-    def __init__(self, routes: HttpRoutes, config: VllmConfig, *, pause: PauseMode) -> None:
-        self.name = routes.name
-        self._routes = routes
-        self._control = VllmRoutes(routes)
+    def __init__(self, http: HttpRoutes, config: VllmConfig, *, pause: PauseMode) -> None:
+        self.name = http.name
+        self._routes = VllmRoutes(http)
         self._config = config
         self._pause_mode: PauseMode = pause
         self._store = ""
@@ -69,7 +79,7 @@ class ReloadServer(EngineClient, ServesTraffic):
 
     def info(self) -> WeightInfo:
         """What the server says; it has no workers that connect a link."""
-        status, torn = self._control.status(), ""
+        status, torn = self._routes.status(), ""
         if status.label.endswith(_INCOMPLETE):
             torn = f"a reload of version {status.label.removesuffix(_INCOMPLETE)} did not end"
         return WeightInfo(weight_version=status.label, paused=status.is_paused, torn=torn, world_size=0)
@@ -91,11 +101,12 @@ class ReloadServer(EngineClient, ServesTraffic):
         if isinstance(info, Offer):
             self._check(info)
         elif isinstance(info, Seal):
-            self._folder = reload_folder.hold(self._store, WeightVersion(info.run, info.version))
+            self._folder = _hold(self._store, WeightVersion(info.run, info.version))
 
     def pause(self, run: str) -> None:
-        with self._folder_for_success():
-            self._control.pause(self._pause_mode)
+        # A server that failed is given up, and asked anew what it is: its folder goes.
+        with on_failure(self._release):
+            self._routes.pause(self._pause_mode)
 
     def finish(self, version: int) -> None:
         """Reload, and label the server with the version once every rank has. Raises InstallError, and it is torn then.
@@ -104,13 +115,13 @@ class ReloadServer(EngineClient, ServesTraffic):
         """
         if self._folder is None:
             raise IncompleteUpdateError(f"no version was sealed for {self.name}")
-        with self._folder_for_success():
+        with on_failure(self._release):
             is_torn = bool(self.info().torn)
-            self._control.set_label(f"{version}{_INCOMPLETE}")
+            self._routes.set_label(f"{version}{_INCOMPLETE}")
             if is_torn:
-                self._reload(reload_folder.empty(self._folder))
+                self._reload(_empty(self._folder))
             self._reload(self._folder)
-            self._control.set_label(str(version))
+            self._routes.set_label(str(version))
 
     def resume(self, run: str) -> None:
         """Schedule again, unless the weights are of no whole version."""
@@ -118,30 +129,28 @@ class ReloadServer(EngineClient, ServesTraffic):
         if torn:
             logger.warning("%s stays paused until a complete update heals it: %s", self.name, torn)
             return
-        self._control.resume()
+        self._routes.resume()
 
     def recovery_requests(self, run: str) -> list[RecoveryRequest]:
         """Do the install from its beginning, whether it had begun or not: its version was sealed. Then resume."""
         if self._folder is None:
             return []
         version = self._folder.name.partition("-")[0]
+        request = functools.partial(self._routes.recovery_request, timeout_seconds=600.0)
+        # One null for each rank: anything else is a reply to another call.
+        not_all_done = r'"results":\s*\[(?!null(,\s*null)*\])'
         return [
-            self._request("/update_weight_version", {"new_version": f"{version}{_INCOMPLETE}"}),
-            self._request("/collective_rpc", _reload_call(reload_folder.empty(self._folder)), stop_if=_NOT_ALL_DONE),
-            self._request("/collective_rpc", _reload_call(self._folder), stop_if=_NOT_ALL_DONE),
-            self._request("/update_weight_version", {"new_version": version}),
-            self._request(RESUME, None),
+            request("/update_weight_version", {"new_version": f"{version}{_INCOMPLETE}"}),
+            request("/collective_rpc", _reload_call(_empty(self._folder)), stop_if=not_all_done),
+            request("/collective_rpc", _reload_call(self._folder), stop_if=not_all_done),
+            request("/update_weight_version", {"new_version": version}),
+            request(RESUME),
         ]
 
     def close(self) -> None:
         """Remove what this client has written, and close the connections. Idempotent."""
         self._release()
-        self._routes.close()
-
-    def _request(self, path: str, body: Any, *, stop_if: str = "") -> RecoveryRequest:
-        text = "" if body is None else _encode(body).decode()
-        headers = dict(self._routes.headers)
-        return RecoveryRequest(f"{self.name}{path}", headers, text, stop_if=stop_if, timeout_seconds=_RESCUE_SECONDS)
+        self._routes.http.close()
 
     def _check(self, offer: Offer) -> None:
         """Raises UnsupportedError, IncompatibleWeightsError, or EngineTornError if only a restart helps."""
@@ -152,26 +161,24 @@ class ReloadServer(EngineClient, ServesTraffic):
             )
         self._manifest = offer.manifest or self._manifest
         assert self._manifest is not None, "a manifest is left out only if it was accepted before"
-        self._check_server()
+        # Another server may have been started here since this client was made.
+        if _config(self._routes.http) != self._config:
+            raise ControlError(f"{self.name} is another server now: publish again", peer=self.name)
+        num_ranks = self._routes.world_size()
+        if num_ranks > 1 and self.info().torn:
+            raise EngineTornError(
+                f"a reload has failed on {self.name}: vLLM answers for its {num_ranks} ranks out of step since then, "
+                f"and no later one can be trusted. Start it again; with our backend that is not needed: {_REMEDY}"
+            )
         self._check_cpu(self._manifest)
-        held = self._reference()
+        model, load = self._config.model_config, self._config.load_config
+        held = reference(model.model, revision=model.revision, cache_dir=load.download_dir)
         if held is not None:
             require_fit(compare_specs(self._manifest.tensors, held, can_cast=self._can_cast))
 
     def _can_cast(self, offered: str, saved: str) -> bool:
         """vLLM does at its start, if it was told a dtype; what is in that one already it takes as it is."""
         return offered == self._config.model_config.dtype.removeprefix("torch.") and {offered, saved} <= CASTABLE
-
-    def _check_server(self) -> None:
-        """It may have been started anew since this client was made; and be torn."""
-        if _config(self._routes) != self._config:
-            raise ControlError(f"{self.name} is another server now: publish again", peer=self.name)
-        num_ranks = self._routes.get("/get_world_size", WorldSizeReply).world_size
-        if num_ranks > 1 and self.info().torn:
-            raise EngineTornError(
-                f"a reload has failed on {self.name}: vLLM answers for its {num_ranks} ranks out of step since then, "
-                f"and no later one can be trusted. Start it again; with our backend that is not needed: {_REMEDY}"
-            )
 
     def _check_cpu(self, manifest: Manifest) -> None:
         """What vLLM's reload leaves as it was, and says nothing of, where it packs weights for a CPU."""
@@ -186,16 +193,9 @@ class ReloadServer(EngineClient, ServesTraffic):
             what = " and ".join(stale)
             raise UnsupportedError(f"{self.name} runs on a CPU, where vLLM's own reload leaves {what} stale: {_REMEDY}")
 
-    def _reference(self) -> list[TensorSpec] | None:
-        """The header of the checkpoint that the server was started from; None, and a warning, if none is seen here."""
-        with contextlib.suppress(ImportError):  # a repository's name, and no huggingface_hub to find it with
-            return reference(self._config)
-        logger.warning("%s can't be checked against the checkpoint of %s", self.name, self._config.model_config.model)
-        return None
-
     def _reload(self, folder: Path) -> None:
         try:
-            results = self._routes.post_for("/collective_rpc", _encode(_reload_call(folder)), RankResults).results
+            results = self._routes.rpc(_reload_call(folder))
         except ControlError as exc:
             raise InstallError(
                 f"{self.name} could not reload {folder} (does it see this path?): {exc}; it stays paused until a "
@@ -209,19 +209,53 @@ class ReloadServer(EngineClient, ServesTraffic):
                 torn=True,
             )
 
-    @contextlib.contextmanager
-    def _folder_for_success(self) -> Iterator[None]:
-        """A server that failed is given up, and asked anew what it is: its folder goes."""
-        try:
-            yield
-        except BaseException:
-            self._release()
-            raise
-
     def _release(self) -> None:
+        """With its last user the folder goes."""
         folder, self._folder = self._folder, None
-        if folder is not None:
-            reload_folder.release(folder)
+        with _lock:
+            if folder is not None and folder in _num_users:
+                _num_users[folder] -= 1
+                if _num_users[folder] == 0:
+                    del _num_users[folder]
+                    shutil.rmtree(folder.parent, ignore_errors=True)
+
+
+# --- the checkpoint folder: a version of a store, written out while somebody needs it ---
+
+_lock = threading.Lock()
+_num_users: dict[Path, int] = {}
+
+
+def _hold(url: str, version: WeightVersion) -> Path:
+    """The folder of this version, which is being published: written by who asks first, shared with who asks after it.
+
+    Raises StaleVersionError if the store has got another one, IntegrityError, InsufficientMemoryError, OSError.
+    """
+    folder = StoreAddress.parse(url).directory / FOLDER
+    path = folder / f"{version.number}-{version.run}"
+    with _lock:
+        if path not in _num_users:
+            # What is there was left by a publisher that died, or by an update that was given up.
+            shutil.rmtree(folder, ignore_errors=True)
+            for other in [known for known in _num_users if known.parent == folder]:
+                del _num_users[other]
+            try:
+                source = registry.stored_source(url, version=version)
+            except ClosedError as exc:
+                raise StaleVersionError(f"{exc}: another publisher writes it; give each a store of its own") from exc
+            with on_failure(lambda: shutil.rmtree(folder, ignore_errors=True)):
+                export(TensorSource(), _empty(path))
+                export(source, path)
+        _num_users[path] = _num_users.get(path, 0) + 1
+    return path
+
+
+def _empty(path: Path) -> Path:
+    """A checkpoint without tensors, beside `path`."""
+    return path.with_name("empty")
+
+
+# --- what is asked of vLLM, and read of its answers ---
 
 
 def _config(routes: HttpRoutes) -> VllmConfig | None:
@@ -230,12 +264,7 @@ def _config(routes: HttpRoutes) -> VllmConfig | None:
 
 
 def _reload_call(folder: Path) -> Mapping[str, Any]:
-    # Never with vLLM's own `timeout`: one that passes leaves a reply behind, which the next step would read.
     return {"method": "reload_weights", "kwargs": {"weights_path": str(folder), "is_checkpoint_format": True}}
-
-
-class _Backend(msgspec.Struct):
-    backend: str
 
 
 class _Device(msgspec.Struct):
@@ -258,7 +287,7 @@ class VllmConfig(msgspec.Struct):
     model_config: _Model
     load_config: _Load
     device_config: _Device
-    weight_transfer_config: _Backend | None = None
+    weight_transfer_config: TransferConfig | None = None
 
 
 class _ServerConfig(msgspec.Struct):
