@@ -17,9 +17,10 @@ import msgspec
 
 from weightcast import registry
 from weightcast.engines.gate import Gate
-from weightcast.errors import PeerTimeoutError, UpdateAbortedError, WeightcastError, detached
+from weightcast.errors import PeerTimeoutError, WeightcastError
 from weightcast.format.manifest import WeightVersion
-from weightcast.format.messages import Seal
+from weightcast.format.messages import Offer, Seal
+from weightcast.host.deadline import Deadline
 from weightcast.seams.engine import Engine
 from weightcast.seams.transport import Receiver, StoredVersion, VersionedReceiver
 from weightcast.serving.load_plan import LoadPlan, admit, check_undo
@@ -117,15 +118,11 @@ class Follower:
 
     def wait(self, timeout_seconds: float, *, stop: threading.Event | None = None) -> Followed | None:
         """Poll until there is news; None after the timeout (0: one poll), or soon after `stop` was set."""
-        end, pause = time.monotonic() + timeout_seconds, FIRST_PAUSE_SECONDS
         stop = stop or threading.Event()
-        while not stop.is_set():
-            followed = self.poll()
-            remaining = end - time.monotonic()
-            if followed is not None or remaining <= 0:
+        for _ in Deadline(timeout_seconds).polls(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, stop.wait):
+            followed = None if stop.is_set() else self.poll()
+            if followed is not None or stop.is_set():
                 return followed
-            stop.wait(min(pause, remaining))
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         return None
 
     def renew(self) -> None:
@@ -149,26 +146,19 @@ class Follower:
         self.close()
 
     def _take(self, kept: StoredVersion) -> float:
+        version = kept.version
         update = Update(
-            kept.version,
+            Offer(version.run, version.number, kept.manifest_digest, undo=self._undo),
             self._admitted(kept),
-            kept.manifest_digest,
-            engine=self._engine,
             receiver=self._receiver,
             gate=self.gate,
-            install="staged",
-            undo=self._undo,
+            deadline_seconds=self._install_deadline_seconds,
         )
-        try:
+        with update.aborted_on_failure():
             update.open()
             update.receive()
-            update.seal(Seal(kept.version.run, kept.version.number, len(kept.manifest.buckets), kept.root))
-            return update.install(deadline_seconds=self._install_deadline_seconds)
-        except BaseException as exc:
-            # A copy without its traceback, whose frames hold buckets.
-            cause = detached(exc) if isinstance(exc, Exception) else UpdateAbortedError(repr(exc))
-            update.abort(cause)
-            raise
+            update.seal(Seal(version.run, version.number, len(kept.manifest.buckets), kept.root))
+            return update.install()
 
     def _admitted(self, kept: StoredVersion) -> LoadPlan:
         specs, known = self._engine.specs(), self._load_plan

@@ -7,8 +7,10 @@ buckets, is put together in memory of its own, unless the engine takes regions (
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -41,13 +43,14 @@ class LoadPlan:
         self.layout = layout
         self.engine = engine
         self.specs = specs
-        self._targets = _EngineNames(specs)
+        self._primary = None if specs is None else {name: spec.name for spec in specs for name in spec.names}
         takes_regions = isinstance(engine, RegionLoader)
         spanning = _spanning_groups(layout.manifest.tensors)
         self._loads = [_BucketLoad() for _ in layout.entries]
+        self._num_partial = collections.Counter[str]()  # pieces to be put together, by load group
         for load, entries in zip(self._loads, layout.entries, strict=True):
             for position, entry in enumerate(entries):
-                names = self._targets.names(entry.record)
+                names = self._names(entry.record)
                 if entry.is_whole and entry.record.group not in spanning:
                     load.names += names
                     load.positions += [position] * len(names)
@@ -55,52 +58,49 @@ class LoadPlan:
                     load.regions += [(name, position, entry) for name in names]
                 else:
                     load.partial.append((position, entry))
-        self._empty = [r for r in layout.manifest.tensors if not r.pieces]
-        self._partial = list({e.tensor: e.record for load in self._loads for _, e in load.partial}.values())
+                    self._num_partial[entry.record.load_group] += 1
 
     def load_all(self, buckets: Sequence[Bucket]) -> None:
         """Staged: one call of `load` with everything, then the regions of what was cut."""
-        self.engine.load(self._everything(buckets))
+        parts = self.assembly(keeps_views=True)
+        complete = (self._complete(bucket, parts) for bucket in buckets)
+        self.engine.load(itertools.chain(*complete, self._rest(parts)))
         for bucket in buckets:
             self._load_regions(bucket)
 
-    def _everything(self, buckets: Sequence[Bucket]) -> Iterator[Named]:
-        # All groups are in this one call, so only what was cut is to be joined.
-        begun: dict[int, list[tuple[Entry, torch.Tensor]]] = {}
-        for bucket in buckets:
-            yield from self._direct(bucket)
-            views = self.layout.views(bucket.index, bucket.buffer)
-            for position, entry in self._loads[bucket.index].partial:
-                parts = begun.setdefault(entry.tensor, [])
-                parts.append((entry, views[position]))
-                if len(parts) == len(entry.record.pieces):
-                    yield from self._named([(entry.record, _joined(entry.record, begun.pop(entry.tensor)))])
-        yield from self._empties()
-        _check_none(parts[0][0].record.name for parts in begun.values())
-
-    def assembly(self) -> Assembly:
-        """What `load_bucket` carries from bucket to bucket of one update."""
-        return Assembly(self._partial)
+    def assembly(self, *, keeps_views: bool = False) -> Assembly:
+        """What `load_bucket` carries from bucket to bucket of one update. `keeps_views`: the buckets stay."""
+        return Assembly(self._num_partial, keeps_views=keeps_views)
 
     def load_bucket(self, bucket: Bucket, parts: Assembly) -> None:
         """Streaming: load what this bucket completes; `parts` carries what is cut over to the next."""
-        direct = list(self._direct(bucket))
-        if direct:
-            self.engine.load(direct)
+        self._load(self._complete(bucket, parts))
         self._load_regions(bucket)
-        for tensors in self._complete(bucket, parts):
-            self.engine.load(tensors)
 
     def load_end(self, parts: Assembly) -> None:
         """Streaming, after the last bucket: tensors without elements. Raises IncompleteUpdateError."""
-        parts.check_done()
-        empties = list(self._empties())
-        if empties:
-            self.engine.load(empties)
+        self._load(self._rest(parts))
 
-    def _direct(self, bucket: Bucket) -> Iterable[Named]:
+    def _load(self, tensors: Iterator[Named]) -> None:
+        named = list(tensors)
+        if named:
+            self.engine.load(named)
+
+    def _complete(self, bucket: Bucket, parts: Assembly) -> Iterator[Named]:
+        """Every tensor that is whole with this bucket, with its load group."""
         load, views = self._loads[bucket.index], self.layout.views(bucket.index, bucket.buffer)
-        return zip(load.names, map(views.__getitem__, load.positions), strict=True)
+        yield from zip(load.names, map(views.__getitem__, load.positions), strict=True)
+        for position, entry in load.partial:
+            for record, tensor in parts.add(entry, views[position]):
+                yield from ((name, tensor) for name in self._names(record))
+
+    def _rest(self, parts: Assembly) -> Iterator[Named]:
+        """Tensors without elements, which are in no bucket. Raises IncompleteUpdateError if another is not whole."""
+        parts.check_done()
+        for record in self.layout.manifest.tensors:
+            if not record.pieces:
+                tensor = torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype])
+                yield from ((name, tensor) for name in self._names(record))
 
     def _load_regions(self, bucket: Bucket) -> None:
         regions = self._loads[bucket.index].regions
@@ -111,60 +111,58 @@ class LoadPlan:
         for name, position, entry in regions:
             self.engine.load_region(name, entry.piece.region, views[position])
 
-    def _complete(self, bucket: Bucket, parts: Assembly) -> Iterator[list[Named]]:
-        views = self.layout.views(bucket.index, bucket.buffer)
-        for position, entry in self._loads[bucket.index].partial:
-            for group in parts.add(entry, views[position]):
-                yield list(self._named(group))
-
-    def _named(self, group: Sequence[tuple[TensorRecord, torch.Tensor]]) -> Iterator[Named]:
-        return ((name, tensor) for record, tensor in group for name in self._targets.names(record))
-
-    def _empties(self) -> Iterator[Named]:
-        for record in self._empty:
-            tensor = torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype])
-            for name in self._targets.names(record):
-                yield name, tensor
-
-
-class _EngineNames:
-    """Under which names a record is handed out: the engine's own, once for each of its tensors; else all."""
-
-    def __init__(self, specs: Sequence[TensorSpec] | None) -> None:
-        self._primary = None if specs is None else {name: spec.name for spec in specs for name in spec.names}
-
-    def names(self, record: TensorSpec) -> list[str]:
+    def _names(self, record: TensorSpec) -> list[str]:
+        """Under which names a record is handed out: the engine's own, once for each of its tensors; else all."""
         if self._primary is None:
             return list(record.names)
         return list(dict.fromkeys(self._primary[name] for name in record.names if name in self._primary))
 
 
+@dataclasses.dataclass(slots=True)
+class _PartialTensor:
+    """`whole` is what pieces are copied into; None: they are kept as `views`."""
+
+    record: TensorRecord
+    whole: torch.Tensor | None
+    views: list[tuple[Entry, torch.Tensor]] = dataclasses.field(default_factory=list)
+
+
 class Assembly:
-    """Tensors and groups in the making. Memory: the tensors that are begun and not yet handed out."""
+    """Tensors and load groups in the making. Memory: the tensors that are begun and not yet handed out.
 
-    def __init__(self, records: Iterable[TensorRecord]) -> None:
-        self._missing: dict[str, int] = {}
-        for record in records:
-            key = record.load_group
-            self._missing[key] = self._missing.get(key, 0) + len(record.pieces)
-        self._begun: dict[str, dict[str, tuple[TensorRecord, torch.Tensor]]] = {}
+    `keeps_views`: the pieces stay valid, and a tensor whose pieces lie in one run is not copied.
+    """
 
-    def add(self, entry: Entry, view: torch.Tensor) -> Iterator[list[tuple[TensorRecord, torch.Tensor]]]:
-        """Copy one piece; yield its tensor, or its load group, if that is whole now."""
+    def __init__(self, num_pieces: Mapping[str, int], *, keeps_views: bool) -> None:
+        """`num_pieces`: of each load group."""
+        self._missing = dict(num_pieces)
+        self._keeps_views = keeps_views
+        self._begun: dict[str, dict[str, _PartialTensor]] = {}
+
+    def add(self, entry: Entry, view: torch.Tensor) -> Iterator[tuple[TensorRecord, torch.Tensor]]:
+        """Take one piece; yield its tensor, or all of its load group, if that is whole now."""
         record, key = entry.record, entry.record.load_group
         members = self._begun.setdefault(key, {})
         if record.name not in members:
-            tensor = torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype], device=view.device)
-            members[record.name] = (record, tensor)
-        narrow(members[record.name][1], entry.piece.region).copy_(view)
+            dtype = TORCH_DTYPES[record.dtype]
+            whole = None if self._keeps_views else torch.empty(record.shape, dtype=dtype, device=view.device)
+            members[record.name] = _PartialTensor(record, whole)
+        member = members[record.name]
+        if member.whole is None:
+            member.views.append((entry, view))
+        else:
+            narrow(member.whole, entry.piece.region).copy_(view)
         self._missing[key] -= 1
         if self._missing[key] == 0:
             del self._begun[key]
-            yield list(members.values())
+            for done in members.values():
+                yield done.record, _joined(done.record, done.views) if done.whole is None else done.whole
 
     def check_done(self) -> None:
         """Raises IncompleteUpdateError, naming what is not whole."""
-        _check_none(name for members in self._begun.values() for name in members)
+        names = sorted(name for members in self._begun.values() for name in members)
+        if names:
+            raise IncompleteUpdateError(f"{len(names)} tensors are not whole: {listed(names)}")
 
 
 def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -> torch.Tensor:
@@ -183,13 +181,6 @@ def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -
     for entry, piece in parts:
         narrow(tensor, entry.piece.region).copy_(piece)
     return tensor
-
-
-def _check_none(unfinished: Iterable[str]) -> None:
-    """Raises IncompleteUpdateError, naming them, if there are any."""
-    names = sorted(unfinished)
-    if names:
-        raise IncompleteUpdateError(f"{len(names)} tensors are not whole: {listed(names)}")
 
 
 def _spanning_groups(records: Iterable[TensorRecord]) -> set[str]:

@@ -2,7 +2,7 @@
 
 Invariants: at most one run holds the worker, at most one update is in progress; no call waits for the publisher
 (background threads do); however a hold ends (shutdown, takeover, the publisher's death, the end of its lease), its
-update is aborted and its pause lifted, after an install that has begun. Errors are raised to the caller and told over
+update is aborted and its pause lifted, after an install that has begun. Errors are raised to the caller and sent over
 the link.
 """
 
@@ -15,7 +15,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
 
 from weightcast import registry
 from weightcast.engines.gate import Gate
@@ -28,8 +27,6 @@ from weightcast.errors import (
     UnsupportedError,
     UpdateAbortedError,
     WeightcastError,
-    detached,
-    from_record,
     to_record,
 )
 from weightcast.format.manifest import PROTOCOL, WeightVersion
@@ -52,7 +49,6 @@ from weightcast.serving.session import PublisherSession
 from weightcast.serving.update import State, Update
 
 Observe = Callable[[str, float, bool], None]
-T = TypeVar("T", Offer, Seal)
 logger = logging.getLogger(__name__)
 
 
@@ -85,7 +81,7 @@ class Worker:
         self._installs = installs
         self._settles = settles
         self._unsettled: Update | None = None
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._init_lock = threading.Lock()
         self._session: PublisherSession | None = None
         self._closed = False
@@ -95,6 +91,7 @@ class Worker:
         """What this engine is and does now."""
         version, session = self.gate.version, self._session
         able = {
+            "lease": True,
             "streaming": "streaming" in self._installs,
             "undo": isinstance(self.engine, Undoable),
             "inspect": isinstance(self.engine, ExposesTensors),
@@ -106,7 +103,7 @@ class Worker:
             paused=self.gate.is_paused,
             torn=self.gate.torn,
             world_size=self._world_size,
-            abilities=("lease", *(name for name, has in able.items() if has)),
+            abilities=tuple(name for name, has in able.items() if has),
             instance=self.instance,
         )
 
@@ -122,41 +119,49 @@ class Worker:
         except (ValueError, ImportError) as exc:
             raise UnsupportedError(f"this engine has no such transport: {exc}") from exc
         with self._init_lock:
-            former = self._require_free(info)
+            former, session = self._session, PublisherSession(info, self._engine_rank, self._on_end)
             if former is not None:
-                self._release(former, _replaced_by(info, former))
-            session = PublisherSession(info, self._engine_rank, self._on_end)
-            if former is not None and _is_same(info, former):
-                session.last_offered = former.last_offered
+                # Its secret as well: the run's id alone is known to anybody who asks.
+                is_same = info.run == former.info.run and former.is_of(info.secret)
+                if is_same:
+                    error: WeightcastError = UpdateAbortedError("its publisher connected again")
+                elif info.takeover or former.is_abandoned:
+                    error = EngineBusyError(f"run {info.run} took the engine over")
+                else:
+                    raise EngineBusyError(
+                        f"{former.who()}. Close that publisher, end its process, or pass takeover=True "
+                        f"(asked by run {info.run})"
+                    )
+                self._release(former, error)
+                if is_same:
+                    session.last_offered = former.last_offered
             with self._lock:
                 if self._closed:
                     raise ClosedError("this engine is shutting down")
                 self._session = session
             if former is not None:
                 self._lift_pause(former)
-        session.start()
-
-    def _require_free(self, info: InitInfo) -> PublisherSession | None:
-        """The hold that a publisher would replace. Raises EngineBusyError if it is another's, without takeover."""
-        former = self._session
-        if former is None or _is_same(info, former) or info.takeover or former.is_abandoned:
-            return former
-        raise EngineBusyError(
-            f"{former.who()}. Close that publisher, end its process, or pass takeover=True (asked by run {info.run})"
-        )
+        session.connect_in_background()
 
     def update(self, info: UpdateInfo) -> None:
-        """Take an offer, a seal or an abort. Returns at once; raises what was wrong and tells it on the link.
+        """Take an offer, a seal or an abort. Returns at once; raises what is wrong and sends it over the link.
 
         Raises RefusedError, with nothing done, if it does not have the secret of the publisher that holds the worker.
         """
         match info:
             case Offer():
-                self._call("offer", info, self._offer)
+                with self._call("offer", info) as session:
+                    self._offer(session, info)
             case Seal():
-                self._call("seal", info, self._seal)
+                with self._call("seal", info) as session:
+                    update = self._current(session, info.version)
+                    session.require_publisher(info)
+                    update.seal(info)
             case Abort():
-                self._abort(info)
+                session = self._require_session(info.run)
+                session.require_publisher(info)
+                if session.update is not None and session.update.version.number == info.version:
+                    session.update.abort(UpdateAbortedError(f"the publisher gave it up: {info.reason}"))
 
     def finish(self, number: int, run: str = "") -> WeightVersion:
         """Install the sealed update of that number. Idempotent; waits for the current step of generation only.
@@ -172,15 +177,12 @@ class Worker:
             with self._observed("install"):
                 update = self._current(session, number)
                 try:
-                    seconds = update.install(deadline_seconds=self._install_deadline_seconds)
-                except Exception as exc:
-                    # Whoever asks too early is told so alone: the update goes on.
+                    seconds = update.install()
+                except WeightcastError as exc:
+                    # A caller that asks too early is told so alone: the update goes on.
                     if update.state is State.ABORTED:
                         session.send(Failed(number, to_record(exc)))
                     raise
-                finally:
-                    if update.state in (State.INSTALLED, State.ABORTED):
-                        self._end_streaming(update)
                 self._unsettled = update if self._settles else None
                 self._observe("update", time.perf_counter() - update.offered_at, True)
                 session.send(Installed(number, seconds))
@@ -215,13 +217,12 @@ class Worker:
         update = self._unsettled
         if update is not None and update.version == version:
             self._unsettled = None
-            update.settle(keep=keep, deadline_seconds=self._install_deadline_seconds)
+            update.settle(keep=keep)
 
     @property
     def unsettled(self) -> WeightVersion | None:
         """The version that is installed and not settled, if there is one."""
-        update = self._unsettled
-        return None if update is None else update.version
+        return None if self._unsettled is None else self._unsettled.version
 
     def tell_failed(self, version: WeightVersion, error: WeightcastError) -> None:
         """Say on the link what became of a version, where others than this worker decided it."""
@@ -256,11 +257,12 @@ class Worker:
 
     # --- the calls, each under a hold ---
 
-    def _call(self, stage: str, info: T, call: Callable[[PublisherSession, T], None]) -> None:
+    @contextlib.contextmanager
+    def _call(self, stage: str, info: Offer | Seal) -> Iterator[PublisherSession]:
         with self._observed(stage):
             session = self._require_session(info.run)
             try:
-                call(session, info)
+                yield session
             except Exception as exc:
                 if session.is_of(info.secret):
                     session.send(Failed(info.version, to_record(exc)))
@@ -315,26 +317,17 @@ class Worker:
         if self._unsettled is not None:
             self.settle(self._unsettled.version, keep=True)
         session.update = update = Update(
-            WeightVersion(offer.run, offer.version),
+            offer,
             load_plan,
-            offer.manifest_digest,
-            engine=self.engine,
             receiver=receiver,
             gate=self.gate,
-            install=offer.install,
-            undo=offer.undo,
+            deadline_seconds=self._install_deadline_seconds,
             settles=self._settles,
         )
-        try:
+        with update.aborted_on_failure():
             update.open()
-            if offer.install == "streaming":
-                self.gate.begin_writing(update.name, deadline_seconds=self._install_deadline_seconds)
-            # Whoever ended the hold may have looked before there was an update to end.
+            # The thread that ended the hold may have looked before there was an update to end.
             session.require_going_on()
-        except Exception as exc:
-            update.abort(detached(exc))
-            self._end_streaming(update)
-            raise
         session.send(Accepted(offer.version))
         session.receive_in_background(functools.partial(self._receive, session, update))
 
@@ -355,36 +348,16 @@ class Worker:
         return load_plan
 
     def _receive(self, session: PublisherSession, update: Update) -> None:
-        start, number = time.perf_counter(), update.version.number
+        number = update.version.number
         try:
-            root = update.receive()
+            with self._observed("receive"), update.aborted_on_failure():
+                root = update.receive()
         except Exception as exc:
-            # A copy without its traceback, whose frames would keep views of the transport's memory alive.
             record = to_record(exc)
-            update.abort(from_record(record))
-            self._end_streaming(update)
             session.send(Failed(number, record))
-            self._observe("receive", time.perf_counter() - start, False)
             logger.warning("version %d was not received: %s", number, record.message)
             return
-        self._observe("receive", time.perf_counter() - start, True)
         session.send(Received(number, update.num_buckets, root))
-
-    def _seal(self, session: PublisherSession, seal: Seal) -> None:
-        update = self._current(session, seal.version)
-        session.require_publisher(seal)
-        update.seal(seal)
-
-    def _abort(self, abort: Abort) -> None:
-        session = self._require_session(abort.run)
-        session.require_publisher(abort)
-        update = session.update
-        if update is not None and update.version.number == abort.version:
-            update.abort(UpdateAbortedError(f"the publisher gave it up: {abort.reason}"))
-            self._end_streaming(update)
-
-    def _end_streaming(self, update: Update) -> None:
-        self.gate.end_writing(update.name)
 
     # --- the end of a hold ---
 
@@ -399,10 +372,8 @@ class Worker:
     def _release(self, session: PublisherSession, error: WeightcastError) -> None:
         """Abort what the hold had begun, lift its pause, disconnect. An install under way is finished first."""
         session.ended = session.ended or error
-        if session.update is not None:
-            if session.update.abort(error):
-                session.send(Failed(session.update.version.number, to_record(error)))
-            self._end_streaming(session.update)
+        if session.update is not None and session.update.abort(error):
+            session.send(Failed(session.update.version.number, to_record(error)))
         session.close()
         self._lift_pause(session)
 
@@ -419,14 +390,3 @@ class Worker:
             raise UnsupportedError(f"the weights of {type(self.engine).__name__} can't be read")
         with self.gate.exclusive(deadline_seconds=self._install_deadline_seconds):
             yield self.engine
-
-
-def _is_same(info: InitInfo, former: PublisherSession) -> bool:
-    """Whether it is the same publisher that connects again. The run's id alone is known to anybody who asks."""
-    return info.run == former.info.run and former.is_of(info.secret)
-
-
-def _replaced_by(info: InitInfo, former: PublisherSession) -> WeightcastError:
-    if _is_same(info, former):
-        return UpdateAbortedError("its publisher connected again")
-    return EngineBusyError(f"run {info.run} took the engine over")
