@@ -222,7 +222,8 @@ class Worker:
     @property
     def unsettled(self) -> WeightVersion | None:
         """The version that is installed and not settled, if there is one."""
-        return None if self._unsettled is None else self._unsettled.version
+        update = self._unsettled
+        return None if update is None else update.version
 
     def tell_failed(self, version: WeightVersion, error: WeightcastError) -> None:
         """Say on the link what became of a version, where others than this worker decided it."""

@@ -22,8 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from weightcast.control.replies import refusal, reply
-from weightcast.control.routes import WeightRoutes
+from weightcast.control.routes import WeightRoutes, refusal, reply
 from weightcast.control.server.metrics import ServerMetrics
 from weightcast.engines.gate import Gate
 from weightcast.errors import ClosedError, WeightcastError

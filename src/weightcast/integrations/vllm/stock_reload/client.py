@@ -20,7 +20,7 @@ import msgspec
 
 from weightcast import registry
 from weightcast.checkpoint.live import CASTABLE
-from weightcast.control.http import HttpRoutes
+from weightcast.control.client import HttpRoutes
 from weightcast.errors import ControlError, EngineTornError, IncompleteUpdateError, InstallError, UnsupportedError
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.messages import InitInfo, Offer, PauseMode, Seal, UpdateInfo, WeightInfo
