@@ -241,16 +241,13 @@ def compare_specs(
         if not known:
             problems.append(f"unknown tensor {spec.name!r} {spec.dtype}{list(spec.shape)}")
         for target in known.values():
-            problems += _compare(spec, target, can_cast)
+            if spec.shape != target.shape:
+                found = f"has the shape {list(spec.shape)}, the engine has {list(target.shape)}"
+                problems.append(f"{spec.name!r} {found}")
+            if spec.dtype != target.dtype and not (can_cast and can_cast(spec.dtype, target.dtype)):
+                problems.append(f"{spec.name!r} is {spec.dtype}, the engine has {target.dtype}")
             if target.name in covered:
                 problems.append(f"{spec.name!r} and {covered[target.name]!r} are both the engine's {target.name!r}")
             covered[target.name] = spec.name
     missing = (target for target in targets if target.name not in covered)
     return problems + [f"missing tensor {spec.name!r} {spec.dtype}{list(spec.shape)}" for spec in missing]
-
-
-def _compare(spec: TensorSpec, target: TensorSpec, can_cast: Callable[[str, str], bool] | None) -> Iterator[str]:
-    if spec.shape != target.shape:
-        yield f"{spec.name!r} has the shape {list(spec.shape)}, the engine has {list(target.shape)}"
-    if spec.dtype != target.dtype and not (can_cast and can_cast(spec.dtype, target.dtype)):
-        yield f"{spec.name!r} is {spec.dtype}, the engine has {target.dtype}"

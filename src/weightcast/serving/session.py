@@ -15,7 +15,7 @@ from msgspec import UNSET
 from weightcast import registry
 from weightcast.errors import ClosedError, RefusedError, WeightcastError, detached
 from weightcast.format.messages import Hello, InitInfo, LinkMessage, Secret, UpdateInfo
-from weightcast.links.worker_end import WorkerLink
+from weightcast.links.link import WorkerLink
 from weightcast.seams.transport import Receiver
 from weightcast.serving.load_plan import LoadPlan
 from weightcast.serving.update import Update

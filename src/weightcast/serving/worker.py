@@ -14,7 +14,8 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 from weightcast import registry
 from weightcast.engines.gate import Gate
@@ -48,14 +49,22 @@ from weightcast.serving.load_plan import LoadPlan, admit, check_undo
 from weightcast.serving.session import PublisherSession
 from weightcast.serving.update import State, Update
 
-Observe = Callable[[str, float, bool], None]
 logger = logging.getLogger(__name__)
+
+
+class StageMetrics(Protocol):
+    """Where a worker counts its offers, receives, seals, installs and whole updates, each a value of the label `stage`.
+
+    `stage_seconds`: prometheus_client's Histogram, or what has its methods; `stage_failures`: Counter.
+    """
+
+    stage_seconds: Any
+    stage_failures: Any
 
 
 class Worker:
     """Serves the control protocol for one `Engine`. Every method may be called from any thread.
 
-    `observe(stage, seconds, ok)` is told of each offer, receive, seal, install and whole update, for metrics.
     `installs` are the ways of installing that the engine has. `settles`: an install can be taken back until `settle`;
     until then its undo copy is kept.
     """
@@ -67,7 +76,7 @@ class Worker:
         gate: Gate,
         engine_rank: int = 0,
         world_size: int = 1,
-        observe: Observe | None = None,
+        metrics: StageMetrics | None = None,
         install_deadline_seconds: float = 60.0,
         installs: Sequence[InstallMode] = ("staged", "streaming"),
         settles: bool = False,
@@ -76,7 +85,7 @@ class Worker:
         self.gate = gate
         self._engine_rank = engine_rank
         self._world_size = world_size
-        self._observe = observe or (lambda stage, seconds, ok: None)
+        self._metrics = metrics
         self._install_deadline_seconds = install_deadline_seconds
         self._installs = installs
         self._settles = settles
@@ -184,7 +193,7 @@ class Worker:
                         session.send(Failed(number, to_record(exc)))
                     raise
                 self._unsettled = update if self._settles else None
-                self._observe("update", time.perf_counter() - update.offered_at, True)
+                self._observe("update", time.perf_counter() - update.offered_at)
                 session.send(Installed(number, seconds))
         except IncompleteUpdateError:
             # Another caller's install of it may have ended while this one waited.
@@ -277,7 +286,13 @@ class Worker:
             yield
             ok = True
         finally:
-            self._observe(stage, time.perf_counter() - start, ok)
+            self._observe(stage, time.perf_counter() - start)
+            if not ok and self._metrics is not None:
+                self._metrics.stage_failures.labels(stage).inc()
+
+    def _observe(self, stage: str, seconds: float) -> None:
+        if self._metrics is not None:
+            self._metrics.stage_seconds.labels(stage).observe(seconds)
 
     def _require_session(self, run: str | None = None) -> PublisherSession:
         session = self._session

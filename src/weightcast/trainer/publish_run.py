@@ -22,7 +22,7 @@ import torch
 from weightcast.format.bucket import Layout, root_digest
 from weightcast.format.manifest import MAX_VERSION, TensorSpec, WeightVersion
 from weightcast.format.messages import Abort, InitInfo, InstallMode, Offer, Seal
-from weightcast.links.publisher_end import LinkListener
+from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import ClientSender, Fingerprint, SenderContext
 from weightcast.seams.source import Regions

@@ -31,7 +31,7 @@ from weightcast.format.geometry import ALIGNMENT_BYTES
 from weightcast.format.manifest import MAX_VERSION
 from weightcast.format.messages import InstallMode
 from weightcast.format.plan import fitting_bucket_size, plan
-from weightcast.links.publisher_end import LinkListener
+from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import Closable
 from weightcast.seams.client import EngineClient

@@ -11,7 +11,6 @@ import ipaddress
 import signal
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from weightcast.control.server.metrics import ServerMetrics
 from weightcast.engines.gate import Gate
 from weightcast.errors import ClosedError, WeightcastError
 from weightcast.format.manifest import WeightVersion
+from weightcast.host.deadline import Deadline
 from weightcast.seams.engine import Engine
 from weightcast.serving.worker import Worker
 
@@ -70,7 +70,7 @@ class EngineServer:
         self.generator = generator
         self._host, self._port = host, port
         self._metrics = ServerMetrics(self.gate)
-        self.worker = worker or Worker(engine, gate=self.gate, observe=self._metrics.observe)
+        self.worker = worker or Worker(engine, gate=self.gate, metrics=self._metrics)
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="weightcast-control")
         self._uvicorn = uvicorn.Server(_uvicorn_config(self._make_app(token, model_name)))
         self._socket: socket.socket | None = None
@@ -103,8 +103,8 @@ class EngineServer:
             target=self._uvicorn.run, args=([self._socket],), name="weightcast-server", daemon=True
         )
         self._thread.start()
-        deadline = time.monotonic() + _START_SECONDS
-        while not self._uvicorn.started and self._thread.is_alive() and time.monotonic() < deadline:
+        deadline = Deadline(_START_SECONDS)
+        while not self._uvicorn.started and self._thread.is_alive() and not deadline.has_passed:
             self._thread.join(_START_POLL_SECONDS)
         if not self._uvicorn.started:
             self.close()

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from weightcast.errors import PeerDiedError, UpdateAbortedError, WeightcastError
-from weightcast.links.publisher_end import Link, LinkListener
+from weightcast.links.link import Link, LinkListener
 from weightcast.transports.collective.records import (
     AllReceived,
     FromReceiver,

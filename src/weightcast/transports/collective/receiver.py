@@ -20,7 +20,7 @@ from weightcast.errors import ClosedError, PeerDiedError, PeerTimeoutError, Upda
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import Hello
 from weightcast.host.memory import host_identity
-from weightcast.links.worker_end import WorkerLink
+from weightcast.links.link import WorkerLink
 from weightcast.seams.transport import Bucket, Receiver
 from weightcast.transports.collective.broadcast_reader import BroadcastReader, BucketTarget
 from weightcast.transports.collective.receive_buffers import ReceiveBuffers, WantedUpdate

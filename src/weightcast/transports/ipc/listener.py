@@ -17,7 +17,7 @@ import time
 
 from weightcast.errors import ManifestError, RefusedError, StaleVersionError, UnsupportedError, to_record
 from weightcast.format.manifest import PROTOCOL
-from weightcast.links.worker_end import check_same_user
+from weightcast.links.link import check_same_user
 from weightcast.transports.ipc.channel import SCHEME, Channel, adopt, packet_socket
 from weightcast.transports.ipc.records import IpcHello, Refused, ToSender, Welcome
 
