@@ -8,6 +8,7 @@ answers at a URL is asked whenever a publisher connects, and never configured.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar, get_args
@@ -248,8 +249,20 @@ class HttpRoutes:
         return reply.status_code, bytes(content)
 
     def _error(self, path: str, status: int, content: bytes) -> WeightcastError:
-        """The error inside a reply: weightcast's own record where there is one, else the text that came."""
-        record, text = _record_and_text(content)
+        """The error inside a reply: weightcast's own record where there is one, else the text that came.
+
+        The body is {"error": {"record", "message"}} here, {"error": text or {"message"}} in vLLM.
+        """
+        text, record = content[:500].decode("utf-8", "replace"), None
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            body: Any = msgspec.json.decode(content)
+            error = body.get("error") if isinstance(body, Mapping) else None
+            if isinstance(error, Mapping) and "record" in error:
+                record = msgspec.convert(error["record"], ErrorRecord)
+            else:
+                message = error.get("message") if isinstance(error, Mapping) else error
+                if isinstance(message, str):
+                    text, record = message, unmarked(message)
         if record is not None:
             raised = from_record(record)
             if isinstance(raised, PeerError):
@@ -260,21 +273,3 @@ class HttpRoutes:
             404: ": is this an engine server?",
         }.get(status, "")
         return ControlError(f"{self.name}{path} answered {status}{hint}: {text}", peer=self.name)
-
-
-def _record_and_text(content: bytes) -> tuple[ErrorRecord | None, str]:
-    """What an error's body says: {"error": {"record", "message"}} here, {"error": text or {"message"}} in vLLM."""
-    text = content[:500].decode("utf-8", "replace")
-    try:
-        body: Any = msgspec.json.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None, text
-    error = body.get("error") if isinstance(body, Mapping) else None
-    if isinstance(error, Mapping):
-        try:
-            if "record" in error:
-                return msgspec.convert(error["record"], ErrorRecord), ""
-        except msgspec.ValidationError:
-            return None, text
-        error = error.get("message")
-    return (unmarked(error), error) if isinstance(error, str) else (None, text)

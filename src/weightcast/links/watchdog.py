@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from weightcast.host.closing import close_in_child
+from weightcast.host.deadline import Deadline
 from weightcast.links.group_join import GroupJoin
 
 _ATTEMPT_SECONDS = 10.0
@@ -131,7 +132,7 @@ class Watchdog:
 
 
 class WatchedEngines:
-    """The guard's side: what the publisher has written so far. Only whole lines count."""
+    """The watchdog's side: what the publisher has written so far. Only whole lines count."""
 
     def __init__(self) -> None:
         self.held: dict[str, list[RecoveryRequest]] = {}
@@ -143,21 +144,18 @@ class WatchedEngines:
     def read(self, text: bytes, descriptors: Sequence[int] = ()) -> None:
         self._descriptors += descriptors
         *lines, self._text = (self._text + text).split(b"\n")
-        for line in lines:
-            self._hear(json.loads(line))
-
-    def _hear(self, state: dict[str, Any]) -> None:
-        self.held = {
-            name: [RecoveryRequest(*request) for request in requests] for name, requests in state["held"].items()
-        }
-        for name in self._groups.keys() - state["groups"].keys():
-            self._groups.pop(name).close()
-        for name, group in state["groups"].items():
-            if name not in self._groups:
-                self._groups[name] = GroupJoin(socket.socket(fileno=self._descriptors.popleft()))
-            self._members[name] = [bytes.fromhex(member) for member in group["members"]]
-            if group["is_failing"]:
-                self._groups[name].fail(self._members[name])
+        for state in map(json.loads, lines):
+            self.held = {
+                name: [RecoveryRequest(*each) for each in requests] for name, requests in state["held"].items()
+            }
+            for name in self._groups.keys() - state["groups"].keys():
+                self._groups.pop(name).close()
+            for name, group in state["groups"].items():
+                if name not in self._groups:
+                    self._groups[name] = GroupJoin(socket.socket(fileno=self._descriptors.popleft()))
+                self._members[name] = [bytes.fromhex(member) for member in group["members"]]
+                if group["is_failing"]:
+                    self._groups[name].fail(self._members[name])
 
     def fail_groups(self) -> None:
         for name, group in self._groups.items():
@@ -167,18 +165,17 @@ class WatchedEngines:
 def rescue(requests: Sequence[RecoveryRequest], give_up_seconds: float = _GIVE_UP_SECONDS) -> bool:
     """Send the requests in order; try again until each got an answer or time is up. True if all did."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    pending, end = list(requests), time.monotonic() + give_up_seconds
-    while pending and time.monotonic() < end:
+    pending, deadline = list(requests), Deadline(give_up_seconds)
+    while pending and not deadline.has_passed:
+        url, headers, body, stop_if, timeout_seconds = pending[0]
+        request = urllib.request.Request(url, data=body.encode(), headers=dict(headers), method="POST")
         try:
-            request = urllib.request.Request(
-                pending[0].url, data=pending[0].body.encode(), headers=dict(pending[0].headers), method="POST"
-            )
-            with opener.open(request, timeout=pending[0].timeout_seconds) as reply:
+            with opener.open(request, timeout=timeout_seconds) as reply:
                 text = reply.read(_MAX_REPLY_BYTES).decode("utf-8", "replace")
-            is_end = bool(pending[0].stop_if and re.search(pending[0].stop_if, text))
+            is_end = bool(stop_if and re.search(stop_if, text))
         except urllib.error.HTTPError as exc:
             exc.close()
-            is_end = bool(pending[0].stop_if)
+            is_end = bool(stop_if)
         except OSError:
             time.sleep(_RETRY_SECONDS)
             continue
@@ -188,15 +185,15 @@ def rescue(requests: Sequence[RecoveryRequest], give_up_seconds: float = _GIVE_U
 
 def main() -> int:
     """Wait for the publisher's end, then end the groups it was making and rescue every engine it held, all at once."""
-    ward = WatchedEngines()
+    watched = WatchedEngines()
     with socket.socket(fileno=sys.stdin.fileno()) as publisher:
         while True:
             text, descriptors, _, _ = socket.recv_fds(publisher, _READ_BYTES, 1)
             if not text:
                 break
-            ward.read(text, descriptors)
-    ward.fail_groups()
-    threads = [threading.Thread(target=rescue, args=(requests,)) for requests in ward.held.values()]
+            watched.read(text, descriptors)
+    watched.fail_groups()
+    threads = [threading.Thread(target=rescue, args=(requests,)) for requests in watched.held.values()]
     for thread in threads:
         thread.start()
     for thread in threads:

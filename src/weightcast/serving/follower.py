@@ -111,10 +111,14 @@ class Follower:
             logger.warning("a version of %s was left out: %s", self._url, exc)
             return None
         self._seen = kept.version
-        lag_seconds = max(0.0, time.time() - kept.committed_at)
-        seconds = time.perf_counter() - start
-        number, run = kept.version.number, kept.version.run
-        return Followed(number, run, self._num_bytes, seconds, install_seconds, lag_seconds)
+        return Followed(
+            kept.version.number,
+            kept.version.run,
+            num_bytes=self._num_bytes,
+            seconds=time.perf_counter() - start,
+            install_seconds=install_seconds,
+            lag_seconds=max(0.0, time.time() - kept.committed_at),
+        )
 
     def wait(self, timeout_seconds: float, *, stop: threading.Event | None = None) -> Followed | None:
         """Poll until there is news; None after the timeout (0: one poll), or soon after `stop` was set."""
@@ -146,10 +150,16 @@ class Follower:
         self.close()
 
     def _take(self, kept: StoredVersion) -> float:
-        version = kept.version
+        version, manifest, specs = kept.version, kept.manifest, self._engine.specs()
+        known = self._load_plan
+        if known is None or known[0] != kept.manifest_digest or known[1].specs is not specs:
+            known = self._load_plan = kept.manifest_digest, admit(manifest, self._engine, specs)
+            self._num_bytes = manifest.num_bytes
+        if self._undo:
+            check_undo(manifest, self._engine)
         update = Update(
             Offer(version.run, version.number, kept.manifest_digest, undo=self._undo),
-            self._admitted(kept),
+            known[1],
             receiver=self._receiver,
             gate=self.gate,
             deadline_seconds=self._install_deadline_seconds,
@@ -157,17 +167,8 @@ class Follower:
         with update.aborted_on_failure():
             update.open()
             update.receive()
-            update.seal(Seal(version.run, version.number, len(kept.manifest.buckets), kept.root))
+            update.seal(Seal(version.run, version.number, len(manifest.buckets), kept.root))
             return update.install()
-
-    def _admitted(self, kept: StoredVersion) -> LoadPlan:
-        specs, known = self._engine.specs(), self._load_plan
-        if known is None or known[0] != kept.manifest_digest or known[1].specs is not specs:
-            known = self._load_plan = kept.manifest_digest, admit(kept.manifest, self._engine, specs)
-            self._num_bytes = kept.manifest.num_bytes
-        if self._undo:
-            check_undo(kept.manifest, self._engine)
-        return known[1]
 
 
 def follow(

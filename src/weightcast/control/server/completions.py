@@ -12,7 +12,7 @@ import contextlib
 import functools
 import time
 import uuid
-from collections import defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -114,6 +114,8 @@ class AnswerFormat:
             "model": model_name,
         }
         self._token_text = token_text
+        self._num_tokens: Counter[int] = Counter()  # so far, of each choice of a stream
+        self._num_chars: Counter[int] = Counter()
 
     def answer(
         self, completions: Sequence[Completion], num_per_prompt: int, version: WeightVersion | None
@@ -132,10 +134,13 @@ class AnswerFormat:
         }
         return {**self._head, "choices": choices, "usage": usage, **_version_fields(version)}
 
-    def chunk(self, delta: Delta, num_tokens_before: int, num_chars_before: int) -> dict[str, Any]:
+    def chunk(self, delta: Delta) -> dict[str, Any]:
         """One event of a stream; spans and text offsets count from the beginning of the choice."""
-        span = VersionSpan.of(delta.weight_version, num_tokens_before, num_tokens_before + len(delta.token_ids))
-        choice = self._choice(delta, (span,) if delta.token_ids else (), num_chars_before)
+        start, num_chars = self._num_tokens[delta.index], self._num_chars[delta.index]
+        self._num_tokens[delta.index] += len(delta.token_ids)
+        self._num_chars[delta.index] += len(delta.text)
+        span = VersionSpan.of(delta.weight_version, start, start + len(delta.token_ids))
+        choice = self._choice(delta, (span,) if delta.token_ids else (), num_chars)
         return {**self._head, "choices": [choice], **_version_fields(delta.weight_version)}
 
     def _choice(self, made: Completion | Delta, spans: Sequence[VersionSpan], num_chars_before: int) -> dict[str, Any]:
@@ -259,13 +264,9 @@ class _Completions:
 
     async def _events(self, generation: Generation, deltas: asyncio.Queue[Delta | None]) -> AsyncIterator[bytes]:
         answers = AnswerFormat(self._model_name, self._token_text)
-        num_tokens: dict[int, int] = defaultdict(int)
-        num_chars: dict[int, int] = defaultdict(int)
         try:
             while (delta := await deltas.get()) is not None:
-                yield _event(answers.chunk(delta, num_tokens[delta.index], num_chars[delta.index]))
-                num_tokens[delta.index] += len(delta.token_ids)
-                num_chars[delta.index] += len(delta.text)
+                yield _event(answers.chunk(delta))
             self._count(generation.future.result(0))
         except Exception as exc:
             yield _event(_error_body(exc))
