@@ -166,7 +166,13 @@ class Gate:
             self._condition.notify_all()
 
     def tear(self, reason: str) -> None:
-        """The weights are of no whole version: refuse every step until `set_version`."""
+        """The weights are of no whole version: refuse every step until `set_version` or `mend`."""
         with self._condition:
             self._torn = reason
+            self._condition.notify_all()
+
+    def mend(self) -> None:
+        """The former version has been restored whole."""
+        with self._condition:
+            self._torn = ""
             self._condition.notify_all()

@@ -86,7 +86,7 @@ class Follower:
         self._on_error = on_error
         self._install_deadline_seconds = install_deadline_seconds
         self._seen: WeightVersion | None = None
-        self._load_plan: tuple[str, LoadPlan] | None = None
+        self._load_plan: LoadPlan | None = None
         self._num_bytes = 0
 
     def poll(self) -> Followed | None:
@@ -133,13 +133,13 @@ class Follower:
         """Read into other memory from now on: the engine keeps tensors of the last version, past its `load`."""
         self._versions.renew()
         if self._load_plan is not None:
-            self._load_plan[1].layout.forget_views()
+            self._load_plan.layout.forget_views()
 
     def close(self) -> None:
         """Let go of the store; a poll that is under way fails. Idempotent, from any thread."""
         self._receiver.close()
         if self._load_plan is not None:
-            self._load_plan[1].layout.forget_views()
+            self._load_plan.layout.forget_views()
 
     def __enter__(self) -> Follower:
         return self
@@ -151,15 +151,15 @@ class Follower:
 
     def _take(self, kept: StoredVersion) -> float:
         version, manifest, specs = kept.version, kept.manifest, self._engine.specs()
-        known = self._load_plan
-        if known is None or known[0] != kept.manifest_digest or known[1].specs is not specs:
-            known = self._load_plan = kept.manifest_digest, admit(manifest, self._engine, specs)
+        plan = self._load_plan
+        if plan is None or plan.manifest_digest != kept.manifest_digest or plan.specs is not specs:
+            plan = self._load_plan = admit(manifest, kept.manifest_digest, self._engine, specs)
             self._num_bytes = manifest.num_bytes
         if self._undo:
             check_undo(manifest, self._engine)
         update = Update(
             Offer(version.run, version.number, kept.manifest_digest, undo=self._undo),
-            known[1],
+            plan,
             receiver=self._receiver,
             gate=self.gate,
             deadline_seconds=self._install_deadline_seconds,

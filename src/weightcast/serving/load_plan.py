@@ -38,9 +38,12 @@ class _BucketLoad:
 class LoadPlan:
     """How the buckets of one layout go into one engine. Made once for a manifest and kept."""
 
-    def __init__(self, layout: Layout, engine: Engine, specs: Sequence[TensorSpec] | None) -> None:
+    def __init__(
+        self, layout: Layout, manifest_digest: str, engine: Engine, specs: Sequence[TensorSpec] | None
+    ) -> None:
         """`specs` is what `engine.specs()` gave; the plan is good as long as it gives the same object."""
         self.layout = layout
+        self.manifest_digest = manifest_digest
         self.engine = engine
         self.specs = specs
         self._primary = None if specs is None else {name: spec.name for spec in specs for name in spec.names}
@@ -192,8 +195,8 @@ def _spanning_groups(records: Iterable[TensorRecord]) -> set[str]:
     return {group for group, found in buckets.items() if len(found) > 1}
 
 
-def admit(manifest: Manifest, engine: Engine, specs: Sequence[TensorSpec] | None) -> LoadPlan:
-    """How a checked manifest goes into an engine; `specs` is what `engine.specs()` gave.
+def admit(manifest: Manifest, digest: str, engine: Engine, specs: Sequence[TensorSpec] | None) -> LoadPlan:
+    """How a checked manifest of this digest goes into an engine; `specs` is what `engine.specs()` gave.
 
     Raises IncompatibleWeightsError, whose problems name every tensor that does not fit, or UnsupportedError.
     """
@@ -203,7 +206,7 @@ def admit(manifest: Manifest, engine: Engine, specs: Sequence[TensorSpec] | None
     if isinstance(engine, Validating):
         engine.validate(manifest)
     try:
-        return LoadPlan(Layout(manifest), engine, specs)
+        return LoadPlan(Layout(manifest), digest, engine, specs)
     except ValueError as exc:
         raise UnsupportedError(str(exc)) from exc
 

@@ -36,7 +36,8 @@ class PublisherSession:
         """Why it has ended, once it has."""
         self.update: Update | None = None
         self.last_offered = -1
-        self.load_plans: dict[str, LoadPlan] = {}
+        self.load_plan: LoadPlan | None = None
+        """Of the layout that was offered last."""
         self.receiver: Receiver | None = None
         self._link: WorkerLink | None = None
         self._began_at = datetime.datetime.now(datetime.UTC)
@@ -154,5 +155,5 @@ class PublisherSession:
         if self.receiver is not None:
             self.receiver.close()
         # Views keep the transport's memory mapped; this object may be part of a cycle and live on until a collection.
-        for load_plan in self.load_plans.values():
-            load_plan.layout.forget_views()
+        if self.load_plan is not None:
+            self.load_plan.layout.forget_views()

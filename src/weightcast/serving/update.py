@@ -64,7 +64,6 @@ class Update:
         self.num_buckets = len(load_plan.layout.manifest.buckets)
         self._load_plan = load_plan
         self._manifest = load_plan.layout.manifest
-        self._manifest_digest = offer.manifest_digest
         self._engine = load_plan.engine
         self._receiver = receiver
         self._gate = gate
@@ -130,7 +129,7 @@ class Update:
                     self._load_plan.load_end(parts)
         if len(digests) != self.num_buckets:
             raise IncompleteUpdateError(f"{len(digests)} of {self.num_buckets} buckets arrived")
-        self._root = root_digest(self._manifest_digest, digests)
+        self._root = root_digest(self._load_plan.manifest_digest, digests)
         self._move(State.RECEIVING, State.RECEIVED)
         return self._root
 

@@ -349,8 +349,9 @@ class Worker:
 
     def _load_plan(self, session: PublisherSession, offer: Offer) -> LoadPlan:
         """The checked layout of an offer; a layout that this run has sent before is not checked again."""
-        known = session.load_plans.get(offer.manifest_digest)
-        specs = self.engine.specs()
+        known, specs = session.load_plan, self.engine.specs()
+        if known is not None and known.manifest_digest != offer.manifest_digest:
+            known = None
         if known is not None and known.specs is specs:
             return known
         manifest = offer.manifest if known is None else known.layout.manifest
@@ -359,9 +360,8 @@ class Worker:
         manifest.check()
         if known is None and manifest.digest() != offer.manifest_digest:
             raise ManifestError(f"the manifest's digest is {manifest.digest()}, the offer says {offer.manifest_digest}")
-        load_plan = admit(manifest, self.engine, specs)
-        session.load_plans = {offer.manifest_digest: load_plan}
-        return load_plan
+        session.load_plan = admit(manifest, offer.manifest_digest, self.engine, specs)
+        return session.load_plan
 
     def _receive(self, session: PublisherSession, update: Update) -> None:
         number = update.version.number
