@@ -229,7 +229,7 @@ class WeightRoutes:
         return reply({"message": "paused"})
 
     async def _resume(self, request: Request) -> Response:
-        self._worker.resume(request.query_params.get("run", ""))
+        self._worker.gate.resume(owner=request.query_params.get("run", ""))
         return reply({"message": "resumed"})
 
     async def _shutdown(self, request: Request) -> Response:

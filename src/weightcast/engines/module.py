@@ -65,9 +65,9 @@ class ModuleEngine:
         Raises IncompatibleWeightsError, before anything is written, for unknown names, other shapes or dtypes, or
         different tensors for names that are tied; InstallError (torn) if a copy fails.
         """
-        # One object at a time: tens of thousands of tuples alive at once would set off collections of the whole heap.
         names: list[str] = []
         sources: list[torch.Tensor] = []
+        # One object at a time: tens of thousands of tuples alive at once would set off collections of the whole heap.
         for name, tensor in tensors:
             names.append(name)
             sources.append(tensor)

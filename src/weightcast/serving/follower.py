@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Literal
 
 import msgspec
@@ -144,9 +143,7 @@ class Follower:
     def __enter__(self) -> Follower:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _take(self, kept: StoredVersion) -> float:

@@ -241,7 +241,7 @@ class Worker:
             session.send(Failed(version.number, to_record(error)))
 
     def pause(self, mode: str, run: str = "") -> None:
-        """Close the gate for a run, whose pause ends with its hold, or for a person (empty)."""
+        """Close the gate for a run, whose pause ends with its hold, or for a person (empty). `gate.resume` ends it."""
         if run:
             self._require_session(run)
         self.gate.pause(mode, owner=run, deadline_seconds=self._install_deadline_seconds)
@@ -249,9 +249,6 @@ class Worker:
         if run and (session is None or session.info.run != run):
             self.gate.resume(owner=run)
             raise ClosedError(f"the hold of run {run} ended while it paused")
-
-    def resume(self, run: str = "") -> None:
-        self.gate.resume(owner=run)
 
     def shutdown(self) -> None:
         """End the hold of whichever run has it. Idempotent; the engine serves on."""

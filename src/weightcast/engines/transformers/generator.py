@@ -18,8 +18,7 @@ import torch
 
 from weightcast.engines.gate import Gate
 from weightcast.engines.transformers.batch import CausalModel, DecodeBatch
-from weightcast.engines.transformers.request import Completion, DecodeRow, Delta, Request, SamplingParams
-from weightcast.engines.transformers.text import Tokenizer
+from weightcast.engines.transformers.request import Completion, DecodeRow, Delta, Request, SamplingParams, Tokenizer
 from weightcast.errors import ClosedError, EngineTornError, PeerTimeoutError, WeightcastError
 from weightcast.host.deadline import Deadline
 
