@@ -1,7 +1,7 @@
 """From buckets to calls of an engine's `load`: whole tensors, whole load groups, each under the names the engine knows.
 
-Invariants: a tensor is handed out once and only when every byte of it is there; members of a load group go in one
-call. Tensors that lie whole in one piece of memory are views of it; only what was cut, or belongs to a group that spans
+Invariants: a tensor is handed out once and only when every byte of it is there, all of them by the last bucket (a
+manifest's pieces tile its tensors); members of a load group go in one call. Tensors that lie whole in one piece of memory are views of it; only what was cut, or belongs to a group that spans
 buckets, is put together in memory of its own, unless the engine takes regions (`RegionLoader`).
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, UnsupportedError, listed
+from weightcast.errors import IncompatibleWeightsError, UnsupportedError, listed
 from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow
 from weightcast.format.geometry import is_run, row_major, start_elements
 from weightcast.format.manifest import Manifest, TensorRecord, TensorSpec
@@ -50,6 +50,7 @@ class LoadPlan:
         takes_regions = isinstance(engine, RegionLoader)
         spanning = _spanning_groups(layout.manifest.tensors)
         self._loads = [_BucketLoad() for _ in layout.entries]
+        self._without_elements = [record for record in layout.manifest.tensors if not record.pieces]
         self._num_partial = collections.Counter[str]()  # pieces to be put together, by load group
         for load, entries in zip(self._loads, layout.entries, strict=True):
             for position, entry in enumerate(entries):
@@ -67,7 +68,7 @@ class LoadPlan:
         """Staged: one call of `load` with everything, then the regions of what was cut."""
         parts = self.assembly(keeps_views=True)
         complete = (self._complete(bucket, parts) for bucket in buckets)
-        self.engine.load(itertools.chain(*complete, self._rest(parts)))
+        self.engine.load(itertools.chain(*complete, self._empty()))
         for bucket in buckets:
             self._load_regions(bucket)
 
@@ -80,9 +81,9 @@ class LoadPlan:
         self._load(self._complete(bucket, parts))
         self._load_regions(bucket)
 
-    def load_end(self, parts: Assembly) -> None:
-        """Streaming, after the last bucket: tensors without elements. Raises IncompleteUpdateError."""
-        self._load(self._rest(parts))
+    def load_end(self) -> None:
+        """Streaming, after the last bucket: tensors without elements."""
+        self._load(self._empty())
 
     def _load(self, tensors: Iterator[Named]) -> None:
         named = list(tensors)
@@ -97,13 +98,11 @@ class LoadPlan:
             for record, tensor in parts.add(entry, views[position]):
                 yield from ((name, tensor) for name in self._names(record))
 
-    def _rest(self, parts: Assembly) -> Iterator[Named]:
-        """Tensors without elements, which are in no bucket. Raises IncompleteUpdateError if another is not whole."""
-        parts.check_done()
-        for record in self.layout.manifest.tensors:
-            if not record.pieces:
-                tensor = torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype])
-                yield from ((name, tensor) for name in self._names(record))
+    def _empty(self) -> Iterator[Named]:
+        """Tensors without elements, which are in no bucket."""
+        for record in self._without_elements:
+            tensor = torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype])
+            yield from ((name, tensor) for name in self._names(record))
 
     def _load_regions(self, bucket: Bucket) -> None:
         regions = self._loads[bucket.index].regions
@@ -160,12 +159,6 @@ class Assembly:
             del self._begun[key]
             for done in members.values():
                 yield done.record, _joined(done.record, done.views) if done.whole is None else done.whole
-
-    def check_done(self) -> None:
-        """Raises IncompleteUpdateError, naming what is not whole."""
-        names = sorted(name for members in self._begun.values() for name in members)
-        if names:
-            raise IncompleteUpdateError(f"{len(names)} tensors are not whole: {listed(names)}")
 
 
 def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -> torch.Tensor:

@@ -124,11 +124,11 @@ class Update:
                 else:
                     with self._loading():
                         self._load_plan.load_bucket(bucket, parts)
-            if parts is not None:
+            if len(digests) != self.num_buckets:
+                raise IncompleteUpdateError(f"{len(digests)} of {self.num_buckets} buckets arrived")
+            if self._streaming:
                 with self._loading():
-                    self._load_plan.load_end(parts)
-        if len(digests) != self.num_buckets:
-            raise IncompleteUpdateError(f"{len(digests)} of {self.num_buckets} buckets arrived")
+                    self._load_plan.load_end()
         self._root = root_digest(self._load_plan.manifest_digest, digests)
         self._move(State.RECEIVING, State.RECEIVED)
         return self._root
