@@ -1,8 +1,9 @@
 """From buckets to calls of an engine's `load`: whole tensors, whole load groups, each under the names the engine knows.
 
 Invariants: a tensor is handed out once and only when every byte of it is there, all of them by the last bucket (a
-manifest's pieces tile its tensors); members of a load group go in one call. Tensors that lie whole in one piece of memory are views of it; only what was cut, or belongs to a group that spans
-buckets, is put together in memory of its own, unless the engine takes regions (`RegionLoader`).
+manifest's pieces tile its tensors); members of a load group go in one call. Tensors that lie whole in one piece of
+memory are views of it; only what was cut, or belongs to a group that spans buckets, is put together in memory of its
+own, unless the engine takes regions (`RegionLoader`).
 """
 
 from __future__ import annotations
