@@ -47,7 +47,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     ),
     "numpy": ("format.tensor_digest", "bench.*", "demo.*", "testing.*"),
     "xxhash": ("format.bucket", "trainer.packer"),
-    "httpx": ("control.http", "demo.*"),
+    "httpx": ("control.client", "demo.*"),
     "safetensors": (
         *("sources.safetensors", "trainer.export"),
         "integrations.sglang.stock.route_disk",
@@ -57,7 +57,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "transformers": ("engines.transformers.*", "demo.*", "bench.shapes", "cli.serve"),
     "tokenizers": ("demo.*",),
     "fastapi": ("integrations.vllm.routes", "integrations.sglang.routes"),
-    "starlette": ("control.replies", "control.routes", "control.server.*", "integrations.*.routes"),
+    "starlette": ("control.routes", "control.server.*", "integrations.*.routes"),
     "uvicorn": ("control.server.app",),
     "prometheus_client": ("control.server.metrics",),
     "rich": ("cli.*", "demo.*", "bench.*"),

@@ -38,7 +38,7 @@ HTTP_DIALECTS = {
     "sglang": "weightcast.integrations.sglang.dialect:detect",
     "vllm without weightcast": "weightcast.integrations.vllm.stock_reload:detect",
 }
-"""Kinds of servers that don't speak the native protocol. Each is a function of the server's `control.http.HttpRoutes`
+"""Kinds of servers that don't speak the native protocol. Each is a function of the server's `control.client.HttpRoutes`
 and the pause mode, which returns an `EngineClient`, or None for a server of another kind. Asked in this order."""
 DIALECT_GROUP = "weightcast.dialects"
 

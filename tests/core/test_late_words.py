@@ -12,7 +12,7 @@ from core.direct import DirectEngine, RecordingEngine, fleet
 from weightcast import TensorSource
 from weightcast.errors import ControlError, ErrorRecord, PublishError, StaleVersionError
 from weightcast.format.messages import Failed, Offer, Seal, UpdateInfo
-from weightcast.links.publisher_end import Link
+from weightcast.links.link import Link
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 

@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import DistNetworkError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from weightcast.errors import PeerDiedError
-from weightcast.links.group_join import ExpectedPeer, GroupJoin, expected
+from weightcast.links.watchdog import ExpectedPeer, GroupJoin, expected_peers
 from weightcast.process_group import ProcessGroup, join_store, serve_store, translated
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -118,13 +118,13 @@ def test_addresses_are_read_as_gloo_writes_them() -> None:
         address = struct.pack("=Q", 136) + head.ljust(136, b"\xee")
         return struct.pack("=Q", 4) + b"name" + address + struct.pack(f"={len(numbers)}q", *numbers)
 
-    assert list(expected(member(socket.AF_INET, "192.0.2.7", [4, 9]), 2)) == [
+    assert list(expected_peers(member(socket.AF_INET, "192.0.2.7", [4, 9]), 2)) == [
         ExpectedPeer("192.0.2.7", 7, 4),
         ExpectedPeer("192.0.2.7", 7, 9),
     ]
-    assert list(expected(member(socket.AF_INET6, "2001:db8::1", []), 2)) == [
+    assert list(expected_peers(member(socket.AF_INET6, "2001:db8::1", []), 2)) == [
         ExpectedPeer("2001:db8::1", 7, 0),
         ExpectedPeer("2001:db8::1", 7, 1),
     ]
-    assert not list(expected(b"something else", 2))
-    assert not list(expected(b"", 2))
+    assert not list(expected_peers(b"something else", 2))
+    assert not list(expected_peers(b"", 2))

@@ -22,7 +22,7 @@ from weightcast.format.bucket import (
     write_trailer,
 )
 from weightcast.format.manifest import Manifest, decode, encode
-from weightcast.links.worker_end import Frames, frame
+from weightcast.links.link import Frames, frame
 
 HERE = Path(__file__).parent
 DIGESTS = json.loads((HERE / "digests.json").read_text())

@@ -26,7 +26,7 @@ from weightcast.errors import ErrorRecord, IntegrityError, ManifestError, Weight
 from weightcast.format.bucket import TRAILER_BYTES, Layout, check_trailer, slot_size_bytes, write_trailer
 from weightcast.format.manifest import Manifest, WeightVersion, decode, encode
 from weightcast.format.messages import InitInfo, LinkMessage, Offer, UpdateInfo, WeightInfo
-from weightcast.links.worker_end import Frames, frame
+from weightcast.links.link import Frames, frame
 from weightcast.transports.ipc.records import MAX_RECORD_BYTES, ToReceiver, ToSender
 
 SLOW_SECONDS = 5.0

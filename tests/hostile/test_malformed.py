@@ -29,7 +29,7 @@ from weightcast.format import geometry as geometry_module
 from weightcast.format import manifest as manifest_module
 from weightcast.format.manifest import Manifest, decode
 from weightcast.format.messages import InitInfo, LinkMessage, UpdateInfo
-from weightcast.links.worker_end import Frames
+from weightcast.links.link import Frames
 
 ROOT = Path(__file__).parents[2]
 

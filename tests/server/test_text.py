@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from weightcast.engines.transformers.text import TextCursor
+from weightcast.engines.transformers.request import TextCursor
 
 TEXT = "naïve 日本 🎉🎉 end"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightcast.control.server.openai import AnswerFormat
+from weightcast.control.server.completions import AnswerFormat
 from weightcast.engines.transformers import TokenLogprobs
 
 

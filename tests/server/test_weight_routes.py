@@ -215,7 +215,7 @@ def test_metrics_tell_versions_failures_and_completions(http: httpx.Client, serv
     assert 'weightcast_tokens_total{kind="prompt"} 2.0' in lines
     assert 'weightcast_tokens_total{kind="generated"} 3.0' in lines
     assert "weightcast_waiting_completions 0.0" in lines
-    server.worker.resume()
+    server.gate.resume()
 
 
 # --- who may call ---

@@ -18,7 +18,7 @@ from weightcast.format.bucket import slot_size_bytes, write_trailer
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host import memory as host_memory
-from weightcast.links.worker_end import frame
+from weightcast.links.link import frame
 from weightcast.process_group import ProcessGroup
 from weightcast.seams.transport import Receiver
 from weightcast.testing.leftovers import nothing_left

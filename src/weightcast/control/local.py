@@ -49,7 +49,7 @@ class LocalEngine(EngineClient, ServesTraffic):
         self.worker.pause(self._pause_mode, run)
 
     def resume(self, run: str) -> None:
-        self.worker.resume(run)
+        self.gate.resume(owner=run)
 
     def close(self) -> None:
         """End the publisher's session; the engine keeps its version. Idempotent."""

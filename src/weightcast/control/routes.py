@@ -1,13 +1,16 @@
-"""The weight routes of the reference server: vLLM's four-phase protocol and what weightcast adds to it.
+"""The weight routes of the reference server, and what every route shares: bodies under a cap, errors as replies.
 
 Invariants: with a token set, no weight route answers without it; without one, none answers a browser's page; a call
-that could block runs in a thread, never on the event loop. Bodies are decoded as typed records, under a cap.
+that could block runs in a thread, never on the event loop. Bodies are decoded as typed records, and never held in
+memory beyond their cap. Every error's text reaches the client, with an `ErrorRecord` where the client can rebuild the
+error from it; no traceback does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast, get_args
@@ -17,15 +20,38 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from weightcast.control.replies import error_reply, read_body, refusal, reply
-from weightcast.errors import EngineTornError, ManifestError, UnsupportedError
+from weightcast.errors import (
+    ClosedError,
+    EngineTornError,
+    IncompleteUpdateError,
+    InsufficientMemoryError,
+    IntegrityError,
+    ManifestError,
+    PeerDiedError,
+    PeerTimeoutError,
+    RefusedError,
+    UnsupportedError,
+    UpdateAbortedError,
+    to_record,
+)
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode
 from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.serving.worker import Worker
 
+logger = logging.getLogger(__name__)
+
 MAX_SMALL_BODY_BYTES = 1 << 20
 _MAX_DIGITS = 19
+_STATUS: tuple[tuple[tuple[type[Exception], ...], int], ...] = (
+    ((InsufficientMemoryError,), 507),
+    ((RefusedError, IncompleteUpdateError, IntegrityError, UpdateAbortedError, ClosedError), 409),
+    ((EngineTornError,), 503),
+    ((PeerTimeoutError,), 504),
+    ((PeerDiedError,), 502),
+    ((ManifestError, ValueError), 400),
+)
+"""The first row that fits decides; any other error, such as InstallError, is 500."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -57,28 +83,86 @@ def pause_mode(request: Request, default: PauseMode) -> PauseMode:
     return cast(PauseMode, mode)
 
 
-def guarded(handler: Handler, *, token: str | None, on_error: Callable[[Exception], None]) -> Handler:
-    """A weight route: refuses callers without the token, and answers with the error that `handler` raises.
+def status_of(error: BaseException) -> int:
+    """The HTTP status of an error on a weight route."""
+    if isinstance(error, ManifestError) and error.fault == "too_large":
+        return 413
+    return next((status for classes, status in _STATUS if isinstance(error, classes)), 500)
 
-    Errors become replies here, not in handlers of the application, which for a plugin is the host's.
+
+def reply(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A JSON reply of anything that msgspec encodes."""
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+def error_reply(error: BaseException, status: int | None = None) -> Response:
+    """The reply of a weight route to an error; the client rebuilds it from the record."""
+    status = status or status_of(error)
+    if status == 500:
+        logger.error("a weight route failed", exc_info=error)
+    body = {"message": str(error), "type": type(error).__name__, "code": status, "record": to_record(error)}
+    # After a refused body the rest of it is still on its way; the connection ends rather than read it.
+    return reply({"error": body}, status, {"connection": "close"} if status == 413 else None)
+
+
+def refusal(message: str, kind: str, status: int) -> Response:
+    """An error that no library class stands for: authentication, unknown route."""
+    headers = {"www-authenticate": "Bearer"} if status == 401 else None
+    return reply({"error": {"message": message, "type": kind, "code": status}}, status, headers)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body. Raises ManifestError (`too_large`) as soon as it is over the cap, declared or not."""
+    message = f"the body is larger than the {max_bytes} bytes that this route takes"
+    if int(request.headers.get("content-length") or 0) > max_bytes:
+        raise ManifestError(message, fault="too_large")
+    body = bytearray()
+    async for chunk in request.stream():
+        if len(body) + len(chunk) > max_bytes:
+            raise ManifestError(message, fault="too_large")
+        body += chunk
+    return bytes(body)
+
+
+def answering(
+    handler: Handler,
+    error_reply: Callable[[Exception], Response],
+    refuse: Callable[[Request], Response | None] = lambda request: None,
+) -> Handler:
+    """A route that answers with what `refuse` returns, if it returns something, and with `error_reply` of an error.
+
+    Errors become replies here, not in handlers of the application: for a plugin that is the host's, and after such a
+    handler has answered an unforeseen error, Starlette raises it again, and uvicorn logs it and closes the connection.
     """
+
+    async def answering(request: Request) -> Response:
+        try:
+            return refuse(request) or await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as exc:
+            return error_reply(exc)
+
+    return answering
+
+
+def guarded(handler: Handler, *, token: str | None, on_error: Callable[[Exception], None]) -> Handler:
+    """A weight route: refuses callers without the token, and answers with the error that `handler` raises."""
     expected = None if token is None else f"Bearer {token}".encode()
 
-    async def guarded(request: Request) -> Response:
+    def refuse(request: Request) -> Response | None:
         given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
         if expected is not None and not hmac.compare_digest(given, expected):
             return refusal("this weight route needs the server's token: `Authorization: Bearer ...`", "auth", 401)
         if expected is None and "origin" in request.headers:
             return refusal("weight routes do not answer pages in a browser; set a token to allow it", "origin", 403)
-        try:
-            return await handler(request)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except Exception as exc:
-            on_error(exc)
-            return error_reply(exc)
+        return None
 
-    return guarded
+    def reply_to(error: Exception) -> Response:
+        on_error(error)
+        return error_reply(error)
+
+    return answering(handler, reply_to, refuse)
 
 
 class WeightRoutes:
@@ -145,7 +229,7 @@ class WeightRoutes:
         return reply({"message": "paused"})
 
     async def _resume(self, request: Request) -> Response:
-        self._worker.resume(request.query_params.get("run", ""))
+        self._worker.gate.resume(owner=request.query_params.get("run", ""))
         return reply({"message": "resumed"})
 
     async def _shutdown(self, request: Request) -> Response:

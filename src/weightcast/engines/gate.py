@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 from weightcast.errors import EngineTornError, PeerTimeoutError
 from weightcast.format.manifest import WeightVersion
+from weightcast.host.deadline import Deadline
 
 Drain = Callable[[str, float], None]
 
@@ -26,7 +26,7 @@ class Gate:
         self._condition = threading.Condition()
         self._owners: set[str] = set()
         self._writers: set[str] = set()
-        self._draining = 0
+        self._num_drains = 0
         self._num_steps = 0
         self._exclusive = False
         self._torn = ""
@@ -49,12 +49,12 @@ class Gate:
     @property
     def is_draining(self) -> bool:
         """A pause with `wait` or `abort` is under way: begin no new request."""
-        return self._draining > 0
+        return self._num_drains > 0
 
     @property
     def is_open(self) -> bool:
         """Whether a step could begin now."""
-        return not (self._owners or self._writers or self._exclusive or self._torn)
+        return not (self.is_paused or self._exclusive or self._torn)
 
     @contextlib.contextmanager
     def step(self, *, timeout_seconds: float | None = None) -> Iterator[WeightVersion | None]:
@@ -88,30 +88,30 @@ class Gate:
         `owner` is the run that asked, or empty for a person, whose pause only `resume()` ends. Idempotent for an
         owner. Raises PeerTimeoutError, with the gate left as it was, if it can't be closed by the deadline.
         """
-        end = time.monotonic() + deadline_seconds
-        if mode != "keep" and self.drain is not None:
-            with self._condition:
-                self._draining += 1
-            try:
-                self.drain(mode, deadline_seconds)
-                self._close(owner, end)
-            finally:
-                with self._condition:
-                    self._draining -= 1
-                    self._condition.notify_all()
+        deadline = Deadline(deadline_seconds)
+        if mode == "keep" or self.drain is None:
+            self._close(self._owners, owner, deadline)
             return
-        self._close(owner, end)
-
-    def _close(self, owner: str, end: float) -> None:
         with self._condition:
-            was_owner = owner in self._owners
-            self._owners.add(owner)
-            if not self._condition.wait_for(lambda: self._num_steps == 0, end - time.monotonic()):
-                if not was_owner:
-                    self._owners.discard(owner)
+            self._num_drains += 1
+        try:
+            self.drain(mode, deadline_seconds)
+            self._close(self._owners, owner, deadline)
+        finally:
+            with self._condition:
+                self._num_drains -= 1
+                self._condition.notify_all()
+
+    def _close(self, holders: set[str], name: str, deadline: Deadline) -> None:
+        with self._condition:
+            was_holder = name in holders
+            holders.add(name)
+            if not deadline.wait_for(self._condition, lambda: self._num_steps == 0):
+                if not was_holder:
+                    holders.discard(name)
                     self._condition.notify_all()
                 raise PeerTimeoutError("generation did not reach the end of its step by the deadline", peer="engine")
-            self._owners.add(owner)  # another pause of this owner that timed out meanwhile has taken it away
+            holders.add(name)  # another pause of this owner that timed out meanwhile has taken it away
 
     def resume(self, *, owner: str = "") -> None:
         """End the pause of `owner`; a person's resume (empty) ends everybody's, but no `begin_writing`. Idempotent."""
@@ -123,16 +123,11 @@ class Gate:
             self._condition.notify_all()
 
     def begin_writing(self, writer: str, *, deadline_seconds: float = 60.0) -> None:
-        """Keep the model still for an update that writes into it bit by bit; only its own `end_writing` ends that.
+        """Let no step begin while an update writes into the model bit by bit; only its own `end_writing` ends that.
 
         Raises PeerTimeoutError, with nothing changed, if the current step does not end by the deadline.
         """
-        with self._condition:
-            self._writers.add(writer)
-            if not self._condition.wait_for(lambda: self._num_steps == 0, deadline_seconds):
-                self._writers.discard(writer)
-                self._condition.notify_all()
-                raise PeerTimeoutError("generation did not reach the end of its step by the deadline", peer="engine")
+        self._close(self._writers, writer, Deadline(deadline_seconds))
 
     def end_writing(self, writer: str) -> None:
         """The update has ended, whichever way. Idempotent."""
@@ -146,19 +141,15 @@ class Gate:
 
         Raises PeerTimeoutError if steps or another holder don't end by the deadline.
         """
-        end = time.monotonic() + deadline_seconds
+        deadline = Deadline(deadline_seconds)
         with self._condition:
-            if not self._condition.wait_for(lambda: not self._exclusive, end - time.monotonic()):
+            if not deadline.wait_for(self._condition, lambda: not self._exclusive):
                 raise PeerTimeoutError("another install held the engine past the deadline", peer="engine")
             self._exclusive = True
-            try:
-                if not self._condition.wait_for(lambda: self._num_steps == 0, end - time.monotonic()):
-                    raise PeerTimeoutError("a generation step did not end by the deadline", peer="engine")
-            except BaseException:
-                self._exclusive = False
-                self._condition.notify_all()
-                raise
         try:
+            with self._condition:
+                if not deadline.wait_for(self._condition, lambda: self._num_steps == 0):
+                    raise PeerTimeoutError("a generation step did not end by the deadline", peer="engine")
             yield
         finally:
             with self._condition:

@@ -65,9 +65,9 @@ class ModuleEngine:
         Raises IncompatibleWeightsError, before anything is written, for unknown names, other shapes or dtypes, or
         different tensors for names that are tied; InstallError (torn) if a copy fails.
         """
-        # One object at a time: tens of thousands of tuples alive at once would set off collections of the whole heap.
         names: list[str] = []
         sources: list[torch.Tensor] = []
+        # One object at a time: tens of thousands of tuples alive at once would set off collections of the whole heap.
         for name, tensor in tensors:
             names.append(name)
             sources.append(tensor)
@@ -105,12 +105,14 @@ class ModuleEngine:
         self._note(self._live.refresh_members())
         if self._replaced:
             raise InstallError("the module's tensors were replaced during the update: publish again", torn=True)
-        missing = self._missing()
-        if missing:
-            names = listed([repr(spec.name) for spec in missing], most=20, separator=", ")
-            raise IncompleteUpdateError(
-                f"{len(missing)} of {len(self._live.specs)} tensors were not loaded: {names}; publish all of them"
-            )
+        specs = self._live.specs
+        if len(self._loaded) < len(specs):
+            missing = [repr(spec.name) for number, spec in enumerate(specs) if not self._is_loaded(number, spec)]
+            if missing:
+                names = listed(missing, most=20, separator=", ")
+                raise IncompleteUpdateError(
+                    f"{len(missing)} of {len(specs)} tensors were not loaded: {names}; publish all of them"
+                )
         self.discard()
         self.version = version
 
@@ -193,11 +195,6 @@ class ModuleEngine:
         except RuntimeError as exc:
             raise InstallError(f"copying {len(targets)} tensors into the module failed: {exc}", torn=True) from exc
 
-    def _missing(self) -> list[TensorSpec]:
-        if len(self._loaded) == len(self._live.specs):
-            return []
-        return [spec for number, spec in enumerate(self._live.specs) if not self._is_loaded(number, spec)]
-
     def _is_loaded(self, number: int, spec: TensorSpec) -> bool:
         if number in self._loaded or 0 in spec.shape:
             return True
@@ -240,12 +237,12 @@ def _once(
     first: dict[int, int] = {}
     for position, number in enumerate(numbers):
         former = first.setdefault(number, position)
-        if sources[former] is not sources[position] and not _same_memory(sources[former], sources[position]):
+        if sources[former] is not sources[position] and _memory(sources[former]) != _memory(sources[position]):
             raise IncompatibleWeightsError(
                 f"{names[former]!r} and {names[position]!r} are one tensor in the module, but two different ones came"
             )
     return list(first), [sources[position] for position in first.values()]
 
 
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

@@ -10,26 +10,31 @@ library only.
 from __future__ import annotations
 
 import collections
+import contextlib
+import ipaddress
 import json
 import re
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from weightcast.host.closing import close_in_child
-from weightcast.links.group_join import GroupJoin
+from weightcast.host.deadline import Deadline
 
 _ATTEMPT_SECONDS = 10.0
 _GIVE_UP_SECONDS = 60.0
 _RETRY_SECONDS = 0.2
 _MAX_REPLY_BYTES = 1 << 24
 _READ_BYTES = 1 << 16
+_PING = 13
+_QUERY_BYTES = 5
 
 
 class RecoveryRequest(NamedTuple):
@@ -43,6 +48,96 @@ class RecoveryRequest(NamedTuple):
     body: str = ""
     stop_if: str = ""
     timeout_seconds: float = _ATTEMPT_SECONDS
+
+
+class ExpectedPeer(NamedTuple):
+    """A connection that a rank of gloo may wait for: where it listens, and the number by which it knows the peer."""
+
+    host: str
+    port: int
+    number: int
+
+
+class GroupJoin:
+    """Ends the making of a torch.distributed group whose rank 0 is gone, for every rank that waits in it.
+
+    A rank waits half an hour in each of three places, unless it learns that there will be no group: for the store to
+    listen, for a key of the store, and, with gloo, for a peer that was to connect. A dead rank 0 ends the second by
+    itself; `fail` ends the other two. `listener`: the store's listening socket, which rank 0 serves while it lives, and
+    this object closes.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._is_failing = False
+
+    def fail(self, members: Sequence[bytes]) -> None:
+        """Have every rank's join fail, also of those that begin to join later. Idempotent.
+
+        `members`: what the other ranks have put into the store, if rank 0 has answered them. Returns at once.
+        """
+        if self._is_failing:
+            return
+        self._is_failing = True
+        threading.Thread(target=self._serve, name="weightcast-rendezvous", daemon=True).start()
+        for member in members:
+            for connection in expected_peers(member, len(members) + 1):
+                threading.Thread(target=_stand_in, args=(connection,), daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        if self._is_failing:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # ends the accept
+        self._listener.close()
+
+    def _serve(self) -> None:
+        # The process that served it before may have left it in non-blocking mode.
+        self._listener.setblocking(True)
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=_refuse, args=(client,), daemon=True).start()
+
+
+def _refuse(client: socket.socket) -> None:
+    """Greet torch's client as its store does, and hang up at its first request: only that ends its attempts."""
+    client.settimeout(_ATTEMPT_SECONDS)
+    with contextlib.suppress(OSError), client, client.makefile("rb") as requests:
+        requests.read(_QUERY_BYTES)
+        request = requests.read(_QUERY_BYTES)
+        if request[:1] == bytes([_PING]):
+            client.sendall(request[1:])
+            requests.read(1)
+
+
+def _stand_in(connection: ExpectedPeer) -> None:
+    """Connect in a peer's place, and hang up."""
+    address = connection.host, connection.port
+    with contextlib.suppress(OSError), socket.create_connection(address, _ATTEMPT_SECONDS) as sock:
+        sock.sendall(struct.pack("=q", connection.number))
+
+
+def expected_peers(member: bytes, size: int) -> Iterator[ExpectedPeer]:
+    """The connections that a rank may wait for, by what it has put into the store of a group of `size`.
+
+    gloo writes its host's name and its address, each after its length, and a number for each peer unless those are the
+    peers' ranks. Yields nothing for what was written otherwise.
+    """
+    try:
+        (name_bytes,) = struct.unpack_from("=Q", member, 0)
+        (address_bytes,) = struct.unpack_from("=Q", member, 8 + name_bytes)
+        start = 16 + name_bytes
+        family, port = struct.unpack_from("=H", member, start)[0], struct.unpack_from(">H", member, start + 2)[0]
+        is_ipv6 = family == socket.AF_INET6
+        raw = struct.unpack_from("16s" if is_ipv6 else "4s", member, start + (8 if is_ipv6 else 4))[0]
+        numbers = struct.iter_unpack("=q", member[start + address_bytes :])
+        for number in [number for (number,) in numbers] or range(size):
+            yield ExpectedPeer(str(ipaddress.ip_address(raw)), port, number)
+    except struct.error:
+        return
 
 
 class Watchdog:
@@ -131,7 +226,7 @@ class Watchdog:
 
 
 class WatchedEngines:
-    """The guard's side: what the publisher has written so far. Only whole lines count."""
+    """The watchdog's side: what the publisher has written so far. Only whole lines count."""
 
     def __init__(self) -> None:
         self.held: dict[str, list[RecoveryRequest]] = {}
@@ -143,21 +238,18 @@ class WatchedEngines:
     def read(self, text: bytes, descriptors: Sequence[int] = ()) -> None:
         self._descriptors += descriptors
         *lines, self._text = (self._text + text).split(b"\n")
-        for line in lines:
-            self._hear(json.loads(line))
-
-    def _hear(self, state: dict[str, Any]) -> None:
-        self.held = {
-            name: [RecoveryRequest(*request) for request in requests] for name, requests in state["held"].items()
-        }
-        for name in self._groups.keys() - state["groups"].keys():
-            self._groups.pop(name).close()
-        for name, group in state["groups"].items():
-            if name not in self._groups:
-                self._groups[name] = GroupJoin(socket.socket(fileno=self._descriptors.popleft()))
-            self._members[name] = [bytes.fromhex(member) for member in group["members"]]
-            if group["is_failing"]:
-                self._groups[name].fail(self._members[name])
+        for state in map(json.loads, lines):
+            self.held = {
+                name: [RecoveryRequest(*each) for each in requests] for name, requests in state["held"].items()
+            }
+            for name in self._groups.keys() - state["groups"].keys():
+                self._groups.pop(name).close()
+            for name, group in state["groups"].items():
+                if name not in self._groups:
+                    self._groups[name] = GroupJoin(socket.socket(fileno=self._descriptors.popleft()))
+                self._members[name] = [bytes.fromhex(member) for member in group["members"]]
+                if group["is_failing"]:
+                    self._groups[name].fail(self._members[name])
 
     def fail_groups(self) -> None:
         for name, group in self._groups.items():
@@ -167,18 +259,17 @@ class WatchedEngines:
 def rescue(requests: Sequence[RecoveryRequest], give_up_seconds: float = _GIVE_UP_SECONDS) -> bool:
     """Send the requests in order; try again until each got an answer or time is up. True if all did."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    pending, end = list(requests), time.monotonic() + give_up_seconds
-    while pending and time.monotonic() < end:
+    pending, deadline = list(requests), Deadline(give_up_seconds)
+    while pending and not deadline.has_passed:
+        url, headers, body, stop_if, timeout_seconds = pending[0]
+        request = urllib.request.Request(url, data=body.encode(), headers=dict(headers), method="POST")
         try:
-            request = urllib.request.Request(
-                pending[0].url, data=pending[0].body.encode(), headers=dict(pending[0].headers), method="POST"
-            )
-            with opener.open(request, timeout=pending[0].timeout_seconds) as reply:
+            with opener.open(request, timeout=timeout_seconds) as reply:
                 text = reply.read(_MAX_REPLY_BYTES).decode("utf-8", "replace")
-            is_end = bool(pending[0].stop_if and re.search(pending[0].stop_if, text))
+            is_end = bool(stop_if and re.search(stop_if, text))
         except urllib.error.HTTPError as exc:
             exc.close()
-            is_end = bool(pending[0].stop_if)
+            is_end = bool(stop_if)
         except OSError:
             time.sleep(_RETRY_SECONDS)
             continue
@@ -188,15 +279,15 @@ def rescue(requests: Sequence[RecoveryRequest], give_up_seconds: float = _GIVE_U
 
 def main() -> int:
     """Wait for the publisher's end, then end the groups it was making and rescue every engine it held, all at once."""
-    ward = WatchedEngines()
+    watched = WatchedEngines()
     with socket.socket(fileno=sys.stdin.fileno()) as publisher:
         while True:
             text, descriptors, _, _ = socket.recv_fds(publisher, _READ_BYTES, 1)
             if not text:
                 break
-            ward.read(text, descriptors)
-    ward.fail_groups()
-    threads = [threading.Thread(target=rescue, args=(requests,)) for requests in ward.held.values()]
+            watched.read(text, descriptors)
+    watched.fail_groups()
+    threads = [threading.Thread(target=rescue, args=(requests,)) for requests in watched.held.values()]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -10,16 +10,16 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Literal
 
 import msgspec
 
 from weightcast import registry
 from weightcast.engines.gate import Gate
-from weightcast.errors import PeerTimeoutError, UpdateAbortedError, WeightcastError, detached
+from weightcast.errors import PeerTimeoutError, WeightcastError
 from weightcast.format.manifest import WeightVersion
-from weightcast.format.messages import Seal
+from weightcast.format.messages import Offer, Seal
+from weightcast.host.deadline import Deadline
 from weightcast.seams.engine import Engine
 from weightcast.seams.transport import Receiver, StoredVersion, VersionedReceiver
 from weightcast.serving.load_plan import LoadPlan, admit, check_undo
@@ -85,7 +85,7 @@ class Follower:
         self._on_error = on_error
         self._install_deadline_seconds = install_deadline_seconds
         self._seen: WeightVersion | None = None
-        self._load_plan: tuple[str, LoadPlan] | None = None
+        self._load_plan: LoadPlan | None = None
         self._num_bytes = 0
 
     def poll(self) -> Followed | None:
@@ -110,74 +110,62 @@ class Follower:
             logger.warning("a version of %s was left out: %s", self._url, exc)
             return None
         self._seen = kept.version
-        lag_seconds = max(0.0, time.time() - kept.committed_at)
-        seconds = time.perf_counter() - start
-        number, run = kept.version.number, kept.version.run
-        return Followed(number, run, self._num_bytes, seconds, install_seconds, lag_seconds)
+        return Followed(
+            kept.version.number,
+            kept.version.run,
+            num_bytes=self._num_bytes,
+            seconds=time.perf_counter() - start,
+            install_seconds=install_seconds,
+            lag_seconds=max(0.0, time.time() - kept.committed_at),
+        )
 
     def wait(self, timeout_seconds: float, *, stop: threading.Event | None = None) -> Followed | None:
         """Poll until there is news; None after the timeout (0: one poll), or soon after `stop` was set."""
-        end, pause = time.monotonic() + timeout_seconds, FIRST_PAUSE_SECONDS
         stop = stop or threading.Event()
-        while not stop.is_set():
-            followed = self.poll()
-            remaining = end - time.monotonic()
-            if followed is not None or remaining <= 0:
+        for _ in Deadline(timeout_seconds).polls(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, stop.wait):
+            followed = None if stop.is_set() else self.poll()
+            if followed is not None or stop.is_set():
                 return followed
-            stop.wait(min(pause, remaining))
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         return None
 
     def renew(self) -> None:
         """Read into other memory from now on: the engine keeps tensors of the last version, past its `load`."""
         self._versions.renew()
         if self._load_plan is not None:
-            self._load_plan[1].layout.forget_views()
+            self._load_plan.layout.forget_views()
 
     def close(self) -> None:
         """Let go of the store; a poll that is under way fails. Idempotent, from any thread."""
         self._receiver.close()
         if self._load_plan is not None:
-            self._load_plan[1].layout.forget_views()
+            self._load_plan.layout.forget_views()
 
     def __enter__(self) -> Follower:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _take(self, kept: StoredVersion) -> float:
+        version, manifest, specs = kept.version, kept.manifest, self._engine.specs()
+        plan = self._load_plan
+        if plan is None or plan.manifest_digest != kept.manifest_digest or plan.specs is not specs:
+            plan = self._load_plan = admit(manifest, kept.manifest_digest, self._engine, specs)
+            self._num_bytes = manifest.num_bytes
+        if self._undo:
+            check_undo(manifest, self._engine)
         update = Update(
-            kept.version,
-            self._admitted(kept),
-            kept.manifest_digest,
-            engine=self._engine,
+            Offer(version.run, version.number, kept.manifest_digest, undo=self._undo),
+            plan,
             receiver=self._receiver,
             gate=self.gate,
-            install="staged",
-            undo=self._undo,
+            deadline_seconds=self._install_deadline_seconds,
         )
-        try:
+        with update.aborted_on_failure():
             update.open()
             update.receive()
-            update.seal(Seal(kept.version.run, kept.version.number, len(kept.manifest.buckets), kept.root))
-            return update.install(deadline_seconds=self._install_deadline_seconds)
-        except BaseException as exc:
-            # A copy without its traceback, whose frames hold buckets.
-            cause = detached(exc) if isinstance(exc, Exception) else UpdateAbortedError(repr(exc))
-            update.abort(cause)
-            raise
-
-    def _admitted(self, kept: StoredVersion) -> LoadPlan:
-        specs, known = self._engine.specs(), self._load_plan
-        if known is None or known[0] != kept.manifest_digest or known[1].specs is not specs:
-            known = self._load_plan = kept.manifest_digest, admit(kept.manifest, self._engine, specs)
-            self._num_bytes = kept.manifest.num_bytes
-        if self._undo:
-            check_undo(kept.manifest, self._engine)
-        return known[1]
+            update.seal(Seal(version.run, version.number, len(manifest.buckets), kept.root))
+            return update.install()
 
 
 def follow(

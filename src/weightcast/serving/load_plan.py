@@ -1,18 +1,21 @@
 """From buckets to calls of an engine's `load`: whole tensors, whole load groups, each under the names the engine knows.
 
-Invariants: a tensor is handed out once and only when every byte of it is there; members of a load group go in one
-call. Tensors that lie whole in one piece of memory are views of it; only what was cut, or belongs to a group that spans
-buckets, is put together in memory of its own, unless the engine takes regions (`RegionLoader`).
+Invariants: a tensor is handed out once and only when every byte of it is there, all of them by the last bucket (a
+manifest's pieces tile its tensors); members of a load group go in one call. Tensors that lie whole in one piece of
+memory are views of it; only what was cut, or belongs to a group that spans buckets, is put together in memory of its
+own, unless the engine takes regions (`RegionLoader`).
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, UnsupportedError, listed
+from weightcast.errors import IncompatibleWeightsError, UnsupportedError, listed
 from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow
 from weightcast.format.geometry import is_run, row_major, start_elements
 from weightcast.format.manifest import Manifest, TensorRecord, TensorSpec
@@ -36,18 +39,23 @@ class _BucketLoad:
 class LoadPlan:
     """How the buckets of one layout go into one engine. Made once for a manifest and kept."""
 
-    def __init__(self, layout: Layout, engine: Engine, specs: Sequence[TensorSpec] | None) -> None:
+    def __init__(
+        self, layout: Layout, manifest_digest: str, engine: Engine, specs: Sequence[TensorSpec] | None
+    ) -> None:
         """`specs` is what `engine.specs()` gave; the plan is good as long as it gives the same object."""
         self.layout = layout
+        self.manifest_digest = manifest_digest
         self.engine = engine
         self.specs = specs
-        self._targets = _EngineNames(specs)
+        self._primary = None if specs is None else {name: spec.name for spec in specs for name in spec.names}
         takes_regions = isinstance(engine, RegionLoader)
         spanning = _spanning_groups(layout.manifest.tensors)
         self._loads = [_BucketLoad() for _ in layout.entries]
+        self._without_elements = [record for record in layout.manifest.tensors if not record.pieces]
+        self._num_partial = collections.Counter[str]()  # pieces to be put together, by load group
         for load, entries in zip(self._loads, layout.entries, strict=True):
             for position, entry in enumerate(entries):
-                names = self._targets.names(entry.record)
+                names = self._names(entry.record)
                 if entry.is_whole and entry.record.group not in spanning:
                     load.names += names
                     load.positions += [position] * len(names)
@@ -55,52 +63,47 @@ class LoadPlan:
                     load.regions += [(name, position, entry) for name in names]
                 else:
                     load.partial.append((position, entry))
-        self._empty = [r for r in layout.manifest.tensors if not r.pieces]
-        self._partial = list({e.tensor: e.record for load in self._loads for _, e in load.partial}.values())
+                    self._num_partial[entry.record.load_group] += 1
 
     def load_all(self, buckets: Sequence[Bucket]) -> None:
         """Staged: one call of `load` with everything, then the regions of what was cut."""
-        self.engine.load(self._everything(buckets))
+        parts = self.assembly(keeps_views=True)
+        complete = (self._complete(bucket, parts) for bucket in buckets)
+        self.engine.load(itertools.chain(*complete, self._empty()))
         for bucket in buckets:
             self._load_regions(bucket)
 
-    def _everything(self, buckets: Sequence[Bucket]) -> Iterator[Named]:
-        # All groups are in this one call, so only what was cut is to be joined.
-        begun: dict[int, list[tuple[Entry, torch.Tensor]]] = {}
-        for bucket in buckets:
-            yield from self._direct(bucket)
-            views = self.layout.views(bucket.index, bucket.buffer)
-            for position, entry in self._loads[bucket.index].partial:
-                parts = begun.setdefault(entry.tensor, [])
-                parts.append((entry, views[position]))
-                if len(parts) == len(entry.record.pieces):
-                    yield from self._named([(entry.record, _joined(entry.record, begun.pop(entry.tensor)))])
-        yield from self._empties()
-        _check_none(parts[0][0].record.name for parts in begun.values())
-
-    def assembly(self) -> Assembly:
-        """What `load_bucket` carries from bucket to bucket of one update."""
-        return Assembly(self._partial)
+    def assembly(self, *, keeps_views: bool = False) -> Assembly:
+        """What `load_bucket` carries from bucket to bucket of one update. `keeps_views`: the buckets stay."""
+        return Assembly(self._num_partial, keeps_views=keeps_views)
 
     def load_bucket(self, bucket: Bucket, parts: Assembly) -> None:
         """Streaming: load what this bucket completes; `parts` carries what is cut over to the next."""
-        direct = list(self._direct(bucket))
-        if direct:
-            self.engine.load(direct)
+        self._load(self._complete(bucket, parts))
         self._load_regions(bucket)
-        for tensors in self._complete(bucket, parts):
-            self.engine.load(tensors)
 
-    def load_end(self, parts: Assembly) -> None:
-        """Streaming, after the last bucket: tensors without elements. Raises IncompleteUpdateError."""
-        parts.check_done()
-        empties = list(self._empties())
-        if empties:
-            self.engine.load(empties)
+    def load_end(self) -> None:
+        """Streaming, after the last bucket: tensors without elements."""
+        self._load(self._empty())
 
-    def _direct(self, bucket: Bucket) -> Iterable[Named]:
+    def _load(self, tensors: Iterator[Named]) -> None:
+        named = list(tensors)
+        if named:
+            self.engine.load(named)
+
+    def _complete(self, bucket: Bucket, parts: Assembly) -> Iterator[Named]:
+        """Every tensor that is whole with this bucket, with its load group."""
         load, views = self._loads[bucket.index], self.layout.views(bucket.index, bucket.buffer)
-        return zip(load.names, map(views.__getitem__, load.positions), strict=True)
+        yield from zip(load.names, map(views.__getitem__, load.positions), strict=True)
+        for position, entry in load.partial:
+            for record, tensor in parts.add(entry, views[position]):
+                yield from ((name, tensor) for name in self._names(record))
+
+    def _empty(self) -> Iterator[Named]:
+        """Tensors without elements, which are in no bucket."""
+        for record in self._without_elements:
+            tensor = torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype])
+            yield from ((name, tensor) for name in self._names(record))
 
     def _load_regions(self, bucket: Bucket) -> None:
         regions = self._loads[bucket.index].regions
@@ -111,60 +114,52 @@ class LoadPlan:
         for name, position, entry in regions:
             self.engine.load_region(name, entry.piece.region, views[position])
 
-    def _complete(self, bucket: Bucket, parts: Assembly) -> Iterator[list[Named]]:
-        views = self.layout.views(bucket.index, bucket.buffer)
-        for position, entry in self._loads[bucket.index].partial:
-            for group in parts.add(entry, views[position]):
-                yield list(self._named(group))
-
-    def _named(self, group: Sequence[tuple[TensorRecord, torch.Tensor]]) -> Iterator[Named]:
-        return ((name, tensor) for record, tensor in group for name in self._targets.names(record))
-
-    def _empties(self) -> Iterator[Named]:
-        for record in self._empty:
-            tensor = torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype])
-            for name in self._targets.names(record):
-                yield name, tensor
-
-
-class _EngineNames:
-    """Under which names a record is handed out: the engine's own, once for each of its tensors; else all."""
-
-    def __init__(self, specs: Sequence[TensorSpec] | None) -> None:
-        self._primary = None if specs is None else {name: spec.name for spec in specs for name in spec.names}
-
-    def names(self, record: TensorSpec) -> list[str]:
+    def _names(self, record: TensorSpec) -> list[str]:
+        """Under which names a record is handed out: the engine's own, once for each of its tensors; else all."""
         if self._primary is None:
             return list(record.names)
         return list(dict.fromkeys(self._primary[name] for name in record.names if name in self._primary))
 
 
+@dataclasses.dataclass(slots=True)
+class _PartialTensor:
+    """`whole` is what pieces are copied into; None: they are kept as `views`."""
+
+    record: TensorRecord
+    whole: torch.Tensor | None
+    views: list[tuple[Entry, torch.Tensor]] = dataclasses.field(default_factory=list)
+
+
 class Assembly:
-    """Tensors and groups in the making. Memory: the tensors that are begun and not yet handed out."""
+    """Tensors and load groups in the making. Memory: the tensors that are begun and not yet handed out.
 
-    def __init__(self, records: Iterable[TensorRecord]) -> None:
-        self._missing: dict[str, int] = {}
-        for record in records:
-            key = record.load_group
-            self._missing[key] = self._missing.get(key, 0) + len(record.pieces)
-        self._begun: dict[str, dict[str, tuple[TensorRecord, torch.Tensor]]] = {}
+    `keeps_views`: the pieces stay valid, and a tensor whose pieces lie in one run is not copied.
+    """
 
-    def add(self, entry: Entry, view: torch.Tensor) -> Iterator[list[tuple[TensorRecord, torch.Tensor]]]:
-        """Copy one piece; yield its tensor, or its load group, if that is whole now."""
+    def __init__(self, num_pieces: Mapping[str, int], *, keeps_views: bool) -> None:
+        """`num_pieces`: of each load group."""
+        self._missing = dict(num_pieces)
+        self._keeps_views = keeps_views
+        self._begun: dict[str, dict[str, _PartialTensor]] = {}
+
+    def add(self, entry: Entry, view: torch.Tensor) -> Iterator[tuple[TensorRecord, torch.Tensor]]:
+        """Take one piece; yield its tensor, or all of its load group, if that is whole now."""
         record, key = entry.record, entry.record.load_group
         members = self._begun.setdefault(key, {})
         if record.name not in members:
-            tensor = torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype], device=view.device)
-            members[record.name] = (record, tensor)
-        narrow(members[record.name][1], entry.piece.region).copy_(view)
+            dtype = TORCH_DTYPES[record.dtype]
+            whole = None if self._keeps_views else torch.empty(record.shape, dtype=dtype, device=view.device)
+            members[record.name] = _PartialTensor(record, whole)
+        member = members[record.name]
+        if member.whole is None:
+            member.views.append((entry, view))
+        else:
+            narrow(member.whole, entry.piece.region).copy_(view)
         self._missing[key] -= 1
         if self._missing[key] == 0:
             del self._begun[key]
-            yield list(members.values())
-
-    def check_done(self) -> None:
-        """Raises IncompleteUpdateError, naming what is not whole."""
-        _check_none(name for members in self._begun.values() for name in members)
+            for done in members.values():
+                yield done.record, _joined(done.record, done.views) if done.whole is None else done.whole
 
 
 def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -> torch.Tensor:
@@ -185,13 +180,6 @@ def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -
     return tensor
 
 
-def _check_none(unfinished: Iterable[str]) -> None:
-    """Raises IncompleteUpdateError, naming them, if there are any."""
-    names = sorted(unfinished)
-    if names:
-        raise IncompleteUpdateError(f"{len(names)} tensors are not whole: {listed(names)}")
-
-
 def _spanning_groups(records: Iterable[TensorRecord]) -> set[str]:
     """The groups whose pieces lie in more than one bucket."""
     buckets: dict[str, set[int]] = {}
@@ -201,8 +189,8 @@ def _spanning_groups(records: Iterable[TensorRecord]) -> set[str]:
     return {group for group, found in buckets.items() if len(found) > 1}
 
 
-def admit(manifest: Manifest, engine: Engine, specs: Sequence[TensorSpec] | None) -> LoadPlan:
-    """How a checked manifest goes into an engine; `specs` is what `engine.specs()` gave.
+def admit(manifest: Manifest, digest: str, engine: Engine, specs: Sequence[TensorSpec] | None) -> LoadPlan:
+    """How a checked manifest of this digest goes into an engine; `specs` is what `engine.specs()` gave.
 
     Raises IncompatibleWeightsError, whose problems name every tensor that does not fit, or UnsupportedError.
     """
@@ -212,7 +200,7 @@ def admit(manifest: Manifest, engine: Engine, specs: Sequence[TensorSpec] | None
     if isinstance(engine, Validating):
         engine.validate(manifest)
     try:
-        return LoadPlan(Layout(manifest), engine, specs)
+        return LoadPlan(Layout(manifest), digest, engine, specs)
     except ValueError as exc:
         raise UnsupportedError(str(exc)) from exc
 
@@ -250,16 +238,13 @@ def compare_specs(
         if not known:
             problems.append(f"unknown tensor {spec.name!r} {spec.dtype}{list(spec.shape)}")
         for target in known.values():
-            problems += _compare(spec, target, can_cast)
+            if spec.shape != target.shape:
+                found = f"has the shape {list(spec.shape)}, the engine has {list(target.shape)}"
+                problems.append(f"{spec.name!r} {found}")
+            if spec.dtype != target.dtype and not (can_cast and can_cast(spec.dtype, target.dtype)):
+                problems.append(f"{spec.name!r} is {spec.dtype}, the engine has {target.dtype}")
             if target.name in covered:
                 problems.append(f"{spec.name!r} and {covered[target.name]!r} are both the engine's {target.name!r}")
             covered[target.name] = spec.name
     missing = (target for target in targets if target.name not in covered)
     return problems + [f"missing tensor {spec.name!r} {spec.dtype}{list(spec.shape)}" for spec in missing]
-
-
-def _compare(spec: TensorSpec, target: TensorSpec, can_cast: Callable[[str, str], bool] | None) -> Iterator[str]:
-    if spec.shape != target.shape:
-        yield f"{spec.name!r} has the shape {list(spec.shape)}, the engine has {list(target.shape)}"
-    if spec.dtype != target.dtype and not (can_cast and can_cast(spec.dtype, target.dtype)):
-        yield f"{spec.name!r} is {spec.dtype}, the engine has {target.dtype}"

@@ -1,4 +1,4 @@
-"""A run's hold on a worker: its link and its receiver, connected in the background, and what it has sent so far."""
+"""A run's hold on a worker: its link and its receiver, connected in the background, and what it has sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from msgspec import UNSET
 from weightcast import registry
 from weightcast.errors import ClosedError, RefusedError, WeightcastError, detached
 from weightcast.format.messages import Hello, InitInfo, LinkMessage, Secret, UpdateInfo
-from weightcast.links.worker_end import WorkerLink
+from weightcast.links.link import WorkerLink
 from weightcast.seams.transport import Receiver
 from weightcast.serving.load_plan import LoadPlan
 from weightcast.serving.update import Update
@@ -23,13 +23,12 @@ from weightcast.serving.update import Update
 logger = logging.getLogger(__name__)
 
 _RECEIVER_SECONDS = 5.0
-_ITS_END = "While that publisher lives, open or forgotten, the lease does not end"
 _MIN_PATIENCE_SECONDS = 60.0
 """A publisher that is silent for a while may itself wait for somebody: it is the first to give up."""
 
 
 class PublisherSession:
-    """A run's hold on the worker: its link, its receiver, the layouts it has sent. Connects in the background."""
+    """A run's hold on the worker: its link, its receiver, the layouts it has sent."""
 
     def __init__(self, info: InitInfo, engine_rank: int, on_end: Callable[[PublisherSession, str], None]) -> None:
         self.info = info
@@ -37,33 +36,21 @@ class PublisherSession:
         """Why it has ended, once it has."""
         self.update: Update | None = None
         self.last_offered = -1
-        self.load_plans: dict[str, LoadPlan] = {}
+        self.load_plan: LoadPlan | None = None
+        """Of the layout that was offered last."""
         self.receiver: Receiver | None = None
         self._link: WorkerLink | None = None
-        self._error: WeightcastError | None = None
         self._began_at = datetime.datetime.now(datetime.UTC)
         self._began = time.monotonic()
         self._on_end = on_end
         self._engine_rank = engine_rank
         self._connected = threading.Event()
         self._receiving: threading.Thread | None = None
-        self._thread = threading.Thread(target=self._connect, name="weightcast-init", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    @property
-    def peer(self) -> str:
-        return f"{self.info.engine}#{self._engine_rank}" if self._engine_rank else self.info.engine
 
     @property
     def is_abandoned(self) -> bool:
         """Whether its publisher has let go, noticed or not yet, and nothing of it is being installed."""
-        return self._has_lost_its_publisher and not self._is_writing
-
-    @property
-    def _is_writing(self) -> bool:
-        return self.update is not None and self.update.is_writing
+        return self._has_lost_its_publisher and not (self.update is not None and self.update.is_writing)
 
     @property
     def _has_lost_its_publisher(self) -> bool:
@@ -87,52 +74,58 @@ class PublisherSession:
             )
 
     def who(self) -> str:
-        """Who holds the worker, since when, and what ends that; for whoever wants it instead."""
+        """Who holds the worker, since when, and what ends that; for a publisher that wants it instead."""
         info, since = self.info, self._began_at.isoformat(" ", "seconds")
         where = "" if info.publisher is UNSET else f" ({info.publisher})"
         begin = f"run {info.run}{where} holds this engine since {since}, for {time.monotonic() - self._began:.0f} s now"
         if self._has_lost_its_publisher:
             return f"{begin}; its publisher has gone, and the engine is free once the install under way has ended"
+        lives = "While that publisher lives, open or forgotten, the lease does not end"
         if self._link is None:
-            return f"{begin}, and is connecting; {_ITS_END}"
+            return f"{begin}, and is connecting; {lives}"
         silent, lease = self._link.silent_seconds, info.lease_seconds
         return (
-            f"{begin}; its publisher was heard {silent:.1f} s ago. {_ITS_END}: it ends by itself at most "
+            f"{begin}; its publisher was heard {silent:.1f} s ago. {lives}: it ends by itself at most "
             f"{max(0.0, lease - silent):.0f} s from now if nothing more is heard"
         )
 
+    def connect_in_background(self) -> None:
+        threading.Thread(target=self._connect, name="weightcast-init", daemon=True).start()
+
     def _connect(self) -> None:
-        info = self.info
+        info, rank = self.info, self._engine_rank
+        failure = ""
         try:
             # The receiver first: a hello on the link means that this worker is ready for an offer.
             self.receiver = registry.transport(info.transport).receiver(
                 info.transport,
-                peer=self.peer,
+                peer=f"{info.engine}#{rank}" if rank else info.engine,
                 run=info.run,
                 deadline_seconds=max(info.deadline_seconds, _MIN_PATIENCE_SECONDS),
             )
             if self.ended is None:
                 # Not once it is over: a late hello would be taken for that of the hold in its place.
-                hello = Hello(info.run, info.engine, self._engine_rank, info.secret)
                 self._link = WorkerLink(
-                    info.link, hello, lease_seconds=info.lease_seconds, on_end=lambda reason: self._on_end(self, reason)
+                    info.link,
+                    Hello(info.run, info.engine, rank, info.secret),
+                    lease_seconds=info.lease_seconds,
+                    on_end=lambda reason: self._on_end(self, reason),
                 )
         except Exception as exc:
-            self._error = exc if isinstance(exc, WeightcastError) else WeightcastError(f"{type(exc).__name__}: {exc}")
+            failure = str(exc) if isinstance(exc, WeightcastError) else f"{type(exc).__name__}: {exc}"
             logger.warning("the publisher of run %s could not be reached: %s", info.run[:8], exc)
+        if failure:
+            self._on_end(self, f"its publisher could not be reached: {failure}")
         self._connected.set()
-        if self._error is not None:
-            self._on_end(self, f"its publisher could not be reached: {self._error}")
-        elif self.ended is not None:
+        if self.ended is not None:
             self.close()
 
     def require_receiver(self) -> Receiver:
-        """The connected receiver. Raises what kept it from connecting, ClosedError if it is still at it."""
+        """The connected receiver. Raises why the session has ended, ClosedError if it is still connecting."""
         # The hello may have been answered with an offer before the connecting thread has returned from saying it.
         if not self._connected.wait(_RECEIVER_SECONDS):
             raise ClosedError("the link to the publisher is not up yet; wait for the worker's hello before an offer")
-        if self._error is not None:
-            raise self._error
+        self.require_going_on()
         assert self.receiver is not None
         return self.receiver
 
@@ -156,10 +149,11 @@ class PublisherSession:
                 raise ClosedError("the former update is still receiving; connect again")
 
     def close(self) -> None:
+        """Disconnect. Idempotent."""
         if self._link is not None:
             self._link.close()
         if self.receiver is not None:
             self.receiver.close()
         # Views keep the transport's memory mapped; this object may be part of a cycle and live on until a collection.
-        for load_plan in self.load_plans.values():
-            load_plan.layout.forget_views()
+        if self.load_plan is not None:
+            self.load_plan.layout.forget_views()

@@ -7,11 +7,11 @@ serves one whole version or is torn and says so.
 
 from __future__ import annotations
 
+import contextlib
 import enum
-import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from weightcast.engines.gate import Gate
 from weightcast.errors import (
@@ -24,8 +24,9 @@ from weightcast.errors import (
 )
 from weightcast.format.bucket import check_trailer, root_digest
 from weightcast.format.manifest import WeightVersion
-from weightcast.format.messages import InstallMode, Seal
-from weightcast.seams.engine import Engine, Undoable
+from weightcast.format.messages import Offer, Seal
+from weightcast.host.closing import on_failure
+from weightcast.seams.engine import Undoable
 from weightcast.seams.transport import Bucket, Receiver
 from weightcast.serving.load_plan import LoadPlan
 
@@ -44,36 +45,36 @@ class Update:
 
     def __init__(
         self,
-        version: WeightVersion,
+        offer: Offer,
         load_plan: LoadPlan,
-        manifest_digest: str,
         *,
-        engine: Engine,
         receiver: Receiver,
         gate: Gate,
-        install: InstallMode,
-        undo: bool,
+        deadline_seconds: float,
         settles: bool = False,
     ) -> None:
-        """`settles`: the undo copy is kept after the install, until `settle`."""
-        self.version = version
-        self.name = f"{version.run}/{version.number}"
+        """`deadline_seconds`: how long a step of generation may take that the update has to wait for.
+
+        `settles`: the undo copy is kept after the install, until `settle`.
+        """
+        self.version = WeightVersion(offer.run, offer.version)
         self.state = State.OFFERED
         self.offered_at = time.perf_counter()
         self.error: WeightcastError | None = None
+        self.num_buckets = len(load_plan.layout.manifest.buckets)
         self._load_plan = load_plan
         self._manifest = load_plan.layout.manifest
-        self._manifest_digest = manifest_digest
-        self._engine = engine
+        self._engine = load_plan.engine
         self._receiver = receiver
         self._gate = gate
-        self._streaming = install == "streaming"
-        self._undo = undo
+        self._writer = f"{offer.run}/{offer.version}"
+        self._deadline_seconds = deadline_seconds
+        self._streaming = offer.install == "streaming"
+        self._undo = offer.undo
         self._settles = settles
         self._former: tuple[WeightVersion | None, str] = (None, "")
         self._restore: Callable[[], None] | None = None
         self._touched = False
-        self.num_buckets = len(self._manifest.buckets)
         self._buckets: list[Bucket] = []
         self._root = ""
         # Held while the engine is being written, so that an abort waits for it.
@@ -84,9 +85,26 @@ class Update:
         """Whether the engine is being written, or installs, as of now."""
         return self._writing.locked()
 
+    @contextlib.contextmanager
+    def aborted_on_failure(self) -> Iterator[None]:
+        """Abort the update if the body raises anything; the body's exception goes on."""
+        try:
+            yield
+        except BaseException as exc:
+            # A copy without its traceback, whose frames would keep views of the transport's memory alive.
+            self.abort(detached(exc) if isinstance(exc, Exception) else UpdateAbortedError(repr(exc)))
+            raise
+
     def open(self) -> None:
-        """Prepare the receiver. Does not wait for the publisher."""
+        """Prepare the receiver; streaming: pause generation until the update ends. Does not wait for the publisher.
+
+        Raises PeerTimeoutError if a step of generation does not end by the deadline.
+        """
         self._receiver.open(self._manifest, self.version, staged=not self._streaming)
+        if self._streaming:
+            self._gate.begin_writing(self._writer, deadline_seconds=self._deadline_seconds)
+            if self.state is State.ABORTED:  # before the writing had begun that an abort ends
+                self._gate.end_writing(self._writer)
 
     def receive(self) -> str:
         """Receive and check every bucket; return the root digest. Streaming: load each as it comes.
@@ -95,30 +113,25 @@ class Update:
         as InstallError. The caller aborts then.
         """
         self._move(State.OFFERED, State.RECEIVING)
-        try:
-            digests = self._receive_all()
-        except BaseException:
-            # An abort may have come while this thread held a bucket, and have released the others already.
-            self._buckets.clear()
-            raise
-        if len(digests) != self.num_buckets:
-            raise IncompleteUpdateError(f"{len(digests)} of {self.num_buckets} buckets arrived")
-        self._root = root_digest(self._manifest_digest, digests)
-        self._move(State.RECEIVING, State.RECEIVED)
-        return self._root
-
-    def _receive_all(self) -> list[bytes]:
         digests: list[bytes] = []
         parts = self._load_plan.assembly() if self._streaming else None
-        for bucket in self._receiver:
-            digests.append(self._check(bucket, len(digests)))
-            if parts is None:
-                self._buckets.append(bucket)
-            else:
-                self._write(functools.partial(self._load_plan.load_bucket, bucket, parts))
-        if parts is not None:
-            self._write(functools.partial(self._load_plan.load_end, parts))
-        return digests
+        # An abort may come while this thread holds a bucket, and have released the others already.
+        with on_failure(self._buckets.clear):
+            for bucket in self._receiver:
+                digests.append(self._check(bucket, len(digests)))
+                if parts is None:
+                    self._buckets.append(bucket)
+                else:
+                    with self._loading():
+                        self._load_plan.load_bucket(bucket, parts)
+            if len(digests) != self.num_buckets:
+                raise IncompleteUpdateError(f"{len(digests)} of {self.num_buckets} buckets arrived")
+            if self._streaming:
+                with self._loading():
+                    self._load_plan.load_end()
+        self._root = root_digest(self._load_plan.manifest_digest, digests)
+        self._move(State.RECEIVING, State.RECEIVED)
+        return self._root
 
     def _check(self, bucket: Bucket, index: int) -> bytes:
         if bucket.index != index or index >= self.num_buckets:
@@ -132,19 +145,20 @@ class Update:
                 raise
         return check_trailer(bucket.buffer, num_bytes, self.version, index, kind)
 
-    def _write(self, load: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
         """Streaming: one write into the live model, which is paused for the whole update."""
         with self._writing:
             if self.state is not State.RECEIVING:
                 raise self.error or UpdateAbortedError("the update was aborted")
             self._touch()
             try:
-                load()
+                yield
             except Exception as exc:
                 raise InstallError(f"loading version {self.version.number} failed: {exc}", torn=not self._undo) from exc
 
     def _touch(self) -> None:
-        """From here on the live weights change. Call once the engine stands still."""
+        """From here on the live weights change. Call while no step of generation runs."""
         if not self._touched:
             if self._undo:
                 assert isinstance(self._engine, Undoable)
@@ -169,16 +183,17 @@ class Update:
             )
         self._move(State.RECEIVED, State.SEALED)
 
-    def install(self, *, deadline_seconds: float) -> float:
-        """Make the version serve, between two steps of generation; return the seconds the engine stood still.
+    def install(self) -> float:
+        """Make the version serve, between two steps of generation; return the seconds the engine was paused for it.
 
-        Raises IncompleteUpdateError if it is not sealed (nothing happens then), InstallError if loading failed: the
-        former version is restored if an undo was asked for, else the engine is torn.
+        Raises IncompleteUpdateError if it is not sealed, PeerTimeoutError if a step does not end by the deadline
+        (nothing happens then), InstallError if loading failed: the former version is restored if an undo was asked
+        for, else the engine is torn.
         """
         with self._writing:
             if self.state is not State.SEALED:
                 raise self.unsealed()
-            with self._gate.exclusive(deadline_seconds=deadline_seconds):
+            with self._gate.exclusive(deadline_seconds=self._deadline_seconds):
                 start = time.perf_counter()
                 self._former = (self._gate.version, self._gate.torn)
                 try:
@@ -186,19 +201,23 @@ class Update:
                     if not self._streaming:
                         self._load_plan.load_all(self._buckets)
                     self._engine.commit(self.version)
-                except Exception as exc:
-                    raise self._failed_install(exc) from exc
                 except BaseException as exc:
-                    self._failed_install(exc)
-                    raise
+                    # No error that is raised is kept: its frames would keep views of the transport's memory alive.
+                    message = f"installing version {self.version.number} failed: {exc}"
+                    self.error, self.state = InstallError(message, torn=True), State.ABORTED
+                    is_torn = not self._go_back(message)
+                    self._release()
+                    if not isinstance(exc, Exception):
+                        raise
+                    raise InstallError(message, torn=is_torn) from exc
                 self._gate.set_version(self.version)
                 self.state = State.INSTALLED
                 seconds = time.perf_counter() - start
-        self._release(keep_undo=self._settles)
+        self._release()
         return seconds
 
-    def settle(self, *, keep: bool, deadline_seconds: float) -> None:
-        """After an install that others took part in: let the version be, or go back to the one before.
+    def settle(self, *, keep: bool) -> None:
+        """After an install that others took part in: keep the version, or go back to the one before.
 
         Going back needs an undo copy; without one the engine is torn. Idempotent: only the first call counts.
         """
@@ -206,32 +225,21 @@ class Update:
             if self.state is State.INSTALLED and self._settles:
                 self._settles = False
                 if not keep:
-                    with self._gate.exclusive(deadline_seconds=deadline_seconds):
-                        self._take_back()
+                    with self._gate.exclusive(deadline_seconds=self._deadline_seconds):
+                        reason = f"version {self.version.number} was taken back: it was not installed everywhere"
+                        self.error, self.state = UpdateAbortedError(reason), State.ABORTED
+                        if self._go_back(reason):
+                            version, torn = self._former
+                            self._gate.set_version(version)
+                            if torn:
+                                self._gate.tear(torn)
             self._restore = None
-
-    def _take_back(self) -> None:
-        reason = f"version {self.version.number} was taken back: it was not installed everywhere"
-        self.error, self.state = UpdateAbortedError(reason), State.ABORTED
-        if self._go_back(reason):
-            version, torn = self._former
-            self._gate.set_version(version)
-            if torn:
-                self._gate.tear(torn)
 
     def unsealed(self) -> IncompleteUpdateError:
         """Why it can't be installed now."""
         return IncompleteUpdateError(
             f"version {self.version.number} is {self.state.value}, not sealed: it can't be installed"
         )
-
-    def _failed_install(self, cause: BaseException) -> InstallError:
-        error = InstallError(f"installing version {self.version.number} failed: {cause}", torn=True)
-        # A copy without its traceback, whose frames would keep views of the transport's memory alive.
-        self.error, self.state = detached(error), State.ABORTED
-        error.torn = not self._go_back(str(error))
-        self._release()
-        return error
 
     def abort(self, error: WeightcastError) -> bool:
         """Give the update up, after a write that is under way. False if it had ended before.
@@ -260,11 +268,12 @@ class Update:
         self._gate.tear(f"{reason}; publish a complete update to heal this engine")
         return False
 
-    def _release(self, *, keep_undo: bool = False) -> None:
+    def _release(self) -> None:
         self._buckets.clear()
-        if not keep_undo:
+        if self.state is not State.INSTALLED or not self._settles:
             self._restore = None
         self._receiver.end()
+        self._gate.end_writing(self._writer)
 
     def _move(self, expected: State, state: State) -> None:
         with self._writing:

@@ -2,7 +2,7 @@
 
 Invariants: at most one run holds the worker, at most one update is in progress; no call waits for the publisher
 (background threads do); however a hold ends (shutdown, takeover, the publisher's death, the end of its lease), its
-update is aborted and its pause lifted, after an install that has begun. Errors are raised to the caller and told over
+update is aborted and its pause lifted, after an install that has begun. Errors are raised to the caller and sent over
 the link.
 """
 
@@ -14,8 +14,8 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 from weightcast import registry
 from weightcast.engines.gate import Gate
@@ -28,8 +28,6 @@ from weightcast.errors import (
     UnsupportedError,
     UpdateAbortedError,
     WeightcastError,
-    detached,
-    from_record,
     to_record,
 )
 from weightcast.format.manifest import PROTOCOL, WeightVersion
@@ -51,15 +49,22 @@ from weightcast.serving.load_plan import LoadPlan, admit, check_undo
 from weightcast.serving.session import PublisherSession
 from weightcast.serving.update import State, Update
 
-Observe = Callable[[str, float, bool], None]
-T = TypeVar("T", Offer, Seal)
 logger = logging.getLogger(__name__)
+
+
+class StageMetrics(Protocol):
+    """Where a worker counts its offers, receives, seals, installs and whole updates, each a value of the label `stage`.
+
+    `stage_seconds`: prometheus_client's Histogram, or what has its methods; `stage_failures`: Counter.
+    """
+
+    stage_seconds: Any
+    stage_failures: Any
 
 
 class Worker:
     """Serves the control protocol for one `Engine`. Every method may be called from any thread.
 
-    `observe(stage, seconds, ok)` is told of each offer, receive, seal, install and whole update, for metrics.
     `installs` are the ways of installing that the engine has. `settles`: an install can be taken back until `settle`;
     until then its undo copy is kept.
     """
@@ -71,7 +76,7 @@ class Worker:
         gate: Gate,
         engine_rank: int = 0,
         world_size: int = 1,
-        observe: Observe | None = None,
+        metrics: StageMetrics | None = None,
         install_deadline_seconds: float = 60.0,
         installs: Sequence[InstallMode] = ("staged", "streaming"),
         settles: bool = False,
@@ -80,12 +85,12 @@ class Worker:
         self.gate = gate
         self._engine_rank = engine_rank
         self._world_size = world_size
-        self._observe = observe or (lambda stage, seconds, ok: None)
+        self._metrics = metrics
         self._install_deadline_seconds = install_deadline_seconds
         self._installs = installs
         self._settles = settles
         self._unsettled: Update | None = None
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._init_lock = threading.Lock()
         self._session: PublisherSession | None = None
         self._closed = False
@@ -95,6 +100,7 @@ class Worker:
         """What this engine is and does now."""
         version, session = self.gate.version, self._session
         able = {
+            "lease": True,
             "streaming": "streaming" in self._installs,
             "undo": isinstance(self.engine, Undoable),
             "inspect": isinstance(self.engine, ExposesTensors),
@@ -106,7 +112,7 @@ class Worker:
             paused=self.gate.is_paused,
             torn=self.gate.torn,
             world_size=self._world_size,
-            abilities=("lease", *(name for name, has in able.items() if has)),
+            abilities=tuple(name for name, has in able.items() if has),
             instance=self.instance,
         )
 
@@ -122,41 +128,49 @@ class Worker:
         except (ValueError, ImportError) as exc:
             raise UnsupportedError(f"this engine has no such transport: {exc}") from exc
         with self._init_lock:
-            former = self._require_free(info)
+            former, session = self._session, PublisherSession(info, self._engine_rank, self._on_end)
             if former is not None:
-                self._release(former, _replaced_by(info, former))
-            session = PublisherSession(info, self._engine_rank, self._on_end)
-            if former is not None and _is_same(info, former):
-                session.last_offered = former.last_offered
+                # Its secret as well: the run's id alone is known to anybody who asks.
+                is_same = info.run == former.info.run and former.is_of(info.secret)
+                if is_same:
+                    error: WeightcastError = UpdateAbortedError("its publisher connected again")
+                elif info.takeover or former.is_abandoned:
+                    error = EngineBusyError(f"run {info.run} took the engine over")
+                else:
+                    raise EngineBusyError(
+                        f"{former.who()}. Close that publisher, end its process, or pass takeover=True "
+                        f"(asked by run {info.run})"
+                    )
+                self._release(former, error)
+                if is_same:
+                    session.last_offered = former.last_offered
             with self._lock:
                 if self._closed:
                     raise ClosedError("this engine is shutting down")
                 self._session = session
             if former is not None:
                 self._lift_pause(former)
-        session.start()
-
-    def _require_free(self, info: InitInfo) -> PublisherSession | None:
-        """The hold that a publisher would replace. Raises EngineBusyError if it is another's, without takeover."""
-        former = self._session
-        if former is None or _is_same(info, former) or info.takeover or former.is_abandoned:
-            return former
-        raise EngineBusyError(
-            f"{former.who()}. Close that publisher, end its process, or pass takeover=True (asked by run {info.run})"
-        )
+        session.connect_in_background()
 
     def update(self, info: UpdateInfo) -> None:
-        """Take an offer, a seal or an abort. Returns at once; raises what was wrong and tells it on the link.
+        """Take an offer, a seal or an abort. Returns at once; raises what is wrong and sends it over the link.
 
         Raises RefusedError, with nothing done, if it does not have the secret of the publisher that holds the worker.
         """
         match info:
             case Offer():
-                self._call("offer", info, self._offer)
+                with self._call("offer", info) as session:
+                    self._offer(session, info)
             case Seal():
-                self._call("seal", info, self._seal)
+                with self._call("seal", info) as session:
+                    update = self._current(session, info.version)
+                    session.require_publisher(info)
+                    update.seal(info)
             case Abort():
-                self._abort(info)
+                session = self._require_session(info.run)
+                session.require_publisher(info)
+                if session.update is not None and session.update.version.number == info.version:
+                    session.update.abort(UpdateAbortedError(f"the publisher gave it up: {info.reason}"))
 
     def finish(self, number: int, run: str = "") -> WeightVersion:
         """Install the sealed update of that number. Idempotent; waits for the current step of generation only.
@@ -172,17 +186,14 @@ class Worker:
             with self._observed("install"):
                 update = self._current(session, number)
                 try:
-                    seconds = update.install(deadline_seconds=self._install_deadline_seconds)
-                except Exception as exc:
-                    # Whoever asks too early is told so alone: the update goes on.
+                    seconds = update.install()
+                except WeightcastError as exc:
+                    # A caller that asks too early is told so alone: the update goes on.
                     if update.state is State.ABORTED:
                         session.send(Failed(number, to_record(exc)))
                     raise
-                finally:
-                    if update.state in (State.INSTALLED, State.ABORTED):
-                        self._end_streaming(update)
                 self._unsettled = update if self._settles else None
-                self._observe("update", time.perf_counter() - update.offered_at, True)
+                self._observe("update", time.perf_counter() - update.offered_at)
                 session.send(Installed(number, seconds))
         except IncompleteUpdateError:
             # Another caller's install of it may have ended while this one waited.
@@ -215,7 +226,7 @@ class Worker:
         update = self._unsettled
         if update is not None and update.version == version:
             self._unsettled = None
-            update.settle(keep=keep, deadline_seconds=self._install_deadline_seconds)
+            update.settle(keep=keep)
 
     @property
     def unsettled(self) -> WeightVersion | None:
@@ -230,7 +241,7 @@ class Worker:
             session.send(Failed(version.number, to_record(error)))
 
     def pause(self, mode: str, run: str = "") -> None:
-        """Close the gate for a run, whose pause ends with its hold, or for a person (empty)."""
+        """Close the gate for a run, whose pause ends with its hold, or for a person (empty). `gate.resume` ends it."""
         if run:
             self._require_session(run)
         self.gate.pause(mode, owner=run, deadline_seconds=self._install_deadline_seconds)
@@ -238,9 +249,6 @@ class Worker:
         if run and (session is None or session.info.run != run):
             self.gate.resume(owner=run)
             raise ClosedError(f"the hold of run {run} ended while it paused")
-
-    def resume(self, run: str = "") -> None:
-        self.gate.resume(owner=run)
 
     def shutdown(self) -> None:
         """End the hold of whichever run has it. Idempotent; the engine serves on."""
@@ -256,11 +264,12 @@ class Worker:
 
     # --- the calls, each under a hold ---
 
-    def _call(self, stage: str, info: T, call: Callable[[PublisherSession, T], None]) -> None:
+    @contextlib.contextmanager
+    def _call(self, stage: str, info: Offer | Seal) -> Iterator[PublisherSession]:
         with self._observed(stage):
             session = self._require_session(info.run)
             try:
-                call(session, info)
+                yield session
             except Exception as exc:
                 if session.is_of(info.secret):
                     session.send(Failed(info.version, to_record(exc)))
@@ -274,7 +283,13 @@ class Worker:
             yield
             ok = True
         finally:
-            self._observe(stage, time.perf_counter() - start, ok)
+            self._observe(stage, time.perf_counter() - start)
+            if not ok and self._metrics is not None:
+                self._metrics.stage_failures.labels(stage).inc()
+
+    def _observe(self, stage: str, seconds: float) -> None:
+        if self._metrics is not None:
+            self._metrics.stage_seconds.labels(stage).observe(seconds)
 
     def _require_session(self, run: str | None = None) -> PublisherSession:
         session = self._session
@@ -315,33 +330,25 @@ class Worker:
         if self._unsettled is not None:
             self.settle(self._unsettled.version, keep=True)
         session.update = update = Update(
-            WeightVersion(offer.run, offer.version),
+            offer,
             load_plan,
-            offer.manifest_digest,
-            engine=self.engine,
             receiver=receiver,
             gate=self.gate,
-            install=offer.install,
-            undo=offer.undo,
+            deadline_seconds=self._install_deadline_seconds,
             settles=self._settles,
         )
-        try:
+        with update.aborted_on_failure():
             update.open()
-            if offer.install == "streaming":
-                self.gate.begin_writing(update.name, deadline_seconds=self._install_deadline_seconds)
-            # Whoever ended the hold may have looked before there was an update to end.
+            # The thread that ended the hold may have looked before there was an update to end.
             session.require_going_on()
-        except Exception as exc:
-            update.abort(detached(exc))
-            self._end_streaming(update)
-            raise
         session.send(Accepted(offer.version))
         session.receive_in_background(functools.partial(self._receive, session, update))
 
     def _load_plan(self, session: PublisherSession, offer: Offer) -> LoadPlan:
         """The checked layout of an offer; a layout that this run has sent before is not checked again."""
-        known = session.load_plans.get(offer.manifest_digest)
-        specs = self.engine.specs()
+        known, specs = session.load_plan, self.engine.specs()
+        if known is not None and known.manifest_digest != offer.manifest_digest:
+            known = None
         if known is not None and known.specs is specs:
             return known
         manifest = offer.manifest if known is None else known.layout.manifest
@@ -350,41 +357,20 @@ class Worker:
         manifest.check()
         if known is None and manifest.digest() != offer.manifest_digest:
             raise ManifestError(f"the manifest's digest is {manifest.digest()}, the offer says {offer.manifest_digest}")
-        load_plan = admit(manifest, self.engine, specs)
-        session.load_plans = {offer.manifest_digest: load_plan}
-        return load_plan
+        session.load_plan = admit(manifest, offer.manifest_digest, self.engine, specs)
+        return session.load_plan
 
     def _receive(self, session: PublisherSession, update: Update) -> None:
-        start, number = time.perf_counter(), update.version.number
+        number = update.version.number
         try:
-            root = update.receive()
+            with self._observed("receive"), update.aborted_on_failure():
+                root = update.receive()
         except Exception as exc:
-            # A copy without its traceback, whose frames would keep views of the transport's memory alive.
             record = to_record(exc)
-            update.abort(from_record(record))
-            self._end_streaming(update)
             session.send(Failed(number, record))
-            self._observe("receive", time.perf_counter() - start, False)
             logger.warning("version %d was not received: %s", number, record.message)
             return
-        self._observe("receive", time.perf_counter() - start, True)
         session.send(Received(number, update.num_buckets, root))
-
-    def _seal(self, session: PublisherSession, seal: Seal) -> None:
-        update = self._current(session, seal.version)
-        session.require_publisher(seal)
-        update.seal(seal)
-
-    def _abort(self, abort: Abort) -> None:
-        session = self._require_session(abort.run)
-        session.require_publisher(abort)
-        update = session.update
-        if update is not None and update.version.number == abort.version:
-            update.abort(UpdateAbortedError(f"the publisher gave it up: {abort.reason}"))
-            self._end_streaming(update)
-
-    def _end_streaming(self, update: Update) -> None:
-        self.gate.end_writing(update.name)
 
     # --- the end of a hold ---
 
@@ -399,10 +385,8 @@ class Worker:
     def _release(self, session: PublisherSession, error: WeightcastError) -> None:
         """Abort what the hold had begun, lift its pause, disconnect. An install under way is finished first."""
         session.ended = session.ended or error
-        if session.update is not None:
-            if session.update.abort(error):
-                session.send(Failed(session.update.version.number, to_record(error)))
-            self._end_streaming(session.update)
+        if session.update is not None and session.update.abort(error):
+            session.send(Failed(session.update.version.number, to_record(error)))
         session.close()
         self._lift_pause(session)
 
@@ -419,14 +403,3 @@ class Worker:
             raise UnsupportedError(f"the weights of {type(self.engine).__name__} can't be read")
         with self.gate.exclusive(deadline_seconds=self._install_deadline_seconds):
             yield self.engine
-
-
-def _is_same(info: InitInfo, former: PublisherSession) -> bool:
-    """Whether it is the same publisher that connects again. The run's id alone is known to anybody who asks."""
-    return info.run == former.info.run and former.is_of(info.secret)
-
-
-def _replaced_by(info: InitInfo, former: PublisherSession) -> WeightcastError:
-    if _is_same(info, former):
-        return UpdateAbortedError("its publisher connected again")
-    return EngineBusyError(f"run {info.run} took the engine over")

@@ -30,7 +30,7 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import MAX_VERSION
 from weightcast.format.messages import Accepted, Failed, InitInfo, Installed, Offer, Received, WeightInfo
-from weightcast.links.publisher_end import Link, LinkListener
+from weightcast.links.link import Link, LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import ClientSender, EngineClient, ServesTraffic, TwoPhaseInstall
 from weightcast.trainer.report import EngineResult

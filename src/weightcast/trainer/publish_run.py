@@ -22,7 +22,7 @@ from weightcast.errors import PeerDiedError, PeerError
 from weightcast.format.bucket import root_digest
 from weightcast.format.manifest import MAX_VERSION, Manifest, WeightVersion
 from weightcast.format.messages import Abort, InitInfo, Offer, Seal
-from weightcast.links.publisher_end import LinkListener
+from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, ClientSender, Fingerprint, SenderContext
 from weightcast.seams.source import Regions

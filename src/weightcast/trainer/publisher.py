@@ -29,7 +29,7 @@ from weightcast.format.bucket import Layout
 from weightcast.format.manifest import MAX_VERSION
 from weightcast.format.plan import fitting_bucket_size, plan
 from weightcast.host.closing import on_failure
-from weightcast.links.publisher_end import LinkListener
+from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import Closable
 from weightcast.seams.client import EngineClient

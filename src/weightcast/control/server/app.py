@@ -11,7 +11,6 @@ import ipaddress
 import signal
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +21,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from weightcast.control.replies import refusal, reply
-from weightcast.control.routes import WeightRoutes
+from weightcast.control.routes import WeightRoutes, refusal, reply
 from weightcast.control.server.metrics import ServerMetrics
 from weightcast.engines.gate import Gate
 from weightcast.errors import ClosedError, WeightcastError
 from weightcast.format.manifest import WeightVersion
+from weightcast.host.deadline import Deadline
 from weightcast.seams.engine import Engine
 from weightcast.serving.worker import Worker
 
@@ -71,9 +70,9 @@ class EngineServer:
         self.generator = generator
         self._host, self._port = host, port
         self._metrics = ServerMetrics(self.gate)
-        self.worker = worker or Worker(engine, gate=self.gate, observe=self._metrics.observe)
+        self.worker = worker or Worker(engine, gate=self.gate, metrics=self._metrics)
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="weightcast-control")
-        self._uvicorn = uvicorn.Server(_uvicorn_config(self._make_app(token, model_name)))
+        self._uvicorn = self._make_server(token, model_name)
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -98,14 +97,20 @@ class EngineServer:
         """Bind and serve in the background; returns once requests are answered. Raises WeightcastError if it can't."""
         if self._is_closed or self._thread is not None:
             raise ClosedError("an EngineServer is started once; make a new one")
-        self._socket = _bind(self._host, self._port)
+        try:
+            family, address = _resolve(self._host, self._port)[0]
+            both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+            self._socket = socket.create_server(address, family=family, backlog=128, dualstack_ipv6=both)
+        except OSError as exc:
+            where = f"{self._host}:{self._port}"
+            raise WeightcastError(f"can't listen on {where}: {exc}; choose a free port, or 0 for any") from exc
         self._port = self._socket.getsockname()[1]
         self._thread = threading.Thread(
             target=self._uvicorn.run, args=([self._socket],), name="weightcast-server", daemon=True
         )
         self._thread.start()
-        deadline = time.monotonic() + _START_SECONDS
-        while not self._uvicorn.started and self._thread.is_alive() and time.monotonic() < deadline:
+        deadline = Deadline(_START_SECONDS)
+        while not self._uvicorn.started and self._thread.is_alive() and not deadline.has_passed:
             self._thread.join(_START_POLL_SECONDS)
         if not self._uvicorn.started:
             self.close()
@@ -149,7 +154,8 @@ class EngineServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _make_app(self, token: str | None, model_name: str) -> Starlette:
+    def _make_server(self, token: str | None, model_name: str) -> uvicorn.Server:
+        """uvicorn on a socket of ours, silent. In a thread that is not the main one it leaves signal handlers alone."""
         routes = [
             *WeightRoutes(self.worker, self._pool, token=token, on_error=self._metrics.request_failed).routes(),
             Route("/health", self._health),
@@ -159,7 +165,23 @@ class EngineServer:
             from weightcast.control.server.completions import completion_routes
 
             routes += completion_routes(self.generator, self._metrics, model_name=model_name)
-        return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+        config = uvicorn.Config(
+            Starlette(routes=routes, exception_handlers={HTTPException: _http_error}),
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            loop="asyncio",
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            # Longer than HTTP clients keep an idle connection, so that they close it: a server that closes first can
+            # lose the request that is on its way.
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=5,
+        )
+        return uvicorn.Server(config)
 
     async def _health(self, request: Request) -> Response:
         if self.gate.torn:
@@ -173,26 +195,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """A path or a method that no route has. The other errors are answered by their routes."""
     assert isinstance(error, HTTPException)
     return reply({"detail": error.detail}, error.status_code, dict(error.headers or {}))
-
-
-def _uvicorn_config(app: Starlette) -> uvicorn.Config:
-    """uvicorn on a socket of ours, silent. In a thread that is not the main one it leaves signal handlers alone."""
-    return uvicorn.Config(
-        app,
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        loop="asyncio",
-        proxy_headers=False,
-        server_header=False,
-        date_header=False,
-        # Longer than HTTP clients keep an idle connection, so that they close it: a server that closes first can lose
-        # the request that is on its way.
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=5,
-    )
 
 
 def _check_exposure(host: str, token: str | None) -> None:
@@ -210,15 +212,6 @@ def _check_exposure(host: str, token: str | None) -> None:
             f"{host} can be reached from other machines, which could then replace the weights: "
             "pass token= (`--token-file`), or bind to 127.0.0.1"
         )
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    try:
-        family, address = _resolve(host, port)[0]
-        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=both)
-    except OSError as exc:
-        raise WeightcastError(f"can't listen on {host}:{port}: {exc}; choose a free port, or 0 for any") from exc
 
 
 def _resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:

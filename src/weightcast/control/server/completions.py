@@ -1,7 +1,8 @@
 """OpenAI's POST /v1/completions and GET /v1/models over a TextGenerator.
 
-Invariants: the rows of a client that goes away are cancelled; an answer names the weight versions that made it; errors
-have OpenAI's shape. Tokenizing runs in a thread, generation in the generator's own.
+Invariants: a field that would change the answer and can't be honoured is refused, never ignored; choices carry their
+token ids and the spans of the versions that made them, beside OpenAI's own fields; the rows of a client that goes away
+are cancelled; errors have OpenAI's shape. Tokenizing runs in a thread, generation in the generator's own.
 """
 
 from __future__ import annotations
@@ -10,27 +11,188 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from weightcast.control.replies import logger, read_body, reply, status_of
+from weightcast.control.routes import answering, logger, read_body, reply, status_of
 from weightcast.control.server.metrics import ServerMetrics
-from weightcast.control.server.openai import AnswerFormat, CompletionBody
-from weightcast.engines.transformers import Completion, Delta, QueueFullError, TextGenerator
+from weightcast.engines.transformers import (
+    Completion,
+    Delta,
+    QueueFullError,
+    SamplingParams,
+    TextGenerator,
+    TokenLogprobs,
+    VersionSpan,
+)
 from weightcast.engines.transformers import Request as Generation
 from weightcast.errors import ClosedError
-from weightcast.format.manifest import decode
+from weightcast.format.manifest import WeightVersion, decode
 
 MAX_BODY_BYTES = 16 << 20
 _MAX_CACHED_TOKENS = 1 << 16
 _ERROR_TYPES = {429: "rate_limit_error", 500: "internal_server_error", 503: "service_unavailable"}
 _ERROR_HEADERS = {413: {"connection": "close"}, 429: {"retry-after": "1"}, 503: {"retry-after": "1"}}
+
+
+class CompletionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/completions. Fields below `stream` are known but taken with their neutral values only."""
+
+    prompt: str | list[str | int | list[int]]
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    stream: bool = False
+    user: str | None = None
+    echo: bool = False
+    suffix: str | None = None
+    best_of: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    def check(self, model_name: str) -> None:
+        """Raises ValueError that names what is not supported."""
+        asked = {
+            "echo": self.echo,
+            "suffix": self.suffix,
+            "best_of": self.best_of not in (None, self.n or 1),
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self.logit_bias,
+        }
+        unsupported = [name for name, value in asked.items() if value]
+        if unsupported:
+            raise ValueError(f"{', '.join(unsupported)} is not supported by this server; leave it out")
+        if self.model not in (None, "", model_name):
+            raise LookupError(f"no model {self.model!r} here; this server has {model_name!r}")
+
+    def sampling(self) -> SamplingParams:
+        """Raises ValueError for values out of range."""
+        names = ("n", "temperature", "top_p", "max_tokens", "logprobs", "seed")
+        given: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return SamplingParams(
+            **given,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+        )
+
+    def prompts(self, encode: Callable[[str], list[int]]) -> list[list[int]]:
+        """Token ids of each prompt: one text, several, one list of ids, or several. Raises ValueError for a mixture."""
+        items: list[Any] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        kinds = {type(item) for item in items}
+        if len(kinds) != 1:
+            raise ValueError("prompt must be a text, texts, token ids, or lists of token ids; it is empty or a mixture")
+        if kinds == {str}:
+            return [encode(text) for text in items]
+        return [items] if kinds == {int} else items
+
+
+class AnswerFormat:
+    """Formats all replies to one request."""
+
+    def __init__(self, model_name: str, token_text: Callable[[int], str]) -> None:
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model_name,
+        }
+        self._token_text = token_text
+        self._num_tokens: Counter[int] = Counter()  # so far, of each choice of a stream
+        self._num_chars: Counter[int] = Counter()
+
+    def answer(
+        self, completions: Sequence[Completion], num_per_prompt: int, version: WeightVersion | None
+    ) -> dict[str, Any]:
+        """The whole reply. `version` is the last one that any choice was made under."""
+        num_prompt_tokens = sum(len(c.prompt_token_ids) for c in completions[::num_per_prompt])
+        num_tokens = sum(len(c.token_ids) for c in completions)
+        choices = [
+            self._choice(done, done.weight_versions, 0) | {"prompt_token_ids": done.prompt_token_ids}
+            for done in completions
+        ]
+        usage = {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt_tokens + num_tokens,
+        }
+        return {**self._head, "choices": choices, "usage": usage, **_version_fields(version)}
+
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        """One event of a stream; spans and text offsets count from the beginning of the choice."""
+        start, num_chars = self._num_tokens[delta.index], self._num_chars[delta.index]
+        self._num_tokens[delta.index] += len(delta.token_ids)
+        self._num_chars[delta.index] += len(delta.text)
+        span = VersionSpan.of(delta.weight_version, start, start + len(delta.token_ids))
+        choice = self._choice(delta, (span,) if delta.token_ids else (), num_chars)
+        return {**self._head, "choices": [choice], **_version_fields(delta.weight_version)}
+
+    def _choice(self, made: Completion | Delta, spans: Sequence[VersionSpan], num_chars_before: int) -> dict[str, Any]:
+        return {
+            "index": made.index,
+            "text": made.text,
+            "finish_reason": made.finish_reason,
+            "logprobs": self._logprobs(made.token_ids, made.logprobs, made.text, num_chars_before),
+            "token_ids": made.token_ids,
+            "weight_versions": [
+                {"run": span.run, "version": _label(span.version), "start": span.start, "end": span.end}
+                for span in spans
+            ],
+        }
+
+    def _logprobs(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, text: str, offset: int
+    ) -> dict[str, Any] | None:
+        if logprobs is None:
+            return None
+        texts = [self._token_text(token) for token in tokens]
+        offsets, at = [], 0  # A token that the text shows otherwise (special, half a character) takes no room.
+        for piece in texts:
+            found = text.find(piece, at, at + len(piece) + 1)  # Some tokenizers put a space between two tokens.
+            offsets.append(offset + max(found, at))
+            at = at if found < 0 else found + len(piece)
+        return {
+            "tokens": texts,
+            "token_logprobs": [one.chosen for one in logprobs],
+            "top_logprobs": [self._top(token, one) for token, one in zip(tokens, logprobs, strict=True)],
+            "text_offset": offsets,
+        }
+
+    def _top(self, chosen: int, found: TokenLogprobs) -> dict[str, float]:
+        """By text. Of tokens with one text (half a character each) the chosen one or the likeliest has it as its key,
+        and the others `token_id:237`, so that none is lost."""
+        logprobs = {**dict(found.top), chosen: found.chosen}
+        owners: dict[str, int] = {}
+        for token in (chosen, *logprobs):
+            owners.setdefault(self._token_text(token), token)
+        texts = {token: text for text, token in owners.items()}
+        return {texts.get(token, f"token_id:{token}"): logprob for token, logprob in logprobs.items()}
+
+
+def _version_fields(version: WeightVersion | None) -> dict[str, str]:
+    if version is None:
+        return {"weight_version": _label(None), "weight_run": ""}
+    return {"weight_version": _label(version.number), "weight_run": version.run}
+
+
+def _label(number: int | None) -> str:
+    return "default" if number is None else str(number)
 
 
 def completion_routes(generator: TextGenerator, metrics: ServerMetrics, *, model_name: str) -> list[Route]:
@@ -39,7 +201,7 @@ def completion_routes(generator: TextGenerator, metrics: ServerMetrics, *, model
     metrics.gauge("running_completions", "Completions that are being generated.", lambda: generator.num_running)
     metrics.gauge("waiting_completions", "Completions that wait for their turn.", lambda: generator.num_waiting)
     return [
-        Route("/v1/completions", completions.create, methods=["POST"]),
+        Route("/v1/completions", answering(completions.create, _error_reply), methods=["POST"]),
         Route("/v1/models", completions.models, methods=["GET"]),
     ]
 
@@ -63,19 +225,9 @@ class _Completions:
         return reply({"object": "list", "data": [model]})
 
     async def create(self, request: Request) -> Response:
-        # Errors become replies here: after a handler of the application has answered an unforeseen error, such as one
-        # of the model, Starlette raises it again, and uvicorn logs it and closes the connection.
-        try:
-            body: CompletionBody = decode(await read_body(request, MAX_BODY_BYTES), CompletionBody)
-            body.check(self._model_name)
-            if body.stream:
-                return await self._stream(body)
-            return await self._answer(request, body)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except Exception as exc:
-            error = _error_body(exc)
-            return reply(error, error["error"]["code"], _ERROR_HEADERS.get(error["error"]["code"]))
+        body: CompletionBody = decode(await read_body(request, MAX_BODY_BYTES), CompletionBody)
+        body.check(self._model_name)
+        return await (self._stream(body) if body.stream else self._answer(request, body))
 
     async def _submit(self, body: CompletionBody, on_delta: Callable[[Delta], None] | None = None) -> Generation:
         sampling = body.sampling()
@@ -112,13 +264,9 @@ class _Completions:
 
     async def _events(self, generation: Generation, deltas: asyncio.Queue[Delta | None]) -> AsyncIterator[bytes]:
         answers = AnswerFormat(self._model_name, self._token_text)
-        num_tokens: dict[int, int] = defaultdict(int)
-        num_chars: dict[int, int] = defaultdict(int)
         try:
             while (delta := await deltas.get()) is not None:
-                yield _event(answers.chunk(delta, num_tokens[delta.index], num_chars[delta.index]))
-                num_tokens[delta.index] += len(delta.token_ids)
-                num_chars[delta.index] += len(delta.text)
+                yield _event(answers.chunk(delta))
             self._count(generation.future.result(0))
         except Exception as exc:
             yield _event(_error_body(exc))
@@ -139,6 +287,12 @@ async def _disconnected(request: Request) -> None:
 
 def _event(body: Any) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def _error_reply(error: Exception) -> Response:
+    body = _error_body(error)
+    status = body["error"]["code"]
+    return reply(body, status, _ERROR_HEADERS.get(status))
 
 
 def _error_body(error: BaseException) -> dict[str, Any]:

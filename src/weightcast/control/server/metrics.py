@@ -14,15 +14,18 @@ _SECONDS_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 1
 
 
 class ServerMetrics:
-    """Everything that GET /metrics shows. Gauges are read from their subject at each scrape. Thread-safe."""
+    """Everything that GET /metrics shows. Gauges are read from their subject at each scrape. Thread-safe.
+
+    A worker's `StageMetrics`: the worker counts stages itself.
+    """
 
     def __init__(self, gate: Gate) -> None:
         self._registry = CollectorRegistry()
         seconds = "Seconds that each stage of an update took, failed ones included."
-        self._seconds = Histogram(
+        self.stage_seconds = Histogram(
             "weightcast_update_seconds", seconds, ["stage"], registry=self._registry, buckets=_SECONDS_BUCKETS
         )
-        self._failures = self._counter("update_failures", "Stages of updates that failed.", "stage")
+        self.stage_failures = self._counter("update_failures", "Stages of updates that failed.", "stage")
         self._errors = self._counter("weight_request_failures", "Errors of weight routes, by class.", "kind")
         self._completions = self._counter("completions", "Completions, by how they ended.", "finish_reason")
         self._tokens = self._counter("tokens", "Tokens of finished completions.", "kind")
@@ -40,12 +43,6 @@ class ServerMetrics:
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Add a gauge whose value is `read()`."""
         Gauge(f"weightcast_{name}", text, registry=self._registry).set_function(read)
-
-    def observe(self, stage: str, seconds: float, ok: bool) -> None:
-        """Count a stage of an update that has ended; for `Worker(observe=...)`."""
-        self._seconds.labels(stage).observe(seconds)
-        if not ok:
-            self._failures.labels(stage).inc()
 
     def request_failed(self, error: BaseException) -> None:
         """Count an error that a weight route answered with."""

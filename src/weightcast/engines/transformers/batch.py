@@ -16,8 +16,7 @@ import torch
 from torch.nn import functional
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from weightcast.engines.transformers.request import DecodeRow, SamplingParams, TokenLogprobs
-from weightcast.engines.transformers.text import Tokenizer
+from weightcast.engines.transformers.request import DecodeRow, SamplingParams, Tokenizer, TokenLogprobs
 from weightcast.format.manifest import WeightVersion
 
 _LOWEST_LOGPROB = -9999.0

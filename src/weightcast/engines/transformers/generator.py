@@ -10,7 +10,6 @@ the chosen token, and keeps its KV cache when the weights change.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,9 +18,9 @@ import torch
 
 from weightcast.engines.gate import Gate
 from weightcast.engines.transformers.batch import CausalModel, DecodeBatch
-from weightcast.engines.transformers.request import Completion, DecodeRow, Delta, Request, SamplingParams
-from weightcast.engines.transformers.text import Tokenizer
+from weightcast.engines.transformers.request import Completion, DecodeRow, Delta, Request, SamplingParams, Tokenizer
 from weightcast.errors import ClosedError, EngineTornError, PeerTimeoutError, WeightcastError
+from weightcast.host.deadline import Deadline
 
 _POLL_SECONDS = 0.1
 """How often a paused generator looks for cancelled requests, an abort, or `close`."""
@@ -173,9 +172,7 @@ class TextGenerator:
 
     def _note_cancelled(self, future: Future[list[Completion]]) -> None:
         if future.cancelled():
-            with self._condition:
-                self._has_cancelled = True
-                self._condition.notify_all()
+            self._has_cancelled = True
 
     # --- the generator's thread ---
 
@@ -267,11 +264,11 @@ class TextGenerator:
 
     def _drain(self, mode: str, deadline_seconds: float) -> None:
         """See `Gate`: wait until the running requests have ended, or end them."""
-        end = time.monotonic() + deadline_seconds
+        deadline = Deadline(deadline_seconds)
         with self._condition:
             self._is_aborting = mode == "abort" and self._num_running > 0
             self._condition.notify_all()
-            if self._condition.wait_for(lambda: not self._num_running, end - time.monotonic()):
+            if deadline.wait_for(self._condition, lambda: not self._num_running):
                 return
             self._is_aborting = False
             raise PeerTimeoutError(

@@ -15,14 +15,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from weightcast.control.replies import error_reply, read_body, refusal, reply
 from weightcast.control.routes import (
     MAX_SMALL_BODY_BYTES,
     FinishBody,
     Handler,
     InitBody,
     UpdateBody,
+    error_reply,
     pause_mode,
+    read_body,
+    refusal,
+    reply,
     version_number,
 )
 from weightcast.control.worker_rpc import Init, Leave, UpdateCall

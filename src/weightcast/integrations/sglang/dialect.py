@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightcast.control.http import HttpRoutes
+from weightcast.control.client import HttpRoutes
 from weightcast.errors import UnsupportedError
 from weightcast.format.messages import PauseMode
 from weightcast.integrations.sglang.stock.routes import ModelInfo, ServerInfo, SglangPause, SglangRoutes

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from weightcast.control.http import HttpRoutes
+from weightcast.control.client import HttpRoutes
 from weightcast.control.worker_rpc import METHOD, Ask
 from weightcast.errors import ControlError
 from weightcast.format.messages import PauseMode

@@ -17,8 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
 
-from weightcast.control.replies import error_reply, reply
-from weightcast.control.routes import Handler, guarded, pause_mode
+from weightcast.control.routes import Handler, error_reply, guarded, pause_mode, reply
 from weightcast.errors import ClosedError, EngineTornError, WeightcastError
 from weightcast.integrations.plugin import TOKEN_VARIABLE
 from weightcast.integrations.plugin.routes import EngineRoutes, TornGuard, is_on, log

@@ -25,7 +25,7 @@ import msgspec
 
 from weightcast import registry
 from weightcast.checkpoint.live import CASTABLE
-from weightcast.control.http import HttpRoutes
+from weightcast.control.client import HttpRoutes
 from weightcast.errors import (
     ClosedError,
     ControlError,

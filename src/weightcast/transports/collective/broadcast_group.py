@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from weightcast.errors import PeerDiedError, UpdateAbortedError, WeightcastError, detached
-from weightcast.links.publisher_end import Link
+from weightcast.links.link import Link
 from weightcast.process_group import ProcessGroup, Store, in_background, serve_store, translated
 from weightcast.transports.collective import records
 

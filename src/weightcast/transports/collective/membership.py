@@ -15,7 +15,7 @@ import torch
 
 from weightcast.errors import PeerDiedError, PeerError, PeerTimeoutError, UpdateAbortedError, WeightcastError
 from weightcast.host.deadline import Deadline
-from weightcast.links.publisher_end import LinkListener
+from weightcast.links.link import LinkListener
 from weightcast.transports.collective import records
 from weightcast.transports.collective.broadcast_group import BroadcastGroup, GroupMember, GroupSettings, send_to_all
 from weightcast.transports.sending import SendingEnd, SentUpdate

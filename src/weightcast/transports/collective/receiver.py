@@ -21,7 +21,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import Hello
 from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
-from weightcast.links.worker_end import WorkerLink
+from weightcast.links.link import WorkerLink
 from weightcast.seams.transport import Bucket, Receiver
 from weightcast.transports.collective import records
 from weightcast.transports.collective.broadcast_reader import BroadcastReader, BucketTarget

@@ -26,7 +26,7 @@ import msgspec
 from weightcast.errors import ManifestError, RefusedError, StaleVersionError, UnsupportedError, to_record
 from weightcast.format.manifest import PROTOCOL, decode, encode
 from weightcast.host.closing import close_in_child
-from weightcast.links.worker_end import check_same_user
+from weightcast.links.link import check_same_user
 from weightcast.transports.ipc.records import MAX_RECORD_BYTES, IpcHello, Refused, ToSender, Welcome
 
 logger = logging.getLogger(__name__)

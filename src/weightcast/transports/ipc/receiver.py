@@ -23,7 +23,7 @@ from weightcast.format.arena import buffer_size_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host.closing import on_failure
 from weightcast.host.deadline import Deadline
-from weightcast.links.worker_end import check_same_user
+from weightcast.links.link import check_same_user
 from weightcast.seams.transport import Bucket
 from weightcast.transports.ipc import devices, records
 from weightcast.transports.ipc.arena import MappedSharedArena

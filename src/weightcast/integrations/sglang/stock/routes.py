@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from weightcast.control.http import HttpRoutes
+from weightcast.control.client import HttpRoutes
 from weightcast.errors import ControlError
 from weightcast.integrations.sglang.stock.flattened import FlatTensor
 

@@ -1,0 +1,486 @@
+"""A worker's connection to its publisher, from both ends: hello, verdicts, heartbeats. If it ends, the peer has gone.
+
+Frames are a 4-byte big-endian length and one JSON record: of `format.messages`, or of a transport that keeps a link of
+its own. Invariants: nothing but a Hello with the run's secret opens a link; a link that ends (EOF, garbage, or silence
+past the lease) is closed for good and wakes every thread that waits on it; no wait is without a deadline.
+Addresses: `unix:@NAME` (abstract, one host, same user only) or `tcp:HOST:PORT`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import select
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import msgspec
+
+from weightcast.errors import ErrorRecord, ManifestError, PeerDiedError, PeerTimeoutError, from_record
+from weightcast.format.manifest import PROTOCOL, decode, encode
+from weightcast.format.messages import MAX_LINK_MESSAGE_BYTES, Failed, Heartbeat, Hello, LinkMessage
+from weightcast.host.closing import close_in_child, on_failure
+from weightcast.host.deadline import Deadline
+
+_LENGTH = struct.Struct(">I")
+_CREDENTIALS = struct.Struct("3i")
+_READ_BYTES = 1 << 16
+_HELLO_SECONDS = 10.0
+_ACCEPT_RETRY_SECONDS = 0.05
+_MAX_STRANGERS = 128
+_LOST_HOST_SECONDS = 30.0
+_ASK_SECONDS = 0.5
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    data = encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+class Frames:
+    """Cuts a byte stream into messages of the union `messages`."""
+
+    def __init__(self, messages: Any = LinkMessage) -> None:
+        self._messages = messages
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Yield every whole message. Raises ManifestError for garbage."""
+        self._data += data
+        while len(self._data) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data)
+            if length > MAX_LINK_MESSAGE_BYTES:
+                what = f"a link message of {length} bytes; the limit is {MAX_LINK_MESSAGE_BYTES}"
+                raise ManifestError(f"{what} [too_large]", fault="too_large")
+            if len(self._data) < _LENGTH.size + length:
+                return
+            body = bytes(self._data[_LENGTH.size : _LENGTH.size + length])
+            del self._data[: _LENGTH.size + length]
+            yield decode(body, self._messages, max_bytes=MAX_LINK_MESSAGE_BYTES)
+
+
+def connect(address: str, timeout_seconds: float) -> socket.socket:
+    """Open a socket to a link's address. Raises ValueError for a malformed one, OSError if nobody answers."""
+    kind, _, rest = address.partition(":")
+    if kind == "unix" and rest.startswith("@"):
+        sock = close_in_child(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        with on_failure(sock.close):
+            sock.settimeout(timeout_seconds)
+            sock.connect("\0" + rest[1:])
+            check_same_user(sock)
+        return sock
+    host, _, port = rest.rpartition(":")
+    if kind != "tcp" or not host or not port.isdigit():
+        raise ValueError(f"{address!r} is not a link address; expected unix:@NAME or tcp:HOST:PORT")
+    sock = close_in_child(socket.create_connection((host, int(port)), timeout=timeout_seconds))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
+def check_same_user(sock: socket.socket) -> None:
+    """Raises PermissionError unless the process at the other end of a Unix socket runs as this user."""
+    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if uid != os.geteuid():
+        raise PermissionError(f"the peer runs as user {uid}, this process as {os.geteuid()}")
+
+
+class WorkerLink:
+    """The worker's end. `on_end(reason)` is called once, from the link's own thread, when the publisher has gone:
+    its process ended, it closed the link, or nothing came for `lease_seconds`. Not called after `close`.
+
+    `on_message(message)` is called for everything but heartbeats, from the same thread: it must not wait.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        hello: Hello,
+        *,
+        lease_seconds: float,
+        on_end: Callable[[str], None],
+        on_message: Callable[[Any], None] = lambda message: None,
+        messages: Any = LinkMessage,
+        connect_seconds: float = 30.0,
+    ) -> None:
+        """Connect and say hello. Raises PeerDiedError if nobody answers at `address`."""
+        self._lease_seconds = lease_seconds
+        self._on_end = on_end
+        self._on_message = on_message
+        self._frames = Frames(messages)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._heard = threading.Event()
+        self._heard_at = time.monotonic()
+        self._is_over = False
+        try:
+            self._sock = connect(address, connect_seconds)
+            self._sock.settimeout(lease_seconds)
+            self.send(hello)
+        except OSError as exc:
+            raise PeerDiedError(f"no publisher answers at {address}: {exc}", peer="trainer") from exc
+        self._thread = threading.Thread(target=self._watch, name="weightcast-link", daemon=True)
+        self._thread.start()
+
+    @property
+    def local_host(self) -> str:
+        """The address of this host that reaches the publisher; empty for a Unix socket."""
+        name = self._sock.getsockname()
+        return str(name[0]) if isinstance(name, tuple) else ""
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send one message. Raises OSError if the publisher has gone."""
+        with self._lock:
+            self._sock.sendall(frame(message))
+
+    def await_welcome(self, timeout_seconds: float) -> None:
+        """Wait until the publisher knows of this link. Raises PeerDiedError, PeerTimeoutError."""
+        if not self._heard.wait(timeout_seconds):
+            raise PeerTimeoutError(f"no sign of the publisher {timeout_seconds:g} s after a hello", peer="trainer")
+        if self._is_over:
+            raise PeerDiedError("the publisher ended the link at once: it may be of another run", peer="trainer")
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long nothing has come from the publisher."""
+        return time.monotonic() - self._heard_at
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the publisher has closed it, as of now: `on_end` may be about to say so."""
+        poll = select.poll()
+        try:
+            poll.register(self._sock, select.POLLRDHUP)
+        except (OSError, ValueError):
+            return True
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Leave. Idempotent; from any thread."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=10)
+        self._sock.close()
+
+    def _watch(self) -> None:
+        reason = "the publisher's process ended or closed the link"
+        try:
+            while data := self._sock.recv(_READ_BYTES):
+                self._heard.set()
+                self._heard_at = time.monotonic()
+                for message in self._frames.feed(data):
+                    if not isinstance(message, Heartbeat):
+                        self._on_message(message)
+        except TimeoutError:
+            reason = f"no heartbeat of the publisher for {self._lease_seconds:g} s"
+        except (OSError, ManifestError) as exc:
+            reason = f"the link broke: {exc}"
+        if not self._heard.is_set():
+            self._is_over = True
+            self._heard.set()
+        if not self._closed:
+            # A publisher that wakes up learns from it that this end has gone.
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+            self._on_end(reason)
+
+
+class Link:
+    """The publisher's end of one worker's connection. Made by a LinkListener, which reads it."""
+
+    def __init__(self, sock: socket.socket, condition: threading.Condition, messages: Any) -> None:
+        self.engine = ""
+        self.engine_rank = 0
+        self.opened_at = time.monotonic()
+        self._sock = sock
+        self._condition = condition
+        self._frames = Frames(messages)
+        self._messages: list[Any] = []
+        self.ended = ""
+        """Why the link ended, or empty."""
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.ended
+
+    @property
+    def peer(self) -> str:
+        return f"{self.engine}#{self.engine_rank}" if self.engine_rank else self.engine
+
+    def wait(self, kind: type[M], version: int, deadline_seconds: float) -> M:
+        """Wait for the worker's message of this kind about this version.
+
+        Raises what the worker reports as Failed, PeerDiedError if the link ends, PeerTimeoutError at the deadline
+        (the link is then closed, so that a worker that wakes later gives the update up).
+        """
+        message = self._await(kind, version, deadline_seconds)
+        if isinstance(message, Failed):
+            raise from_record(message.error)
+        if message is not None:
+            return message
+        if self.ended:
+            raise PeerDiedError(f"the link of {self.peer} ended: {self.ended}", peer=self.peer)
+        self.end(f"no {kind.__name__} for version {version} within {deadline_seconds:g} s")
+        raise PeerTimeoutError(f"{self.peer} sent no {kind.__name__} within {deadline_seconds:g} s", peer=self.peer)
+
+    def hear_out(self, version: int, seconds: float) -> None:
+        """Give the worker that long to say why this version failed: its word may come later than the loss itself."""
+        self._await(Failed, version, seconds)
+
+    def _await(self, kind: type[M], version: int, seconds: float) -> M | Failed | None:
+        """The first message of this kind or Failed about this version; None if the link or the time ends first."""
+
+        def find() -> M | Failed | None:
+            for message in self._messages:
+                if isinstance(message, (kind, Failed)) and getattr(message, "version", None) == version:
+                    return message
+            return None
+
+        with self._condition:
+            self._condition.wait_for(lambda: find() or self.ended, seconds)
+            return find()
+
+    def failures(self, version: int) -> list[ErrorRecord]:
+        """What the worker has reported as failed of this version, without waiting."""
+        with self._condition:
+            found = [message for message in self._messages if isinstance(message, Failed)]
+        return [message.error for message in found if message.version == version]
+
+    def forget(self) -> None:
+        """Drop what was received for former versions."""
+        with self._condition:
+            self._messages.clear()
+
+    def take(self) -> list[Any]:
+        """Every message since the last `take`, in order, without waiting."""
+        with self._condition:
+            messages, self._messages = self._messages, []
+        return messages
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send one small message, without waiting. A worker that has no room for it has stood still: the link ends."""
+        if not self.put(frame(message)):
+            self.end("it takes no messages")
+
+    def put(self, data: bytes) -> bool:
+        """Write a whole frame at once, or nothing; a frame that was cut ends the link. False if there was no room."""
+        with self._condition:
+            try:
+                num_sent = self._sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except OSError:
+                return False
+            if num_sent < len(data):
+                self.end("it takes no messages")
+            return True
+
+    def end(self, reason: str) -> None:
+        """Close the link, which tells the worker that the publisher has gone. Idempotent."""
+        with self._condition:
+            if self.ended:
+                return
+            self.ended = reason
+            # shutdown, not close: the listener's selector still holds the descriptor and closes it.
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+            self._condition.notify_all()
+
+
+class LinkListener:
+    """The publisher's end of all links: accepts workers, reads their verdicts, sends heartbeats. One thread."""
+
+    def __init__(
+        self,
+        run: str,
+        *,
+        host: str | None = None,
+        port: int = 0,
+        heartbeat_seconds: float = 5.0,
+        messages: Any = LinkMessage,
+    ) -> None:
+        """Listen on an abstract Unix socket, or with `host` on a TCP port of that address (0: a free one).
+
+        `messages` is the union of what workers may send. Raises OSError if the address can't be had.
+        """
+        self.run = run
+        self.secret = secrets.token_hex(32)
+        self._heartbeat_seconds = heartbeat_seconds
+        self.condition = threading.Condition()
+        """Notified whenever a link opens, ends or brings a message."""
+        self._messages = messages
+        self._links: dict[tuple[str, int], Link] = {}
+        self._selector = selectors.DefaultSelector()
+        self._listener, self.address = _listen(run, host, port)
+        self.port = 0 if host is None else int(self._listener.getsockname()[1])
+        """The TCP port; 0 for a Unix socket."""
+        self._wake_reader, self._wake_writer = map(close_in_child, socket.socketpair())
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="weightcast-links", daemon=True)
+        self._thread.start()
+
+    def links(self, engine: str) -> list[Link]:
+        """The living links of an engine's workers, by engine rank."""
+        with self.condition:
+            return [link for (name, _), link in sorted(self._links.items()) if name == engine and link.is_alive]
+
+    def wait(
+        self, engine: str, num_workers: int, deadline_seconds: float, *, ask: Callable[[], None] = lambda: None
+    ) -> list[Link]:
+        """Wait until that many workers of an engine have said hello. Raises PeerTimeoutError.
+
+        `ask` is called now and then meanwhile: it raises if they can't come any more.
+        """
+        deadline = Deadline(deadline_seconds)
+        while True:
+            patience = min(deadline.remaining_seconds, _ASK_SECONDS)
+            with self.condition:
+                self.condition.wait_for(lambda: len(self.links(engine)) >= num_workers, patience)
+                links = self.links(engine)
+            if len(links) >= num_workers:
+                return links
+            if deadline.has_passed:
+                raise PeerTimeoutError(
+                    f"{len(links)} of {num_workers} workers of {engine} connected to the link "
+                    f"{self.address} within {deadline_seconds:g} s: can they reach it?",
+                    peer=engine,
+                )
+            ask()
+
+    def end_links(self, reason: str) -> None:
+        """End every link at once. The thread goes on until `close`."""
+        with self.condition:
+            links = list(self._links.values())
+        for link in links:
+            link.end(reason)
+
+    def drop(self, engine: str, reason: str) -> None:
+        """End every link of an engine."""
+        for link in self.links(engine):
+            link.end(reason)
+
+    def close(self) -> None:
+        """End every link and free everything. Idempotent."""
+        if self._thread.is_alive():
+            self._wake_writer.close()
+            self._thread.join(timeout=10)
+
+    def _serve(self) -> None:
+        heartbeat, next_beat = frame(Heartbeat()), time.monotonic()
+        try:
+            while True:
+                for key, _ in self._selector.select(max(0.0, next_beat - time.monotonic())):
+                    if key.fileobj is self._wake_reader:
+                        return
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    else:
+                        self._read(key.data)
+                if time.monotonic() >= next_beat:
+                    next_beat = time.monotonic() + self._heartbeat_seconds
+                    for link in self._open_links():
+                        if link.engine:
+                            # A full buffer means a stopped worker: its deadlines deal with that, not the heartbeat.
+                            link.put(heartbeat)
+                        elif time.monotonic() - link.opened_at > _HELLO_SECONDS:
+                            self._drop(link, "no hello")
+        finally:
+            for link in self._open_links():
+                self._drop(link, "the publisher was closed")
+            self._selector.close()
+            for sock in (self._listener, self._wake_reader, self._wake_writer):
+                sock.close()
+
+    def _accept(self) -> None:
+        try:
+            sock = close_in_child(self._listener.accept()[0])
+        except (ConnectionError, PermissionError):
+            return
+        except OSError:
+            # Out of descriptors, most likely: the connection stays in the queue, so don't spin on it.
+            time.sleep(_ACCEPT_RETRY_SECONDS)
+            return
+        with contextlib.suppress(OSError), on_failure(sock.close):
+            if sock.family == socket.AF_UNIX:
+                check_same_user(sock)
+            else:
+                # A host that vanished without a word is dead once nothing was acknowledged for as long.
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_LOST_HOST_SECONDS * 1000))
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if len(self._open_links()) - len(self._links) >= _MAX_STRANGERS:
+                raise PermissionError("too many connections without a hello")
+            sock.setblocking(False)
+            self._selector.register(sock, selectors.EVENT_READ, Link(sock, self.condition, self._messages))
+
+    def _open_links(self) -> list[Link]:
+        return [key.data for key in self._selector.get_map().values() if key.data is not None]
+
+    def _read(self, link: Link) -> None:
+        try:
+            data = link._sock.recv(_READ_BYTES)
+            if not data:
+                raise ConnectionResetError("its process ended or closed it")
+            for message in link._frames.feed(data):
+                self._take(link, message)
+        except BlockingIOError:
+            return
+        except (OSError, ManifestError) as exc:
+            self._drop(link, str(exc))
+
+    def _take(self, link: Link, message: LinkMessage) -> None:
+        if isinstance(message, Hello):
+            if message.protocol != PROTOCOL or message.run != self.run or link.engine:
+                raise ManifestError(f"a hello of protocol {message.protocol} for run {message.run[:8]}")
+            if not hmac.compare_digest(message.secret, self.secret):
+                raise ManifestError("a hello with a wrong secret")
+            key = message.engine, message.engine_rank
+            with self.condition:
+                link.engine, link.engine_rank = key
+                former = self._links.get(key)
+                self._links[key] = link
+                self.condition.notify_all()
+            if former is not None:
+                former.end("the worker connected again")
+            link.put(frame(Heartbeat()))
+        elif not link.engine:
+            raise ManifestError("the first message was no hello")
+        else:
+            with self.condition:
+                link._messages.append(message)
+                self.condition.notify_all()
+
+    def _drop(self, link: Link, reason: str) -> None:
+        link.end(reason)
+        with self.condition:
+            if self._links.get((link.engine, link.engine_rank)) is link:
+                del self._links[link.engine, link.engine_rank]
+            self.condition.notify_all()
+        self._selector.unregister(link._sock)
+        link._sock.close()
+
+
+def _listen(run: str, host: str | None, port: int) -> tuple[socket.socket, str]:
+    is_ipv6 = host is not None and ":" in host
+    family = socket.AF_UNIX if host is None else socket.AF_INET6 if is_ipv6 else socket.AF_INET
+    sock = close_in_child(socket.socket(family, socket.SOCK_STREAM))
+    with on_failure(sock.close):
+        if host is None:
+            name = f"weightcast-link-{run[:12]}-{secrets.token_hex(4)}"
+            sock.bind(f"\0{name}")
+            address = f"unix:@{name}"
+        else:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port))
+            address = f"tcp:{host}:{sock.getsockname()[1]}"
+        sock.listen(128)
+        sock.setblocking(False)
+    return sock, address
