@@ -45,10 +45,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "numpy": ("format.tensor_digest", "bench.*", "demo.*", "testing.*"),
     "xxhash": ("format.bucket", "trainer.packer"),
     "httpx": ("control.http", "demo.*"),
-    "safetensors": (
-        *("sources.safetensors", "trainer.export", "integrations.plugin.checkpoint_header"),
-        "integrations.sglang.stock.route_disk",
-    ),
+    "safetensors": ("checkpoint.files",),
     "huggingface_hub": ("integrations.plugin.checkpoint_header", "integrations.sglang.stock.acceptance"),
     "ray": ("integrations.vllm.clients", "integrations.vllm.objects"),
     "transformers": ("engines.transformers.*", "demo.*", "bench.shapes", "cli.serve"),

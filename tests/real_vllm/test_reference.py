@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from weightcast.checkpoint.files import INDEX_FILE
 from weightcast.format.manifest import TensorSpec
-from weightcast.integrations.plugin.checkpoint_header import INDEX_FILE
 from weightcast.integrations.vllm.reference import reference
 
 A, B, OLD = {"a": torch.zeros(2, 3)}, {"b": torch.zeros((), dtype=torch.bfloat16)}, {"old": torch.zeros(1)}
