@@ -16,7 +16,7 @@ from transports.conftest import Ends
 from transports.transport_kit import LONG_SECONDS, RUN, Background, check, make_manifest, read_all, send_all, version
 
 from weightcast.errors import ManifestError, PeerDiedError
-from weightcast.format.arena import place
+from weightcast.format.bucket import place
 from weightcast.format.manifest import encode
 from weightcast.transports.ipc import IpcReceiver
 from weightcast.transports.ipc.arena import MappedSharedArena, OwnedSharedArena

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from weightcast.errors import PeerDiedError, PeerError, PeerTimeoutError, UpdateAbortedError, WeightcastError
-from weightcast.format.arena import ArenaLayout
+from weightcast.format.bucket import ArenaLayout
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.transports.collective.broadcast_group import BroadcastGroup
 from weightcast.transports.collective.members import GroupMember, GroupMembers, send_to_all

@@ -12,7 +12,7 @@ import dataclasses
 import torch
 
 from weightcast.errors import PeerTimeoutError
-from weightcast.format.arena import place
+from weightcast.format.bucket import place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.seams.transport import Receiver
 from weightcast.transports.collective.broadcast_reader import BroadcastReader, BucketTarget

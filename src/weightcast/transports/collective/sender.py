@@ -13,8 +13,7 @@ import torch
 
 from weightcast import process_group
 from weightcast.errors import ClosedError, PeerError, UnsupportedError, UpdateAbortedError, WeightcastError
-from weightcast.format.arena import Buffers, place
-from weightcast.format.bucket import TRAILER_BYTES
+from weightcast.format.bucket import TRAILER_BYTES, Buffers, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.transports.collective.broadcast_group import BroadcastGroup
 from weightcast.transports.collective.members import GroupMembers, send_to_all

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from weightcast.format.arena import ArenaLayout, Buffers, place
+from weightcast.format.bucket import ArenaLayout, Buffers, place
 from weightcast.format.manifest import Manifest
 from weightcast.host import memory as host_memory
 

@@ -27,7 +27,7 @@ from weightcast.errors import (
     UpdateAbortedError,
     WeightcastError,
 )
-from weightcast.format.arena import buffer_size_bytes
+from weightcast.format.bucket import buffer_size_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.seams.transport import Bucket
 from weightcast.transports.ipc.arena import MappedSharedArena

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from weightcast.errors import ClosedError, PeerDiedError, PeerTimeoutError, UpdateAbortedError, WeightcastError
-from weightcast.format.arena import ArenaLayout, place
+from weightcast.format.bucket import ArenaLayout, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.transports.ipc.arena import OwnedSharedArena
 from weightcast.transports.ipc.channel import SCHEME

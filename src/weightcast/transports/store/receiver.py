@@ -25,7 +25,7 @@ from weightcast.errors import (
     StaleVersionError,
     UpdateAbortedError,
 )
-from weightcast.format.arena import ArenaLayout, Buffers, place
+from weightcast.format.bucket import ArenaLayout, Buffers, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import memory as host_memory
 from weightcast.seams.transport import Bucket, Receiver, StoredVersion

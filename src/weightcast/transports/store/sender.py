@@ -13,8 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import torch
 
 from weightcast.errors import ClosedError, UpdateAbortedError, WeightcastError
-from weightcast.format.arena import Buffers, buffer_size_bytes
-from weightcast.format.bucket import DIGEST_BYTES, TRAILER_BYTES, slot_size_bytes
+from weightcast.format.bucket import DIGEST_BYTES, TRAILER_BYTES, Buffers, buffer_size_bytes, slot_size_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.store.address import MAX_BUFFERS, StoreAddress
 from weightcast.store.writing import StoreWriter
