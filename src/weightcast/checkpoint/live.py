@@ -169,7 +169,7 @@ def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tens
         )
     local = sharding.local_tensor(tensor)
     _require_shape(name, local)
-    if local.layout != torch.strided or local.is_nested or not sharding.is_memory(local):
+    if local.layout != torch.strided or local.is_nested or not is_memory(local):
         raise ValueError(
             f"{name!r} is a {type(local).__name__} of layout {local.layout}, not one block of memory: convert it into "
             "a plain tensor, or write a Source of your own"
@@ -179,6 +179,18 @@ def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tens
     if not is_sharded or blocks is None:
         return local.detach()
     return blocks.standin(id(tensor), lambda: sharding.block(name, tensor))
+
+
+def is_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie in its storage, as those of subclasses that compute them (quantised ones) don't.
+
+    Nor do a storage's that was freed, as frameworks do with gathered parameters.
+    """
+    if tensor.layout != torch.strided or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    end = (int(tensor.storage_offset()) + last + 1) * tensor.itemsize
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() >= end
 
 
 def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -52,18 +52,6 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return mesh.size() > 1 or mesh.get_coordinate() is None
 
 
-def is_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie in its storage, as those of subclasses that compute them (quantised ones) don't.
-
-    Nor do a storage's that was freed, as frameworks do with gathered parameters.
-    """
-    if tensor.layout != torch.strided or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return False
-    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    end = (int(tensor.storage_offset()) + last + 1) * tensor.itemsize
-    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() >= end
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Block:
     """What this rank holds of a sharded parameter: `boxes` of `local`, each with its region in the global tensor.

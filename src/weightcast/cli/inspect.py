@@ -77,8 +77,7 @@ def _look(target: str, token_file: Path | None) -> tuple[WeightInfo | None, Stor
 
 def _look_at_store(url: str) -> tuple[StoreInfo, Sequence[TensorSpec]]:
     """What its records say; the data is not read."""
-    from weightcast.store.reading import pinned
-    from weightcast.store.status import store_status
+    from weightcast.store.reading import pinned, store_status
 
     directory = StoreAddress.parse(url).directory
     info = store_status(directory)

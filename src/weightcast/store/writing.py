@@ -26,6 +26,8 @@ from weightcast.errors import (
 from weightcast.format.bucket import root_digest
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, MAX_VERSION, Manifest, WeightVersion
 from weightcast.host import memory as host_memory
+from weightcast.host.closing import on_failure
+from weightcast.host.deadline import Deadline
 from weightcast.store import locks
 from weightcast.store.address import StoreAddress
 from weightcast.store.files import (
@@ -43,6 +45,7 @@ from weightcast.store.files import (
     grow,
     is_in_memory,
     make_folder,
+    missing,
     open_file,
     read_file,
     remove,
@@ -61,6 +64,7 @@ from weightcast.store.records import (
     Stored,
     WriterRecord,
     encodable,
+    read_record,
     seal,
     slot_number,
     this_writer,
@@ -80,9 +84,6 @@ class _Slot:
     lock: LockFile
     descriptors: list[int] = dataclasses.field(default_factory=list)
 
-    def paths(self, num_files: int) -> list[Path]:
-        return [self.path / data_name(file) for file in range(num_files)]
-
     def close_files(self) -> None:
         while self.descriptors:
             os.close(self.descriptors.pop())
@@ -98,8 +99,7 @@ class _Attempt:
 
     version: WeightVersion
     manifest_digest: str
-    num_buckets: int
-    arena_layout: FileLayout
+    layout: FileLayout
     slot: _Slot
     sealed: Commit | None = None
 
@@ -122,21 +122,24 @@ class StoreWriter:
         self._deadline_seconds = deadline_seconds
         self._attempt: _Attempt | None = None
         self._manifest: tuple[Manifest, bytes, str] | None = None
-        _make_directory(self._directory)
+        make_folder(self._directory)
+        names = {entry.name for entry in self._directory.iterdir() if not entry.name.startswith(".")}
+        foreign = sorted(names - _OURS)
+        if foreign and WRITER_LOCK not in names:
+            found = ", ".join(foreign[:4])
+            raise ValueError(
+                f"{self._directory} is no weightcast store, it holds {found}: name an empty or a new directory"
+            )
         self._lock = self._take()
-        try:
-            self._seen = read_file(self._directory / POINTER, MAX_RECORD_BYTES)
-            path = str(self._directory / POINTER)
+        with on_failure(self._lock.close):
+            path = self._directory / POINTER
+            self._seen = read_file(path, MAX_RECORD_BYTES)
             self._commit = None if self._seen is None else unseal(self._seen, Commit, path)
             self._sweep()
-            self._record = this_writer(run)
-            former = self._former_writer()
+            former, self._record = self._former_writer(), this_writer(run)
             if former is not None:
                 self._record = msgspec.structs.replace(self._record, attempt=former.attempt, number=former.number)
             self._tell()
-        except BaseException:
-            self._lock.close()
-            raise
 
     @property
     def newest(self) -> Stored | None:
@@ -184,29 +187,29 @@ class StoreWriter:
                 f"version {version.number} is not above {newest.number}, the store's newest of this run"
             )
         self._check_pointer()  # whose slot is not ours to write
-        data, digest = self._encoded(manifest)
-        arena_layout = FileLayout(manifest, self._address.num_threads)
-        slot = self._free_slot()
-        try:
+        if self._manifest is None or self._manifest[0] is not manifest:
+            self._manifest = manifest, manifest.encode(), manifest.digest()
+        _, data, digest = self._manifest
+        layout, slot = FileLayout(manifest, self._address.num_threads), self._free_slot()
+        with on_failure(slot.close):
             remove(slot.path / SEAL)
-            self._prepare(slot, arena_layout)
-            if not _holds(slot.path / MANIFEST, data):
+            self._prepare(slot, layout)
+            held = None
+            with contextlib.suppress(IntegrityError):
+                held = read_file(slot.path / MANIFEST, MAX_MESSAGE_BYTES)
+            if held != data:
                 replace_file(slot.path / MANIFEST, data, fsync=self._address.fsync)
-            self._attempt = _Attempt(version, digest, len(manifest.buckets), arena_layout, slot)
             self._record = msgspec.structs.replace(
                 self._record, attempt=self._record.attempt + 1, number=version.number, aborted=""
             )
             self._tell()
-        except BaseException:
-            self._attempt = None
-            slot.close()
-            raise
+        self._attempt = _Attempt(version, digest, layout, slot)
 
     def write(self, index: int, data: memoryview) -> None:
         """Write bucket `index` with its trailer. Raises InsufficientMemoryError, OSError."""
         attempt = self._attempt
         assert attempt is not None
-        file, offset = attempt.arena_layout.at(index)
+        file, offset = attempt.layout.at(index)
         with room_for(attempt.slot.path / data_name(file)):
             write_at(attempt.slot.descriptors[file], data, offset)
 
@@ -221,8 +224,8 @@ class StoreWriter:
             run=attempt.version.run,
             number=attempt.version.number,
             slot=attempt.slot.number,
-            num_files=attempt.arena_layout.num_files,
-            num_buckets=attempt.num_buckets,
+            num_files=attempt.layout.num_files,
+            num_buckets=len(attempt.layout.offsets),
             manifest_digest=attempt.manifest_digest,
             root=root_digest(attempt.manifest_digest, digests),
             committed_at=time.time(),
@@ -251,13 +254,10 @@ class StoreWriter:
         self._check_pointer()
         data, found = seal(attempt.sealed), read_file(path, MAX_RECORD_BYTES)
         if found is None:
-            raise IntegrityError(f"{path} is missing: somebody has removed a part of the store; publish again")
+            raise missing(path)
         if found != data:
             # Another writer's, say, whose engines have not taken it yet, and may refuse it.
-            raise StaleVersionError(
-                f"{path} was changed by somebody else while run {self._run} had the store: there were two writers, or "
-                "the filesystem lost a lock; close all publishers and begin anew"
-            )
+            raise self._changed(path)
         os.replace(path, self._directory / POINTER)
         self._seen, self._commit, self._attempt = data, attempt.sealed, None
         if self._address.fsync:
@@ -287,26 +287,19 @@ class StoreWriter:
     # --- the store ---
 
     def _take(self) -> LockFile:
-        path = self._directory / WRITER_LOCK
-        lock = LockFile(path, os.O_RDWR | os.O_CREAT)
-        try:
-            if lock.try_lock():
-                return lock
-            holder = self._former_writer()
-        except BaseException:
-            lock.close()
-            raise
-        lock.close()
-        name = "a publisher that has just begun" if holder is None else holder.describe()
-        raise EngineBusyError(
-            f"{self._directory} is being written by {name}: close it first (asked by run {self._run})"
-        )
+        lock = LockFile(self._directory / WRITER_LOCK, os.O_RDWR | os.O_CREAT)
+        with on_failure(lock.close):
+            if not lock.try_lock():
+                holder = self._former_writer()
+                name = "a publisher that has just begun" if holder is None else holder.describe()
+                raise EngineBusyError(
+                    f"{self._directory} is being written by {name}: close it first (asked by run {self._run})"
+                )
+        return lock
 
     def _former_writer(self) -> WriterRecord | None:
-        path = self._directory / WRITER
         with contextlib.suppress(IntegrityError):
-            data = read_file(path, MAX_RECORD_BYTES)
-            return None if data is None else unseal(data, WriterRecord, str(path))
+            return read_record(self._directory / WRITER, WriterRecord)
         return None
 
     def _tell(self) -> None:
@@ -323,26 +316,26 @@ class StoreWriter:
     def _check_pointer(self) -> None:
         path = self._directory / POINTER
         if read_file(path, MAX_RECORD_BYTES) != self._seen:
-            raise StaleVersionError(
-                f"{path} was changed by somebody else while run {self._run} had the store: there were two writers, or "
-                "the filesystem lost a lock; close all publishers and begin anew"
-            )
+            raise self._changed(path)
 
-    def _encoded(self, manifest: Manifest) -> tuple[bytes, str]:
-        if self._manifest is None or self._manifest[0] is not manifest:
-            self._manifest = manifest, manifest.encode(), manifest.digest()
-        return self._manifest[1:]
+    def _changed(self, path: Path) -> StaleVersionError:
+        return StaleVersionError(
+            f"{path} was changed by somebody else while run {self._run} had the store: there were two writers, or "
+            "the filesystem lost a lock; close all publishers and begin anew"
+        )
 
     # --- slots ---
 
     def _free_slot(self) -> _Slot:
         """A slot that nobody reads: a new one while there are few, else the oldest; up to the limit another new one."""
-        end = time.monotonic() + self._deadline_seconds
-        while True:
+        for _ in Deadline(self._deadline_seconds).polls(_POLL_SECONDS, _POLL_SECONDS):
             known = self._slots()
+            previous = None if self._commit is None else self._commit.previous
             if len(known) >= self._address.num_slots:
                 for number in self._by_age(known):
-                    if number == self._kept_slot and len(known) < self._address.max_slots:
+                    # With more than two slots the version before the newest is there while the next one is written.
+                    is_kept = previous is not None and number == previous.slot and self._address.num_slots > 2
+                    if is_kept and len(known) < self._address.max_slots:
                         continue
                     slot = self._try_slot(number)
                     if slot is not None:
@@ -355,15 +348,7 @@ class StoreWriter:
                 slot = self._try_slot(number)
                 if slot is not None:
                     return slot
-            if time.monotonic() >= end:
-                raise self._nothing_free(known)
-            time.sleep(_POLL_SECONDS)
-
-    @property
-    def _kept_slot(self) -> int | None:
-        """The version before the newest, which with more than two slots is there while the next one is written."""
-        previous = None if self._commit is None else self._commit.previous
-        return None if previous is None or self._address.num_slots == 2 else previous.slot
+        raise self._nothing_free(known)
 
     def _slots(self) -> set[int]:
         check_folder(self._directory / SLOTS)
@@ -381,8 +366,8 @@ class StoreWriter:
     def _sealed_at(self, number: int) -> float:
         path = slot_path(self._directory, number) / SEAL
         with contextlib.suppress(IntegrityError):
-            data = read_file(path, MAX_RECORD_BYTES)
-            return 0.0 if data is None else unseal(data, Commit, str(path)).newest.committed_at
+            sealed = read_record(path, Commit)
+            return 0.0 if sealed is None else sealed.newest.committed_at
         return 0.0
 
     def _try_slot(self, number: int) -> _Slot | None:
@@ -405,16 +390,16 @@ class StoreWriter:
             peer=shown,
         )
 
-    def _prepare(self, slot: _Slot, arena_layout: FileLayout) -> None:
+    def _prepare(self, slot: _Slot, layout: FileLayout) -> None:
         """Open the slot's files and make room in them. Raises InsufficientMemoryError before anything is written."""
-        paths = slot.paths(arena_layout.num_files)
+        paths = [slot.path / data_name(file) for file in range(layout.num_files)]
         for path in set(slot.path.glob(data_name("*"))).difference(paths):
             remove(path)
         for path in paths:
             slot.descriptors.append(open_file(path, os.O_RDWR | os.O_CREAT))
         needed = sum(
             max(0, size - os.fstat(descriptor).st_blocks * 512)
-            for descriptor, size in zip(slot.descriptors, arena_layout.sizes_bytes, strict=True)
+            for descriptor, size in zip(slot.descriptors, layout.sizes_bytes, strict=True)
         )
         if needed and is_in_memory(slot.path):
             host_memory.require(needed, f"{slot.path}, in memory,", "put the store on a disk, or free memory")
@@ -422,22 +407,5 @@ class StoreWriter:
         grow(
             [slot.path / PINS, *paths],
             [slot.lock.descriptor, *slot.descriptors],
-            [locks.PINS_BYTES, *arena_layout.sizes_bytes],
+            [locks.PINS_BYTES, *layout.sizes_bytes],
         )
-
-
-def _make_directory(directory: Path) -> None:
-    """Raises ValueError if it is there and holds other things than a store."""
-    make_folder(directory)
-    names = {entry.name for entry in directory.iterdir() if not entry.name.startswith(".")}
-    foreign = sorted(names - _OURS)
-    if foreign and WRITER_LOCK not in names:
-        found = ", ".join(foreign[:4])
-        raise ValueError(f"{directory} is no weightcast store, it holds {found}: name an empty or a new directory")
-
-
-def _holds(path: Path, data: bytes) -> bool:
-    """Whether the file is there, and still what it should be."""
-    with contextlib.suppress(IntegrityError):
-        return read_file(path, MAX_MESSAGE_BYTES) == data
-    return False

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from weightcast.checkpoint.sharding import is_memory
+from weightcast.checkpoint.live import is_memory
 from weightcast.errors import IncompatibleWeightsError, ManifestError, listed
 from weightcast.format.bucket import TORCH_DTYPES
 from weightcast.format.geometry import Region, check_tiling, is_inside

@@ -88,7 +88,7 @@ class StoreReceiver(Receiver):
             commit = self._reader.commit()
             if commit is None or commit.newest.version == known:
                 return None
-            pinned = self._reader.pin_newest()
+            pinned = self._reader.pin()
             if pinned is None or pinned.stored.version == known:
                 if pinned is not None:
                     pinned.close()
@@ -183,7 +183,7 @@ class StoreReceiver(Receiver):
     def _pin(self, wanted: _StoreUpdate) -> PinnedVersion | None:
         """The version, if it is there. Raises if it will not come."""
         # In this order: a writer commits before it lets go.
-        writer, pinned = self._reader.writer(), self._reader.pin_version(wanted.version)
+        writer, pinned = self._reader.writer(), self._reader.pin(wanted.version)
         if pinned is not None:
             return pinned
         commit = self._reader.commit()
