@@ -29,6 +29,7 @@ MANIFEST = "manifest.json"
 SEAL = "seal.json"
 PINS = "pins"
 PLACE_BYTES = 4096
+MAX_STORED_SLOTS = 1 << 10
 _STALE_TRIES = 4
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
@@ -49,6 +50,14 @@ def slot_path(directory: Path, slot: int) -> Path:
     check_folder(path.parent)
     check_folder(path)
     return path
+
+
+def slot_numbers(directory: Path) -> set[int]:
+    """The slots that are there, of those that a pointer could name. Raises IntegrityError, FileNotFoundError."""
+    check_folder(directory / SLOTS)
+    names = (path.name for path in (directory / SLOTS).iterdir())
+    known = map(str, range(MAX_STORED_SLOTS))
+    return set(map(int, set(names).intersection(known)))
 
 
 def check_folder(path: Path) -> None:

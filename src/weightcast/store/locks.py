@@ -115,21 +115,21 @@ def pin(path: Path, reader: ReaderRecord) -> LockFile | None:
     return None
 
 
-def readers(file: LockFile) -> list[str]:
-    """Who holds pins of a slot now, each by what it wrote there."""
+def readers(path: Path) -> list[str]:
+    """Who holds pins of a slot now, each by what it wrote there. Raises IntegrityError, OSError."""
     found, ranges = list[str](), [(0, PINS_BYTES)]
-    while ranges:
-        # The kernel tells any one lock of a range, not the first: look on both sides of it.
-        start, end = ranges.pop()
-        conflict = file.conflict(start, end - start)
-        if conflict is None or conflict[1] == _TO_END:
-            continue
-        record = max(start, conflict[0])
-        name = "a reader that could not write its name"
-        with contextlib.suppress(ManifestError):
-            name = decode(os.pread(file.descriptor, PIN_BYTES, record), ReaderRecord).describe()
-        found.append(name)
-        ranges += [pair for pair in ((start, record), (record + PIN_BYTES, end)) if pair[0] < pair[1]]
+    with contextlib.closing(LockFile(path, os.O_RDONLY)) as file:
+        while ranges:
+            # The kernel tells any one lock of a range, not the first: look on both sides of it.
+            start, end = ranges.pop()
+            conflict = file.conflict(start, end - start)
+            if conflict is None or conflict[1] == _TO_END:
+                continue
+            record, name = max(start, conflict[0]), "a reader that could not write its name"
+            with contextlib.suppress(ManifestError):
+                name = decode(os.pread(file.descriptor, PIN_BYTES, record), ReaderRecord).describe()
+            found.append(name)
+            ranges += [pair for pair in ((start, record), (record + PIN_BYTES, end)) if pair[0] < pair[1]]
     return sorted(found)
 
 

@@ -21,26 +21,7 @@ from weightcast.format.bucket import TRAILER_BYTES, check_trailer, root_digest, 
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, Manifest, WeightVersion
 from weightcast.host.closing import on_failure
 from weightcast.host.deadline import Deadline
-from weightcast.store import locks
-from weightcast.store.files import (
-    MANIFEST,
-    NEXT,
-    PINS,
-    POINTER,
-    SEAL,
-    SLOTS,
-    WRITER,
-    WRITER_LOCK,
-    FileLayout,
-    check_folder,
-    data_name,
-    missing,
-    must_read,
-    open_file,
-    read_at,
-    read_file,
-    slot_path,
-)
+from weightcast.store import files, locks
 from weightcast.store.locks import LockFile
 from weightcast.store.records import (
     Commit,
@@ -49,7 +30,6 @@ from weightcast.store.records import (
     StoreInfo,
     WriterRecord,
     read_record,
-    slot_number,
     this_reader,
 )
 
@@ -97,12 +77,12 @@ class StoreReader:
 
         Raises IntegrityError if the file is not a store's pointer.
         """
-        return read_record(self.directory / POINTER, Commit)
+        return read_record(self.directory / files.POINTER, Commit)
 
     def writer(self) -> WriterState:
         """Who writes, or wrote last."""
-        record, path = read_record(self.directory / WRITER, WriterRecord), self.directory / WRITER_LOCK
-        with must_read(path):
+        record, path = read_record(self.directory / files.WRITER, WriterRecord), self.directory / files.WRITER_LOCK
+        with files.must_read(path):
             try:
                 lock = LockFile(path, os.O_RDONLY)
             except FileNotFoundError:
@@ -132,7 +112,7 @@ class StoreReader:
         if version is None:
             return self.commit()
         # In this order: a commit makes the one file the other.
-        commits = (read_record(self.directory / NEXT, Commit), self.commit())
+        commits = (read_record(self.directory / files.NEXT, Commit), self.commit())
         return next((commit for commit in commits if commit is not None and commit.newest.version == version), None)
 
     def pin_previous(self) -> PinnedVersion | None:
@@ -142,13 +122,13 @@ class StoreReader:
 
     def _pin(self, stored: Stored, *, must_hold: bool) -> PinnedVersion | None:
         """None if the slot is being written or holds another version; with `must_hold` that is an IntegrityError."""
-        slot = slot_path(self.directory, stored.slot)
-        lock = locks.pin(slot / PINS, this_reader(self._label))
+        slot = files.slot_path(self.directory, stored.slot)
+        lock = locks.pin(slot / files.PINS, this_reader(self._label))
         if lock is None:
             problem = f"{slot} is locked for writing, but version {stored.number} is said to be in it"
         else:
             with on_failure(lock.close):
-                sealed = read_record(slot / SEAL, Commit)
+                sealed = read_record(slot / files.SEAL, Commit)
                 if sealed is not None and sealed.newest == stored:
                     return PinnedVersion(slot, stored, self._manifest(slot, stored), lock)
             lock.close()
@@ -164,10 +144,10 @@ class StoreReader:
         known = self._manifests.get(stored.manifest_digest)
         if known is not None:
             return known
-        path = slot / MANIFEST
-        data = read_file(path, MAX_MESSAGE_BYTES)
+        path = slot / files.MANIFEST
+        data = files.read_file(path, MAX_MESSAGE_BYTES)
         if data is None:
-            raise missing(path)
+            raise files.missing(path)
         found = hashlib.sha256(data).hexdigest()
         if found != stored.manifest_digest:
             raise IntegrityError(f"the digest of {path} is {found}, the pointer says {stored.manifest_digest}")
@@ -185,19 +165,19 @@ class PinnedVersion:
         self.stored = stored
         self.manifest = manifest
         self._lock = lock
-        self._layout = FileLayout(manifest, stored.num_files)
-        self._paths = [slot / data_name(file) for file in range(stored.num_files)]
+        self._layout = files.FileLayout(manifest, stored.num_files)
+        self._paths = [slot / files.data_name(file) for file in range(stored.num_files)]
         self._descriptors: list[int] = []
         with on_failure(self.close):
             for path in self._paths:
-                with must_read(path):
-                    self._descriptors.append(open_file(path, os.O_RDONLY))
+                with files.must_read(path):
+                    self._descriptors.append(files.open_file(path, os.O_RDONLY))
 
     def read(self, index: int, buffer: torch.Tensor) -> None:
         """Read bucket `index` with its trailer into the beginning of `buffer`, unchecked. Raises IntegrityError."""
         file, offset = self._layout.at(index)
         size = self.manifest.buckets[index] + TRAILER_BYTES
-        read_at(self._descriptors[file], buffer.numpy().data[:size], offset, self._paths[file])
+        files.read_at(self._descriptors[file], buffer.numpy().data[:size], offset, self._paths[file])
 
     def read_checked(self, index: int, buffer: torch.Tensor) -> bytes:
         """Read bucket `index` and check its trailer and digest, which is returned. Raises IntegrityError."""
@@ -244,12 +224,11 @@ def store_status(directory: Path) -> StoreInfo:
     commit, writer = reader.commit(), reader.writer()
     if commit is None:
         raise ClosedError(f"{directory} does not hold any version yet")
-    check_folder(directory / SLOTS)
     slots = []
-    for number in sorted(n for path in (directory / SLOTS).iterdir() if (n := slot_number(path.name)) is not None):
-        path, readers, num_bytes = slot_path(directory, number), list[str](), 0
-        with contextlib.suppress(FileNotFoundError), contextlib.closing(LockFile(path / PINS, os.O_RDONLY)) as lock:
-            readers = locks.readers(lock)
+    for number in sorted(files.slot_numbers(directory)):
+        path, readers, num_bytes = files.slot_path(directory, number), list[str](), 0
+        with contextlib.suppress(FileNotFoundError):
+            readers = locks.readers(path / files.PINS)
         for file in path.iterdir():
             with contextlib.suppress(FileNotFoundError):  # replaced meanwhile
                 num_bytes += file.lstat().st_blocks * 512

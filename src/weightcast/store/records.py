@@ -16,19 +16,12 @@ import msgspec
 from weightcast.errors import IntegrityError, ManifestError
 from weightcast.format.manifest import MAX_BUCKETS, RunId, VersionNumber, WeightVersion, decode, encode
 from weightcast.format.messages import Digest128, Digest256
-from weightcast.store.files import read_file
+from weightcast.store.files import MAX_STORED_SLOTS, read_file
 
 FORMAT = "weightcast-store-1"
 MAX_RECORD_BYTES = 64 << 10
 MAX_REASON_CHARACTERS = 2000
-MAX_STORED_SLOTS = 1 << 10
 _REMEDY = "close the publishers, remove this file, and publish again: the next version is the newest then"
-
-
-def slot_number(name: str) -> int | None:
-    """The slot that a directory of this name is; None if it is none that a pointer could name."""
-    is_number = name.isascii() and name.isdigit() and len(name) <= len(str(MAX_STORED_SLOTS))
-    return int(name) if is_number and name == str(int(name)) and int(name) < MAX_STORED_SLOTS else None
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -149,7 +142,3 @@ def encodable(text: str) -> str:
 
 def this_reader(label: str) -> ReaderRecord:
     return ReaderRecord(socket.gethostname(), os.getpid(), encodable(label))
-
-
-def this_writer(run: str) -> WriterRecord:
-    return WriterRecord(FORMAT, run, socket.gethostname(), os.getpid())
