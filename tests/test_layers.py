@@ -41,17 +41,14 @@ SEES = {("trainer.rollback", "sources.store")}
 FOREIGN: dict[str, tuple[str, ...]] = {
     "msgspec": ("*",),
     "torch": (
-        *("host.copy", "format.bucket", "format.arena", "format.tensor_digest", "process_group", "seams.*"),
+        *("host.copy", "format.bucket", "format.tensor_digest", "process_group", "seams.*"),
         *("checkpoint.*", "store.reading", "sources.*", "engines.*", "transports.*"),
         *("serving.load_plan", "trainer.*", "integrations.*", "testing.*", "bench.*", "demo.*", "cli.serve"),
     ),
     "numpy": ("format.tensor_digest", "bench.*", "demo.*", "testing.*"),
     "xxhash": ("format.bucket", "trainer.packer"),
     "httpx": ("control.client", "demo.*"),
-    "safetensors": (
-        *("sources.safetensors", "trainer.export"),
-        "integrations.sglang.stock.route_disk",
-    ),
+    "safetensors": ("checkpoint.files",),
     "huggingface_hub": ("integrations.plugin.checkpoint_header", "integrations.sglang.stock.acceptance"),
     "ray": ("integrations.vllm.clients",),
     "transformers": ("engines.transformers.*", "demo.*", "bench.shapes", "cli.serve"),

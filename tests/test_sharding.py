@@ -12,8 +12,8 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from weightcast.checkpoint import sharding
-from weightcast.checkpoint.flat_shards import runs_as_blocks
 from weightcast.checkpoint.sharding import Block, Blocks, held, runs
+from weightcast.format.geometry import runs_as_blocks
 
 
 def coordinates(mesh: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -144,9 +144,11 @@ def test_a_run_of_elements_is_these_blocks(shape: tuple[int, ...]) -> None:
     for start, stop in itertools.combinations_with_replacement(range(numbers.numel() + 1), 2):
         blocks = list(runs_as_blocks(shape, start, stop))
         assert len(blocks) <= max(1, 2 * len(shape) - 1)
-        found = [numbers[tuple(slice(o, o + s) for o, s in zip(*block, strict=True))] for block in blocks]
+        found = [
+            numbers[tuple(slice(o, o + s) for o, s in zip(block.offsets, block.sizes, strict=True))] for block in blocks
+        ]
         assert [number for part in found for number in part.flatten().tolist()] == list(range(start, stop))
-        assert [tuple(part.shape) for part in found] == [sizes for _, sizes in blocks]
+        assert [tuple(part.shape) for part in found] == [block.sizes for block in blocks]
 
 
 def test_a_tensor_without_elements_has_no_blocks() -> None:

@@ -43,46 +43,8 @@ if TYPE_CHECKING:
     from weightcast.trainer.report import PublishReport as PublishReport
     from weightcast.trainer.rollback import rollback as rollback
 
-__all__ = [
-    # the trainer's side
-    "Publisher",
-    "PublishOptions",
-    "PublishReport",
-    "EngineResult",
-    "HttpEngine",
-    "LocalEngine",
-    "ModuleSource",
-    "MegatronSource",
-    "SafetensorsSource",
-    "StoreSource",
-    "TensorSource",
-    "rollback",
-    # the engine's side
-    "EngineServer",
-    "ModuleEngine",
-    "TensorSink",
-    "TextGenerator",
-    "Gate",
-    "follow",
-    "Follower",
-    "Followed",
-    # what travels
-    "Manifest",
-    "TensorSpec",
-    "Region",
-    "WeightVersion",
-    # errors; the whole tree is in `weightcast.errors`
-    "errors",
-    "WeightcastError",
-    "PublishError",
-    "RefusedError",
-    "PeerError",
-    "InstallError",
-    "IntegrityError",
-    "__version__",
-]
-
 _HOMES = {
+    # the trainer's side
     "Publisher": "weightcast.trainer.publisher",
     "PublishOptions": "weightcast.trainer.options",
     "PublishReport": "weightcast.trainer.report",
@@ -94,6 +56,8 @@ _HOMES = {
     "SafetensorsSource": "weightcast.sources.safetensors",
     "StoreSource": "weightcast.sources.store",
     "TensorSource": "weightcast.sources.tensors",
+    "rollback": "weightcast.trainer.rollback",
+    # the engine's side
     "EngineServer": "weightcast.control.server.app",
     "ModuleEngine": "weightcast.engines.module",
     "TensorSink": "weightcast.engines.tensors",
@@ -102,11 +66,12 @@ _HOMES = {
     "follow": "weightcast.serving.follower",
     "Follower": "weightcast.serving.follower",
     "Followed": "weightcast.serving.follower",
-    "rollback": "weightcast.trainer.rollback",
+    # what travels
     "Manifest": "weightcast.format.manifest",
     "TensorSpec": "weightcast.format.manifest",
     "Region": "weightcast.format.geometry",
     "WeightVersion": "weightcast.format.manifest",
+    # errors; the whole tree is in `weightcast.errors`
     "WeightcastError": "weightcast.errors",
     "PublishError": "weightcast.errors",
     "RefusedError": "weightcast.errors",
@@ -114,6 +79,7 @@ _HOMES = {
     "InstallError": "weightcast.errors",
     "IntegrityError": "weightcast.errors",
 }
+__all__ = [*_HOMES, "errors", "__version__"]
 
 
 def __getattr__(name: str) -> object:

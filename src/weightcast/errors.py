@@ -26,6 +26,7 @@ boundary as an `ErrorRecord`: a name from the closed table above and a text, nev
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -145,26 +146,16 @@ class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def to_record(error: BaseException) -> ErrorRecord:
     """Describe `error` for a peer. A foreign exception becomes a WeightcastError that keeps its type's name."""
-    if isinstance(error, WeightcastError):
-        return ErrorRecord(
-            kind=type(error).__name__,
-            message=_cut(str(error)),
-            problems=_listed(getattr(error, "problems", ())),
-            peer=getattr(error, "peer", ""),
-            torn=getattr(error, "torn", False),
-        )
-    return ErrorRecord(kind="WeightcastError", message=_cut(f"{type(error).__name__}: {error}"))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_TEXT_CHARACTERS else f"{text[: MAX_TEXT_CHARACTERS - 8]} ... cut"
-
-
-def _listed(problems: Sequence[str]) -> tuple[str, ...]:
-    """As many as fit into a record; the message says how many there are in all."""
-    sizes = itertools.accumulate(map(len, problems))
-    fitting = itertools.takewhile(lambda pair: pair[1] <= MAX_TEXT_CHARACTERS, zip(problems, sizes, strict=True))
-    return tuple(problem for problem, _ in fitting)[:MAX_LISTED_PROBLEMS]
+    if not isinstance(error, WeightcastError):
+        error = WeightcastError(f"{type(error).__name__}: {error}")
+    message, problems = str(error), getattr(error, "problems", ())
+    if len(message) > MAX_TEXT_CHARACTERS:
+        message = f"{message[: MAX_TEXT_CHARACTERS - 8]} ... cut"
+    # As many problems as fit into a record; the message says how many there are in all.
+    ends = list(itertools.accumulate(map(len, problems[:MAX_LISTED_PROBLEMS])))
+    problems = tuple(problems[: bisect.bisect_right(ends, MAX_TEXT_CHARACTERS)])
+    peer, torn = getattr(error, "peer", ""), getattr(error, "torn", False)
+    return ErrorRecord(type(error).__name__, message, problems, peer=peer, torn=torn)
 
 
 def from_record(record: ErrorRecord) -> WeightcastError:
@@ -176,9 +167,7 @@ def from_record(record: ErrorRecord) -> WeightcastError:
         return cls(record.message, peer=record.peer)
     if issubclass(cls, InstallError):
         return cls(record.message, torn=record.torn)
-    if issubclass(cls, PublishError):
-        return WeightcastError(record.message)
-    return cls(record.message)
+    return WeightcastError(record.message) if issubclass(cls, PublishError) else cls(record.message)
 
 
 def detached(error: BaseException) -> WeightcastError:

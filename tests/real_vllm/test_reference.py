@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from weightcast.checkpoint.files import INDEX_FILE
 from weightcast.format.manifest import TensorSpec
 from weightcast.integrations.plugin.checkpoint_header import reference
-from weightcast.sources.safetensors import INDEX_FILE
 
 A, B, OLD = {"a": torch.zeros(2, 3)}, {"b": torch.zeros((), dtype=torch.bfloat16)}, {"old": torch.zeros(1)}
 SPECS = [TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "bfloat16", ())]

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from weightcast.checkpoint.files import INDEX_FILE, SINGLE_FILE
 from weightcast.errors import ClosedError
 from weightcast.format.geometry import whole
-from weightcast.sources.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsSource
+from weightcast.sources.safetensors import SafetensorsSource
 
 TENSORS = {
     "matrix": torch.arange(12.0).reshape(3, 4).bfloat16(),

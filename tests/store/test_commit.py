@@ -348,7 +348,7 @@ def test_a_sealed_version_that_is_not_committed_is_given_up(tmp_path: Path, endi
                 sender.open(manifest, WeightVersion(OTHER_RUN, 3), peers=[], staged=True)
         assert newest(tmp_path) == WeightVersion(RUN, 1)
         assert not (tmp_path / "next.json").exists()
-        assert StoreReader(tmp_path).pin_version(version) is None
+        assert StoreReader(tmp_path).pin(version) is None
         if ending != "close":
             with pytest.raises(UpdateAbortedError, match="no version is whole"):
                 sender.commit()

@@ -38,8 +38,7 @@ from weightcast.sources.module import ModuleSource
 from weightcast.sources.store import StoreSource
 from weightcast.store import reading
 from weightcast.store.files import room_for
-from weightcast.store.reading import StoreReader
-from weightcast.store.status import store_status
+from weightcast.store.reading import StoreReader, store_status
 from weightcast.trainer.publisher import Publisher
 from weightcast.transports.store import StoreSender
 

@@ -13,8 +13,7 @@ import torch
 
 from weightcast import registry
 from weightcast.errors import InsufficientMemoryError, ManifestError, PeerDiedError, PeerTimeoutError, UnsupportedError
-from weightcast.format.arena import pages
-from weightcast.format.bucket import slot_size_bytes, write_trailer
+from weightcast.format.bucket import pages, slot_size_bytes, write_trailer
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host import memory as host_memory

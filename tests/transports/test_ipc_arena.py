@@ -15,7 +15,7 @@ import torch
 from transports.conftest import Ends
 
 from weightcast.errors import ManifestError, PeerDiedError
-from weightcast.format.arena import place
+from weightcast.format.bucket import place
 from weightcast.format.manifest import encode
 from weightcast.testing.transport_kit import (
     PATIENCE_SECONDS,

@@ -1,4 +1,5 @@
-"""A live module in checkpoint form: its tensors under the names of its checkpoint, as views, sharded or not.
+"""Checkpoint form: a live module's tensors under the names of its checkpoint, sharded or not; checkpoint files.
 
-Here belongs what reads modules (names, conversions, shards, adapters, changes). Nothing here sends or installs.
+Here belongs what reads modules (names, conversions, shards, adapters) and checkpoint directories. Nothing here sends
+or installs.
 """

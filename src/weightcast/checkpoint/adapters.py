@@ -117,16 +117,16 @@ class _Twin:
         if not inside and not self._is_adapted(module):
             return module
         twin = self._twins[id(module)] = object.__new__(type(module))
-        is_layer = isinstance(module, self._tuners.BaseTunerLayer)
+        is_layer = self._is_layer(module)
         inside = inside or is_layer
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor) and copied:
                 value = value.clone()
             twin.__dict__[key] = copy.copy(value) if type(value) in (dict, list, set) else value
-        for register in (module._parameters, module._buffers):
-            twin.__dict__["_parameters" if register is module._parameters else "_buffers"] = {
+        for register in ("_parameters", "_buffers"):
+            twin.__dict__[register] = {
                 key: self._tensor(tensor, _join(name, key), copied=copied) if tensor is not None and inside else tensor
-                for key, tensor in register.items()
+                for key, tensor in getattr(module, register).items()
             }
         children = twin.__dict__["_modules"] = dict(module._modules)
         for key, child in module._modules.items():
@@ -136,12 +136,14 @@ class _Twin:
                 children[key] = self._twin(child, _join(name, key), copied=written, inside=inside)
         return twin
 
+    def _is_layer(self, module: nn.Module | None) -> bool:
+        return isinstance(module, self._tuners.BaseTunerLayer)
+
     def _is_adapted(self, module: nn.Module) -> bool:
-        known = self._adapted.get(id(module))
-        if known is None:
+        if id(module) not in self._adapted:
             inner = [self._is_adapted(child) for child in module.children()]
-            known = self._adapted[id(module)] = _is_pefts(module) or any(inner)
-        return known
+            self._adapted[id(module)] = _is_pefts(module) or any(inner)
+        return self._adapted[id(module)]
 
     def _tensor(self, tensor: torch.Tensor, name: str, *, copied: bool) -> torch.Tensor:
         """A tensor object of the twin's own: peft assigns to `data`, of adapters too."""
@@ -169,47 +171,35 @@ class _Twin:
         self._used.add(name)
         fresh = torch.empty_like(like, device="meta")
         kept = self._kept.get(name)
-        if kept is None or (kept.shape, kept.stride(), kept.dtype, kept.device) != (
-            fresh.shape,
-            fresh.stride(),
-            fresh.dtype,
-            like.device,
-        ):
+        if kept is None or _geometry(kept) != (*_geometry(fresh)[:-1], like.device):
             kept = self._kept[name] = torch.empty_like(like)
         return kept
 
     # --- without adapters ---
 
     def _unload(self, module: nn.Module, name: str) -> nn.Module:
-        known = self._unloaded.get(id(module))
-        if known is None:
-            known = self._unloaded[id(module)] = self._without_adapters(module, name)
-        return known
-
-    def _without_adapters(self, module: nn.Module, name: str) -> nn.Module:
-        inner = {"PeftModel": "base_model", "PeftMixedModel": "base_model"}
-        key = next((inner[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in inner), None)
-        if key is None and isinstance(module, self._tuners.BaseTuner):
-            key = "model"
-        if key is not None:
-            return self._unwrapped(module, name, key)
-        if hasattr(type(module), "unload_and_optionally_merge_module") or isinstance(
-            module, self._tuners.BaseTunerLayer
-        ):
-            return self._merged(module, name)
-        if id(module) in self._own:
+        if id(module) in self._unloaded:
+            return self._unloaded[id(module)]
+        without = module
+        if any(cls.__name__ in ("PeftModel", "PeftMixedModel") for cls in type(module).__mro__):
+            without = self._unwrapped(module, name, "base_model")
+        elif isinstance(module, self._tuners.BaseTuner):
+            without = self._unwrapped(module, name, "model")
+        elif self._is_layer(module) or hasattr(type(module), "unload_and_optionally_merge_module"):
+            without = self._merged(module, name)
+        elif id(module) in self._own:
             for key, child in module._modules.items():
                 if child is not None:
                     module._modules[key] = self._unload(child, _join(name, key))
-        return module
+        self._unloaded[id(module)] = without
+        return without
 
     def _unwrapped(self, module: Any, name: str, key: str) -> nn.Module:
         """What a model of peft's wraps."""
         inner = module._modules.get(key)
-        others = [k for k, child in module._modules.items() if k != key and child is not None]
-        beside = (
-            others if key == "base_model" and any(True for k in others for _ in module._modules[k].parameters()) else []
-        )
+        beside = [k for k, child in module._modules.items() if k != key and child is not None]
+        if key == "model" or not any(True for k in beside for _ in module._modules[k].parameters()):
+            beside = []
         if inner is None or beside:
             what = f"with {', '.join(map(repr, beside))} beside its layers" if beside else "without a model of its own"
             raise ValueError(f"{name or 'the model'!r} is a {type(module).__name__} {what}, which {_CANT}: {_REMEDY}")
@@ -223,9 +213,9 @@ class _Twin:
     def _merged(self, layer: Any, name: str) -> nn.Module:
         """The base of an adapted layer, by the steps of peft's `merge_and_unload`."""
         chain = [layer]
-        while isinstance(chain[-1]._modules.get("base_layer"), self._tuners.BaseTunerLayer):
+        while self._is_layer(chain[-1]._modules.get("base_layer")):
             chain.append(chain[-1].base_layer)
-        due = {id(part): _due(part) for part in layer.modules() if isinstance(part, self._tuners.BaseTunerLayer)}
+        due = {id(part): _due(part) for part in layer.modules() if self._is_layer(part)}
         try:
             if hasattr(layer, "unload_and_optionally_merge_module"):
                 base: nn.Module = layer.unload_and_optionally_merge_module(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightcast.errors import ManifestError
-from weightcast.format.geometry import Region, check_tiling
+from weightcast.format.geometry import Region, check_tiling, is_inside, relative
 
 Reversal = Callable[[Any, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
@@ -38,15 +38,13 @@ def unsaved_names(model: nn.Module) -> frozenset[str]:
 
 def main_name(model: nn.Module, tied: Sequence[str]) -> str:
     """Of names tied to the same values, the one that `save_pretrained` keeps: not declared as tied to another."""
-    patterns = list(_tied_patterns(model))
+    patterns = [
+        re.compile(f"{prefix}.{key}" if prefix else key)
+        for prefix, module in model.named_modules()
+        for key in getattr(module, "_tied_weights_keys", None) or ()
+    ]
     undeclared = [name for name in tied if not any(pattern.search(name) for pattern in patterns)]
     return undeclared[0] if undeclared else max(tied)
-
-
-def _tied_patterns(model: nn.Module) -> Iterator[re.Pattern[str]]:
-    for prefix, module in model.named_modules():
-        for key in getattr(module, "_tied_weights_keys", None) or ():
-            yield re.compile(f"{prefix}.{key}" if prefix else key)
 
 
 def checkpoint_views(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -80,7 +78,12 @@ def checkpoint_views(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> d
         offset = live.storage_offset() + outcome.storage_offset()
         views[name] = live.as_strided(outcome.shape, outcome.stride(), offset)
     for name, standin in standins.items():
-        _prove_whole(model, name, standin, parts[name])
+        if standin.numel() == 0 or (len(parts[name]) == 1 and _geometry(parts[name][0]) == _geometry(standin)):
+            continue
+        try:
+            tile(standin, parts[name], name)
+        except ManifestError as exc:
+            raise _not_a_view(model, f"its checkpoint would not hold each element of {name!r} once: {exc}") from exc
     return views
 
 
@@ -104,16 +107,6 @@ def _not_a_view(model: nn.Module, what: str) -> ValueError:
     )
 
 
-def _prove_whole(model: nn.Module, name: str, standin: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Prove that `parts` hold each element of the stand-in exactly once."""
-    if standin.numel() == 0 or (len(parts) == 1 and _geometry(parts[0]) == _geometry(standin)):
-        return
-    try:
-        tile(standin, parts, name)
-    except ManifestError as exc:
-        raise _not_a_view(model, f"its checkpoint would not hold each element of {name!r} once: {exc}") from exc
-
-
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset()
 
@@ -128,17 +121,11 @@ def tile(whole: torch.Tensor, parts: Sequence[torch.Tensor], name: str) -> None:
     places = sorted(strides | {1})
     if places[0] < 1 or any(upper % lower for lower, upper in itertools.pairwise(places)):
         raise ManifestError(f"the strides {places} of the parts of {name!r} do not divide each other")
-    shape = _box(whole, places, name)
-    boxes = [_box(part, places, name) for part in parts if part.numel()]
-    check_tiling([Region(_minus(b.offsets, shape.offsets), b.sizes) for b in boxes], shape.sizes, name)
-    for box in boxes:
-        inside = zip(_minus(box.offsets, shape.offsets), box.sizes, shape.sizes, strict=True)
-        if any(start < 0 or start + size > limit for start, size, limit in inside):
-            raise ManifestError(f"a part of {name!r} reaches out of it")
-
-
-def _minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-    return tuple(x - y for x, y in zip(a, b, strict=True))
+    box = _box(whole, places, name)
+    parts_of_it = [relative(_box(part, places, name), box) for part in parts if part.numel()]
+    check_tiling(parts_of_it, box.sizes, name)
+    if not all(is_inside(part, box.sizes) for part in parts_of_it):
+        raise ManifestError(f"a part of {name!r} reaches out of it")
 
 
 def _box(view: torch.Tensor, places: Sequence[int], name: str) -> Region:

@@ -9,8 +9,6 @@ Only inside of `summon_full_params` are the module's own parameters taken, which
 from __future__ import annotations
 
 import dataclasses
-import math
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -18,6 +16,8 @@ import torch
 from torch import nn
 
 from weightcast.checkpoint.sharding import Block
+from weightcast.format.geometry import Region, row_major, runs_as_blocks
+from weightcast.seams.source import Held
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,66 +43,41 @@ class Flattened:
 
     def block(self, name: str) -> Block:
         """What this rank holds. No communication, no copy. Raises ValueError, which calls the parameter `name`."""
-        flat, index = self.handle.flat_param, self.index
+        handle, flat, index = self.handle, self.handle.flat_param, self.index
         shape, info = tuple(flat._shapes[index]), flat._shard_param_infos[index]
         if flat._param_extensions[index] is not None:
             raise ValueError(
                 f"{name!r} is sharded by FSDP1 and tensor parallelism at once, which is not supported: use FSDP2 "
                 "(torch.distributed.fsdp.fully_shard) with tensor parallelism"
             )
-        # In summon_full_params(rank0_only=True), it is rank 0 that holds everything.
-        is_held = info.in_shard and not self._is_summoned
-        local = self._memory(name, info.numel_in_shard) if is_held else self._shard[:0]
+        is_sharded, start = handle.is_sharded(flat), info.intra_param_start_idx
+        # In the dtype that optimizers update.
+        shard: torch.Tensor = (flat if is_sharded else getattr(flat, "_local_shard", flat)).detach()
+        if not info.in_shard or self._is_summoned:
+            # In summon_full_params(rank0_only=True), it is rank 0 that holds everything.
+            local, start = shard[:0], 0
+        elif handle._use_orig_params and is_sharded and not handle._skipped_use_sharded_views:
+            # FSDP takes over what was assigned to it (`parameter.data = ...`) at its next forward pass.
+            own = self.module._parameters.get(self.name)
+            if own is None or tuple(own.shape) != (info.numel_in_shard,):
+                raise ValueError(
+                    f"{name!r} was replaced by {'nothing' if own is None else f'a tensor of {list(own.shape)}'} where "
+                    f"FSDP1 had this rank's shard of [{info.numel_in_shard}]: assign whole tensors inside of "
+                    "FullyShardedDataParallel.summon_full_params"
+                )
+            local = own.detach()
+        else:
+            local = shard[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
         standin = torch.empty(shape, dtype=local.dtype, device="meta")
-        start = info.intra_param_start_idx if is_held else 0
         return Block(name, standin, local, tuple(_boxes(name, shape, flat._strides[index], start, local)))
 
     @property
     def _is_summoned(self) -> bool:
         return bool(self.handle._training_state.name == "SUMMON_FULL_PARAMS")
 
-    @property
-    def _is_sharded(self) -> bool:
-        return bool(self.handle.is_sharded(self.handle.flat_param))
-
-    @property
-    def _shard(self) -> torch.Tensor:
-        """This rank's shard of the FlatParameter, in the dtype that optimizers update."""
-        flat = self.handle.flat_param
-        shard: torch.Tensor = flat if self._is_sharded else getattr(flat, "_local_shard", flat)
-        return shard.detach()
-
-    def _memory(self, name: str, numel: int) -> torch.Tensor:
-        handle = self.handle
-        if handle._use_orig_params and self._is_sharded and not handle._skipped_use_sharded_views:
-            # FSDP takes over what was assigned to it (`parameter.data = ...`) at its next forward pass.
-            own = self.module._parameters.get(self.name)
-            if own is None or tuple(own.shape) != (numel,):
-                raise ValueError(
-                    f"{name!r} was replaced by {'nothing' if own is None else f'a tensor of {list(own.shape)}'} where "
-                    f"FSDP1 had this rank's shard of [{numel}]: assign whole tensors inside of "
-                    "FullyShardedDataParallel.summon_full_params"
-                )
-            return own.detach()
-        start = handle.flat_param._shard_param_infos[self.index].offset_in_shard
-        return self._shard[start : start + numel]
-
 
 FlattenedOf: TypeAlias = dict[nn.Module, dict[str, Flattened | None]]
 """What FSDP1 has flattened of each module, by name; None for a FlatParameter itself, which belongs in no checkpoint."""
-
-
-def wrappers(module: nn.Module) -> list[Any]:
-    """The parts that FSDP1 has wrapped and flattened parameters of."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(fsdp, "FullyShardedDataParallel", None)
-    parts = [] if kind is None else [part for part in module.modules() if isinstance(part, kind)]
-    return [part for part in parts if part._handle is not None]
-
-
-def states(wrappers: Sequence[Any]) -> list[Any]:
-    """What FSDP1 is doing, which the tensors of a rank that `summon_full_params` gave none do not show."""
-    return [wrapper._handle._training_state for wrapper in wrappers]
 
 
 def flattened(wrappers: Sequence[Any]) -> FlattenedOf:
@@ -120,39 +95,17 @@ def flattened(wrappers: Sequence[Any]) -> FlattenedOf:
     return found
 
 
-def _boxes(
-    name: str, shape: Sequence[int], strides: Sequence[int], start: int, local: torch.Tensor
-) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """The blocks of a tensor that a run of its elements from `start` on is: offsets, and views of `local`."""
+def _boxes(name: str, shape: Sequence[int], strides: Sequence[int], start: int, local: torch.Tensor) -> Iterator[Held]:
+    """The blocks of a tensor that a run of its elements from `start` on is, with views of `local`."""
     # A transposed parameter is flattened as it lies in memory.
     order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim]))
     ordered = [shape[dim] for dim in order]
-    dense = [math.prod(ordered[place + 1 :]) for place in range(len(ordered))]
+    dense = row_major(ordered)
     if any(size > 1 and strides[dim] != step for dim, size, step in zip(order, ordered, dense, strict=True)):
         raise ValueError(f"{name!r} of {list(shape)} had the strides {list(strides)} when FSDP1 flattened it: has gaps")
     back = [order.index(dim) for dim in range(len(order))]
     done = 0
-    for offsets, sizes in runs_as_blocks(ordered, start, start + local.numel()):
-        part = local[done : done + math.prod(sizes)].view(sizes)
-        done += part.numel()
-        yield tuple(offsets[place] for place in back), part.permute(back)
-
-
-def runs_as_blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements `start` to `stop` of a row-major tensor as blocks (offsets, sizes), in the order of the elements."""
-    if start >= stop:
-        return
-    if not shape:
-        yield (), ()
-        return
-    inner = tuple(shape[1:])
-    row = math.prod(inner)
-    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
-    if head:
-        end = tail if first == last else row
-        yield from (((first, *offsets), (1, *sizes)) for offsets, sizes in runs_as_blocks(inner, head, end))
-        first += 1
-    if first < last:
-        yield (first, *(0 for _ in inner)), (last - first, *inner)
-    if tail and first <= last:
-        yield from (((last, *offsets), (1, *sizes)) for offsets, sizes in runs_as_blocks(inner, 0, tail))
+    for block in runs_as_blocks(ordered, start, start + local.numel()):
+        part = local[done : done + block.numel].view(block.sizes).permute(back)
+        done += block.numel
+        yield Region(tuple(block.offsets[place] for place in back), tuple(part.shape)), part

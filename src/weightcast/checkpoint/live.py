@@ -9,6 +9,9 @@ sharded is seen as its whole, without data; `LiveCheckpoint.regions` has what th
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -16,13 +19,12 @@ import torch
 from torch import nn
 
 from weightcast.checkpoint import adapters, conversion, flat_shards, sharding
-from weightcast.checkpoint.changes import TensorChangeDetector
-from weightcast.checkpoint.flat_shards import Flattened, FlattenedOf
-from weightcast.checkpoint.sharding import Blocks
+from weightcast.checkpoint.flat_shards import FlattenedOf
+from weightcast.checkpoint.sharding import Block, Blocks
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec
-from weightcast.seams.source import Held, Regions
+from weightcast.seams.source import Regions
 
 Buffers: TypeAlias = Literal["persistent", "none", "all"]
 """Which buffers belong: those of the state dict (as `save_pretrained` has it), none, or also the others."""
@@ -36,9 +38,12 @@ OnAdapters: TypeAlias = Literal["merge", "refuse"]
 CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 """Dtypes between which values may be cast: scaled formats (fp8, fp4) mean nothing without their scales."""
 
-WRAPPER_CHILDREN = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "Float16Module"})
+_WRAPPER_CHILDREN = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "Float16Module"})
 """Modules whose child `module` is the real one; told by name, so that no framework is imported."""
+
+_BATCH_TENSORS = 1024
+_LOOKS = (torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous)
 
 
 def checkpoint_tensors(
@@ -52,31 +57,30 @@ def checkpoint_tensors(
     """
     if buffers not in ("persistent", "none", "all"):
         raise ValueError(f"buffers is {buffers!r}; choose persistent, none or all")
-    model = _unwrap(module)
-    tensors = dict(_live_tensors(model, buffers, blocks, flat_shards.flattened(flat_shards.wrappers(module))))
-    kept, doubles = _split_tied(model, tensors)
+    model = module
+    while len(inner := [child for name, child in model.named_children() if _is_wrapping(model, name)]) == 1:
+        model = inner[0]
+    wrappers = _fsdp1_wrappers(module)
+    flattened = flat_shards.flattened(wrappers) if wrappers else {}
+    kept, doubles = _split_tied(model, dict(_live_tensors(model, buffers, blocks, flattened)))
+    views = kept
     if conversion.is_pretrained(model):
         views = conversion.checkpoint_views(model, kept)
         doubles = conversion.checkpoint_views(model, doubles) if doubles else {}
-    else:
-        views = kept
     if blocks is not None:
         blocks.require_slices(views)
-    return _records(views, doubles, _renamer(names))
-
-
-def _unwrap(module: nn.Module) -> nn.Module:
-    while True:
-        inner = [child for name, child in module.named_children() if _is_wrapping(module, name)]
-        if len(inner) != 1:
-            return module
-        module = inner[0]
+    return _records(views, doubles, names)
 
 
 def _is_wrapping(module: nn.Module, child_name: str) -> bool:
     if child_name == "module":
-        return any(cls.__name__ in WRAPPER_CLASSES for cls in type(module).__mro__)
-    return child_name in WRAPPER_CHILDREN
+        return any(cls.__name__ in _WRAPPER_CLASSES for cls in type(module).__mro__)
+    return child_name in _WRAPPER_CHILDREN
+
+
+def _fsdp1_wrappers(module: nn.Module) -> list[Any]:
+    """The parts that FSDP1 has wrapped and flattened parameters of."""
+    return [part for part in sharding.fsdp_parts(module, "FullyShardedDataParallel") if part._handle is not None]
 
 
 def _live_tensors(
@@ -85,13 +89,24 @@ def _live_tensors(
     """Every name of the state dict with its plain tensor, in order; tied ones under each of their names."""
     flat = flattened.get(module, {})
     for name, entry in flat.items():
-        if entry is not None:
-            yield prefix + name, _unflattened(prefix + name, entry, blocks)
+        if entry is None:
+            continue
+        parameter = entry.whole()
+        if parameter is not None:
+            yield prefix + name, _plain(prefix + name, parameter, blocks)
+        elif blocks is not None:
+            yield prefix + name, blocks.standin(entry.key, functools.partial(entry.block, prefix + name))
+        else:
+            raise ValueError(
+                f"{prefix + name!r} is flattened by FSDP1 (FullyShardedDataParallel): an engine needs a module with "
+                "whole parameters"
+            )
     for name, parameter in module._parameters.items():
         if parameter is not None and name not in flat:
             require_here(prefix + name, parameter)
             tensor = _plain(prefix + name, parameter, blocks)
-            _require_declared(prefix + name, module, name, tensor)
+            if type(module) in (nn.Linear, nn.Embedding) and name == "weight":
+                _require_declared(prefix + name, module, tensor)
             yield prefix + name, tensor
     for name, buffer in module._buffers.items():
         wanted = buffers == "all" or (buffers == "persistent" and name not in module._non_persistent_buffers_set)
@@ -130,31 +145,18 @@ def require_here(name: str, parameter: torch.Tensor) -> None:
         )
 
 
-def _require_declared(name: str, module: nn.Module, parameter: str, tensor: torch.Tensor) -> None:
+def _require_declared(name: str, module: nn.Module, weight: torch.Tensor) -> None:
     """Raises ValueError for a weight that can't be all of it: torch's own layers say how many dims theirs have."""
-    if type(module) in (nn.Linear, nn.Embedding) and parameter == "weight":
-        declared = (
-            [module.out_features, module.in_features]
-            if isinstance(module, nn.Linear)
-            else [module.num_embeddings, module.embedding_dim]
-        )
-        if tensor.ndim != 2 or (tensor.numel() == 0 and 0 not in declared):
-            raise ValueError(
-                f"{name!r} is {list(tensor.shape)}, its {type(module).__name__} is of {declared}: a framework holds it "
-                "in a form that is not known here; gather it before publishing, or write a Source of your own"
-            )
-
-
-def _unflattened(name: str, entry: Flattened, blocks: Blocks | None) -> torch.Tensor:
-    """A parameter that FSDP1 has flattened: as ordinary memory where FSDP shows all of it, or its stand-in."""
-    parameter = entry.whole()
-    if parameter is not None:
-        return _plain(name, parameter, blocks)
-    if blocks is None:
+    declared = (
+        [module.out_features, module.in_features]
+        if isinstance(module, nn.Linear)
+        else [module.num_embeddings, module.embedding_dim]
+    )
+    if weight.ndim != 2 or (weight.numel() == 0 and 0 not in declared):
         raise ValueError(
-            f"{name!r} is flattened by FSDP1 (FullyShardedDataParallel): an engine needs a module with whole parameters"
+            f"{name!r} is {list(weight.shape)}, its {type(module).__name__} is of {declared}: a framework holds it "
+            "in a form that is not known here; gather it before publishing, or write a Source of your own"
         )
-    return blocks.standin(entry.key, lambda: entry.block(name))
 
 
 def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tensor:
@@ -167,7 +169,7 @@ def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tens
         )
     local = sharding.local_tensor(tensor)
     _require_shape(name, local)
-    if local.layout != torch.strided or local.is_nested or not sharding.is_memory(local):
+    if local.layout != torch.strided or local.is_nested or not is_memory(local):
         raise ValueError(
             f"{name!r} is a {type(local).__name__} of layout {local.layout}, not one block of memory: convert it into "
             "a plain tensor, or write a Source of your own"
@@ -177,6 +179,18 @@ def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tens
     if not is_sharded or blocks is None:
         return local.detach()
     return blocks.standin(id(tensor), lambda: sharding.block(name, tensor))
+
+
+def is_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie in its storage, as those of subclasses that compute them (quantised ones) don't.
+
+    Nor do a storage's that was freed, as frameworks do with gathered parameters.
+    """
+    if tensor.layout != torch.strided or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    end = (int(tensor.storage_offset()) + last + 1) * tensor.itemsize
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() >= end
 
 
 def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -198,27 +212,18 @@ def _split_tied(
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in tensors.items():
         groups.setdefault(memory_key(tensor), []).append(name)
-    main = set()
+    main, others = set[str](), set[str]()
     for members in groups.values():
         saved = [name for name in members if name not in unsaved]
         if saved:
             main.add(saved[0] if len(saved) == 1 else conversion.main_name(model, saved))
-    saved_groups = {name for members in groups.values() if main.intersection(members) for name in members}
+            others.update(members)
     kept = {name: tensor for name, tensor in tensors.items() if name in main}
-    return kept, {name: tensors[name] for name in tensors if name in saved_groups and name not in main}
-
-
-def _renamer(names: Names | None) -> Callable[[str], str]:
-    if names is None:
-        return lambda name: name
-    if isinstance(names, Mapping):
-        mapping = names
-        return lambda name: mapping.get(name, name)
-    return names
+    return kept, {name: tensor for name, tensor in tensors.items() if name in others and name not in main}
 
 
 def _records(
-    views: Mapping[str, torch.Tensor], doubles: Mapping[str, torch.Tensor], rename: Callable[[str], str]
+    views: Mapping[str, torch.Tensor], doubles: Mapping[str, torch.Tensor], names: Names | None
 ) -> tuple[tuple[TensorSpec, ...], dict[str, torch.Tensor]]:
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, view in views.items():
@@ -226,22 +231,18 @@ def _records(
     for name, view in doubles.items():
         if name not in views and memory_key(view) in groups:
             groups[memory_key(view)].append(name)
-    specs, tensors = [], {}
+    specs, tensors, seen = [], {}, set[str]()
     for members in groups.values():
-        view, (name, *aliases) = views[members[0]], [rename(member) for member in members]
-        specs.append(TensorSpec(name, DTYPE_NAMES[view.dtype], tuple(view.shape), aliases=tuple(aliases)))
-        tensors[name] = view
-    _check_unique(specs)
-    return tuple(specs), tensors
-
-
-def _check_unique(specs: list[TensorSpec]) -> None:
-    seen: set[str] = set()
-    for spec in specs:
-        for name in spec.names:
+        view, renamed = views[members[0]], members
+        if names is not None:
+            renamed = [names.get(m, m) if isinstance(names, Mapping) else names(m) for m in members]
+        for name in renamed:
             if name in seen:
                 raise ValueError(f"two tensors are called {name!r} in checkpoint form: mend `names` or the module")
             seen.add(name)
+        specs.append(TensorSpec(renamed[0], DTYPE_NAMES[view.dtype], tuple(view.shape), aliases=tuple(renamed[1:])))
+        tensors[renamed[0]] = view
+    return tuple(specs), tensors
 
 
 class LiveCheckpoint:
@@ -269,9 +270,6 @@ class LiveCheckpoint:
         self._sharded = sharded
         self._on_adapters, self._merging = on_adapters, adapters.Merging()
         self._is_adapted = False
-        self._fsdp_modules: list[nn.Module] = []
-        self._fsdp1_wrappers: list[Any] = []
-        self._states: list[Any] = []
         self._blocks = Blocks()
         self._keys: list[tuple[Any, ...]] = []
         self._derive()
@@ -282,8 +280,8 @@ class LiveCheckpoint:
         `merge`: have adapters that are merged be merged as they are now. A new shape of as many elements over the same
         memory is not noticed.
         """
-        sharding.reshard(self._fsdp_modules)
-        is_other = self._changes.has_changed() or self._states != flat_shards.states(self._fsdp1_wrappers)
+        self._reshard()
+        is_other = self._changes.has_changed() or self._fsdp1_states != self._read_fsdp1_states()
         return ((merge and self._is_adapted) or is_other) and self._derive()
 
     def refresh_members(self) -> bool:
@@ -293,19 +291,31 @@ class LiveCheckpoint:
     def require_memory(self) -> None:
         """Raises ValueError if a tensor is on the meta device."""
         for name, view in self.views.items():
-            owner = self._blocks.owner(view)
+            owner = _owner(self._blocks, view)
             if view.is_meta if owner is None else owner.local.is_meta:
                 raise ValueError(f"{name!r} is on the meta device, it has no values: materialise the module first")
 
     def regions(self) -> Regions:
         """What this rank holds of each record: all of it, or its parts of what is sharded, which may be none."""
-        return {name: _held(view, self._blocks) for name, view in self.views.items()}
+        owners = ((name, view, _owner(self._blocks, view)) for name, view in self.views.items())
+        return {
+            name: ((whole(view.shape), view),) if owner is None else tuple(sharding.held(owner, view))
+            for name, view, owner in owners
+        }
+
+    def _reshard(self) -> None:
+        """Have FSDP2 put its shards back where a forward pass has left whole parameters, which no optimizer updates."""
+        for module in self._fsdp2_modules:
+            module.reshard()
+
+    def _read_fsdp1_states(self) -> list[Any]:
+        """What FSDP1 is doing, which the tensors of a rank that `summon_full_params` gave none do not show."""
+        return [wrapper._handle._training_state for wrapper in self._fsdp1_wrappers]
 
     def _derive(self) -> bool:
         blocks = Blocks()
-        if self._sharded:
-            self._fsdp_modules = sharding.fsdp_modules(self._module)
-            sharding.reshard(self._fsdp_modules)
+        self._fsdp2_modules = sharding.fsdp_parts(self._module, "FSDPModule") if self._sharded else []
+        self._reshard()
         module = self._module
         self._is_adapted = self._on_adapters is not None and adapters.has_adapters(module)
         if self._is_adapted:
@@ -315,12 +325,12 @@ class LiveCheckpoint:
         specs, views = checkpoint_tensors(
             module, buffers=self._buffers, names=self._names, blocks=blocks if self._sharded else None
         )
-        self._fsdp1_wrappers = flat_shards.wrappers(self._module)
-        self._states = flat_shards.states(self._fsdp1_wrappers)
+        self._fsdp1_wrappers = _fsdp1_wrappers(self._module)
+        self._fsdp1_states = self._read_fsdp1_states()
         if self._on_adapters is not None:
             adapters.require_merged(name for spec in specs for name in spec.names)
         self._changes = TensorChangeDetector(self._module, with_buffers=self._buffers != "none")
-        keys = [_key(view, blocks) for view in views.values()]
+        keys = [_view_key(view, _owner(blocks, view)) for view in views.values()]
         changed = keys != self._keys or specs != self.specs
         if specs != self.specs:
             self.specs = specs
@@ -329,16 +339,63 @@ class LiveCheckpoint:
         return changed
 
 
-def _held(view: torch.Tensor, blocks: Blocks) -> tuple[Held, ...]:
-    owner = blocks.owner(view)
-    return ((whole(view.shape), view),) if owner is None else tuple(sharding.held(owner, view))
+def _owner(blocks: Blocks, view: torch.Tensor) -> Block | None:
+    """The sharded parameter that a view stands for; None for a view of memory."""
+    return blocks.owner(view) if view.is_meta else None
 
 
-def _key(view: torch.Tensor, blocks: Blocks) -> tuple[Any, ...]:
+def _view_key(view: torch.Tensor, owner: Block | None) -> tuple[Any, ...]:
     """Equal for views of the same memory, or that stand for the same parts of it."""
-    owner = blocks.owner(view)
     if owner is None:
         return memory_key(view)
     local = memory_key(owner.local) if owner.local.numel() else ()
-    places = tuple(offsets for offsets, _ in owner.boxes)
+    places = tuple(region.offsets for region, _ in owner.boxes)
     return (local, places, view.storage_offset(), view.dtype, view.shape, view.stride())
+
+
+class TensorChangeDetector:
+    """Notices that a module has other tensors than when this was made, at a fraction of a microsecond per tensor.
+
+    The views that were made then keep their memory alive, so an equal address is the same memory.
+    """
+
+    def __init__(self, module: nn.Module, *, with_buffers: bool) -> None:
+        registers: list[dict[str, Any]] = []
+        for part in module.modules():
+            registers += [part._parameters, part._modules]
+            if with_buffers:
+                registers.append(part._buffers)
+        self._empty = [register for register in registers if not register]
+        self._filled = [register for register in registers if register]
+        self._values = self._all_values()
+        self._names = list(itertools.chain.from_iterable(self._filled))
+        tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
+        self._plain = [tensor for tensor in tensors if sharding.as_dtensor(tensor) is None]
+        self._distributed = [tensor for tensor in map(sharding.as_dtensor, tensors) if tensor is not None]
+        self._places = list(self._all_places())
+
+    def has_changed(self) -> bool:
+        return self.has_other_members() or not all(map(operator.eq, self._all_places(), self._places))
+
+    def has_other_members(self) -> bool:
+        values = self._all_values()
+        return (
+            any(self._empty)
+            or len(values) != len(self._values)
+            or not all(map(operator.is_, values, self._values))
+            or list(itertools.chain.from_iterable(self._filled)) != self._names
+        )
+
+    def _all_values(self) -> list[Any]:
+        return list(itertools.chain.from_iterable(map(dict.values, self._filled)))
+
+    def _all_places(self) -> Iterator[tuple[list[Any], ...]]:
+        """Where the tensors' memory is, and what tells another view of it (a transpose, a slice) apart, in batches.
+
+        A batch at a time: the later looks at a tensor find it in cache, and a look at a shape costs ten times as much.
+        """
+        for start in range(0, len(self._plain), _BATCH_TENSORS):
+            batch = self._plain[start : start + _BATCH_TENSORS]
+            yield tuple(list(map(look, batch)) for look in _LOOKS)
+        shards = [tensor._local_tensor for tensor in self._distributed]
+        yield tuple(list(map(look, shards)) for look in _LOOKS)

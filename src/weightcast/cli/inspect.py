@@ -66,8 +66,7 @@ def _look(target: str, token_file: Path | None) -> tuple[WeightInfo | None, Stor
         with contextlib.closing(HttpEngine(target, token=output.read_token(token_file))) as engine:
             return engine.info(), None, engine.specs()
     if values.is_store(target):
-        from weightcast.store.reading import pinned
-        from weightcast.store.status import store_status
+        from weightcast.store.reading import pinned, store_status
 
         directory = StoreAddress.parse(target).directory
         store = store_status(directory)

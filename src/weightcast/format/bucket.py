@@ -1,4 +1,4 @@
-"""Turns (manifest, bytes) into tensors and back: views, packing, digests, trailers. No other file does.
+"""Turns (manifest, bytes) into tensors and back: arenas, buffers, views, digests, trailers. No other file does.
 
 A bucket's buffer is one uint8 tensor: the payload, then a trailer of TRAILER_BYTES. Invariants: a view is made once
 for each buffer and kept; packing a bucket is a few calls however many tensors it holds; a payload is handed out only
@@ -8,6 +8,8 @@ after `check_trailer` has accepted it. The formats are those of `docs/wire-forma
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import mmap
 import struct
 from collections.abc import Sequence
 
@@ -31,6 +33,66 @@ _SUM_COLUMNS = 4096
 def slot_size_bytes(manifest: Manifest) -> int:
     """Bytes of a buffer that can hold any bucket of the manifest with its trailer, aligned."""
     return align(manifest.max_bucket_bytes + TRAILER_BYTES)
+
+
+def buffer_size_bytes(manifest: Manifest, index: int) -> int:
+    """Bytes of bucket `index` with its trailer, aligned."""
+    return align(manifest.buckets[index] + TRAILER_BYTES)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArenaLayout:
+    """Where the buckets of a manifest lie in an arena: bucket k in slot `slots[k]`, from byte `offsets[k]`."""
+
+    slots: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes_bytes: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """The arena that they need."""
+        return max((offset + size for offset, size in zip(self.offsets, self.sizes_bytes, strict=True)), default=0)
+
+
+def place(manifest: Manifest, *, num_slots: int, staged: bool, adjoining: bool = False) -> ArenaLayout:
+    """Staged: every bucket has a slot of its own. Streaming: bucket k goes into slot k % num_slots. Page-aligned.
+
+    `adjoining`, for what is staged: payloads lie end to end, so that a tensor that is cut over several is one piece of
+    memory. A trailer is where the next payload will be: it must have been checked before that is read.
+    """
+    indices = range(len(manifest.buckets))
+    sizes = tuple(buffer_size_bytes(manifest, index) for index in indices)
+    if staged:
+        steps = map(align, manifest.buckets) if adjoining else map(pages, sizes)
+        starts = itertools.accumulate(steps, initial=0)
+        return ArenaLayout(tuple(indices), tuple(start for start, _ in zip(starts, sizes, strict=False)), sizes)
+    slots = tuple(index % num_slots for index in indices)
+    stride = pages(slot_size_bytes(manifest))
+    return ArenaLayout(slots, tuple(slot * stride for slot in slots), sizes)
+
+
+def pages(num_bytes: int) -> int:
+    """Round up to whole pages."""
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class Buffers:
+    """Slices of an arena, one for each bucket index, made once."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self._whole = whole
+        self._slices: dict[int, tuple[int, int, torch.Tensor]] = {}
+
+    def get(self, index: int, offset_bytes: int, size_bytes: int) -> torch.Tensor:
+        known = self._slices.get(index)
+        if known is None or known[:2] != (offset_bytes, size_bytes):
+            known = offset_bytes, size_bytes, self._whole[offset_bytes : offset_bytes + size_bytes]
+            self._slices[index] = known
+        return known[2]
+
+    def forget_above(self, num_buckets: int) -> None:
+        """Drop the slices of indices that a new manifest does not have."""
+        self._slices = {index: known for index, known in self._slices.items() if index < num_buckets}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,27 +133,19 @@ class Layout:
         cached = self._views[index]
         if cached is not None and cached[0] is buffer:
             return cached[1]
-        views = _make_views(self.entries[index], buffer, self.manifest.buckets[index])
+        entries, payload = self.entries[index], buffer[: self.manifest.buckets[index]]
+        typed = {dtype: payload.view(TORCH_DTYPES[dtype]) for dtype in {entry.record.dtype for entry in entries}}
+        views = []
+        for entry in entries:
+            dtype, sizes = entry.record.dtype, entry.piece.region.sizes
+            offset = int(typed[dtype].storage_offset()) + entry.piece.offset_bytes // ITEMSIZE_BYTES[dtype]
+            views.append(typed[dtype].as_strided(sizes, row_major(sizes), offset))
         self._views[index] = (buffer, views)
         return views
-
-    def payload(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer[: self.manifest.buckets[index]]
 
     def forget_views(self) -> None:
         """Drop every kept view, and with them the references to their buffers."""
         self._views = [None] * len(self._views)
-
-
-def _make_views(entries: Sequence[Entry], buffer: torch.Tensor, num_bytes: int) -> list[torch.Tensor]:
-    typed = {dtype: buffer[:num_bytes].view(TORCH_DTYPES[dtype]) for dtype in {e.record.dtype for e in entries}}
-    bases = {dtype: whole.storage_offset() for dtype, whole in typed.items()}
-    views = []
-    for entry in entries:
-        dtype, sizes = entry.record.dtype, entry.piece.region.sizes
-        offset = bases[dtype] + entry.piece.offset_bytes // ITEMSIZE_BYTES[dtype]
-        views.append(typed[dtype].as_strided(sizes, row_major(sizes), offset))
-    return views
 
 
 def narrow(tensor: torch.Tensor, region: Region) -> torch.Tensor:
@@ -168,7 +222,11 @@ def check_trailer(buffer: torch.Tensor, num_bytes: int, version: WeightVersion, 
     found = (magic, run.hex(), number, found_index, length)
     expected = (TRAILER_MAGIC, version.run, version.number, index, num_bytes)
     if found != expected:
-        raise IntegrityError(f"bucket {index}: its trailer says {_describe(found)}, expected {_describe(expected)}")
+        told, wanted = (
+            f"{magic!r} run {run[:8]} version {number} bucket {index} of {length} bytes"
+            for magic, run, number, index, length in (found, expected)
+        )
+        raise IntegrityError(f"bucket {index}: its trailer says {told}, expected {wanted}")
     actual = payload_digest(buffer[:num_bytes], kind)
     if actual != digest:
         raise IntegrityError(
@@ -176,11 +234,6 @@ def check_trailer(buffer: torch.Tensor, num_bytes: int, version: WeightVersion, 
             "bytes were changed on the way; publish again"
         )
     return actual
-
-
-def _describe(fields: tuple[bytes, str, int, int, int]) -> str:
-    magic, run, number, index, length = fields
-    return f"{magic!r} run {run[:8]} version {number} bucket {index} of {length} bytes"
 
 
 def root_digest(manifest_digest: str, digests: Sequence[bytes | torch.Tensor]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -78,6 +78,26 @@ def is_run(region: Region, shape: Sequence[int]) -> bool:
     """Whether a region's elements follow one another in a contiguous tensor of that shape."""
     dim = next((dim for dim, size in enumerate(region.sizes) if size != 1), len(shape))
     return tuple(region.sizes[dim + 1 :]) == tuple(shape[dim + 1 :])
+
+
+def runs_as_blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[Region]:
+    """Elements `start` to `stop` of a contiguous tensor as regions, in the order of the elements."""
+    if start >= stop:
+        return
+    if not shape:
+        yield Region((), ())
+        return
+    inner = tuple(shape[1:])
+    row = math.prod(inner)
+    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
+    if head:
+        end = tail if first == last else row
+        yield from (Region((first, *r.offsets), (1, *r.sizes)) for r in runs_as_blocks(inner, head, end))
+        first += 1
+    if first < last:
+        yield Region((first, *(0 for _ in inner)), (last - first, *inner))
+    if tail and first <= last:
+        yield from (Region((last, *r.offsets), (1, *r.sizes)) for r in runs_as_blocks(inner, 0, tail))
 
 
 def check_tiling(regions: Sequence[Region], shape: Sequence[int], name: str) -> None:

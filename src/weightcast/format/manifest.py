@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -154,12 +154,24 @@ class Manifest(msgspec.Struct, frozen=True):
 
     def check(self) -> None:
         """Prove the invariants above, in O(pieces log pieces). Raises ManifestError, naming the first offender."""
-        _check_head(self)
-        seen: set[str] = set()
+        if self.protocol != PROTOCOL:
+            found = self.protocol
+            raise malformed("protocol", f"protocol {found} was offered, {PROTOCOL} is spoken here: update one end")
+        if len(self.tensors) > MAX_TENSORS:
+            raise malformed("count", f"{len(self.tensors)} tensors; the limit is {MAX_TENSORS}")
+        if len(self.buckets) > MAX_BUCKETS:
+            raise malformed("count", f"{len(self.buckets)} buckets; the limit is {MAX_BUCKETS}")
+        for index, size in enumerate(self.buckets):
+            if size <= 0 or size > MAX_BYTES or size % ALIGNMENT_BYTES:
+                raise malformed(
+                    "size", f"bucket {index} has {size} bytes; it must be a positive multiple of {ALIGNMENT_BYTES}"
+                )
+        if sum(self.buckets) > MAX_BYTES:
+            raise malformed("size", f"{sum(self.buckets)} bytes in all; the limit is {MAX_BYTES}")
+        check_specs(self.tensors)
         for record in self.tensors:
-            _check_spec(record, seen)
             _check_pieces(record, self.buckets)
-        _check_buckets(self)
+        _check_spans(self)
 
 
 T = TypeVar("T")
@@ -179,63 +191,40 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T] | Any, *, max_byt
     decoder = _decoders.get(kind)
     if decoder is None:
         decoder = _decoders[kind] = msgspec.json.Decoder(kind)
+    name = getattr(kind, "__name__", None) or str(kind)
     try:
         return decoder.decode(data)  # type: ignore[no-any-return]
     except msgspec.ValidationError as exc:
-        raise malformed("type", f"not a {_kind_name(kind)} of protocol {PROTOCOL}: {exc}") from exc
+        raise malformed("type", f"not a {name} of protocol {PROTOCOL}: {exc}") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise malformed("syntax", f"not the JSON of a {_kind_name(kind)}: {exc}; {len(data)} bytes received") from exc
+        raise malformed("syntax", f"not the JSON of a {name}: {exc}; {len(data)} bytes received") from exc
     except RecursionError as exc:
         raise malformed("depth", "JSON nested too deeply; no message of this protocol has more than 6 levels") from exc
-
-
-def _kind_name(kind: object) -> str:
-    return getattr(kind, "__name__", None) or str(kind)
-
-
-def _check_head(manifest: Manifest) -> None:
-    if manifest.protocol != PROTOCOL:
-        found = manifest.protocol
-        raise malformed("protocol", f"protocol {found} was offered, {PROTOCOL} is spoken here: update one end")
-    if len(manifest.tensors) > MAX_TENSORS:
-        raise malformed("count", f"{len(manifest.tensors)} tensors; the limit is {MAX_TENSORS}")
-    if len(manifest.buckets) > MAX_BUCKETS:
-        raise malformed("count", f"{len(manifest.buckets)} buckets; the limit is {MAX_BUCKETS}")
-    for index, size in enumerate(manifest.buckets):
-        if size <= 0 or size > MAX_BYTES or size % ALIGNMENT_BYTES:
-            raise malformed(
-                "size", f"bucket {index} has {size} bytes; it must be a positive multiple of {ALIGNMENT_BYTES}"
-            )
-    if sum(manifest.buckets) > MAX_BYTES:
-        raise malformed("size", f"{sum(manifest.buckets)} bytes in all; the limit is {MAX_BYTES}")
 
 
 def check_specs(specs: Iterable[TensorSpec]) -> None:
     """Prove that names are unique, and names, dtypes and shapes within the limits. Raises ManifestError."""
     seen: set[str] = set()
     for spec in specs:
-        _check_spec(spec, seen)
-
-
-def _check_spec(spec: TensorSpec, seen: set[str]) -> None:
-    if len(spec.aliases) > MAX_ALIASES:
-        raise malformed("count", f"{spec.name[:80]!r} has {len(spec.aliases)} aliases; the limit is {MAX_ALIASES}")
-    for name in spec.names:
-        if not 0 < _name_bytes(name) <= MAX_NAME_BYTES:
-            raise malformed("name", f"the name {name[:80]!r} is empty or longer than {MAX_NAME_BYTES} bytes")
-        if name in seen:
-            raise malformed("duplicate", f"the name {name!r} occurs twice")
-        seen.add(name)
-    if _name_bytes(spec.group) > MAX_NAME_BYTES:
-        raise malformed("name", f"the group of {spec.name!r} is longer than {MAX_NAME_BYTES} bytes")
-    if spec.dtype not in ITEMSIZE_BYTES:
-        raise malformed("dtype", f"{spec.name!r} has the dtype {spec.dtype[:40]!r}; known: {', '.join(ITEMSIZE_BYTES)}")
-    if len(spec.shape) > MAX_DIMS:
-        raise malformed("shape", f"{spec.name!r} has {len(spec.shape)} dims; the limit is {MAX_DIMS}")
-    if any(size < 0 or size > MAX_BYTES for size in spec.shape):
-        raise malformed("shape", f"{spec.name!r} has the shape {list(spec.shape)}: sizes must be 0 to {MAX_BYTES}")
-    if math.prod(max(size, 1) for size in spec.shape) * ITEMSIZE_BYTES[spec.dtype] > MAX_BYTES:
-        raise malformed("shape", f"{spec.name!r} of shape {list(spec.shape)} has over {MAX_BYTES} bytes")
+        if len(spec.aliases) > MAX_ALIASES:
+            raise malformed("count", f"{spec.name[:80]!r} has {len(spec.aliases)} aliases; the limit is {MAX_ALIASES}")
+        for name in spec.names:
+            if not 0 < _name_bytes(name) <= MAX_NAME_BYTES:
+                raise malformed("name", f"the name {name[:80]!r} is empty or longer than {MAX_NAME_BYTES} bytes")
+            if name in seen:
+                raise malformed("duplicate", f"the name {name!r} occurs twice")
+            seen.add(name)
+        if _name_bytes(spec.group) > MAX_NAME_BYTES:
+            raise malformed("name", f"the group of {spec.name!r} is longer than {MAX_NAME_BYTES} bytes")
+        if spec.dtype not in ITEMSIZE_BYTES:
+            known = ", ".join(ITEMSIZE_BYTES)
+            raise malformed("dtype", f"{spec.name!r} has the dtype {spec.dtype[:40]!r}; known: {known}")
+        if len(spec.shape) > MAX_DIMS:
+            raise malformed("shape", f"{spec.name!r} has {len(spec.shape)} dims; the limit is {MAX_DIMS}")
+        if any(size < 0 or size > MAX_BYTES for size in spec.shape):
+            raise malformed("shape", f"{spec.name!r} has the shape {list(spec.shape)}: sizes must be 0 to {MAX_BYTES}")
+        if math.prod(max(size, 1) for size in spec.shape) * ITEMSIZE_BYTES[spec.dtype] > MAX_BYTES:
+            raise malformed("shape", f"{spec.name!r} of shape {list(spec.shape)} has over {MAX_BYTES} bytes")
 
 
 def _name_bytes(name: str) -> int:
@@ -250,55 +239,48 @@ def _check_pieces(record: TensorRecord, buckets: Sequence[int]) -> None:
     if len(record.pieces) > MAX_PIECES_PER_TENSOR:
         num_pieces = len(record.pieces)
         raise malformed("count", f"{record.name!r} has {num_pieces} pieces; the limit is {MAX_PIECES_PER_TENSOR}")
-    numel = math.prod(record.shape)
-    if numel == 0:
+    if math.prod(record.shape) == 0:
         if record.pieces:
             raise malformed("region", f"{record.name!r} has no elements but {len(record.pieces)} pieces")
         return
     for piece in record.pieces:
-        _check_piece(record, piece, buckets)
-    if len(record.pieces) == 1 and record.pieces[0].region.covers(record.shape):
-        return
-    check_tiling([p.region for p in record.pieces], record.shape, record.name)
+        region = piece.region
+        if not (len(region.offsets) == len(region.sizes) == len(record.shape)):
+            raise malformed("region", f"a region of {record.name!r} has other dims than its shape {list(record.shape)}")
+        if not is_inside(region, record.shape) or not region.numel:
+            raise malformed(
+                "region",
+                f"a region of {record.name!r} at {list(region.offsets)} of sizes {list(region.sizes)} "
+                f"is not inside its shape {list(record.shape)}",
+            )
+        if not 0 <= piece.bucket < len(buckets):
+            raise malformed("bucket", f"{record.name!r} lies in bucket {piece.bucket}; there are {len(buckets)}")
+        num_bytes = region.numel * ITEMSIZE_BYTES[record.dtype]
+        last = buckets[piece.bucket] - num_bytes
+        if not 0 <= piece.offset_bytes <= last or piece.offset_bytes % ALIGNMENT_BYTES:
+            raise malformed(
+                "offset",
+                f"{num_bytes} bytes of {record.name!r} lie at offset {piece.offset_bytes} of bucket {piece.bucket} "
+                f"with {buckets[piece.bucket]} bytes; offsets must be multiples of {ALIGNMENT_BYTES}",
+            )
+    if len(record.pieces) != 1 or not record.pieces[0].region.covers(record.shape):
+        check_tiling([piece.region for piece in record.pieces], record.shape, record.name)
 
 
-def _check_piece(record: TensorRecord, piece: Piece, buckets: Sequence[int]) -> None:
-    region = piece.region
-    if not (len(region.offsets) == len(region.sizes) == len(record.shape)):
-        raise malformed("region", f"a region of {record.name!r} has other dims than its shape {list(record.shape)}")
-    if not is_inside(region, record.shape) or not region.numel:
-        raise malformed(
-            "region",
-            f"a region of {record.name!r} at {list(region.offsets)} of sizes {list(region.sizes)} "
-            f"is not inside its shape {list(record.shape)}",
-        )
-    if not 0 <= piece.bucket < len(buckets):
-        raise malformed("bucket", f"{record.name!r} lies in bucket {piece.bucket}; there are {len(buckets)}")
-    num_bytes = region.numel * ITEMSIZE_BYTES[record.dtype]
-    last = buckets[piece.bucket] - num_bytes
-    if not 0 <= piece.offset_bytes <= last or piece.offset_bytes % ALIGNMENT_BYTES:
-        raise malformed(
-            "offset",
-            f"{num_bytes} bytes of {record.name!r} lie at offset {piece.offset_bytes} of bucket {piece.bucket} "
-            f"with {buckets[piece.bucket]} bytes; offsets must be multiples of {ALIGNMENT_BYTES}",
-        )
-
-
-def _check_buckets(manifest: Manifest) -> None:
-    spans = sorted(_spans(manifest.tensors))
+def _check_spans(manifest: Manifest) -> None:
+    """Prove that no two pieces share a byte, and that no bucket is empty."""
+    spans = []
+    for record in manifest.tensors:
+        itemsize = ITEMSIZE_BYTES[record.dtype]
+        for piece in record.pieces:
+            end = piece.offset_bytes + piece.region.numel * itemsize
+            spans.append((piece.bucket, piece.offset_bytes, end, record.name))
     last_bucket, last_end, last_name = -1, 0, ""
-    for bucket, start, end, name in spans:
+    for bucket, start, end, name in sorted(spans):
         if bucket == last_bucket and start < last_end:
             raise malformed("overlap", f"{name!r} and {last_name!r} share bytes of bucket {bucket} at {start}")
         if bucket > last_bucket + 1:
-            raise malformed("bucket", f"bucket {last_bucket + 1} is empty")
+            break
         last_bucket, last_end, last_name = bucket, end, name
     if last_bucket + 1 != len(manifest.buckets):
         raise malformed("bucket", f"bucket {last_bucket + 1} is empty")
-
-
-def _spans(records: Iterable[TensorRecord]) -> Iterator[tuple[int, int, int, str]]:
-    for record in records:
-        itemsize = ITEMSIZE_BYTES[record.dtype]
-        for piece in record.pieces:
-            yield piece.bucket, piece.offset_bytes, piece.offset_bytes + piece.region.numel * itemsize, record.name

@@ -25,15 +25,13 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 Secret: TypeAlias = Digest256 | UnsetType
 """Shows that a record is of the publisher that holds the engine: its InitInfo has the same. Left out if unset."""
 
-
-# --- control: publisher -> engine ---------------------------------------------------------------
+# --- control: publisher -> engine ---
 
 
 class InitInfo(msgspec.Struct, frozen=True):
-    """How an engine's workers reach a publisher. `secret` is presented on the link, so that strangers are refused; the
-    publisher's offers, seals and aborts have it, for the same reason.
+    """How an engine's workers reach a publisher, which says in `publisher`, for people, where it runs.
 
-    `publisher` says, for people, where it runs.
+    `secret` is presented on the link, and in the publisher's offers, seals and aborts, so that strangers are refused.
     `token` is for engines whose control routes have none of their own (vLLM): the workers compare it with theirs.
     `deadline_seconds` is the publisher's: how long each of its steps may take.
     """
@@ -99,8 +97,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", tag_field="kind"):
 
 UpdateInfo: TypeAlias = Offer | Seal | Abort
 
-
-# --- control: engine -> publisher ---------------------------------------------------------------
+# --- control: engine -> publisher ---
 
 
 class WeightInfo(msgspec.Struct, frozen=True):
@@ -123,7 +120,7 @@ class WeightInfo(msgspec.Struct, frozen=True):
     instance: ShortText | UnsetType = UNSET
 
 
-# --- link: worker <-> publisher -----------------------------------------------------------------
+# --- link: worker <-> publisher ---
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", tag_field="kind"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 
 from weightcast.errors import ManifestError
@@ -52,9 +53,12 @@ def plan(
     if capacity <= 0:
         raise ValueError(f"bucket_size_bytes is {bucket_size_bytes}; it must be at least {ALIGNMENT_BYTES}")
     check_specs(specs)
+    groups: dict[str, list[TensorSpec]] = {}
+    for spec in specs:
+        groups.setdefault(spec.load_group, []).append(spec)
     filler = _Filler(capacity)
     pieces: dict[str, tuple[Piece, ...]] = {}
-    for group in _load_groups(specs):
+    for group in groups.values():
         held = {s.name: (regions or {}).get(s.name) or (whole(s.shape),) for s in group}
         filler.keep_together(sum(align(r.numel * ITEMSIZE_BYTES[s.dtype]) for s in group for r in held[s.name]))
         for spec in group:
@@ -65,78 +69,54 @@ def plan(
     records = tuple(
         TensorRecord(s.name, s.dtype, s.shape, aliases=s.aliases, group=s.group, pieces=pieces[s.name]) for s in specs
     )
-    manifest = Manifest(PROTOCOL, digest_kind, tuple(filler.bucket_sizes()), records)
+    manifest = Manifest(PROTOCOL, digest_kind, tuple(size for size in filler.sizes if size), records)
     manifest.check()
     return manifest
 
 
-def _load_groups(specs: Sequence[TensorSpec]) -> Iterator[Sequence[TensorSpec]]:
-    """The specs in order, members of one group drawn together to the place of its first."""
-    members: dict[str, list[TensorSpec]] = {}
-    for spec in specs:
-        members.setdefault(spec.load_group, []).append(spec)
-    yield from members.values()
-
-
 class _Filler:
-    """Hands out places in one bucket after the other."""
+    """Hands out places in one bucket after the other. `sizes`: of the buckets so far; the last one is being filled."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._sizes = [0]
-
-    def bucket_sizes(self) -> list[int]:
-        return [size for size in self._sizes if size]
+        self.sizes = [0]
 
     def keep_together(self, num_bytes: int) -> None:
         """Begin a new bucket if `num_bytes` fit into an empty one, but not into what is left of this one."""
         if self._room() < num_bytes <= self._capacity:
-            self._next_bucket()
+            self.sizes.append(0)
 
     def place(self, region: Region, itemsize: int) -> Iterator[Piece]:
+        """One piece; or row-major blocks, if it is larger than a bucket."""
         num_bytes = region.numel * itemsize
         if num_bytes <= self._capacity:
             self.keep_together(align(num_bytes))
             yield self._take(region, num_bytes)
             return
-        yield from self._place_blocks(region, itemsize)
-
-    def _place_blocks(self, region: Region, itemsize: int) -> Iterator[Piece]:
-        """Cut along the first dim whose rows fit into a bucket; the dims before it advance one index at a time."""
-        max_elements = self._capacity // itemsize
-        dim = next(d for d in range(len(region.sizes)) if math.prod(region.sizes[d + 1 :]) <= max_elements)
-        row_bytes = math.prod(region.sizes[dim + 1 :]) * itemsize
-        if region.numel * itemsize > MAX_PIECES_PER_TENSOR * self._capacity:
+        if num_bytes > MAX_PIECES_PER_TENSOR * self._capacity:
             raise ManifestError(
                 f"a region of {list(region.sizes)} needs more than {MAX_PIECES_PER_TENSOR} buckets of "
                 f"{self._capacity} bytes: use larger buckets [count]",
                 fault="count",
             )
+        # Cut along the first dim whose rows fit into a bucket; the dims before it advance one index at a time.
+        max_elements = self._capacity // itemsize
+        dim = next(d for d in range(len(region.sizes)) if math.prod(region.sizes[d + 1 :]) <= max_elements)
+        inner = region.sizes[dim + 1 :]
+        row_bytes = math.prod(inner) * itemsize
         for outer in itertools.product(*(range(size) for size in region.sizes[:dim])):
             start = 0
             while start < region.sizes[dim]:
-                if self._room() < row_bytes:
-                    self._next_bucket()
+                self.keep_together(row_bytes)
                 rows = min(self._room() // row_bytes, region.sizes[dim] - start)
-                yield self._take(_block(region, outer, dim, start, rows), rows * row_bytes)
+                offsets = map(operator.add, region.offsets, (*outer, start, *(0 for _ in inner)))
+                yield self._take(Region(tuple(offsets), (*(1 for _ in outer), rows, *inner)), rows * row_bytes)
                 start += rows
 
     def _room(self) -> int:
-        return self._capacity - self._sizes[-1]
-
-    def _next_bucket(self) -> None:
-        if self._sizes[-1]:
-            self._sizes.append(0)
+        return self._capacity - self.sizes[-1]
 
     def _take(self, region: Region, num_bytes: int) -> Piece:
-        piece = Piece(bucket=len(self._sizes) - 1, offset_bytes=self._sizes[-1], region=region)
-        self._sizes[-1] += align(num_bytes)
+        piece = Piece(bucket=len(self.sizes) - 1, offset_bytes=self.sizes[-1], region=region)
+        self.sizes[-1] += align(num_bytes)
         return piece
-
-
-def _block(region: Region, outer: Sequence[int], dim: int, start: int, rows: int) -> Region:
-    inside = (*outer, start, *(0 for _ in region.sizes[dim + 1 :]))
-    return Region(
-        offsets=tuple(a + b for a, b in zip(region.offsets, inside, strict=True)),
-        sizes=(*(1 for _ in outer), rows, *region.sizes[dim + 1 :]),
-    )

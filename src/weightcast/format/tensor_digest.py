@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightcast.format.geometry import Region, is_inside
+from weightcast.format.geometry import Region, is_inside, row_major, start_elements, whole
 
 _MASK = (1 << 64) - 1
 SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89)
@@ -47,41 +47,31 @@ def tensor_digest(tensor: torch.Tensor, region: Region | None = None, shape: Seq
     the bytes of 16 Mi elements whatever the tensor's size. One thread.
     Raises ValueError if only one of region and shape is given, or if they don't fit the tensor.
     """
-    region, shape = _placed(tensor, region, shape)
-    lanes = [0, 0]
+    if (region is None) != (shape is None):
+        raise ValueError("give both region and shape (a region has its place in a global shape), or neither")
+    region, shape = region or whole(tensor.shape), tuple(tensor.shape if shape is None else shape)
+    if region.sizes != tuple(tensor.shape) or not is_inside(region, shape):
+        raise ValueError(
+            f"a tensor of shape {list(tensor.shape)} is not the region at {list(region.offsets)} of sizes "
+            f"{list(region.sizes)} in a tensor of shape {list(shape)}"
+        )
+    lanes = np.zeros(2, dtype=np.uint64)
     for block, offsets in _blocks(tensor.detach().resolve_conj().resolve_neg(), region.offsets):
-        for lane, value in enumerate(_block_lanes(block, offsets, shape)):
-            lanes[lane] = (lanes[lane] + value) & _MASK
+        lanes += _block_lanes(block, offsets, shape)
     return _hex(lanes)
 
 
 def add(a: str, b: str) -> str:
     """The digest of two disjoint parts of a tensor together. Raises ValueError for what is not a digest."""
-    return _hex([(x + y) & _MASK for x, y in zip(_lanes(a), _lanes(b), strict=True)])
+    for digest in (a, b):
+        if len(digest) != 32:
+            raise ValueError(f"{digest!r} is not a tensor digest: expected 32 hex digits")
+    first, second = (np.frombuffer(bytes.fromhex(digest), dtype=">u8") for digest in (a, b))
+    return _hex(first + second)
 
 
-def _lanes(digest: str) -> tuple[int, int]:
-    if len(digest) != 32:
-        raise ValueError(f"{digest!r} is not a tensor digest: expected 32 hex digits")
-    return int(digest[:16], 16), int(digest[16:], 16)
-
-
-def _hex(lanes: Sequence[int]) -> str:
-    return "".join(f"{lane:016x}" for lane in lanes)
-
-
-def _placed(tensor: torch.Tensor, region: Region | None, shape: Sequence[int] | None) -> tuple[Region, tuple[int, ...]]:
-    sizes = tuple(tensor.shape)
-    if region is None and shape is None:
-        return Region((0,) * len(sizes), sizes), sizes
-    if region is None or shape is None:
-        raise ValueError("give both region and shape (a region has its place in a global shape), or neither")
-    if region.sizes != sizes or not is_inside(region, shape):
-        raise ValueError(
-            f"a tensor of shape {list(sizes)} is not the region at {list(region.offsets)} of sizes "
-            f"{list(region.sizes)} in a tensor of shape {list(shape)}"
-        )
-    return region, tuple(shape)
+def _hex(lanes: _Words) -> str:
+    return "".join(f"{lane:016x}" for lane in lanes.tolist())
 
 
 def _blocks(tensor: torch.Tensor, offsets: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
@@ -99,7 +89,7 @@ def _blocks(tensor: torch.Tensor, offsets: tuple[int, ...]) -> Iterator[tuple[to
         yield from _blocks(part, (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]))
 
 
-def _block_lanes(block: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> list[int]:
+def _block_lanes(block: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> _Words:
     """The lanes of one piece: run by run where runs of consecutive positions are long, else all positions at once."""
     words = block.contiguous().cpu().reshape(-1).view(_WORD_DTYPES[block.itemsize]).numpy()
     words_per_element = words.size // block.numel()
@@ -107,19 +97,18 @@ def _block_lanes(block: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int
     firsts, run_words = first_elements * words_per_element, run_elements * words_per_element
     if run_words < _BLOCK_WORDS and firsts.size > 1:
         return _scattered_lanes(words, firsts, run_words)
-    lanes = [0, 0]
+    lanes = np.zeros(2, dtype=np.uint64)
     for number, first in enumerate(firsts.tolist()):
         for part in _run_parts(words[number * run_words : (number + 1) * run_words], first):
-            for lane in range(2):
-                lanes[lane] = (lanes[lane] + _part_lane(*part, lane)) & _MASK
+            lanes += _part_lanes(*part)
     return lanes
 
 
-def _runs(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> tuple[_Words, int]:
+def _runs(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: Sequence[int]) -> tuple[_Words, int]:
     """The first global index of every run of consecutive indexes in a region, and the elements of each run."""
     dim = max((d for d in range(len(shape)) if sizes[d] != shape[d]), default=0)
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    firsts = np.array([sum(o * s for o, s in zip(offsets, strides, strict=True))], dtype=np.int64)
+    strides = row_major(shape)
+    firsts = np.array([start_elements(Region(offsets, sizes), shape)], dtype=np.int64)
     for d in range(dim):
         firsts = (firsts[:, None] + np.arange(sizes[d], dtype=np.int64) * strides[d]).reshape(-1)
     return firsts, math.prod(sizes[dim:])
@@ -139,17 +128,20 @@ def _run_parts(words: _Words, first: int) -> Iterator[tuple[_Words, int, int]]:
         position += num_words
 
 
-def _part_lane(words: _Words, block: int, column: int, lane: int) -> int:
+def _part_lanes(words: _Words, block: int, column: int) -> _Words:
     num_rows, num_columns = words.shape
-    weights = _COLUMN_WEIGHTS[lane][column : column + num_columns]
-    rows = np.einsum("rc,c->r", words.astype(np.int64), weights)
-    bias = np.array([int(weights.sum()) * _OFFSET & _MASK], dtype=np.uint64)
-    blocks = np.arange(block, block + num_rows, dtype=np.uint64)
-    return int(((rows.view(np.uint64) + bias) * _weights(SEEDS[2 + lane], blocks)).sum())
+    values, blocks = words.astype(np.int64), np.arange(block, block + num_rows, dtype=np.uint64)
+    lanes = np.zeros(2, dtype=np.uint64)
+    for lane in range(2):
+        weights = _COLUMN_WEIGHTS[lane][column : column + num_columns]
+        rows = np.einsum("rc,c->r", values, weights).view(np.uint64)
+        rows += np.array([int(weights.sum()) * _OFFSET & _MASK], dtype=np.uint64)
+        lanes[lane] = (rows * _weights(SEEDS[2 + lane], blocks)).sum()
+    return lanes
 
 
-def _scattered_lanes(words: _Words, firsts: _Words, run_words: int) -> list[int]:
-    lanes = [0, 0]
+def _scattered_lanes(words: _Words, firsts: _Words, run_words: int) -> _Words:
+    lanes = np.zeros(2, dtype=np.uint64)
     num_runs = max(1, _SCATTER_WORDS // run_words)
     for start in range(0, firsts.size, num_runs):
         positions = (firsts[start : start + num_runs, None] + np.arange(run_words, dtype=np.int64)).reshape(-1)
@@ -163,7 +155,7 @@ def _scattered_lanes(words: _Words, firsts: _Words, run_words: int) -> list[int]
                 terms *= _weights(SEEDS[2 + lane], np.arange(first, last + 1, dtype=np.uint64))[blocks - first]
             else:
                 terms *= _weights(SEEDS[2 + lane], blocks.astype(np.uint64))
-            lanes[lane] = (lanes[lane] + int(terms.sum())) & _MASK
+            lanes[lane : lane + 1] += terms.sum()  # a slice, since a scalar warns where it wraps around
     return lanes
 
 

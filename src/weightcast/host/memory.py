@@ -8,7 +8,6 @@ counterparts. What can't be read sets no limit. Nothing is cached: the answer is
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,8 +27,11 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 
     File pages that the kernel would give back first (`inactive_file`) count as available.
     """
-    rooms = [_host_room(proc / "meminfo"), *_cgroup_rooms(proc / "self" / "cgroup", cgroups)]
-    return max(0, int(min(rooms, default=_UNKNOWN_BYTES)))
+    rooms = list(_cgroup_rooms(proc / "self" / "cgroup", cgroups))
+    host_kib = _fields(proc / "meminfo").get("MemAvailable:")
+    if host_kib is not None:
+        rooms.append(host_kib * 1024)
+    return max(0, min(rooms, default=_UNKNOWN_BYTES))
 
 
 def require(num_bytes: int, what: str, remedy: str) -> None:
@@ -51,12 +53,7 @@ def host_identity() -> str:
         return f"process {os.getpid()}"
 
 
-def _host_room(meminfo: Path) -> float:
-    fields = _fields(meminfo)
-    return fields["MemAvailable:"] * 1024 if "MemAvailable:" in fields else _UNKNOWN_BYTES
-
-
-def _cgroup_rooms(membership: Path, cgroups: Path) -> Iterator[float]:
+def _cgroup_rooms(membership: Path, cgroups: Path) -> Iterator[int]:
     for line in _text(membership).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -67,7 +64,7 @@ def _cgroup_rooms(membership: Path, cgroups: Path) -> Iterator[float]:
             yield from _rooms_upwards(cgroups / "memory", path, _V1)
 
 
-def _rooms_upwards(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[float]:
+def _rooms_upwards(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
     """The room in a cgroup and in each of its ancestors, up to the mount.
 
     In a container the path may be the host's, which is not visible there: the mount itself is the container's then.
@@ -75,23 +72,14 @@ def _rooms_upwards(mount: Path, path: str, names: tuple[str, str, str]) -> Itera
     group = mount / path.lstrip("/")
     if ".." in group.parts or not group.is_dir():
         group = mount
+    limit_name, usage_name, reclaimable_name = names
     while True:
-        yield _room(group, *names)
+        limit, usage = _text(group / limit_name).strip(), _text(group / usage_name).strip()
+        if limit.isdigit() and usage.isdigit():
+            yield int(limit) - int(usage) + _fields(group / "memory.stat").get(reclaimable_name, 0)
         if group == mount:
             return
         group = group.parent
-
-
-def _room(group: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> float:
-    limit, usage = _number(group / limit_name), _number(group / usage_name)
-    if limit is None or usage is None:
-        return math.inf
-    return limit - usage + _fields(group / "memory.stat").get(reclaimable_name, 0)
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
-    return int(text) if text.isdigit() else None
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -60,7 +60,6 @@ class EngineClient(Protocol):
 
     def finish(self, version: int) -> float | None:
         """Install the sealed version. With the ability "install": the seconds that the engine stood still for it."""
-        ...
 
     def fingerprint(self) -> Fingerprint | None:
         """What the engine holds, as of now, for `verify="engines"`; None for an engine that can't say."""

@@ -30,22 +30,18 @@ class Engine(Protocol):
 
         Returns the same object as long as nothing has changed, so that an offer is checked once.
         """
-        ...
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take tensors in checkpoint form, whole load groups. They are valid only during the call; don't write to them.
 
         Called once per install when staged, once per bucket when streaming, never while the engine generates.
         """
-        ...
 
     def commit(self, version: WeightVersion) -> None:
         """Every tensor was loaded: drop caches, serve `version`. Raises IncompleteUpdateError if one is missing."""
-        ...
 
     def discard(self) -> None:
         """The update is given up: forget what `load` noted. The weights themselves are restored by an undo, or torn."""
-        ...
 
 
 @runtime_checkable

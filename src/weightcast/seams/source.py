@@ -28,7 +28,6 @@ class Source(Protocol):
 
         Returns the same object as long as nothing has changed, so that a publisher can keep its plan.
         """
-        ...
 
     def regions(self) -> Regions:
         """This rank's views, each with its region in the global tensor. No copy and no communication.
@@ -38,4 +37,3 @@ class Source(Protocol):
         Returns the same object as long as every view is still of the same memory, of the same specs: a publisher then
         does not ask for the specs again.
         """
-        ...

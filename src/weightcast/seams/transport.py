@@ -4,9 +4,8 @@ One update. P: the publisher, on the trainer. W: a worker, in the engine's proce
 
     W  Receiver.open(...)                when the version is offered
     P  Sender.open(...)                  waits until the peers' receivers are there
-    P  for each bucket:
-           Sender.buffer(k), fill, Sender.send(k), which says what comes next
-                                         W  next(Receiver) -> Bucket k
+    P  for each bucket k                 Sender.buffer(k), fill, Sender.send(k), which says what comes next
+    W                                    next(Receiver) -> Bucket k
     W  Receiver.end()                    when it has installed the version, or given it up
     P  VersionedSender.commit()          if an engine has installed it, or there are none; else Sender.abort(reason)
     P  Sender.close()                    only at the end of the publisher's life; W likewise Receiver.close()
@@ -28,7 +27,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bucket:
-    """Bucket `index`: `buffer` is a flat uint8 tensor, the payload and its trailer (see `bucket.check_trailer`)."""
+    """`buffer` is a flat uint8 tensor, the payload and its trailer (see `bucket.check_trailer`)."""
 
     index: int
     buffer: torch.Tensor
@@ -37,9 +36,8 @@ class Bucket:
 class Sender(Protocol):
     """The publisher's end of a transport. One thread calls it. Every wait inside has a deadline.
 
-    `address` is the URL that a `Receiver` connects to. `failures` names the peers that were dropped since `open`,
-    each with its error: a peer that dies, stalls past its deadline or leaves never stops the others.
-    With `staged`, what was sent stays readable until every peer has ended the update.
+    `address` is the URL for receivers. `failures` has the error of each peer dropped since `open`: if one dies, stalls
+    or leaves, the others go on. With `staged`, what was sent stays readable until every peer has ended the update.
     """
 
     address: str
@@ -49,35 +47,27 @@ class Sender(Protocol):
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
         """Begin an update for these peers. Raises InsufficientMemoryError before any byte moves."""
-        ...
 
     def buffer(self, index: int) -> torch.Tensor:
         """Where bucket `index` is to be packed: `slot_size_bytes(manifest)` bytes, or just enough for this bucket.
 
-        Waits until every living peer has released the buffer's former content. The same index gives the same tensor
-        object in every update while the manifest stays, so that views of it can be kept.
+        Waits until every living peer has released it. While the manifest stays, an index has the same tensor object.
         """
-        ...
 
     def send(self, index: int) -> int:
         """Tell the peers that the bucket in `buffer(index)` is whole. A peer's failure is noted, not raised.
 
-        Returns the bucket to be packed and sent next: index + 1, or an earlier one, of the same bytes as before, where
-        the loss of a peer has cost others what was on its way. The number of buckets: there is none left.
+        Returns the bucket to send next: index + 1, or an earlier one again if the loss of a peer has cost others that.
         """
-        ...
 
     def connected(self, peers: Sequence[str]) -> Sequence[str]:
         """Those of these peers whose receivers are connected now. Does not wait."""
-        ...
 
     def abort(self, reason: str) -> None:
         """End the update: every peer's receiver raises UpdateAbortedError with this reason. Idempotent."""
-        ...
 
     def close(self) -> None:
         """Free everything. Idempotent."""
-        ...
 
 
 class Receiver(Protocol):
@@ -85,48 +75,41 @@ class Receiver(Protocol):
 
     def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
         """Prepare for an update. Does not wait for the sender."""
-        ...
 
     def __iter__(self) -> Iterator[Bucket]:
-        """Every bucket in order, once. Raises PeerDiedError, PeerTimeoutError or UpdateAbortedError.
+        """Every bucket in order, once: valid until the next is asked for, or when staged its payload until `end`.
 
-        A bucket is valid until the next is asked for; when staged, its payload until `end`.
+        Raises PeerDiedError, PeerTimeoutError or UpdateAbortedError.
         """
-        ...
 
     def reread(self, bucket: Bucket) -> bool:
         """Have a bucket that an engine has written into show the sender's bytes again; False where that can't be."""
         return False
 
     def end(self) -> None:
-        """The update is over, in whichever way: every bucket is released; the connection stays.
-
-        Wakes an iteration, which raises UpdateAbortedError. Idempotent, from any thread.
-        """
-        ...
+        """Release every bucket; an iteration raises UpdateAbortedError. Idempotent, from any thread."""
 
     def close(self) -> None:
         """Disconnect and free everything; wakes an iteration that waits. Idempotent, from any thread."""
-        ...
 
 
 @runtime_checkable
 class VersionedSender(Protocol):
-    """A sender that keeps versions for readers that come later. It knows no peers, and sends without any.
+    """A sender that keeps versions for readers that come later, and sends without peers.
 
-    With its last bucket sent, a version can be read by the engines that it was offered to; with `commit` it is the
-    newest, for all. Without, the next `open`, `abort` or `close` gives it up. `newest_version` is the number that the
-    next one must be above, so that what was given up does not come again under its number; -1 for none.
+    Engines that a version was offered to can read it once its last bucket is sent. `open`, `abort`, `close` give it up.
     """
 
-    def newest_version(self) -> int: ...
+    def newest_version(self) -> int:
+        """The number that the next version must be above, also of what was given up; -1 for none."""
 
-    def commit(self) -> None: ...
+    def commit(self) -> None:
+        """Make the version that was sent the newest, for all."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredVersion:
-    """A version that a transport keeps: what an offer and a seal would have told of it. `committed_at`: Unix time."""
+    """A version that a transport keeps, with what an offer and a seal would say of it. `committed_at`: Unix time."""
 
     version: WeightVersion
     manifest: Manifest
@@ -141,36 +124,27 @@ class VersionedReceiver(Protocol):
 
     def newest(self, known: WeightVersion | None) -> StoredVersion | None:
         """The newest version, pinned until `end`; None if there is none or it is `known`. Does not wait."""
-        ...
 
     def renew(self) -> None:
         """Write into other memory from now on: an engine keeps tensors of the last update."""
-        ...
 
 
 class PerDevice(Protocol):
-    """A transport whose receivers can choose among senders of several trainer ranks, one for each device of a host.
+    """Several trainer ranks have a sender each, one per device of a host, which never asks for a bucket again."""
 
-    `label` names the device that a sender's memory is on, the same in every process; empty: unknown. `join` makes the
-    URL for receivers: each connects to the address of its own device's label, and to `default` if there is none. Such
-    senders never ask for a bucket again.
-    """
+    def label(self, device: torch.device) -> str:
+        """Names the device that a sender's memory is on, the same in every process; empty: unknown."""
 
-    def label(self, device: torch.device) -> str: ...
-
-    def join(self, default: str, addresses: Mapping[str, str]) -> str: ...
+    def join(self, default: str, addresses: Mapping[str, str]) -> str:
+        """The URL for receivers: each connects to the address of its own device's label, else to `default`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transport:
-    """A registered pair: `sender(url, deadline_seconds=...)` and `receiver(url, peer=..., deadline_seconds=...)`.
-
-    `default_bucket_size_bytes`: by device type ("cpu", "cuda"). `same_host`: both ends share one. `per_device`: several
-    trainer ranks may have a sender each; None: only the publishing rank has one.
-    """
+    """A registered pair: `sender(url, deadline_seconds=...)` and `receiver(url, peer=..., deadline_seconds=...)`."""
 
     sender: Callable[..., Sender]
     receiver: Callable[..., Receiver]
-    default_bucket_size_bytes: Mapping[str, int]
-    same_host: bool
+    default_bucket_size_bytes: Mapping[str, int]  # by device type: "cpu", "cuda"
+    same_host: bool  # whether both ends must share one
     per_device: PerDevice | None = None

@@ -34,7 +34,11 @@ class StoreAddress:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme != SCHEME or not parts.path.startswith("/") or parts.fragment:
             raise ValueError(f"{url!r} is not the URL of a store; write file:///absolute/directory")
-        options = _options(url, parts.query)
+        options: dict[str, int] = {}
+        for name, text in urllib.parse.parse_qsl(parts.query, keep_blank_values=True):
+            if name in options or not (text.isascii() and text.isdigit()) or len(text) > 9:
+                raise ValueError(f"{url!r}: option {name}={text} must be a whole number, given once")
+            options[name] = int(text)
         num_slots = options.pop("num_slots", 2)
         max_slots = options.pop("max_slots", max(num_slots + 2, 4))
         num_threads, fsync = options.pop("num_threads", 1), options.pop("fsync", 0)
@@ -48,12 +52,3 @@ class StoreAddress:
         if fsync not in (0, 1):
             raise ValueError(f"{url!r}: fsync must be 0 or 1")
         return cls(Path(urllib.parse.unquote(parts.path)), num_slots, max_slots, num_threads, bool(fsync))
-
-
-def _options(url: str, query: str) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for name, text in urllib.parse.parse_qsl(query, keep_blank_values=True):
-        if name in found or not (text.isascii() and text.isdigit()) or len(text) > 9:
-            raise ValueError(f"{url!r}: option {name}={text} must be a whole number, given once")
-        found[name] = int(text)
-    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import secrets
 import stat
@@ -17,6 +18,7 @@ from pathlib import Path
 from weightcast.errors import InsufficientMemoryError, IntegrityError
 from weightcast.format.bucket import TRAILER_BYTES
 from weightcast.format.manifest import Manifest
+from weightcast.host.closing import on_failure
 
 POINTER = "current.json"
 NEXT = "next.json"
@@ -27,6 +29,7 @@ MANIFEST = "manifest.json"
 SEAL = "seal.json"
 PINS = "pins"
 PLACE_BYTES = 4096
+MAX_STORED_SLOTS = 1 << 10
 _STALE_TRIES = 4
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
@@ -47,6 +50,14 @@ def slot_path(directory: Path, slot: int) -> Path:
     check_folder(path.parent)
     check_folder(path)
     return path
+
+
+def slot_numbers(directory: Path) -> set[int]:
+    """The slots that are there, of those that a pointer could name. Raises IntegrityError, FileNotFoundError."""
+    check_folder(directory / SLOTS)
+    names = (path.name for path in (directory / SLOTS).iterdir())
+    known = map(str, range(MAX_STORED_SLOTS))
+    return set(map(int, set(names).intersection(known)))
 
 
 def check_folder(path: Path) -> None:
@@ -95,11 +106,19 @@ def _misplaced(path: Path, mode: int, expected: str) -> IntegrityError:
     return IntegrityError(f"{path} is {found}, {expected} was expected: it is not a store's; remove it, publish again")
 
 
-def unreadable(exc: OSError, path: Path) -> IntegrityError:
-    """The error for a file that is there, or was."""
-    if isinstance(exc, FileNotFoundError):
-        return IntegrityError(f"{path} is missing: somebody has removed a part of the store; publish again")
-    return IntegrityError(f"{path} can't be read: {exc.strerror}")
+@contextlib.contextmanager
+def must_read(path: Path) -> Iterator[None]:
+    """Reading a file that is there, or was: raises IntegrityError for any OSError."""
+    try:
+        yield
+    except FileNotFoundError as exc:
+        raise missing(path) from exc
+    except OSError as exc:
+        raise IntegrityError(f"{path} can't be read: {exc.strerror}") from exc
+
+
+def missing(path: Path) -> IntegrityError:
+    return IntegrityError(f"{path} is missing: somebody has removed a part of the store; publish again")
 
 
 def data_name(file: int | str) -> str:
@@ -132,29 +151,26 @@ def read_file(path: Path, max_bytes: int) -> bytes | None:
     A file that a network filesystem has replaced under our hands is opened again.
     """
     for _ in range(_STALE_TRIES):
-        try:
-            descriptor = open_file(path, os.O_RDONLY)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as exc:
-            raise unreadable(exc, path) from exc
-        try:
-            return _read_all(descriptor, path, max_bytes)
-        except OSError as exc:
-            if exc.errno != errno.ESTALE:
-                raise unreadable(exc, path) from exc
-        finally:
-            os.close(descriptor)
+        with must_read(path):
+            try:
+                descriptor = open_file(path, os.O_RDONLY)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            try:
+                data = b""
+                while more := os.read(descriptor, max(os.fstat(descriptor).st_size, len(data)) + 1 - len(data)):
+                    data += more
+                    if len(data) > max_bytes:
+                        raise IntegrityError(
+                            f"{path} has more than {max_bytes} bytes: it is no file of a weightcast store"
+                        )
+                return data
+            except OSError as exc:
+                if exc.errno != errno.ESTALE:
+                    raise
+            finally:
+                os.close(descriptor)
     raise IntegrityError(f"{path} went stale {_STALE_TRIES} times while it was read")
-
-
-def _read_all(descriptor: int, path: Path, max_bytes: int) -> bytes:
-    data = b""
-    while more := os.read(descriptor, max(os.fstat(descriptor).st_size, len(data)) + 1 - len(data)):
-        data += more
-        if len(data) > max_bytes:
-            raise IntegrityError(f"{path} has more than {max_bytes} bytes: it is no file of a weightcast store")
-    return data
 
 
 def replace_file(path: Path, data: bytes, *, fsync: bool = False) -> None:
@@ -164,7 +180,7 @@ def replace_file(path: Path, data: bytes, *, fsync: bool = False) -> None:
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with room_for(path):
+        with on_failure(functools.partial(temporary.unlink, missing_ok=True)), room_for(path):
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 write_at(descriptor, memoryview(data), 0)
@@ -173,12 +189,8 @@ def replace_file(path: Path, data: bytes, *, fsync: bool = False) -> None:
             finally:
                 os.close(descriptor)
             os.replace(temporary, path)
-    except BaseException as exc:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        if isinstance(exc, IsADirectoryError):
-            raise _misplaced(path, stat.S_IFDIR, "a file") from exc
-        raise
+    except IsADirectoryError as exc:
+        raise _misplaced(path, stat.S_IFDIR, "a file") from exc
     if fsync:
         sync_directory(path.parent)
 
@@ -219,16 +231,17 @@ def grow(paths: Sequence[Path], descriptors: Sequence[int], sizes_bytes: Sequenc
     Raises InsufficientMemoryError, with the files as they were, if there is no room.
     """
     former = [os.fstat(descriptor) for descriptor in descriptors]
-    try:
+
+    def cut_back() -> None:
+        for descriptor, stat in zip(descriptors, former, strict=True):
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, stat.st_size)
+
+    with on_failure(cut_back):
         for path, descriptor, size, stat in zip(paths, descriptors, sizes_bytes, former, strict=True):
             if size > stat.st_size or size > stat.st_blocks * 512:
                 with room_for(path):
                     os.posix_fallocate(descriptor, 0, size)
-    except BaseException:
-        for descriptor, stat in zip(descriptors, former, strict=True):
-            with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, stat.st_size)
-        raise
 
 
 @contextlib.contextmanager

@@ -20,8 +20,8 @@ import msgspec
 
 from weightcast.errors import ManifestError, UnsupportedError
 from weightcast.format.manifest import decode
-from weightcast.host.closing import close_in_child
-from weightcast.store.files import open_file, unreadable
+from weightcast.host.closing import close_in_child, on_failure
+from weightcast.store.files import must_read, open_file
 from weightcast.store.records import ReaderRecord
 
 PIN_BYTES = 256
@@ -95,54 +95,41 @@ def pin(path: Path, reader: ReaderRecord) -> LockFile | None:
 
     Where it can't be written the record stays without a name. Raises IntegrityError if there is no such file.
     """
-    file = _open_pins(path)
-    try:
-        start = _take_record(file)
-        if start is None:
-            file.close()
-            return None
-        if file.is_writable:
-            with contextlib.suppress(OSError):
-                os.pwrite(file.descriptor, _encode(reader), start)
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-def _open_pins(path: Path) -> LockFile:
-    try:
+    with must_read(path):
         try:
-            return LockFile(path, os.O_RDWR)
+            file = LockFile(path, os.O_RDWR)
         except OSError as exc:
-            if exc.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                return LockFile(path, os.O_RDONLY)
-            raise
-    except OSError as exc:
-        raise unreadable(exc, path) from exc
-
-
-def _take_record(file: LockFile) -> int | None:
+            if exc.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            file = LockFile(path, os.O_RDONLY)
     first = random.randrange(NUM_PINS)
-    for number in range(_NUM_TRIES):
-        start = (first + number) % NUM_PINS * PIN_BYTES
-        if file.try_lock(start, PIN_BYTES):
-            return start
+    with on_failure(file.close):
+        for number in range(_NUM_TRIES):
+            start = (first + number) % NUM_PINS * PIN_BYTES
+            if file.try_lock(start, PIN_BYTES):
+                if file.is_writable:
+                    with contextlib.suppress(OSError):
+                        os.pwrite(file.descriptor, _encode(reader), start)
+                return file
+    file.close()
     return None
 
 
-def readers(file: LockFile) -> list[str]:
-    """Who holds pins of a slot now, each by what it wrote there."""
-    found, ranges = [], [(0, PINS_BYTES)]
-    while ranges:
-        # The kernel tells any one lock of a range, not the first: look on both sides of it.
-        start, end = ranges.pop()
-        conflict = file.conflict(start, end - start)
-        if conflict is None or conflict[1] == _TO_END:
-            continue
-        record = max(start, conflict[0])
-        found.append(_name(os.pread(file.descriptor, PIN_BYTES, record)))
-        ranges += [pair for pair in ((start, record), (record + PIN_BYTES, end)) if pair[0] < pair[1]]
+def readers(path: Path) -> list[str]:
+    """Who holds pins of a slot now, each by what it wrote there. Raises IntegrityError, OSError."""
+    found, ranges = list[str](), [(0, PINS_BYTES)]
+    with contextlib.closing(LockFile(path, os.O_RDONLY)) as file:
+        while ranges:
+            # The kernel tells any one lock of a range, not the first: look on both sides of it.
+            start, end = ranges.pop()
+            conflict = file.conflict(start, end - start)
+            if conflict is None or conflict[1] == _TO_END:
+                continue
+            record, name = max(start, conflict[0]), "a reader that could not write its name"
+            with contextlib.suppress(ManifestError):
+                name = decode(os.pread(file.descriptor, PIN_BYTES, record), ReaderRecord).describe()
+            found.append(name)
+            ranges += [pair for pair in ((start, record), (record + PIN_BYTES, end)) if pair[0] < pair[1]]
     return sorted(found)
 
 
@@ -152,9 +139,3 @@ def _encode(reader: ReaderRecord) -> bytes:
         label = reader.label.encode("ascii", "replace").decode()[:64]
         data = msgspec.json.encode(ReaderRecord(reader.host[:64], reader.pid, label))
     return data[:PIN_BYTES].ljust(PIN_BYTES)
-
-
-def _name(data: bytes) -> str:
-    with contextlib.suppress(ManifestError):
-        return decode(data, ReaderRecord).describe()
-    return "a reader that could not write its name"

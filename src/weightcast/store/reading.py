@@ -1,4 +1,4 @@
-"""The reading side of a store: what is newest, held against being overwritten, and its bytes.
+"""The reading side of a store: what is newest, held against being overwritten, its bytes, and who is at it.
 
 Invariants: bytes are read only from a slot that is pinned and whose seal is of the version that is read; what a file
 holds is believed only after its digest was checked. A poll without news is one small file read.
@@ -13,32 +13,25 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
 from weightcast.errors import ClosedError, IntegrityError
 from weightcast.format.bucket import TRAILER_BYTES, check_trailer, root_digest, slot_size_bytes
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, Manifest, WeightVersion
-from weightcast.store import locks
-from weightcast.store.files import (
-    MANIFEST,
-    NEXT,
-    PINS,
-    POINTER,
-    SEAL,
-    WRITER,
-    WRITER_LOCK,
-    FileLayout,
-    data_name,
-    open_file,
-    read_at,
-    read_file,
-    slot_path,
-    unreadable,
-)
+from weightcast.host.closing import on_failure
+from weightcast.host.deadline import Deadline
+from weightcast.store import files, locks
 from weightcast.store.locks import LockFile
-from weightcast.store.records import MAX_RECORD_BYTES, Commit, Stored, WriterRecord, this_reader, unseal
+from weightcast.store.records import (
+    Commit,
+    SlotInfo,
+    Stored,
+    StoreInfo,
+    WriterRecord,
+    read_record,
+    this_reader,
+)
 
 _PIN_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS = 0.0005
@@ -56,17 +49,16 @@ class WriterState:
 def pinned(
     directory: Path, *, previous: bool = False, version: WeightVersion | None = None, label: str = ""
 ) -> PinnedVersion:
-    """Hold the newest version of a store, or the one before, or `version`: see `StoreReader.pin_version`.
+    """Hold the newest version of a store, or the one before, or `version`: see `StoreReader.pin`.
 
     Raises ClosedError if it is not there, IntegrityError.
     """
     reader = StoreReader(directory, label=label)
-    if version is not None:
-        found, what = reader.pin_version(version), f"version {version.number} of run {version.run}"
-    elif previous:
+    if previous:
         found, what = reader.pin_previous(), "the version before the newest"
     else:
-        found, what = reader.pin_newest(), "any version yet"
+        found = reader.pin(version)
+        what = "any version yet" if version is None else f"version {version.number} of run {version.run}"
     if found is None:
         raise ClosedError(f"{directory} does not hold {what}")
     return found
@@ -78,71 +70,50 @@ class StoreReader:
     def __init__(self, directory: Path, *, label: str = "") -> None:
         self.directory = directory
         self._label = label
-        self._known: tuple[bytes, Commit] | None = None
         self._manifests: dict[str, Manifest] = {}
 
     def commit(self) -> Commit | None:
-        """The pointer as it is now; the same object while it has not changed, None if nothing was ever committed.
+        """The pointer as it is now; None if nothing was ever committed.
 
         Raises IntegrityError if the file is not a store's pointer.
         """
-        path = self.directory / POINTER
-        data = read_file(path, MAX_RECORD_BYTES)
-        if data is None:
-            return None
-        if self._known is None or self._known[0] != data:
-            self._known = data, unseal(data, Commit, str(path))
-        return self._known[1]
+        return read_record(self.directory / files.POINTER, Commit)
 
     def writer(self) -> WriterState:
         """Who writes, or wrote last."""
-        path = self.directory / WRITER
-        data = read_file(path, MAX_RECORD_BYTES)
-        record = None if data is None else unseal(data, WriterRecord, str(path))
-        path = self.directory / WRITER_LOCK
-        try:
-            lock = LockFile(path, os.O_RDONLY)
-        except FileNotFoundError:
-            return WriterState(record, False)
-        except OSError as exc:
-            raise unreadable(exc, path) from exc
+        record, path = read_record(self.directory / files.WRITER, WriterRecord), self.directory / files.WRITER_LOCK
+        with files.must_read(path):
+            try:
+                lock = LockFile(path, os.O_RDONLY)
+            except FileNotFoundError:
+                return WriterState(record, False)
         with contextlib.closing(lock):
             return WriterState(record, lock.conflict() is not None)
 
-    def pin_newest(self) -> PinnedVersion | None:
-        """Hold the newest version; None if there is none. Waits only while a slot changes hands.
+    def pin(self, version: WeightVersion | None = None) -> PinnedVersion | None:
+        """Hold the newest version, or `version`, if that is the newest, or whole and about to be; None if it is not.
 
-        Raises IntegrityError if a part of it is missing or damaged.
+        What is about to be the newest is for engines of the publish that it is of. Waits only while a slot changes
+        hands. Raises IntegrityError if a part of the version is missing or damaged.
         """
-        return self._pin_told(self.commit)
-
-    def pin_version(self, version: WeightVersion) -> PinnedVersion | None:
-        """Hold this version, if it is the newest, or whole and about to be: for engines of the publish it is of.
-
-        None if it is neither. Waits and raises as `pin_newest`.
-        """
-
-        def told() -> Commit | None:
-            # In this order: a commit makes the one file the other.
-            path = self.directory / NEXT
-            data = read_file(path, MAX_RECORD_BYTES)
-            commits = (None if data is None else unseal(data, Commit, str(path)), self.commit())
-            return next((c for c in commits if c is not None and c.newest.version == version), None)
-
-        return self._pin_told(told)
-
-    def _pin_told(self, told: Callable[[], Commit | None]) -> PinnedVersion | None:
-        end, pause = time.monotonic() + _PIN_SECONDS, _FIRST_PAUSE_SECONDS
-        while (commit := told()) is not None:
-            pinned = self._pin(commit.newest, must_hold=time.monotonic() >= end)
+        deadline, pause = Deadline(_PIN_SECONDS), _FIRST_PAUSE_SECONDS
+        while (commit := self._commit_of(version)) is not None:
+            pinned = self._pin(commit.newest, must_hold=deadline.has_passed)
             if pinned is not None:
                 # Once more: what is pinned may have been overtaken since it was told.
-                if (again := told()) is not None and again.newest == commit.newest:
+                if (again := self._commit_of(version)) is not None and again.newest == commit.newest:
                     return pinned
                 pinned.close()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         return None
+
+    def _commit_of(self, version: WeightVersion | None) -> Commit | None:
+        if version is None:
+            return self.commit()
+        # In this order: a commit makes the one file the other.
+        commits = (read_record(self.directory / files.NEXT, Commit), self.commit())
+        return next((commit for commit in commits if commit is not None and commit.newest.version == version), None)
 
     def pin_previous(self) -> PinnedVersion | None:
         """Hold the version before the newest; None if there is none, or if it has been overwritten."""
@@ -151,33 +122,32 @@ class StoreReader:
 
     def _pin(self, stored: Stored, *, must_hold: bool) -> PinnedVersion | None:
         """None if the slot is being written or holds another version; with `must_hold` that is an IntegrityError."""
-        slot = slot_path(self.directory, stored.slot)
-        lock = locks.pin(slot / PINS, this_reader(self._label))
+        slot = files.slot_path(self.directory, stored.slot)
+        lock = locks.pin(slot / files.PINS, this_reader(self._label))
         if lock is None:
-            if must_hold:
-                raise IntegrityError(f"{slot} is locked for writing, but version {stored.number} is said to be in it")
-            return None
-        try:
-            found = _sealed(slot / SEAL)
-            if found == stored:
-                return PinnedVersion(slot, stored, self._manifest(slot, stored), lock)
-            if must_hold:
-                holds = "no whole version" if found is None else f"version {found.number} of run {found.run}"
-                raise IntegrityError(f"{slot} holds {holds}, version {stored.number} of run {stored.run} was expected")
-        except BaseException:
+            problem = f"{slot} is locked for writing, but version {stored.number} is said to be in it"
+        else:
+            with on_failure(lock.close):
+                sealed = read_record(slot / files.SEAL, Commit)
+                if sealed is not None and sealed.newest == stored:
+                    return PinnedVersion(slot, stored, self._manifest(slot, stored), lock)
             lock.close()
-            raise
-        lock.close()
+            found = "no whole version"
+            if sealed is not None:
+                found = f"version {sealed.newest.number} of run {sealed.newest.run}"
+            problem = f"{slot} holds {found}, version {stored.number} of run {stored.run} was expected"
+        if must_hold:
+            raise IntegrityError(problem)
         return None
 
     def _manifest(self, slot: Path, stored: Stored) -> Manifest:
         known = self._manifests.get(stored.manifest_digest)
         if known is not None:
             return known
-        path = slot / MANIFEST
-        data = read_file(path, MAX_MESSAGE_BYTES)
+        path = slot / files.MANIFEST
+        data = files.read_file(path, MAX_MESSAGE_BYTES)
         if data is None:
-            raise IntegrityError(f"{path} is missing: somebody has removed a part of the store; publish again")
+            raise files.missing(path)
         found = hashlib.sha256(data).hexdigest()
         if found != stored.manifest_digest:
             raise IntegrityError(f"the digest of {path} is {found}, the pointer says {stored.manifest_digest}")
@@ -188,11 +158,6 @@ class StoreReader:
         return manifest
 
 
-def _sealed(path: Path) -> Stored | None:
-    data = read_file(path, MAX_RECORD_BYTES)
-    return None if data is None else unseal(data, Commit, str(path)).newest
-
-
 class PinnedVersion:
     """A version that no writer touches until `close`, or until this process ends. `read` may run in several threads."""
 
@@ -200,21 +165,19 @@ class PinnedVersion:
         self.stored = stored
         self.manifest = manifest
         self._lock = lock
-        self._arena_layout = FileLayout(manifest, stored.num_files)
-        self._paths = [slot / data_name(file) for file in range(stored.num_files)]
+        self._layout = files.FileLayout(manifest, stored.num_files)
+        self._paths = [slot / files.data_name(file) for file in range(stored.num_files)]
         self._descriptors: list[int] = []
-        try:
+        with on_failure(self.close):
             for path in self._paths:
-                self._descriptors.append(_open(path))
-        except BaseException:
-            self.close()
-            raise
+                with files.must_read(path):
+                    self._descriptors.append(files.open_file(path, os.O_RDONLY))
 
     def read(self, index: int, buffer: torch.Tensor) -> None:
         """Read bucket `index` with its trailer into the beginning of `buffer`, unchecked. Raises IntegrityError."""
-        file, offset = self._arena_layout.at(index)
+        file, offset = self._layout.at(index)
         size = self.manifest.buckets[index] + TRAILER_BYTES
-        read_at(self._descriptors[file], buffer.numpy().data[:size], offset, self._paths[file])
+        files.read_at(self._descriptors[file], buffer.numpy().data[:size], offset, self._paths[file])
 
     def read_checked(self, index: int, buffer: torch.Tensor) -> bytes:
         """Read bucket `index` and check its trailer and digest, which is returned. Raises IntegrityError."""
@@ -248,14 +211,27 @@ class PinnedVersion:
     def __enter__(self) -> PinnedVersion:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
 
-def _open(path: Path) -> int:
-    try:
-        return open_file(path, os.O_RDONLY)
-    except OSError as exc:
-        raise unreadable(exc, path) from exc
+def store_status(directory: Path) -> StoreInfo:
+    """What is in a store, and who is at it, for people. Changes nothing, and waits for nobody.
+
+    Raises ClosedError if there is no version, IntegrityError if a record is damaged.
+    """
+    reader = StoreReader(directory)
+    commit, writer = reader.commit(), reader.writer()
+    if commit is None:
+        raise ClosedError(f"{directory} does not hold any version yet")
+    slots = []
+    for number in sorted(files.slot_numbers(directory)):
+        path, readers, num_bytes = files.slot_path(directory, number), list[str](), 0
+        with contextlib.suppress(FileNotFoundError):
+            readers = locks.readers(path / files.PINS)
+        for file in path.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # replaced meanwhile
+                num_bytes += file.lstat().st_blocks * 512
+        slots.append(SlotInfo(number, num_bytes, readers))
+    name = "unknown" if writer.record is None else writer.record.describe()
+    return StoreInfo(commit.newest, commit.previous, name, writer.is_alive, slots)

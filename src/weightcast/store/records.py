@@ -8,27 +8,20 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 import msgspec
 
 from weightcast.errors import IntegrityError, ManifestError
 from weightcast.format.manifest import MAX_BUCKETS, RunId, VersionNumber, WeightVersion, decode, encode
+from weightcast.format.messages import Digest128, Digest256
+from weightcast.store.files import MAX_STORED_SLOTS, read_file
 
 FORMAT = "weightcast-store-1"
 MAX_RECORD_BYTES = 64 << 10
 MAX_REASON_CHARACTERS = 2000
-MAX_STORED_SLOTS = 1 << 10
 _REMEDY = "close the publishers, remove this file, and publish again: the next version is the newest then"
-
-Hex64 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
-Hex32 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
-
-
-def slot_number(name: str) -> int | None:
-    """The slot that a directory of this name is; None if it is none that a pointer could name."""
-    is_number = name.isascii() and name.isdigit() and len(name) <= len(str(MAX_STORED_SLOTS))
-    return int(name) if is_number and name == str(int(name)) and int(name) < MAX_STORED_SLOTS else None
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -39,8 +32,8 @@ class Stored(msgspec.Struct, frozen=True):
     slot: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STORED_SLOTS)]
     num_files: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     num_buckets: Annotated[int, msgspec.Meta(ge=0, le=MAX_BUCKETS)]
-    manifest_digest: Hex64
-    root: Hex32
+    manifest_digest: Digest256
+    root: Digest128
     committed_at: float
 
     @property
@@ -116,20 +109,30 @@ def seal(record: R) -> bytes:
     return encode(msgspec.structs.replace(record, digest=_digest(record)))
 
 
-def unseal(data: bytes, kind: type[R], name: str) -> R:
-    """Read a record of the file `name`. Raises IntegrityError if it is none, or not what was written."""
+def unseal(data: bytes, kind: type[R], path: Path) -> R:
+    """Read a record of the file `path`. Raises IntegrityError if it is none, or not what was written."""
     try:
         record: R = decode(data, kind, max_bytes=MAX_RECORD_BYTES)
     except ManifestError as exc:
-        raise IntegrityError(f"{name} is not a record of a weightcast store: {exc}; {_REMEDY}") from exc
+        raise IntegrityError(f"{path} is not a record of a weightcast store: {exc}; {_REMEDY}") from exc
     if record.format != FORMAT:
         raise IntegrityError(
-            f"{name} says it is {record.format!r}, expected {FORMAT!r}: of another program or version; use that one, "
+            f"{path} says it is {record.format!r}, expected {FORMAT!r}: of another program or version; use that one, "
             "or another directory"
         )
     if record.digest != _digest(record):
-        raise IntegrityError(f"{name} was changed: its digest does not fit; {_REMEDY}")
+        raise IntegrityError(f"{path} was changed: its digest does not fit; {_REMEDY}")
     return record
+
+
+def read_record(path: Path, kind: type[R]) -> R | None:
+    """The record in a file; None if there is no file. Raises IntegrityError."""
+    data = read_file(path, MAX_RECORD_BYTES)
+    return None if data is None else unseal(data, kind, path)
+
+
+def _digest(record: Commit | WriterRecord) -> str:
+    return hashlib.sha256(encode(msgspec.structs.replace(record, digest=""))).hexdigest()
 
 
 def encodable(text: str) -> str:
@@ -137,13 +140,5 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _digest(record: Commit | WriterRecord) -> str:
-    return hashlib.sha256(encode(msgspec.structs.replace(record, digest=""))).hexdigest()
-
-
 def this_reader(label: str) -> ReaderRecord:
     return ReaderRecord(socket.gethostname(), os.getpid(), encodable(label))
-
-
-def this_writer(run: str) -> WriterRecord:
-    return WriterRecord(FORMAT, run, socket.gethostname(), os.getpid())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -26,32 +27,10 @@ from weightcast.errors import (
 from weightcast.format.bucket import root_digest
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, MAX_VERSION, Manifest, WeightVersion
 from weightcast.host import memory as host_memory
-from weightcast.store import locks
+from weightcast.host.closing import on_failure
+from weightcast.host.deadline import Deadline
+from weightcast.store import files, locks
 from weightcast.store.address import StoreAddress
-from weightcast.store.files import (
-    MANIFEST,
-    NEXT,
-    PINS,
-    POINTER,
-    SEAL,
-    SLOTS,
-    WRITER,
-    WRITER_LOCK,
-    FileLayout,
-    check_folder,
-    data_name,
-    grow,
-    is_in_memory,
-    make_folder,
-    open_file,
-    read_file,
-    remove,
-    replace_file,
-    room_for,
-    slot_path,
-    sync_directory,
-    write_at,
-)
 from weightcast.store.locks import LockFile
 from weightcast.store.records import (
     FORMAT,
@@ -61,14 +40,13 @@ from weightcast.store.records import (
     Stored,
     WriterRecord,
     encodable,
+    read_record,
     seal,
-    slot_number,
-    this_writer,
     unseal,
 )
 
 _POLL_SECONDS = 0.01
-_OURS = {POINTER, NEXT, WRITER, WRITER_LOCK, SLOTS, "lost+found"}
+_OURS = {files.POINTER, files.NEXT, files.WRITER, files.WRITER_LOCK, files.SLOTS, "lost+found"}
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -79,9 +57,6 @@ class _Slot:
     path: Path
     lock: LockFile
     descriptors: list[int] = dataclasses.field(default_factory=list)
-
-    def paths(self, num_files: int) -> list[Path]:
-        return [self.path / data_name(file) for file in range(num_files)]
 
     def close_files(self) -> None:
         while self.descriptors:
@@ -98,8 +73,7 @@ class _Attempt:
 
     version: WeightVersion
     manifest_digest: str
-    num_buckets: int
-    arena_layout: FileLayout
+    layout: files.FileLayout
     slot: _Slot
     sealed: Commit | None = None
 
@@ -122,21 +96,23 @@ class StoreWriter:
         self._deadline_seconds = deadline_seconds
         self._attempt: _Attempt | None = None
         self._manifest: tuple[Manifest, bytes, str] | None = None
-        _make_directory(self._directory)
+        files.make_folder(self._directory)
+        names = {entry.name for entry in self._directory.iterdir() if not entry.name.startswith(".")}
+        foreign = sorted(names - _OURS)
+        if foreign and files.WRITER_LOCK not in names:
+            found = ", ".join(foreign[:4])
+            raise ValueError(
+                f"{self._directory} is no weightcast store, it holds {found}: name an empty or a new directory"
+            )
         self._lock = self._take()
-        try:
-            self._seen = read_file(self._directory / POINTER, MAX_RECORD_BYTES)
-            path = str(self._directory / POINTER)
+        with on_failure(self._lock.close):
+            path = self._directory / files.POINTER
+            self._seen = files.read_file(path, MAX_RECORD_BYTES)
             self._commit = None if self._seen is None else unseal(self._seen, Commit, path)
             self._sweep()
-            self._record = this_writer(run)
             former = self._former_writer()
-            if former is not None:
-                self._record = msgspec.structs.replace(self._record, attempt=former.attempt, number=former.number)
-            self._tell()
-        except BaseException:
-            self._lock.close()
-            raise
+            attempt, number = (0, -1) if former is None else (former.attempt, former.number)
+            self._tell(WriterRecord(FORMAT, run, socket.gethostname(), os.getpid(), attempt, number))
 
     @property
     def newest(self) -> Stored | None:
@@ -166,7 +142,7 @@ class StoreWriter:
         if not self._lock.is_in_place():
             lost, self._lock = self._lock, self._take()
             lost.close()
-            self._tell()
+            self._tell(self._record)
 
     def begin(self, manifest: Manifest, version: WeightVersion) -> None:
         """Take a slot for a version and make room in it. Waits while readers hold all slots that there may be.
@@ -184,31 +160,29 @@ class StoreWriter:
                 f"version {version.number} is not above {newest.number}, the store's newest of this run"
             )
         self._check_pointer()  # whose slot is not ours to write
-        data, digest = self._encoded(manifest)
-        arena_layout = FileLayout(manifest, self._address.num_threads)
-        slot = self._free_slot()
-        try:
-            remove(slot.path / SEAL)
-            self._prepare(slot, arena_layout)
-            if not _holds(slot.path / MANIFEST, data):
-                replace_file(slot.path / MANIFEST, data, fsync=self._address.fsync)
-            self._attempt = _Attempt(version, digest, len(manifest.buckets), arena_layout, slot)
-            self._record = msgspec.structs.replace(
-                self._record, attempt=self._record.attempt + 1, number=version.number, aborted=""
-            )
-            self._tell()
-        except BaseException:
-            self._attempt = None
-            slot.close()
-            raise
+        if self._manifest is None or self._manifest[0] is not manifest:
+            self._manifest = manifest, manifest.encode(), manifest.digest()
+        _, data, digest = self._manifest
+        layout, slot = files.FileLayout(manifest, self._address.num_threads), self._free_slot()
+        with on_failure(slot.close):
+            files.remove(slot.path / files.SEAL)
+            self._prepare(slot, layout)
+            held = None
+            with contextlib.suppress(IntegrityError):
+                held = files.read_file(slot.path / files.MANIFEST, MAX_MESSAGE_BYTES)
+            if held != data:
+                files.replace_file(slot.path / files.MANIFEST, data, fsync=self._address.fsync)
+            attempt = self._record.attempt + 1
+            self._tell(msgspec.structs.replace(self._record, attempt=attempt, number=version.number, aborted=""))
+        self._attempt = _Attempt(version, digest, layout, slot)
 
     def write(self, index: int, data: memoryview) -> None:
         """Write bucket `index` with its trailer. Raises InsufficientMemoryError, OSError."""
         attempt = self._attempt
         assert attempt is not None
-        file, offset = attempt.arena_layout.at(index)
-        with room_for(attempt.slot.path / data_name(file)):
-            write_at(attempt.slot.descriptors[file], data, offset)
+        file, offset = attempt.layout.at(index)
+        with files.room_for(attempt.slot.path / files.data_name(file)):
+            files.write_at(attempt.slot.descriptors[file], data, offset)
 
     def seal(self, digests: list[bytes]) -> Stored:
         """Every bucket was written: whoever knows of the version can read it. All that `commit` needs is done.
@@ -221,8 +195,8 @@ class StoreWriter:
             run=attempt.version.run,
             number=attempt.version.number,
             slot=attempt.slot.number,
-            num_files=attempt.arena_layout.num_files,
-            num_buckets=attempt.num_buckets,
+            num_files=attempt.layout.num_files,
+            num_buckets=len(attempt.layout.offsets),
             manifest_digest=attempt.manifest_digest,
             root=root_digest(attempt.manifest_digest, digests),
             committed_at=time.time(),
@@ -232,11 +206,11 @@ class StoreWriter:
                 os.fdatasync(descriptor)
         # Closed before there is a seal: that is when a network filesystem's server has the bytes.
         attempt.slot.close_files()
-        replace_file(attempt.slot.path / SEAL, seal(Commit(FORMAT, stored)), fsync=self._address.fsync)
+        files.replace_file(attempt.slot.path / files.SEAL, seal(Commit(FORMAT, stored)), fsync=self._address.fsync)
         attempt.slot.close()
         self._check_pointer()
         commit = Commit(FORMAT, stored, former if former is None or former.slot != stored.slot else None)
-        replace_file(self._directory / NEXT, seal(commit), fsync=self._address.fsync)
+        files.replace_file(self._directory / files.NEXT, seal(commit), fsync=self._address.fsync)
         attempt.sealed = commit
         return stored
 
@@ -245,23 +219,20 @@ class StoreWriter:
 
         Raises StaleVersionError if the store has got another writer, IntegrityError if somebody has removed the seal.
         """
-        attempt, path = self._attempt, self._directory / NEXT
+        attempt, path = self._attempt, self._directory / files.NEXT
         assert attempt is not None
         assert attempt.sealed is not None
         self._check_pointer()
-        data, found = seal(attempt.sealed), read_file(path, MAX_RECORD_BYTES)
+        data, found = seal(attempt.sealed), files.read_file(path, MAX_RECORD_BYTES)
         if found is None:
-            raise IntegrityError(f"{path} is missing: somebody has removed a part of the store; publish again")
+            raise files.missing(path)
         if found != data:
             # Another writer's, say, whose engines have not taken it yet, and may refuse it.
-            raise StaleVersionError(
-                f"{path} was changed by somebody else while run {self._run} had the store: there were two writers, or "
-                "the filesystem lost a lock; close all publishers and begin anew"
-            )
-        os.replace(path, self._directory / POINTER)
+            raise self._changed(path)
+        os.replace(path, self._directory / files.POINTER)
         self._seen, self._commit, self._attempt = data, attempt.sealed, None
         if self._address.fsync:
-            sync_directory(self._directory)
+            files.sync_directory(self._directory)
 
     def abort(self, reason: str) -> None:
         """Give the version up; its slot is free for the next. Says so to waiting readers. Idempotent."""
@@ -272,12 +243,11 @@ class StoreWriter:
         if not self.is_held:
             return
         aborted = encodable(reason)[:MAX_REASON_CHARACTERS] or "aborted"
-        self._record = msgspec.structs.replace(self._record, aborted=aborted)
         with contextlib.suppress(OSError, InsufficientMemoryError, IntegrityError):
             # Who has pinned the slot reads on: the seal is looked at only once, before.
-            remove(self._directory / NEXT)
-            remove(attempt.slot.path / SEAL)
-            self._tell()
+            files.remove(self._directory / files.NEXT)
+            files.remove(attempt.slot.path / files.SEAL)
+            self._tell(msgspec.structs.replace(self._record, aborted=aborted))
 
     def close(self) -> None:
         """Let the store go. Idempotent."""
@@ -287,62 +257,56 @@ class StoreWriter:
     # --- the store ---
 
     def _take(self) -> LockFile:
-        path = self._directory / WRITER_LOCK
-        lock = LockFile(path, os.O_RDWR | os.O_CREAT)
-        try:
-            if lock.try_lock():
-                return lock
-            holder = self._former_writer()
-        except BaseException:
-            lock.close()
-            raise
-        lock.close()
-        name = "a publisher that has just begun" if holder is None else holder.describe()
-        raise EngineBusyError(
-            f"{self._directory} is being written by {name}: close it first (asked by run {self._run})"
-        )
+        lock = LockFile(self._directory / files.WRITER_LOCK, os.O_RDWR | os.O_CREAT)
+        with on_failure(lock.close):
+            if not lock.try_lock():
+                holder = self._former_writer()
+                name = "a publisher that has just begun" if holder is None else holder.describe()
+                raise EngineBusyError(
+                    f"{self._directory} is being written by {name}: close it first (asked by run {self._run})"
+                )
+        return lock
 
     def _former_writer(self) -> WriterRecord | None:
-        path = self._directory / WRITER
         with contextlib.suppress(IntegrityError):
-            data = read_file(path, MAX_RECORD_BYTES)
-            return None if data is None else unseal(data, WriterRecord, str(path))
+            return read_record(self._directory / files.WRITER, WriterRecord)
         return None
 
-    def _tell(self) -> None:
-        replace_file(self._directory / WRITER, seal(self._record))
+    def _tell(self, record: WriterRecord) -> None:
+        self._record = record
+        files.replace_file(self._directory / files.WRITER, seal(record))
 
     def _sweep(self) -> None:
         """Remove what a writer that died left half replaced, or not committed."""
-        remove(self._directory / NEXT)
-        for folder in (self._directory, *(slot_path(self._directory, number) for number in self._slots())):
-            for name in (POINTER, NEXT, WRITER, MANIFEST, SEAL):
+        files.remove(self._directory / files.NEXT)
+        for folder in (self._directory, *(files.slot_path(self._directory, number) for number in self._slots())):
+            for name in (files.POINTER, files.NEXT, files.WRITER, files.MANIFEST, files.SEAL):
                 for path in folder.glob(f".{name}.*"):
-                    remove(path)
+                    files.remove(path)
 
     def _check_pointer(self) -> None:
-        path = self._directory / POINTER
-        if read_file(path, MAX_RECORD_BYTES) != self._seen:
-            raise StaleVersionError(
-                f"{path} was changed by somebody else while run {self._run} had the store: there were two writers, or "
-                "the filesystem lost a lock; close all publishers and begin anew"
-            )
+        path = self._directory / files.POINTER
+        if files.read_file(path, MAX_RECORD_BYTES) != self._seen:
+            raise self._changed(path)
 
-    def _encoded(self, manifest: Manifest) -> tuple[bytes, str]:
-        if self._manifest is None or self._manifest[0] is not manifest:
-            self._manifest = manifest, manifest.encode(), manifest.digest()
-        return self._manifest[1:]
+    def _changed(self, path: Path) -> StaleVersionError:
+        return StaleVersionError(
+            f"{path} was changed by somebody else while run {self._run} had the store: there were two writers, or "
+            "the filesystem lost a lock; close all publishers and begin anew"
+        )
 
     # --- slots ---
 
     def _free_slot(self) -> _Slot:
         """A slot that nobody reads: a new one while there are few, else the oldest; up to the limit another new one."""
-        end = time.monotonic() + self._deadline_seconds
-        while True:
+        for _ in Deadline(self._deadline_seconds).polls(_POLL_SECONDS, _POLL_SECONDS):
             known = self._slots()
+            previous = None if self._commit is None else self._commit.previous
             if len(known) >= self._address.num_slots:
                 for number in self._by_age(known):
-                    if number == self._kept_slot and len(known) < self._address.max_slots:
+                    # With more than two slots the version before the newest is there while the next one is written.
+                    is_kept = previous is not None and number == previous.slot and self._address.num_slots > 2
+                    if is_kept and len(known) < self._address.max_slots:
                         continue
                     slot = self._try_slot(number)
                     if slot is not None:
@@ -351,25 +315,16 @@ class StoreWriter:
                 # Not the newest version's, whose directory somebody may have removed.
                 taken = known if self.newest is None else known | {self.newest.slot}
                 number = next(n for n in range(len(taken) + 1) if n not in taken)
-                make_folder(slot_path(self._directory, number))
+                files.make_folder(files.slot_path(self._directory, number))
                 slot = self._try_slot(number)
                 if slot is not None:
                     return slot
-            if time.monotonic() >= end:
-                raise self._nothing_free(known)
-            time.sleep(_POLL_SECONDS)
-
-    @property
-    def _kept_slot(self) -> int | None:
-        """The version before the newest, which with more than two slots is there while the next one is written."""
-        previous = None if self._commit is None else self._commit.previous
-        return None if previous is None or self._address.num_slots == 2 else previous.slot
+        raise self._nothing_free(known)
 
     def _slots(self) -> set[int]:
-        check_folder(self._directory / SLOTS)
-        make_folder(self._directory / SLOTS)
-        names = (entry.name for entry in (self._directory / SLOTS).iterdir())
-        return {number for name in names if (number := slot_number(name)) is not None}
+        files.check_folder(self._directory / files.SLOTS)
+        files.make_folder(self._directory / files.SLOTS)
+        return files.slot_numbers(self._directory)
 
     def _by_age(self, known: set[int]) -> list[int]:
         """The slots that may be overwritten: without a whole version first, the version before the newest last."""
@@ -379,25 +334,23 @@ class StoreWriter:
         return sorted(ages, key=lambda number: (number == kept, ages[number], number))
 
     def _sealed_at(self, number: int) -> float:
-        path = slot_path(self._directory, number) / SEAL
+        path = files.slot_path(self._directory, number) / files.SEAL
         with contextlib.suppress(IntegrityError):
-            data = read_file(path, MAX_RECORD_BYTES)
-            return 0.0 if data is None else unseal(data, Commit, str(path)).newest.committed_at
+            sealed = read_record(path, Commit)
+            return 0.0 if sealed is None else sealed.newest.committed_at
         return 0.0
 
     def _try_slot(self, number: int) -> _Slot | None:
-        path = slot_path(self._directory, number)
-        lock = LockFile(path / PINS, os.O_RDWR | os.O_CREAT)
+        path = files.slot_path(self._directory, number)
+        lock = LockFile(path / files.PINS, os.O_RDWR | os.O_CREAT)
         if lock.try_lock():
             return _Slot(number, path, lock)
         lock.close()
         return None
 
     def _nothing_free(self, known: set[int]) -> PeerTimeoutError:
-        holders: list[str] = []
-        for number in self._by_age(known):
-            with contextlib.closing(LockFile(slot_path(self._directory, number) / PINS, os.O_RDWR)) as lock:
-                holders += [f"{name} holds slot {number}" for name in locks.readers(lock)]
+        pins = {number: files.slot_path(self._directory, number) / files.PINS for number in self._by_age(known)}
+        holders = [f"{name} holds slot {number}" for number, path in pins.items() for name in locks.readers(path)]
         shown = "; ".join(holders) or "they have let go just now"
         return PeerTimeoutError(
             f"readers held every slot of {self._directory} that may be overwritten for {self._deadline_seconds:g} s: "
@@ -405,39 +358,22 @@ class StoreWriter:
             peer=shown,
         )
 
-    def _prepare(self, slot: _Slot, arena_layout: FileLayout) -> None:
+    def _prepare(self, slot: _Slot, layout: files.FileLayout) -> None:
         """Open the slot's files and make room in them. Raises InsufficientMemoryError before anything is written."""
-        paths = slot.paths(arena_layout.num_files)
-        for path in set(slot.path.glob(data_name("*"))).difference(paths):
-            remove(path)
+        paths = [slot.path / files.data_name(file) for file in range(layout.num_files)]
+        for path in set(slot.path.glob(files.data_name("*"))).difference(paths):
+            files.remove(path)
         for path in paths:
-            slot.descriptors.append(open_file(path, os.O_RDWR | os.O_CREAT))
+            slot.descriptors.append(files.open_file(path, os.O_RDWR | os.O_CREAT))
         needed = sum(
             max(0, size - os.fstat(descriptor).st_blocks * 512)
-            for descriptor, size in zip(slot.descriptors, arena_layout.sizes_bytes, strict=True)
+            for descriptor, size in zip(slot.descriptors, layout.sizes_bytes, strict=True)
         )
-        if needed and is_in_memory(slot.path):
+        if needed and files.is_in_memory(slot.path):
             host_memory.require(needed, f"{slot.path}, in memory,", "put the store on a disk, or free memory")
         # With room for the readers' names, which a full disk must not keep from reading.
-        grow(
-            [slot.path / PINS, *paths],
+        files.grow(
+            [slot.path / files.PINS, *paths],
             [slot.lock.descriptor, *slot.descriptors],
-            [locks.PINS_BYTES, *arena_layout.sizes_bytes],
+            [locks.PINS_BYTES, *layout.sizes_bytes],
         )
-
-
-def _make_directory(directory: Path) -> None:
-    """Raises ValueError if it is there and holds other things than a store."""
-    make_folder(directory)
-    names = {entry.name for entry in directory.iterdir() if not entry.name.startswith(".")}
-    foreign = sorted(names - _OURS)
-    if foreign and WRITER_LOCK not in names:
-        found = ", ".join(foreign[:4])
-        raise ValueError(f"{directory} is no weightcast store, it holds {found}: name an empty or a new directory")
-
-
-def _holds(path: Path, data: bytes) -> bool:
-    """Whether the file is there, and still what it should be."""
-    with contextlib.suppress(IntegrityError):
-        return read_file(path, MAX_MESSAGE_BYTES) == data
-    return False

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-
-from weightcast.errors import IncompatibleWeightsError, UnsupportedError
+from weightcast.checkpoint.files import INDEX_FILE, SINGLE_FILE, UnfinishedDirectory, write_index, write_tensors
+from weightcast.errors import IncompatibleWeightsError
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.closing import on_failure
 from weightcast.seams.source import Source
 from weightcast.trainer.packer import joined, tiling
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 
 def export(source: Source, directory: Path, *, max_shard_bytes: int = 5_000_000_000) -> list[str]:
@@ -31,12 +22,10 @@ def export(source: Source, directory: Path, *, max_shard_bytes: int = 5_000_000_
     """
     if directory.exists():
         raise FileExistsError(f"{directory} is there already: name another directory, or remove it first")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(8)}")
-    temporary.mkdir()
-    with on_failure(lambda: shutil.rmtree(temporary, ignore_errors=True)):
-        names = _write(source, temporary, max_shard_bytes)
-        os.rename(temporary, directory)
+    unfinished = UnfinishedDirectory(directory)
+    with on_failure(unfinished.discard):
+        names = _write(source, unfinished.path, max_shard_bytes)
+        unfinished.finish()
     return names
 
 
@@ -49,17 +38,11 @@ def _write(source: Source, directory: Path, max_shard_bytes: int) -> list[str]:
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {spec.name: joined(spec, held.get(spec.name, ())) for spec in shard}
-        try:
-            save_file(tensors, str(directory / name), metadata={"format": "pt"})
-        except (SafetensorError, KeyError, ValueError) as exc:
-            dtypes = ", ".join(sorted({spec.dtype for spec in shard}))
-            raise UnsupportedError(f"{name} can't be written as safetensors (of {dtypes}): {exc}") from exc
-        weight_map |= dict.fromkeys(tensors, name)
+        write_tensors(directory / name, {spec.name: joined(spec, held.get(spec.name, ())) for spec in shard})
+        weight_map |= {spec.name: name for spec in shard}
     names = sorted(set(weight_map.values()))
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(s.num_bytes for s in source.specs())}, "weight_map": weight_map}
-        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        write_index(directory, weight_map, sum(spec.num_bytes for spec in source.specs()))
         names.append(INDEX_FILE)
     return names
 

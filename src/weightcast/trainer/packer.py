@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 import torch
 import xxhash
 
-from weightcast.checkpoint.sharding import is_memory
+from weightcast.checkpoint.live import is_memory
 from weightcast.errors import IncompatibleWeightsError, ManifestError, listed
 from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow, put_trailer, write_trailer
 from weightcast.format.geometry import Region, check_tiling, common, is_inside, relative

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from weightcast.format.arena import ArenaLayout, Buffers
+from weightcast.format.bucket import ArenaLayout, Buffers
 
 
 class KeptMemory:

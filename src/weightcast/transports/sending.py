@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 import torch
 
 from weightcast.errors import ClosedError, PeerDiedError, PeerTimeoutError, UpdateAbortedError, WeightcastError
-from weightcast.format.arena import ArenaLayout, Buffers, place
+from weightcast.format.bucket import ArenaLayout, Buffers, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host.deadline import Deadline
 

@@ -25,8 +25,7 @@ from weightcast.errors import (
     UpdateAbortedError,
     WeightcastError,
 )
-from weightcast.format.arena import place
-from weightcast.format.bucket import DIGEST_BYTES, TRAILER_BYTES
+from weightcast.format.bucket import DIGEST_BYTES, TRAILER_BYTES, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import memory as host_memory
 from weightcast.seams.transport import Bucket, StoredVersion, Transport
@@ -225,7 +224,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             commit = self._reader.commit()
             if commit is None or commit.newest.version == known:
                 return None
-            pinned = self._reader.pin_newest()
+            pinned = self._reader.pin()
             if pinned is None or pinned.stored.version == known:
                 if pinned is not None:
                     pinned.close()
@@ -310,7 +309,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         """The version, if it is there. Raises if it will not come."""
         version = wanted.version
         # In this order: a writer commits before it lets go.
-        writer, pinned = self._reader.writer(), self._reader.pin_version(version)
+        writer, pinned = self._reader.writer(), self._reader.pin(version)
         if pinned is not None:
             return pinned
         commit = self._reader.commit()

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from weightcast.checkpoint.files import INDEX_FILE
 from weightcast.format.manifest import TensorSpec
-from weightcast.sources.safetensors import INDEX_FILE, SafetensorsSource
+from weightcast.sources.safetensors import SafetensorsSource
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightcast.checkpoint.changes import TensorChangeDetector
-from weightcast.checkpoint.live import CASTABLE, require_here
+from weightcast.checkpoint.live import CASTABLE, TensorChangeDetector, require_here
 from weightcast.errors import listed
 from weightcast.format.bucket import DTYPE_NAMES, narrow
 from weightcast.format.geometry import Region

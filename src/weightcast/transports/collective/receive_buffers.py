@@ -15,7 +15,7 @@ import torch
 
 from weightcast import registry
 from weightcast.errors import PeerTimeoutError, WeightcastError
-from weightcast.format.arena import place
+from weightcast.format.bucket import place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import memory as host_memory
 from weightcast.seams.transport import Receiver, Sender

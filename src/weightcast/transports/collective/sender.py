@@ -13,8 +13,7 @@ import torch
 
 from weightcast import process_group
 from weightcast.errors import PeerError, UnsupportedError
-from weightcast.format.arena import place
-from weightcast.format.bucket import TRAILER_BYTES
+from weightcast.format.bucket import TRAILER_BYTES, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.transports.collective.broadcast_group import send_to_all
 from weightcast.transports.collective.membership import GroupSender, GroupUpdate

@@ -14,7 +14,7 @@ import os
 import torch
 
 from weightcast.errors import InsufficientMemoryError, ManifestError
-from weightcast.format.arena import Buffers, pages
+from weightcast.format.bucket import Buffers, pages
 from weightcast.host import memory as host_memory
 from weightcast.host.closing import on_failure
 from weightcast.transports.ipc.records import SharedArena

@@ -13,7 +13,7 @@ import base64
 import torch
 
 from weightcast.errors import InsufficientMemoryError, ManifestError, UnsupportedError
-from weightcast.format.arena import Buffers
+from weightcast.format.bucket import Buffers
 from weightcast.transports.ipc.records import CudaArena
 from weightcast.transports.sending import OwnedArena
 

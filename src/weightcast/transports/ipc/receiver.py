@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from weightcast.errors import ManifestError, PeerDiedError, PeerTimeoutError, WeightcastError, from_record
-from weightcast.format.arena import buffer_size_bytes
+from weightcast.format.bucket import buffer_size_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host.closing import on_failure
 from weightcast.host.deadline import Deadline

@@ -6,18 +6,14 @@ whole; the last two stay, since a server keeps the path of what it has loaded.
 
 from __future__ import annotations
 
-import os
-import secrets
 import shutil
 import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from weightcast.errors import UnsupportedError
+from weightcast.checkpoint.files import UnfinishedDirectory, write_tensors
 from weightcast.integrations.sglang.stock.flattened import FlatTensor, view
 from weightcast.integrations.sglang.stock.server import Servers
 from weightcast.seams.client import SenderContext
@@ -35,7 +31,7 @@ class DiskRoute:
         self.device = torch.device("cpu")
         self._folder = Path(urllib.parse.unquote(urllib.parse.urlsplit(context.url).path)) / FOLDER
         self._run = context.run
-        self._writing: Path | None = None
+        self._writing: UnfinishedDirectory | None = None
         self._target = self._folder
         self._num_files = 0
 
@@ -46,22 +42,17 @@ class DiskRoute:
         """Begin a directory."""
         self._discard()
         self._target = self._folder / f"{self._run[:12]}-{version}"
-        self._writing = self._folder / f".{self._target.name}.{secrets.token_hex(8)}"
-        self._writing.mkdir(parents=True)
+        self._writing = UnfinishedDirectory(self._target)
         self._num_files = 0
 
     def ship(self, servers: Servers, places: Sequence[FlatTensor], flat: torch.Tensor, *, is_last: bool) -> None:
         """Write one file; after the last, tell every server what it is to load. Raises UnsupportedError, OSError."""
         assert self._writing is not None
         self._num_files += 1
-        file = self._writing / f"model-{self._num_files:05d}.safetensors"
-        try:
-            save_file({place.name: view(flat, place) for place in places}, str(file), metadata={"format": "pt"})
-        except (SafetensorError, KeyError, ValueError) as exc:
-            dtypes = ", ".join(sorted({place.dtype for place in places}))
-            raise UnsupportedError(f"{file.name} can't be written as safetensors (of {dtypes}): {exc}") from exc
+        file = self._writing.path / f"model-{self._num_files:05d}.safetensors"
+        write_tensors(file, {place.name: view(flat, place) for place in places})
         if is_last:
-            os.rename(self._writing, self._target)
+            self._writing.finish()
             self._writing = None
             self._prune()
             for server in servers.living:
@@ -74,7 +65,7 @@ class DiskRoute:
 
     def _discard(self) -> None:
         if self._writing is not None:
-            shutil.rmtree(self._writing, ignore_errors=True)
+            self._writing.discard()
             self._writing = None
 
     def close(self, servers: Servers) -> None:

@@ -1,0 +1,104 @@
+"""A checkpoint as a directory of safetensors files: `model.safetensors`, or shards and the index that names them.
+
+Invariants: a directory is complete when it gets its name; tensors are read as views of mapped files, never unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from weightcast.errors import UnsupportedError
+from weightcast.format.bucket import DTYPE_NAMES
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 256 << 20
+
+
+class UnfinishedDirectory:
+    """A directory without its name: write files into `path`, then call `finish`, or `discard`."""
+
+    def __init__(self, target: Path) -> None:
+        """Makes missing parents of `target` too. Raises OSError."""
+        self._target = target
+        self.path = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+        self.path.mkdir(parents=True)
+
+    def finish(self) -> None:
+        """Rename it to its target, which must not be there, or be empty. Raises OSError."""
+        os.rename(self.path, self._target)
+
+    def discard(self) -> None:
+        """Remove it. Idempotent; does nothing after `finish`."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write one file. Raises UnsupportedError for a dtype that the format does not have, OSError."""
+    try:
+        save_file(dict(tensors), str(file), metadata={"format": "pt"})
+    except (SafetensorError, KeyError, ValueError) as exc:
+        dtypes = ", ".join(sorted({DTYPE_NAMES.get(t.dtype, str(t.dtype)) for t in tensors.values()}))
+        raise UnsupportedError(f"{file.name} can't be written as safetensors (of {dtypes}): {exc}") from exc
+
+
+def write_index(directory: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
+    """`weight_map`: for each tensor the name of its file."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one file by name, in the order of the bytes, as private views of the mapped file: nothing is read.
+
+    The file stays mapped as long as one of them is kept. Raises ValueError for a file that can't be read, or a dtype
+    that can't travel.
+    """
+    opened: Any
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            tensors = [(name, opened.get_tensor(name)) for name in opened.offset_keys()]
+    except (SafetensorError, OSError) as exc:
+        raise ValueError(f"{file} can't be read as a safetensors file: {exc}") from exc
+    for name, tensor in tensors:
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ValueError(f"{name!r} in {file} is {tensor.dtype}, which can't travel")
+    yield from tensors
+
+
+def read_index(directory: Path) -> dict[str, str] | None:
+    """The name of the file of each tensor, from the index; None if there is no index.
+
+    Raises ValueError if it can't be read or names a file of another directory, FileNotFoundError if it names a file
+    that is missing.
+    """
+    index = directory / INDEX_FILE
+    if not index.is_file():
+        return None
+    if index.stat().st_size > MAX_INDEX_BYTES:
+        raise ValueError(f"{index} has {index.stat().st_size} bytes; the limit is {MAX_INDEX_BYTES}")
+    try:
+        found = json.loads(index.read_bytes())["weight_map"]
+        weight_map = {str(name): str(file) for name, file in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise ValueError(f"{index} is not an index with a weight_map: {type(exc).__name__}: {exc}") from exc
+    files = sorted(set(weight_map.values()))
+    foreign = [file for file in files if Path(file).name != file]
+    if foreign:
+        raise ValueError(f"{index} names files outside its directory: {', '.join(foreign[:8])}")
+    missing = [file for file in files if not (directory / file).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"{directory} lacks {len(missing)} of {len(files)} shards that its index names: {', '.join(missing[:8])}"
+        )
+    return weight_map
