@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from weightcast.errors import UnsupportedError
-from weightcast.integrations.sglang.stock.flattened import FlatTensor, view
+from weightcast.integrations.sglang.stock.buckets import FlatTensor
 from weightcast.integrations.sglang.stock.server import Servers
 from weightcast.seams.client import SenderContext
 
@@ -27,7 +27,7 @@ _NUM_KEPT = 2
 
 
 class DiskRoute:
-    """`file:///dir`: implements `stock_sender.Route`. The servers must see the directory under the same path."""
+    """`file:///dir`: implements `sender.Route`. The servers must see the directory under the same path."""
 
     is_staged = True
 
@@ -56,7 +56,7 @@ class DiskRoute:
         self._num_files += 1
         file = self._writing / f"model-{self._num_files:05d}.safetensors"
         try:
-            save_file({place.name: view(flat, place) for place in places}, str(file), metadata={"format": "pt"})
+            save_file({place.name: place.view(flat) for place in places}, str(file), metadata={"format": "pt"})
         except (SafetensorError, KeyError, ValueError) as exc:
             dtypes = ", ".join(sorted({place.dtype for place in places}))
             raise UnsupportedError(f"{file.name} can't be written as safetensors (of {dtypes}): {exc}") from exc

@@ -14,7 +14,7 @@ import msgspec
 
 from weightcast.control.http import HttpRoutes
 from weightcast.errors import ControlError
-from weightcast.integrations.sglang.stock.flattened import FlatTensor
+from weightcast.integrations.sglang.stock.buckets import FlatTensor
 
 SglangPause: TypeAlias = Literal["retract", "abort"]
 _FLATTENED = "flattened_bucket"
