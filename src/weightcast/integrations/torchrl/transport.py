@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -27,16 +27,6 @@ THREADED_BUCKET_BYTES = 64 << 20
 def store_url(directory: str | os.PathLike[str], num_threads: int) -> str:
     """The store in a directory, which may be relative, read and written by so many threads."""
     return f"{Path(directory).absolute().as_uri()}?num_threads={num_threads}"
-
-
-class SchemeOptions(Protocol):
-    """What a sender and a receiver read of the scheme that has made them."""
-
-    local_addr: str
-    num_threads: int
-    strategy_name: Literal["tensordict", "state_dict"]
-
-    def create_transport(self) -> VLLMDoubleBufferTransport: ...
 
 
 class VLLMDoubleBufferTransport:
