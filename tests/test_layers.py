@@ -65,7 +65,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "sglang": ("integrations.sglang.*",),
     "torchrl": ("integrations.torchrl.*",),
     "tensordict": ("integrations.torchrl.*",),
-    "megatron": ("sources.megatron.parallel",),
+    "megatron": ("sources.megatron.source",),
 }
 
 UNSAFE = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -18,7 +16,8 @@ from weightcast.errors import ClosedError
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec
-from weightcast.seams.source import Regions
+from weightcast.host.closing import on_failure
+from weightcast.seams.source import Held, Regions
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -37,24 +36,28 @@ class SafetensorsSource:
     def __init__(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
         if dtype is not None and DTYPE_NAMES.get(dtype) not in CASTABLE:
             raise ValueError(f"dtype is {dtype}; weights can be cast to {', '.join(sorted(CASTABLE))}")
-        self._tensors: dict[str, torch.Tensor] = {}
         self._files = contextlib.ExitStack()
         self._closed = False
+        self._specs: list[TensorSpec] = []
+        self._regions: dict[str, tuple[Held, ...]] = {}
         found_in: dict[str, Path] = {}
-        try:
-            for file in _files(Path(path)):
+        with on_failure(self.close):
+            files, expected = _files(Path(path))
+            for file in files:
                 for name, tensor in self._read(file):
                     if name in found_in:
                         raise ValueError(f"the tensor {name!r} is both in {found_in[name]} and in {file}: remove one")
                     found_in[name] = file
-                    self._tensors[name] = tensor
-            _check_index(Path(path), found_in)
-        except BaseException:
-            self.close()
-            raise
-        held = (TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in self._tensors.items())
-        self._specs = tuple(held if dtype is None else (_cast(spec, DTYPE_NAMES[dtype]) for spec in held))
-        self._regions = {name: ((whole(tensor.shape), tensor),) for name, tensor in self._tensors.items()}
+                    held = DTYPE_NAMES[tensor.dtype]
+                    published = DTYPE_NAMES[dtype] if dtype is not None and held in CASTABLE else held
+                    self._specs.append(TensorSpec(name, published, tuple(tensor.shape)))
+                    self._regions[name] = ((whole(tensor.shape), tensor),)
+            missing = sorted(expected - found_in.keys())
+            if missing:
+                shown = ", ".join(missing[:8])
+                raise ValueError(
+                    f"{len(missing)} tensors that {Path(path) / INDEX_FILE} names are in no shard: {shown}"
+                )
 
     def specs(self) -> Sequence[TensorSpec]:
         """Every tensor, file by file, in the order of the bytes."""
@@ -69,16 +72,13 @@ class SafetensorsSource:
     def close(self) -> None:
         """Let the files go; they stay mapped as long as somebody holds one of their tensors. Idempotent."""
         self._closed = True
-        self._tensors = {}
         self._regions = {}
         self._files.close()
 
     def __enter__(self) -> SafetensorsSource:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _require_open(self) -> None:
@@ -97,43 +97,39 @@ class SafetensorsSource:
         yield from tensors
 
 
-def _cast(spec: TensorSpec, dtype: str) -> TensorSpec:
-    return msgspec.structs.replace(spec, dtype=dtype) if spec.dtype in CASTABLE else spec
+def _files(path: Path) -> tuple[list[Path], set[str]]:
+    """The safetensors files of a checkpoint, and the tensors that its index names; there may be more in the files.
 
-
-def _files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint. Raises FileNotFoundError or ValueError if they can't be told."""
+    Raises FileNotFoundError or ValueError if they can't be told.
+    """
     if path.is_file():
-        return [path]
+        return [path], set()
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is neither a directory nor a file")
-    if (path / INDEX_FILE).is_file():
-        return _shards(path)
+    index = path / INDEX_FILE
+    if index.is_file():
+        weight_map = _weight_map(index)
+        names = sorted(set(weight_map.values()))
+        foreign = [name for name in names if Path(name).name != name]
+        if foreign:
+            raise ValueError(f"{index} names files outside its directory: {', '.join(foreign[:8])}")
+        missing = [name for name in names if not (path / name).is_file()]
+        if missing:
+            raise FileNotFoundError(
+                f"{path} lacks {len(missing)} of {len(names)} shards that its index names: {', '.join(missing[:8])}"
+            )
+        return [path / name for name in names], set(weight_map)
     if (path / SINGLE_FILE).is_file():
-        return [path / SINGLE_FILE]
+        return [path / SINGLE_FILE], set()
     others = sorted(path.glob("*.safetensors"))
     if len(others) == 1:
-        return others
+        return others, set()
     if others:
         raise ValueError(f"{path} has {len(others)} safetensors files but no {INDEX_FILE}: name one of them")
     raise FileNotFoundError(f"{path} has no {SINGLE_FILE} and no {INDEX_FILE}")
 
 
-def _shards(directory: Path) -> list[Path]:
-    names = sorted(set(_weight_map(directory).values()))
-    foreign = [name for name in names if Path(name).name != name]
-    if foreign:
-        raise ValueError(f"{directory / INDEX_FILE} names files outside its directory: {', '.join(foreign[:8])}")
-    missing = [name for name in names if not (directory / name).is_file()]
-    if missing:
-        raise FileNotFoundError(
-            f"{directory} lacks {len(missing)} of {len(names)} shards that its index names: {', '.join(missing[:8])}"
-        )
-    return [directory / name for name in names]
-
-
-def _weight_map(directory: Path) -> dict[str, str]:
-    index = directory / INDEX_FILE
+def _weight_map(index: Path) -> dict[str, str]:
     if index.stat().st_size > MAX_INDEX_BYTES:
         raise ValueError(f"{index} has {index.stat().st_size} bytes; the limit is {MAX_INDEX_BYTES}")
     try:
@@ -141,13 +137,3 @@ def _weight_map(directory: Path) -> dict[str, str]:
         return {str(name): str(file) for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise ValueError(f"{index} is not an index with a weight_map: {type(exc).__name__}: {exc}") from exc
-
-
-def _check_index(path: Path, found_in: Mapping[str, Path]) -> None:
-    """What the index promises must be there; what it does not name is published all the same."""
-    if not path.is_dir() or not (path / INDEX_FILE).is_file():
-        return
-    missing = sorted(name for name in _weight_map(path) if name not in found_in)
-    if missing:
-        shown = ", ".join(missing[:8])
-        raise ValueError(f"{len(missing)} tensors that {path / INDEX_FILE} names are in no shard: {shown}")

@@ -21,6 +21,7 @@ from weightcast.sources.megatron.layouts import ALONE, Axis, LayoutPart, share, 
 from weightcast.sources.megatron.rules import EXPERT, Config, Family, Match, Rule, Table
 from weightcast.sources.megatron.sizes import sizes_of
 
+_EMBEDDING = "embedding.word_embeddings.weight"
 _INNER = r"(?:transformer_layer|mtp_model_layer)\."
 _LAYER = re.compile(rf"(?P<block>decoder|mtp)\.layers\.(?P<index>\d+)\.(?P<inner>{_INNER})?(?P<rest>.+)")
 
@@ -63,10 +64,6 @@ class PlacedRegion:
     is_copy: bool
 
 
-class _NoRuleError(Exception):
-    """No rule takes a parameter of this name."""
-
-
 class TensorMapping:
     """Of one model on one rank."""
 
@@ -93,8 +90,7 @@ class TensorMapping:
     def _records(self) -> Iterator[TensorSpec]:
         sizes, tied = self.sizes, ("lm_head.weight",) if self.sizes["tied"] else ()
         for rule in self._model.rules:
-            is_embedding = rule.names == ("embedding.word_embeddings.weight",)
-            yield from self._specs_of(rule, "", aliases=tied if is_embedding else ())
+            yield from self._specs_of(rule, "", aliases=tied if rule.names == (_EMBEDDING,) else ())
         for layer in range(sizes["layers"] + self._num_mtp_layers):
             rules = self._layers[self._is_moe(layer)].rules
             for rule in rules if layer < sizes["layers"] else (*self._mtp.rules, *rules):
@@ -128,11 +124,14 @@ class TensorMapping:
         unknown, unfit = [], []
         for name, tensor in chunk.tensors:
             try:
-                placed += self._placed(canonical(name), tensor, chunk)
-            except _NoRuleError:
-                unknown.append(f"{name!r} {list(tensor.shape)}")
+                found = self._placed(canonical(name), tensor, chunk)
             except ValueError as exc:
                 unfit.append(f"{name!r}: {exc}")
+                continue
+            if found is None:
+                unknown.append(f"{name!r} {list(tensor.shape)}")
+            else:
+                placed += found
         if unknown:
             raise ValueError(
                 f"{len(unknown)} Megatron parameters have no rule in the table of this family: {listed(unknown)}; "
@@ -142,29 +141,25 @@ class TensorMapping:
             raise ValueError(f"{len(unfit)} Megatron parameters do not fit the configuration: {listed(unfit)}")
         return placed
 
-    def _placed(self, name: str, tensor: torch.Tensor, chunk: Chunk) -> Iterator[PlacedRegion]:
+    def _placed(self, name: str, tensor: torch.Tensor, chunk: Chunk) -> list[PlacedRegion] | None:
+        """The parts of one parameter; None if no rule takes it. Raises ValueError if it does not fit its rule."""
+        is_copy = name == _EMBEDDING and not chunk.is_first
         if name == "output_layer.weight" and self.sizes["tied"]:
-            name, is_copy = "embedding.word_embeddings.weight", True
-        else:
-            is_copy = name == "embedding.word_embeddings.weight" and not chunk.is_first
-        match, prefix = self._located(name, chunk.layers)
-        for expert, part in self._parts(match, tensor):
-            hf_name = _hf_names(match.rule, prefix, expert)[part.number]
-            yield PlacedRegion(hf_name, name, (part.region, part.view), is_copy)
-
-    def _located(self, name: str, layers: Sequence[int]) -> tuple[Match, str]:
-        """The rule for a parameter, and the prefix of its layer on the checkpoint's side. Raises _NoRuleError."""
+            name, is_copy = _EMBEDDING, True
+        table, rest, prefix = self._model, name, ""
         found = _LAYER.fullmatch(name)
-        if found is None:
-            match, prefix = self._model.find(name), ""
-        else:
-            layer = self._layer_number(found["block"], int(found["index"]), layers)
+        if found is not None:
+            layer, rest = self._layer_number(found["block"], int(found["index"]), chunk.layers), found["rest"]
             is_inside = found["block"] == "decoder" or found["inner"] is not None
             table = self._layers[self._is_moe(layer)] if is_inside else self._mtp
-            match, prefix = table.find(found["rest"]), self._prefix(layer)
+            prefix = self._prefix(layer)
+        match = table.find(rest)
         if match is None:
-            raise _NoRuleError(name)
-        return match, prefix
+            return None
+        return [
+            PlacedRegion(_hf_names(match.rule, prefix, expert)[part.number], name, (part.region, part.view), is_copy)
+            for expert, part in self._parts(match, tensor)
+        ]
 
     def _layer_number(self, block: str, index: int, layers: Sequence[int]) -> int:
         """In the checkpoint, where prediction layers come after the model's own."""
@@ -172,14 +167,16 @@ class TensorMapping:
         limit = len(layers) if block == "decoder" else self._num_mtp_layers
         if index >= limit:
             raise ValueError(f"there are {limit} such layers")
-        layer = layers[index] if block == "decoder" else num_layers + index
-        if block == "decoder" and not 0 <= layer < num_layers:
-            raise ValueError(f"it is of layer {layer}; the configuration has {num_layers}")
-        return layer
+        if block == "mtp":
+            return num_layers + index
+        if not 0 <= layers[index] < num_layers:
+            raise ValueError(f"it is of layer {layers[index]}; the configuration has {num_layers}")
+        return layers[index]
 
     def _parts(self, match: Match, tensor: torch.Tensor) -> Iterator[tuple[int, LayoutPart]]:
         """The parts of a parameter, each with the number of its expert in the whole model."""
-        sizes, layout, axis = self.sizes, match.rule.layout, self._axis(match.rule)
+        sizes, layout = self.sizes, match.rule.layout
+        axis = self._parallel.expert_tensor if match.rule.axis == "expert" else self._parallel.tensor
         if not match.rule.is_of_experts:
             yield from ((0, part) for part in layout.parts(sizes, axis, tensor))
             return
@@ -195,9 +192,6 @@ class TensorMapping:
             expert = num_local * self._parallel.expert.rank + number
             for part in layout.parts(sizes, axis, matrix):
                 yield expert, part
-
-    def _axis(self, rule: Rule) -> Axis:
-        return self._parallel.expert_tensor if rule.axis == "expert" else self._parallel.tensor
 
 
 def canonical(name: str) -> str:

@@ -41,6 +41,9 @@ def sizes_of(family: Family, config: Config) -> Sizes:
     get = config.get
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     groups, head_dim = get("num_key_value_heads") or heads, get("head_dim") or hidden // heads
+    # Of multi-head latent attention.
+    nope, rope, value = get("qk_nope_head_dim") or 0, get("qk_rope_head_dim") or 0, get("v_head_dim") or 0
+    q_rank, kv_rank = get("q_lora_rank") or 0, get("kv_lora_rank") or 0
     sizes = {
         "one": 1,
         "layers": config["num_hidden_layers"],
@@ -60,28 +63,6 @@ def sizes_of(family: Family, config: Config) -> Sizes:
         "experts": next((config[name] for name in _EXPERTS if get(name)), 0),
         "moe_ffn": get("moe_intermediate_size") or 0,
         "shared_ffn": (get("n_shared_experts") or 0) * (get("moe_intermediate_size") or 0),
-        **_latent_sizes(config),
-    }
-    for name, value in family.sizes.items():
-        sizes[name] = value if isinstance(value, int) else _field(config, value)
-    sizes["untied"] = int(not sizes["tied"])
-    return sizes
-
-
-def _field(config: Config, field: str) -> int:
-    name, _, default = field.partition("|")
-    value = config.get(name)
-    if value is None and not default:
-        raise ValueError(f"hf_config lacks {name}: give the model's config.json")
-    return int(default if value is None else value)
-
-
-def _latent_sizes(config: Config) -> dict[str, int]:
-    """Of multi-head latent attention."""
-    get, heads = config.get, config["num_attention_heads"]
-    nope, rope = get("qk_nope_head_dim") or 0, get("qk_rope_head_dim") or 0
-    value, q_rank, kv_rank = get("v_head_dim") or 0, get("q_lora_rank") or 0, get("kv_lora_rank") or 0
-    return {
         "q_rank": q_rank,
         "no_q_rank": int(not q_rank),
         "kv_rank": kv_rank,
@@ -90,3 +71,13 @@ def _latent_sizes(config: Config) -> dict[str, int]:
         "latent_key_value": heads * (nope + value),
         "latent_out": heads * value,
     }
+    for name, source in family.sizes.items():
+        if isinstance(source, int):
+            sizes[name] = source
+            continue
+        field, _, default = source.partition("|")
+        if get(field) is None and not default:
+            raise ValueError(f"hf_config lacks {field}: give the model's config.json")
+        sizes[name] = int(default if get(field) is None else config[field])
+    sizes["untied"] = int(not sizes["tied"])
+    return sizes
