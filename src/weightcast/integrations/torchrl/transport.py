@@ -43,9 +43,6 @@ class VLLMDoubleBufferTransport:
         self.local_addr = remote_addr if local_addr is None else local_addr
         self.num_threads = num_threads
         self.deadline_seconds = deadline_seconds
-        self._make_state()
-
-    def _make_state(self) -> None:
         self._source = WeightsSource()
         self._publisher: Publisher | None = None
         self._follower: Follower | None = None
@@ -109,9 +106,6 @@ class VLLMDoubleBufferTransport:
             self._exits.close()
             self._publisher = self._follower = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._make_state()
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Can be pickled, without what it has open."""
+        return type(self), (self.remote_addr, self.local_addr, self.num_threads, self.deadline_seconds)
