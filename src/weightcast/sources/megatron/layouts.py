@@ -17,7 +17,7 @@ import torch
 from weightcast.format.geometry import Region, whole
 
 Sizes: TypeAlias = Mapping[str, int]
-"""Sizes and switches of a model by name (see `sizes`)."""
+"""Sizes and switches of a model by name (see `mapping.sizes_of`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

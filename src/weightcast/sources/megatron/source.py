@@ -17,9 +17,8 @@ from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held, Regions
 from weightcast.sources.megatron.families import FAMILIES
 from weightcast.sources.megatron.layouts import Axis
-from weightcast.sources.megatron.mapping import Chunk, Parallel, PlacedRegion, TensorMapping
+from weightcast.sources.megatron.mapping import Chunk, Parallel, PlacedRegion, TensorMapping, read_config
 from weightcast.sources.megatron.rules import Family
-from weightcast.sources.megatron.sizes import read_config
 
 _SAME_FIELDS = {
     "num_layers": "layers",
