@@ -290,9 +290,5 @@ class Servers:
         for future, server in calls:
             error = future.exception()
             if error is not None:
-                self.drop(server, error)
-
-    def drop(self, server: SglangStockServer, error: BaseException) -> None:
-        """Leave it out, for this reason: a copy, whose traceback keeps nothing."""
-        self.failures.setdefault(server.name, detached(error))
-        self.living = [other for other in self.living if other is not server]
+                self.failures[server.name] = detached(error)
+                self.living = [other for other in self.living if other is not server]
