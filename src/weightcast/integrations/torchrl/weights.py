@@ -19,9 +19,7 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 from weightcast.checkpoint.adapters import Merging, has_adapters, require_merged
 from weightcast.checkpoint.live import memory_key, require_here
 from weightcast.format.bucket import DTYPE_NAMES
-from weightcast.format.geometry import whole
-from weightcast.format.manifest import TensorSpec
-from weightcast.seams.source import Regions
+from weightcast.sources.tensors import TensorSource
 
 _LOOKS = (torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous)
 _GEOMETRY = (operator.attrgetter("shape"), operator.attrgetter("dtype"), torch.Tensor.stride)
@@ -100,20 +98,19 @@ def _of_module(strategy: WeightStrategy, module: nn.Module) -> dict[str, torch.T
     return tensors
 
 
-class WeightsSource:
-    """A `Source` of the tensors that it was given last, which it reads where they are.
+class WeightsSource(TensorSource):
+    """A source of the tensors that it was given last, which it reads where they are.
 
     A tensor under several names travels once, and comes out under all of them. Holds the tensors until it is given
     others.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._names: list[str] = []
         self._given: list[torch.Tensor] = []
         self._looks: list[list[Any]] = []
         self._geometry: list[list[Any]] = []
-        self._specs: tuple[TensorSpec, ...] = ()
-        self._regions: Regions = {}
 
     def use(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Publish these from now on; what was derived before is kept if they are the same memory.
@@ -128,13 +125,8 @@ class WeightsSource:
         groups: dict[Any, list[str]] = {}
         for name, tensor in plain.items():
             groups.setdefault(memory_key(tensor), []).append(name)
-        specs = tuple(
-            TensorSpec(name, DTYPE_NAMES[plain[name].dtype], tuple(plain[name].shape), aliases=tuple(aliases))
-            for name, *aliases in groups.values()
-        )
-        if specs != self._specs:
-            self._specs = specs
-        self._regions = {spec.name: ((whole(spec.shape), plain[spec.name]),) for spec in specs}
+        self._aliases = {name: aliases for name, *aliases in groups.values()}
+        self.replace({name: plain[name] for name in self._aliases})
         self._names, self._given = names, given
         self._looks, self._geometry = _looked(given, _LOOKS), _looked(given, _GEOMETRY)
 
@@ -143,12 +135,6 @@ class WeightsSource:
         if not self._looks or _looked(given, _LOOKS) != self._looks:
             return False
         return all(map(operator.is_, given, self._given)) or _looked(given, _GEOMETRY) == self._geometry
-
-    def specs(self) -> Sequence[TensorSpec]:
-        return self._specs
-
-    def regions(self) -> Regions:
-        return self._regions
 
 
 def _looked(tensors: Sequence[torch.Tensor], looks: Sequence[Any]) -> list[list[Any]]:

@@ -44,7 +44,7 @@ class DiskRoute:
 
     def open(self, servers: Servers, version: int) -> None:
         """Begin a directory."""
-        self._discard()
+        self.close(servers)
         self._target = self._folder / f"{self._run[:12]}-{version}"
         self._writing = self._folder / f".{self._target.name}.{secrets.token_hex(8)}"
         self._writing.mkdir(parents=True)
@@ -63,19 +63,14 @@ class DiskRoute:
         if is_last:
             os.rename(self._writing, self._target)
             self._writing = None
-            self._prune()
+            versions = (path for path in self._folder.iterdir() if not path.name.startswith("."))
+            for path in sorted(versions, key=lambda path: path.stat().st_mtime)[:-_NUM_KEPT]:
+                shutil.rmtree(path, ignore_errors=True)
             for server in servers.living:
                 server.directory = str(self._target)
 
-    def _prune(self) -> None:
-        versions = (path for path in self._folder.iterdir() if not path.name.startswith("."))
-        for path in sorted(versions, key=lambda path: path.stat().st_mtime)[:-_NUM_KEPT]:
-            shutil.rmtree(path, ignore_errors=True)
-
-    def _discard(self) -> None:
+    def close(self, servers: Servers) -> None:
+        """Discard a directory that is not whole."""
         if self._writing is not None:
             shutil.rmtree(self._writing, ignore_errors=True)
             self._writing = None
-
-    def close(self, servers: Servers) -> None:
-        self._discard()

@@ -91,8 +91,8 @@ class StockSender:
         names = frozenset(name for server in self._servers.living for name in server.wanted_names)
         if self._flat is None or (self._flat.manifest, self._flat.names) != (manifest, names):
             self._flat = self._buffer = None
-            self._flat = FlatBuckets(manifest, names, self._route.allocate)
             self._buffer = torch.empty(slot_size_bytes(manifest), dtype=torch.uint8, device=self._route.device)
+            self._flat = FlatBuckets(manifest, names, self._route.allocate)
         self._route.open(self._servers, version.number)
         if not self._route.is_staged:
             self._servers.each(SglangStockServer.begin)
