@@ -49,11 +49,11 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "xxhash": ("format.bucket", "trainer.packer"),
     "httpx": ("control.client", "demo.*"),
     "safetensors": ("checkpoint.files",),
-    "huggingface_hub": ("integrations.plugin.checkpoint_header", "integrations.sglang.stock.acceptance"),
+    "huggingface_hub": ("integrations.plugin.checkpoint_header",),
     "ray": ("integrations.vllm.clients",),
     "transformers": ("engines.transformers.*", "demo.*", "bench.shapes", "cli.serve"),
     "tokenizers": ("demo.*",),
-    "fastapi": ("integrations.vllm.routes", "integrations.sglang.routes"),
+    "fastapi": ("integrations.vllm.routes", "integrations.sglang.engine"),
     "starlette": ("control.routes", "control.server.*", "integrations.*.routes"),
     "uvicorn": ("control.server.app",),
     "prometheus_client": ("control.server.metrics",),
@@ -65,7 +65,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "sglang": ("integrations.sglang.*",),
     "torchrl": ("integrations.torchrl.*",),
     "tensordict": ("integrations.torchrl.*",),
-    "megatron": ("sources.megatron.parallel",),
+    "megatron": ("sources.megatron.source",),
 }
 
 UNSAFE = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}

@@ -34,9 +34,8 @@ from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Regions
 from weightcast.sources.megatron.families import FAMILIES
 from weightcast.sources.megatron.layouts import Axis
-from weightcast.sources.megatron.mapping import Chunk, Parallel
+from weightcast.sources.megatron.mapping import Chunk, Parallel, read_config
 from weightcast.sources.megatron.mapping import TensorMapping as ModelMapping
-from weightcast.sources.megatron.sizes import read_config
 
 NUM_RANKS = 4
 DEADLINE_SECONDS = 500.0

@@ -17,9 +17,8 @@ from weightcast.format.bucket import narrow
 from weightcast.format.manifest import TensorSpec
 from weightcast.sources.megatron.families import FAMILIES
 from weightcast.sources.megatron.layouts import Axis, Gated, Rows
-from weightcast.sources.megatron.mapping import Chunk, Parallel, PlacedRegion, TensorMapping
+from weightcast.sources.megatron.mapping import Chunk, Parallel, PlacedRegion, TensorMapping, read_config
 from weightcast.sources.megatron.rules import Family
-from weightcast.sources.megatron.sizes import read_config
 from weightcast.trainer.group.shares import assign
 from weightcast.trainer.packer import HeldRegion, held_shards
 

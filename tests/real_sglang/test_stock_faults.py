@@ -20,9 +20,12 @@ from warm_python import WarmPython
 
 from real_sglang.oracle import assert_drops_caches, assert_serves
 from real_sglang.servers import STOCK, STOCK_TWO, Server, Setup
-from weightcast import Publisher
+from weightcast import Publisher, TensorSource
 from weightcast.errors import IncompatibleWeightsError, PublishError, WeightcastError
-from weightcast.integrations.sglang.stock.flattened import BucketSource, FlattenedBucket
+from weightcast.format.bucket import DTYPE_NAMES
+from weightcast.format.manifest import TensorSpec
+from weightcast.integrations.sglang.stock.buckets import lay_out
+from weightcast.integrations.sglang.stock.foreign import read, write
 from weightcast.process_group import serve_store
 
 Spoil = Callable[[dict[str, torch.Tensor]], None]
@@ -272,21 +275,22 @@ def test_families(server: Server) -> None:
 def test_buckets_of_sglangs_own_class_are_read_and_ours_by_it() -> None:
     held = {"w": torch.randn(5, 3), "b": torch.randn(4).to(torch.bfloat16), "m": torch.arange(3, dtype=torch.uint8)}
     theirs = FlattenedTensorBucket(named_tensors=list(held.items()))
-    read = FlattenedBucket.read(theirs.get_flattened_tensor(), theirs.get_metadata()).tensors()
-    ours = FlattenedBucket.of(held)
-    rebuilt = dict(FlattenedTensorBucket(flattened_tensor=ours.flat, metadata=ours.metadata()).reconstruct_tensors())
+    found = read([(theirs.get_flattened_tensor(), theirs.get_metadata())])
+    flat, metadata = write(held)
+    rebuilt = dict(FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata).reconstruct_tensors())
     for name, tensor in held.items():
-        assert torch.equal(read[name], tensor)
+        assert torch.equal(found[name], tensor)
         assert torch.equal(rebuilt[name], tensor)
 
 
 def test_ours_is_laid_out_as_sglang_expects_a_broadcast() -> None:
     held = {"m": torch.arange(3, dtype=torch.uint8), "w": torch.randn(5, 3), "b": torch.randn(3).to(torch.bfloat16)}
-    ours = FlattenedBucket.of(held)
-    names, dtypes, shapes = zip(*((p.name, p.dtype, list(p.shape)) for p in ours.places), strict=True)
+    flat, _ = write(held)
+    places = lay_out(TensorSpec(name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in held.items())
+    names, dtypes, shapes = zip(*((p.name, p.dtype, list(p.shape)) for p in places), strict=True)
     expected = FlattenedTensorBucket.empty(names, dtypes, shapes, "cpu")
-    assert expected.get_flattened_tensor().numel() == ours.flat.numel()
-    expected.get_flattened_tensor().copy_(ours.flat)
+    assert expected.get_flattened_tensor().numel() == flat.numel()
+    expected.get_flattened_tensor().copy_(flat)
     assert all(torch.equal(tensor, held[name]) for name, tensor in expected.reconstruct_tensors())
     with pytest.raises(ValueError, match="Unaligned"):
         FlattenedTensorBucket.empty(["m", "w"], ["uint8", "float32"], [[3], [5, 3]], "cpu")
@@ -298,7 +302,7 @@ def test_a_framework_may_hand_over_its_own_buckets(server: Server) -> None:
         it.publish(0)
         tensors = list(checkpoint_tensors(it.of(3)).items())
         made = [FlattenedTensorBucket(named_tensors=tensors[:9]), FlattenedTensorBucket(named_tensors=tensors[9:])]
-        source = BucketSource(FlattenedBucket.read(b.get_flattened_tensor(), b.get_metadata()) for b in made)
+        source = TensorSource(read((b.get_flattened_tensor(), b.get_metadata()) for b in made))
         with Publisher(source, transport=GLOO, engines=[server.url], trainer_group=None) as publisher:
             publisher.publish()
         assert_serves(server, 3)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from sglang_dialect.stock_sglang import StockSglang
-from weightcast.integrations.sglang.stock.handle import shared
+from weightcast.integrations.sglang.stock.route_tensor import shared
 
 BUCKET_BYTES = 1 << 10
 """Small: the model below travels in several flattened buckets."""

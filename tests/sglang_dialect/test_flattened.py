@@ -14,13 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightcast import TensorSource
 from weightcast.errors import ManifestError
 from weightcast.format.bucket import TORCH_DTYPES, Layout, slot_size_bytes
 from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
-from weightcast.integrations.sglang.stock.buckets import Filler, FlatBuckets
-from weightcast.integrations.sglang.stock.flattened import BucketSource, FlattenedBucket, buckets, lay_out
-from weightcast.integrations.sglang.stock.handle import handle, shared
+from weightcast.integrations.sglang.stock.buckets import FlatBuckets, buckets, lay_out
+from weightcast.integrations.sglang.stock.foreign import read, write
+from weightcast.integrations.sglang.stock.route_tensor import handle, shared
 from weightcast.trainer.packer import Packer
 
 DTYPES = ["uint8", "bool", "bfloat16", "float16", "float32", "int64", "float8_e4m3fn"]
@@ -54,19 +55,18 @@ def test_every_place_is_aligned_and_nothing_lies_between(specs: list[TensorSpec]
 @given(SPECS)
 def test_what_is_written_is_read(specs: list[TensorSpec]) -> None:
     held = {spec.name: random_tensor(spec) for spec in specs}
-    written = FlattenedBucket.of(held)
-    read = FlattenedBucket.read(written.flat, written.metadata()).tensors()
-    assert read.keys() == held.keys()
+    found = read([write(held)])
+    assert found.keys() == held.keys()
     for name, tensor in held.items():
-        assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
-        assert bits(read[name]) == bits(tensor)
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert bits(found[name]) == bits(tensor)
 
 
 def test_tensors_of_any_layout_in_memory_can_be_written() -> None:
     base = torch.arange(24.0).view(4, 6)
     held = {"strided": base[:, ::2].flatten()[::3], "turned": base.t(), "column": base[:, 1]}
-    read = FlattenedBucket.of(held).tensors()
-    assert all(torch.equal(read[name], tensor) for name, tensor in held.items())
+    found = read([write(held)])
+    assert all(torch.equal(found[name], tensor) for name, tensor in held.items())
 
 
 def test_a_foreign_bucket_that_is_not_aligned_is_read_by_a_copy() -> None:
@@ -75,8 +75,7 @@ def test_a_foreign_bucket_that_is_not_aligned_is_read_by_a_copy() -> None:
         types.SimpleNamespace(name="m", shape=torch.Size([3]), dtype=torch.uint8, start_idx=0, end_idx=3, numel=3),
         types.SimpleNamespace(name="w", shape=torch.Size([2]), dtype=torch.float32, start_idx=3, end_idx=11, numel=8),
     ]
-    read = FlattenedBucket.read(flat, metadata).tensors()
-    assert read["w"].tolist() == [1.5, -2.0]
+    assert read([(flat, metadata)])["w"].tolist() == [1.5, -2.0]
 
 
 WRONG = {
@@ -97,25 +96,25 @@ def test_a_malformed_foreign_bucket_is_named(fault: str) -> None:
     second: dict[str, Any] = {"name": "w", "shape": torch.Size([2]), "dtype": torch.float32}
     second |= {"start_idx": 4, "end_idx": 12, "numel": 8} | changed
     with pytest.raises(ManifestError, match=repr(second["name"])) as caught:
-        FlattenedBucket.read(torch.zeros(12, dtype=torch.uint8), [first, types.SimpleNamespace(**second)])
+        read([(torch.zeros(12, dtype=torch.uint8), [first, types.SimpleNamespace(**second)])])
     assert caught.value.fault == kind
 
 
 def test_what_is_not_flat_is_refused() -> None:
     with pytest.raises(TypeError, match="contiguous uint8 vector"):
-        FlattenedBucket.read(torch.zeros(4), [])
+        read([(torch.zeros(4), [])])
     with pytest.raises(ValueError, match="one device"):
-        FlattenedBucket.of({})
+        write({})
 
 
-def test_a_source_of_buckets_holds_them_all_and_none_twice() -> None:
-    one, two = FlattenedBucket.of({"a": torch.ones(3)}), FlattenedBucket.of({"b": torch.zeros(2, 2)})
-    source = BucketSource([one, two])
+def test_several_buckets_hold_them_all_and_none_twice() -> None:
+    one, two = write({"a": torch.ones(3)}), write({"b": torch.zeros(2, 2)})
+    source = TensorSource(read([one, two]))
     assert [spec.name for spec in source.specs()] == ["a", "b"]
     assert source.specs() is source.specs()
-    assert source.regions()["b"][0][1].data_ptr() == two.flat.data_ptr()
+    assert source.regions()["b"][0][1].data_ptr() == two[0].data_ptr()
     with pytest.raises(ManifestError, match="two buckets"):
-        BucketSource([one, one])
+        read([one, one])
 
 
 @given(SPECS, st.integers(1, 400))
@@ -131,47 +130,50 @@ def test_a_load_group_is_not_cut() -> None:
     assert [[spec.name for spec in held] for held in buckets(specs, 80)] == [["a"], ["b", "c"], ["d"]]
 
 
-@given(SPECS, st.integers(1, 4))
-def test_a_publishers_buckets_become_flattened_ones(specs: list[TensorSpec], num_slots: int) -> None:
+def memory(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+@given(SPECS)
+def test_a_publishers_buckets_become_flattened_ones(specs: list[TensorSpec]) -> None:
     """Whatever is cut or straddles: every flattened bucket holds its tensors, bit by bit, when it is full."""
     manifest = plan(specs, 256)
     if not manifest.buckets:
         return
     held = {spec.name: random_tensor(spec) for spec in specs}
     layout = Layout(manifest)
-    packer, flat = Packer(layout, held), FlatBuckets(manifest)
-    filler = Filler(flat, [torch.empty(flat.slot_bytes, dtype=torch.uint8) for _ in range(min(2, len(flat.sizes)))])
+    packer, flat = Packer(layout, held), FlatBuckets(manifest, (), memory)
     buffer = torch.empty(slot_size_bytes(manifest), dtype=torch.uint8)
     seen: dict[str, bytes] = {}
 
     def take(number: int) -> None:
-        bucket = FlattenedBucket(filler.slot(number), flat.places[number])
-        seen.update({name: bits(tensor) for name, tensor in bucket.tensors().items()})
+        seen.update({place.name: bits(place.view(flat.bucket(number))) for place in flat.places[number]})
 
     current = 0
     for index in range(len(manifest.buckets)):
         packer.pack(index, buffer, VERSION)
-        for number, parts in filler.brings(index):
+        for number in flat.parts[index]:
             while current < number:
                 take(current)
                 current += 1
-            filler.copy(index, buffer, number, parts)
-    for number in range(current, len(flat.sizes)):
+            flat.fill(number, index, buffer)
+    for number in range(current, len(flat.places)):
         take(number)
     assert seen == {name: bits(tensor) for name, tensor in held.items()}
 
 
 def test_a_tied_tensor_is_sent_under_each_name_that_a_server_has() -> None:
     specs = [TensorSpec("embed", "float32", (4, 4), aliases=("head", "other")), TensorSpec("norm", "float32", (4,))]
-    flat = FlatBuckets(plan(specs, 4096), frozenset({"head"}))
+    flat = FlatBuckets(plan(specs, 4096), frozenset({"head"}), memory)
     assert sorted(place.name for places in flat.places for place in places) == ["embed", "head", "norm"]
 
 
 def test_a_handle_is_a_pickle_of_what_sglang_reads_and_of_nothing_else() -> None:
-    written = FlattenedBucket.of({"w": torch.arange(6.0).view(2, 3), "m": torch.tensor([7], dtype=torch.uint8)})
-    flat = shared(written.flat.numel())
-    flat.copy_(written.flat)
-    data = base64.b64decode(handle(flat, written.places))
+    specs = [TensorSpec("w", "float32", (2, 3)), TensorSpec("m", "uint8", (1,))]
+    written, _ = write({"w": torch.arange(6.0).view(2, 3), "m": torch.tensor([7], dtype=torch.uint8)})
+    flat, places = shared(written.numel()), lay_out(specs)
+    flat.copy_(written)
+    data = base64.b64decode(handle(flat, places))
     found: set[tuple[str, str]] = set()
 
     class Watching(pickle.Unpickler):
@@ -180,11 +182,11 @@ def test_a_handle_is_a_pickle_of_what_sglang_reads_and_of_nothing_else() -> None
             return super().find_class(module, name)
 
     bucket = Watching(io.BytesIO(data)).load()
-    read = FlattenedBucket.read(bucket["flattened_tensor"], bucket["metadata"]).tensors()
-    assert torch.equal(read["w"], torch.arange(6.0).view(2, 3))
-    assert read["m"].tolist() == [7]
+    tensors = read([(bucket["flattened_tensor"], bucket["metadata"])])
+    assert torch.equal(tensors["w"], torch.arange(6.0).view(2, 3))
+    assert tensors["m"].tolist() == [7]
     flat[:4].copy_(torch.tensor([9.0]).view(torch.uint8))
-    assert float(read["w"][0, 0]) == 9.0, "it is not the same memory"
+    assert float(tensors["w"][0, 0]) == 9.0, "it is not the same memory"
     assert {module.partition(".")[0] for module, _ in found} == {"torch", "types"}
     assert len(data) < 2000
-    assert math.isclose(len(data), len(base64.b64decode(handle(flat, written.places))), abs_tol=16)
+    assert math.isclose(len(data), len(base64.b64decode(handle(flat, places))), abs_tol=16)

@@ -39,8 +39,8 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.plan import plan
-from weightcast.integrations.sglang.stock.acceptance import CheckpointAcceptance
 from weightcast.integrations.sglang.stock.route_tensor import _require_here
+from weightcast.integrations.sglang.stock.server import CheckpointAcceptance
 from weightcast.process_group import serve_store
 from weightcast.seams.source import Regions
 

@@ -367,6 +367,24 @@ def test_w20_nothing_is_cloned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not copies
 
 
+class Sharded(torch.Tensor):
+    """As a DTensor: its values are gathered when they are asked for."""
+
+    def full_tensor(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def test_w20_what_is_gathered_is_gathered_for_each_version(tmp_path: Path) -> None:
+    scheme, taken = Scheme(str(tmp_path)), Copies()
+    sender, receiver = sender_of(scheme), scheme.create_receiver(taken.engine)
+    shards = {"plain": torch.ones(2), "w": torch.ones(3).as_subclass(Sharded)}
+    for value in (1.0, 2.0):
+        shards["w"].fill_(value)
+        sender.update_weights(shards)
+        assert receiver.poll_and_apply(timeout=0)
+        assert taken.held["w"].tolist() == [value] * 3
+
+
 def test_w21_a_stalled_reader_is_named_and_everything_can_be_closed(tmp_path: Path) -> None:
     transport = VLLMDoubleBufferTransport(str(tmp_path), deadline_seconds=0.2)
     with contextlib.ExitStack() as stack:

@@ -59,7 +59,10 @@ class ModuleSource:
         self._live.refresh()
         if self._of is not self._live.specs:
             self._of = self._live.specs
-            self._specs = tuple(map(self._cast, self._live.specs))
+            self._specs = tuple(
+                msgspec.structs.replace(spec, dtype=self._dtype) if self._dtype and spec.dtype in CASTABLE else spec
+                for spec in self._live.specs
+            )
         return self._specs
 
     def regions(self) -> Regions:
@@ -70,8 +73,3 @@ class ModuleSource:
             self._views = self._live.views
             self._regions = self._live.regions()
         return self._regions
-
-    def _cast(self, spec: TensorSpec) -> TensorSpec:
-        if self._dtype is None or spec.dtype not in CASTABLE:
-            return spec
-        return msgspec.structs.replace(spec, dtype=self._dtype)

@@ -117,7 +117,7 @@ class LoaderEngine(abc.ABC):
         """
         with self._agreed():
             self._end_load()
-            restore = _snapshot(self._model)
+            restore = undo_copy(self._model)
 
         def put_back() -> None:
             with self._agreed():
@@ -158,7 +158,7 @@ _OWN_CONTAINERS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_m
 """Of a module's attributes, these are copied; of others the reference is kept."""
 
 
-def _snapshot(model: nn.Module) -> Callable[[], None]:
+def undo_copy(model: nn.Module) -> Callable[[], None]:
     """Copy now; the result puts everything back, also in the middle of a load. It may be called more than once."""
     saved: list[tuple[Any, dict[str, Any]]] = []
     for layer in model.modules():

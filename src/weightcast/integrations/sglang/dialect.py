@@ -21,20 +21,16 @@ def detect(routes: HttpRoutes, pause: PauseMode) -> EngineClient | None:
     server = routes.probe("/server_info", ServerInfo)
     if server is None:
         return None
-    _require_supported(routes.name, server, pause)
-    return SglangStockServer(SglangRoutes(routes), model, server, pause=_PAUSES[pause], sender_type=StockSender)
-
-
-def _require_supported(name: str, server: ServerInfo, pause: PauseMode) -> None:
     if pause not in _PAUSES:
         raise UnsupportedError(f"SGLang can't finish its requests before a pause: use 'keep' or 'abort', not {pause!r}")
     if server.dp_size > 1 or server.pp_size > 1:
         raise UnsupportedError(
-            f"{name} has dp_size {server.dp_size} and pp_size {server.pp_size}: stock SGLang updates only servers of "
-            "tensor parallelism alone; start a server for each replica"
+            f"{routes.name} has dp_size {server.dp_size} and pp_size {server.pp_size}: stock SGLang updates only "
+            "servers of tensor parallelism alone; start a server for each replica"
         )
     if server.quantization:
         raise UnsupportedError(
-            f"{name} serves weights quantised by {server.quantization}, which can't be sent "
+            f"{routes.name} serves weights quantised by {server.quantization}, which can't be sent "
             "to stock SGLang: start it without --quantization"
         )
+    return SglangStockServer(SglangRoutes(routes), model, server, pause=_PAUSES[pause], sender_type=StockSender)

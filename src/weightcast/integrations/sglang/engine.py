@@ -1,25 +1,59 @@
-"""All ranks behind one SGLang server, as one engine, in the process of its HTTP server.
+"""All ranks behind one SGLang server, as one engine, and weightcast's routes beside SGLang's in its HTTP server.
 
-Invariants: an install happens in a pause in which nothing runs; SGLang's own /continue_generation does not end it. A
-message to the schedulers is never given up: its answer would be taken for the next one's.
+Invariants: the routes ask for the keys that SGLang's own weight routes ask for, and with a token set for that; an
+install is one request, which goes on to its end also without its client, in a pause in which nothing runs and which
+SGLang's own /continue_generation does not end; while the engine is torn, generation is answered with 503, and
+/continue_generation with 409. A message to the schedulers is never given up: its answer would be taken for the next
+one's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import os
 from typing import Any
 
 import msgspec
+from fastapi import FastAPI, HTTPException
 
+from weightcast.control.routes import guarded
 from weightcast.control.worker_rpc import RankCall, RankReply
+from weightcast.errors import EngineTornError
 from weightcast.format.messages import PauseMode
 from weightcast.integrations.plugin.engine import PluginEngine
 from weightcast.integrations.plugin.replies import Replies
+from weightcast.integrations.plugin.routes import EngineRoutes, TornGuard, log
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.sglang import internals
-from weightcast.integrations.sglang.scheduler import FORMAT
+from weightcast.integrations.sglang.scheduler import FORMAT, TOKEN_VARIABLE
 
 _POLL_SECONDS = 0.02
+_GENERATION = (
+    *("/generate", "/v1/", "/encode", "/classify", "/decisions", "/invocations", "/vertex_generate"),
+    *("/api/chat", "/api/generate", "/rerank", "/score", "/systemone"),
+)
+
+
+def attach(app: FastAPI, manager: Any) -> None:
+    """Add the routes to a server that does not run yet. Raises UnsupportedError if this SGLang lacks what they need."""
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    engine = SglangEngine(manager)
+    token = os.environ.get(TOKEN_VARIABLE) or None
+    for method, path, handler in EngineRoutes(lambda: engine).handlers():
+        endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(guarded(handler, token=token, on_error=log))
+        app.add_api_route(path, endpoint, methods=[method])
+    app.add_middleware(TornGuard, why_torn=engine.why_torn, generation=_GENERATION)
+    manager.continue_generation = functools.partial(_continue, engine)
+
+
+async def _continue(engine: SglangEngine, request: Any) -> None:
+    """What SGLang's own /continue_generation runs."""
+    try:
+        await engine.resume()
+    except EngineTornError as exc:
+        raise HTTPException(409, str(exc)) from exc
 
 
 class SglangEngine(PluginEngine):
@@ -65,15 +99,12 @@ class SglangEngine(PluginEngine):
         if mode != "keep":
             async with self._manager.is_pause_cond:
                 self._manager.is_pause = True
-            await self._drained(mode)
+            # A request holds SGLang's lock of its weights as a reader as long as it lives; no event tells of the last.
+            while await self._manager.model_update_lock.is_locked():
+                if mode == "abort":
+                    self._manager.abort_request(abort_all=True)
+                await asyncio.sleep(_POLL_SECONDS)
         await self._manager.pause_generation(internals.io("PauseGenerationReqInput", mode="retract"))
-
-    async def _drained(self, mode: PauseMode) -> None:
-        # A request holds SGLang's lock of its weights as a reader for as long as it lives; no event tells of the last.
-        while await self._manager.model_update_lock.is_locked():
-            if mode == "abort":
-                self._manager.abort_request(abort_all=True)
-            await asyncio.sleep(_POLL_SECONDS)
 
     async def _schedule(self) -> None:
         # SGLang's default gives a GPU's free memory back, which takes time and helps nobody who goes on serving.

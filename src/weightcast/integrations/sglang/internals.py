@@ -6,6 +6,7 @@ routes; it is never found out in the middle of an update.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import inspect
@@ -67,14 +68,6 @@ def parallel() -> Any:
     return importlib.import_module("sglang.srt.runtime_context").get_parallel()
 
 
-def version() -> str:
-    """The version of the SGLang that runs here."""
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def require(subject: Any, *names: str) -> None:
     """Raises UnsupportedError, naming every attribute that `subject` lacks."""
     _refuse_if([f"{type(subject).__name__}.{name}" for name in names if not hasattr(subject, name)])
@@ -88,8 +81,11 @@ def require_arguments(function: Callable[..., Any], *names: str) -> None:
 
 def _refuse_if(lacking: list[str]) -> None:
     if lacking:
+        version = "unknown"
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version("sglang")
         raise UnsupportedError(
-            f"SGLang {version()} lacks {len(lacking)} of the names that weightcast leans on; use SGLang {TESTED_WITH}, "
+            f"SGLang {version} lacks {len(lacking)} of the names that weightcast leans on; use SGLang {TESTED_WITH}, "
             f"or a weightcast for this one: {', '.join(lacking)}",
             lacking,
         )

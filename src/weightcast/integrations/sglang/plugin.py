@@ -34,7 +34,7 @@ def register() -> None:
 
 def _served(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Before SGLang's HTTP server runs: give it weightcast's routes."""
-    from weightcast.integrations.sglang.routes import attach
+    from weightcast.integrations.sglang.engine import attach
 
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     try:

@@ -7,7 +7,7 @@ weights of one version and caches of another.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from weightcast.control.worker_rpc import RankReply
-from weightcast.errors import ClosedError, ErrorRecord, from_record, to_record
+from weightcast.errors import ClosedError, ErrorRecord, to_record
 from weightcast.format.messages import WeightInfo
 from weightcast.integrations.plugin.rank_consensus import Outcome, RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
@@ -31,27 +31,21 @@ logger = logging.getLogger(__name__)
 
 
 def made(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """After a scheduler was made: prepare its rank, while nothing is served yet. Whatever fails is said when asked."""
-    try:
-        setattr(scheduler, _RANK, _prepared(scheduler, RankConsensus([internals.parallel().tp_group.cpu_group])))
-    except Exception as exc:
-        logger.warning("this SGLang can't be updated by weightcast: %s", exc)
-        setattr(scheduler, _RANK, to_record(exc))
-
-
-def _prepared(scheduler: Any, ranks: RankConsensus) -> SchedulerRank:
-    """This rank, if all ranks could be prepared. Raises what the first one could not be for."""
+    """After a scheduler was made: prepare its rank, while nothing is served yet. Calls are answered with a failure."""
     rank: SchedulerRank | None = None
     error: ErrorRecord | None = None
     try:
-        rank = SchedulerRank(scheduler, ranks)
+        ranks = RankConsensus([internals.parallel().tp_group.cpu_group])
+        try:
+            rank = SchedulerRank(scheduler, ranks)
+        except Exception as exc:
+            error = to_record(exc)
+        error = ranks.first_error(ranks.exchange(Outcome(error)))
     except Exception as exc:
         error = to_record(exc)
-    first = ranks.first_error(ranks.exchange(Outcome(error)))
-    if rank is None or first is not None:
-        assert first is not None
-        raise from_record(first)
-    return rank
+    if error is not None:
+        logger.warning("this SGLang can't be updated by weightcast: %s", error.message)
+    setattr(scheduler, _RANK, rank if error is None else error)
 
 
 def called(original: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
@@ -59,17 +53,13 @@ def called(original: Callable[[Any, Any], Any], manager: Any, request: Any) -> A
     if request.load_format != FORMAT:
         return original(manager, request)
     reply = internals.io("UpdateWeightsFromTensorReqOutput", success=True, message="")
-    rank = getattr(manager.scheduler, _RANK, None)
+    rank: SchedulerRank | ErrorRecord | None = getattr(manager.scheduler, _RANK, None)
     if isinstance(rank, SchedulerRank):
         reply.message = rank.answer(request.serialized_named_tensors[0])
     else:
-        reply.message = _refusals(rank)
+        error = rank or to_record(ClosedError("this SGLang has not started yet"))
+        reply.message = msgspec.json.encode([RankReply(0, WeightInfo("default"), error)]).decode()
     return reply
-
-
-def _refusals(error: ErrorRecord | None) -> str:
-    error = error or to_record(ClosedError("this SGLang has not started yet"))
-    return msgspec.json.encode([RankReply(0, WeightInfo("default"), error)]).decode()
 
 
 class SchedulerRank:
@@ -79,21 +69,19 @@ class SchedulerRank:
         internals.require(scheduler, "flush_cache", "is_fully_idle", "_engine_paused", "tp_worker", "server_args")
         internals.require(scheduler.tp_worker, "model_runner")
         internals.require_arguments(scheduler.flush_cache, "empty_cache")
-        self._scheduler = scheduler
+        self._scheduler, self._ranks = scheduler, ranks
         runner, parallel = scheduler.tp_worker.model_runner, internals.parallel()
-        unsupported = internals.unsupported(scheduler.server_args, runner.model)
-        self._ranks = ranks
         self._engine_rank = parallel.tp_rank
-        make = functools.partial(
-            SglangModel,
-            runner,
-            unsupported=unsupported,
-            # A collection of all garbage, or giving a GPU's free memory back, takes longer than the install.
-            flush=functools.partial(scheduler.flush_cache, empty_cache=False),
-            is_alone=parallel.tp_size == 1,
-        )
+        unsupported = internals.unsupported(scheduler.server_args, runner.model)
         self._rank = RankWorker(
-            lambda agree: make(agree=agree),
+            lambda agree: SglangModel(
+                runner,
+                unsupported=unsupported,
+                # A collection of all garbage, or giving a GPU's free memory back, takes longer than the install.
+                flush=lambda: bool(scheduler.flush_cache(empty_cache=False)),
+                is_alone=parallel.tp_size == 1,
+                agree=agree,
+            ),
             ranks,
             engine_rank=self._engine_rank,
             world_size=parallel.tp_size,
@@ -104,8 +92,11 @@ class SchedulerRank:
 
     def answer(self, message: bytes) -> str:
         """A `RankCall`; the `RankReply` of every rank, as JSON."""
+        values: Any = None
         try:
-            reply = self._rank.answer(_decoded(message))
+            with contextlib.suppress(msgspec.DecodeError):  # no call then, which the rank answers
+                values = msgspec.json.decode(message)
+            reply = self._rank.answer(values)
         except Exception as exc:
             # The other ranks wait for an answer of this one, whatever has happened here.
             logger.exception("a weight call failed")
@@ -120,10 +111,3 @@ class SchedulerRank:
     def _require_still(self) -> None:
         if not (self._scheduler._engine_paused and self._scheduler.is_fully_idle(ignore_waiting=True)):
             raise ClosedError("requests are running: /pause_generation in the mode 'retract' comes before an install")
-
-
-def _decoded(message: bytes) -> Any:
-    try:
-        return msgspec.json.decode(message)
-    except msgspec.DecodeError as exc:
-        return f"no JSON: {exc}"

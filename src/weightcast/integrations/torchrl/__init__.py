@@ -10,9 +10,11 @@ try:
 except ImportError as exc:
     raise ImportError("weightcast.integrations.torchrl needs TorchRL: pip install 'weightcast[torchrl]'") from exc
 
-from weightcast.integrations.torchrl.receiver import VLLMDoubleBufferWeightReceiver
-from weightcast.integrations.torchrl.scheme import VLLMDoubleBufferSyncScheme
-from weightcast.integrations.torchrl.sender import VLLMDoubleBufferWeightSender
+from weightcast.integrations.torchrl.scheme import (
+    VLLMDoubleBufferSyncScheme,
+    VLLMDoubleBufferWeightReceiver,
+    VLLMDoubleBufferWeightSender,
+)
 from weightcast.integrations.torchrl.transport import VLLMDoubleBufferTransport
 
 __all__ = [

@@ -18,7 +18,7 @@ from torch import nn
 
 from weightcast import registry
 from weightcast.format.manifest import WeightVersion
-from weightcast.host import copy as host_copy
+from weightcast.integrations.plugin.model import undo_copy
 from weightcast.integrations.plugin.refusal import Refusal
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.relay import Relay
@@ -58,12 +58,11 @@ class DirectModel:
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raises what the model's `load_weights` raises; the engine refuses to generate then, until `commit`."""
-        pairs = list(tensors)
-        model, uses = _model_of(self._vllm_engine), _Uses(pairs)
-        before = uses.count()
+        pairs, model = list(tensors), _model_of(self._vllm_engine)
+        before = _references(pairs)
         with self._refusing():
             model.load_weights(pairs)
-        self.has_kept = uses.count() != before
+        self.has_kept = _references(pairs) != before
 
     def commit(self, version: WeightVersion) -> None:
         with self._refusing():
@@ -90,19 +89,10 @@ class DirectModule(DirectModel):
     """One whose model is an `nn.Module`, and can go back. An undo copy takes the memory of the model on the host."""
 
     def snapshot(self) -> Callable[[], None]:
-        model = _model_of(self._vllm_engine)
-        live = list({id(t): t for part in model.modules() for t in _tensors(part)}.values())
-        values = [tensor.data for tensor in live]
-        copies = [torch.empty(value.shape, dtype=value.dtype) for value in values]
-        was_whole = not self._refusal.why
-        with torch.inference_mode():
-            host_copy.copy_all(copies, values)
+        restore, was_whole = undo_copy(_model_of(self._vllm_engine)), not self._refusal.why
 
         def put_back() -> None:
-            for tensor, value in zip(live, values, strict=True):
-                tensor.data = value
-            with torch.inference_mode():
-                host_copy.copy_all(values, copies)
+            restore()
             reset_prefix_cache(self._vllm_engine)
             if was_whole:
                 self._refusal.end()
@@ -161,26 +151,12 @@ def _model_of(vllm_engine: Any) -> Any:
     return model
 
 
-def _tensors(module: nn.Module) -> Iterable[torch.Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
+def _references(pairs: list[tuple[str, torch.Tensor]]) -> list[int]:
+    """How many references there are to the list, its pairs, its tensors, and their memory (by other views of it).
 
-
-class _Uses:
-    """Who holds a list of named tensors: the list, its pairs, its tensors, other views of their memory.
-
-    Counting costs a fraction of a microsecond per tensor. Counts that differ between two calls tell that somebody keeps
-    some of it.
+    Another result of a second call says that somebody keeps some of it. Takes a fraction of a microsecond per tensor.
     """
-
-    def __init__(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
-        self._pairs = pairs
-        self._tensors = [tensor for _, tensor in pairs]
-        self._storages = list({id(s): s for s in map(torch.Tensor.untyped_storage, self._tensors)}.values())
-
-    def count(self) -> list[int]:
-        counts = [sys.getrefcount(self._pairs)]
-        counts += map(sys.getrefcount, self._pairs)
-        counts += map(sys.getrefcount, self._tensors)
-        counts += (torch._C._storage_Use_Count(storage._cdata) for storage in self._storages)
-        return counts
+    tensors = [tensor for _, tensor in pairs]
+    counts = [sys.getrefcount(pairs), *map(sys.getrefcount, pairs), *map(sys.getrefcount, tensors)]
+    storages = {id(s): s for s in map(torch.Tensor.untyped_storage, tensors)}
+    return counts + [torch._C._storage_Use_Count(storage._cdata) for storage in storages.values()]

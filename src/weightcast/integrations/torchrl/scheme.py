@@ -1,17 +1,26 @@
-"""TorchRL's scheme by name, constructor and methods, over a store: see `docs/torchrl.md`."""
+"""TorchRL's scheme by name, constructor and methods, over a store, and its two sides: see `docs/torchrl.md`."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import secrets
+import weakref
 from typing import Any, Literal
 
 from torchrl.weight_update.utils import _resolve_model
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy, WeightSyncScheme
 
-from weightcast.integrations.torchrl.receiver import VLLMDoubleBufferWeightReceiver
-from weightcast.integrations.torchrl.sender import VLLMDoubleBufferWeightSender
-from weightcast.integrations.torchrl.transport import VLLMDoubleBufferTransport
-
-_RUNTIME = ("_sender", "_receiver", "_extracting")
+from weightcast.checkpoint.adapters import Merging
+from weightcast.errors import InstallError
+from weightcast.format.manifest import WeightVersion
+from weightcast.format.plan import plan
+from weightcast.host.closing import on_failure
+from weightcast.integrations.torchrl.engines import RemoteEngine, VllmUnderTorchRL, engine_for
+from weightcast.integrations.torchrl.transport import THREADED_BUCKET_BYTES, VLLMDoubleBufferTransport, store_url
+from weightcast.integrations.torchrl.weights import WeightsSource, extract, named_tensors
+from weightcast.seams.engine import Undoable
+from weightcast.serving.follower import Followed, Follower
 
 
 class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
@@ -35,16 +44,13 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         self.local_addr = remote_addr if local_addr is None else local_addr
         self.num_threads = num_threads
         self.strategy_name = self.strategy_str = strategy
-        self._extracting: WeightStrategy | None = None
         self._sender: VLLMDoubleBufferWeightSender | None = None
         self._receiver: VLLMDoubleBufferWeightReceiver | None = None
 
-    @property
+    @functools.cached_property
     def strategy(self) -> WeightStrategy:
         """Raises ValueError for an unknown name."""
-        if self._extracting is None:
-            self._extracting = WeightStrategy(extract_as=self.strategy_name)
-        return self._extracting
+        return WeightStrategy(extract_as=self.strategy_name)
 
     # --- the parts ---
 
@@ -142,7 +148,7 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
     ) -> None:
         """`connect`: write a first version, if there is anything to write."""
         sender = self.get_sender()
-        if weights is not None or sender._has_model:
+        if weights is not None or sender._model_ref is not None:
             sender.update_weights(weights)
 
     def _setup_connection_and_weights_on_receiver_impl(self, *, worker_idx: int | None = None) -> None:
@@ -159,4 +165,140 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        return state | dict.fromkeys(_RUNTIME)
+        return state | {"_sender": None, "_receiver": None}
+
+
+class VLLMDoubleBufferWeightSender:
+    """Made by a scheme. The model is held weakly."""
+
+    def __init__(self, scheme: VLLMDoubleBufferSyncScheme) -> None:
+        """Raises ValueError for an unknown strategy."""
+        self._scheme = scheme
+        self._strategy = WeightStrategy(extract_as=scheme.strategy_name)
+        self._model_ref: weakref.ref[Any] | None = None
+        self._merging = Merging()
+        self._transport: VLLMDoubleBufferTransport | None = None
+
+    def register_model(self, model: Any) -> None:
+        """The model that `update_weights()` takes its weights from. A call before the first update is needed."""
+        self._model_ref = weakref.ref(model)
+        self._connect()
+
+    def update_weights(self, weights: Any | None = None) -> None:
+        """Write a version: of the registered model, or of `weights` (a module, a TensorDict, a dict of tensors).
+
+        Nothing is copied first, but the layers of a model with PEFT adapters, which are merged: memory of their size
+        is kept from then on. Don't change the weights meanwhile. Raises RuntimeError before `register_model`, or
+        if the model has gone; else as `VLLMDoubleBufferTransport.send_weights`.
+        """
+        if self._transport is None:
+            raise RuntimeError("Transport not initialized. Call register_model first.")
+        if weights is None:
+            if self._model_ref is None:
+                raise RuntimeError("No model is registered: call register_model, or give the weights")
+            weights = self._model_ref()
+            if weights is None:
+                raise RuntimeError("Model reference is dead")
+        self._transport.write(extract(self._strategy, weights, self._merging))
+
+    def close(self) -> None:
+        """Let the directory go, for another sender to write. Idempotent; the next update takes it again."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _connect(self) -> None:
+        if self._transport is None:
+            self._transport = self._scheme.create_transport()
+
+
+class VLLMDoubleBufferWeightReceiver:
+    """Made by a scheme. Calls come from one thread at a time.
+
+    Host memory, kept between versions: one version, and another one of this host's workers behind `collective_rpc`;
+    with `undo` during an install one copy of the live weights. `last` is the record of the last version that was taken.
+    """
+
+    # What is made by `__new__`, as TorchRL's tests do, applies weights to its engine.
+    _engine: VllmUnderTorchRL | None = None
+    _undo = True
+
+    def __init__(
+        self,
+        scheme: VLLMDoubleBufferSyncScheme,
+        vllm_engine: Any,
+        *,
+        transport: str = "ipc://",
+        undo: bool = True,
+    ) -> None:
+        """`transport`: how weights get from here to workers behind `collective_rpc`; `gloo://HOST:PORT` to other hosts.
+
+        `undo`: the engine keeps a copy of its live weights in host memory while it loads, and goes back to it if that
+        fails anywhere. Without it, and for a model of this process that is no nn.Module, the engine then refuses to
+        generate (EngineTornError), until a complete update heals it.
+
+        Raises TypeError if it is no vLLM engine, ValueError for an unknown strategy.
+        """
+        self._scheme = scheme
+        self._undo = undo
+        self._strategy = WeightStrategy(extract_as=scheme.strategy_name)
+        self._vllm_engine = vllm_engine
+        self.last: Followed | None = None
+        self._engine = engine_for(vllm_engine, transport=transport, undo=undo)
+        self._exits = contextlib.ExitStack()
+        self._exits.callback(self._engine.close)
+        follower = Follower(
+            store_url(scheme.local_addr, scheme.num_threads),
+            self._engine,
+            undo=undo and isinstance(self._engine, Undoable),
+            label=f"torchrl receiver of {type(vllm_engine).__name__}",
+        )
+        self._follower = self._exits.enter_context(follower)
+        weakref.finalize(self, self._exits.close)
+
+    def poll_and_apply(self, timeout: float = 180.0) -> bool:
+        """Take the newest version into the engine, if it is not the last one taken; wait for one until the timeout.
+
+        False: nothing new came (with `timeout=0` after one look). Raises IntegrityError if it is damaged, with nothing
+        touched; InstallError if the engine did not take it, on all ranks: it is as before then, or `torn`. The next
+        call tries again.
+        """
+        engine = self._engine
+        assert engine is not None
+        try:
+            followed = self._follower.wait(timeout)
+        except InstallError as exc:
+            if isinstance(engine, RemoteEngine):
+                exc.torn = engine.is_torn
+            raise
+        if followed is None:
+            return False
+        self.last = followed
+        if engine.has_kept:
+            self._follower.renew()
+        return True
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Load these weights (a TensorDict or a dict of tensors) into the engine, past the store.
+
+        Raises ValueError for `inplace=False`; PublishError, or what the engine's loader raises: it is undone then as
+        in `poll_and_apply`.
+        """
+        if not inplace:
+            raise ValueError("Cannot apply weights out of place for vLLM double-buffer")
+        tensors = named_tensors(weights)
+        if isinstance(self._engine, RemoteEngine):
+            source = WeightsSource()
+            source.use(tensors)
+            self._engine.validate(plan(source.specs(), THREADED_BUCKET_BYTES))
+            self._engine.load(tensors.items())
+            self._engine.commit(WeightVersion(secrets.token_hex(16), self._engine.next_number))
+            return
+        engine = engine_for(self._vllm_engine)
+        restore = engine.snapshot() if self._undo and isinstance(engine, Undoable) else lambda: None
+        with on_failure(restore):
+            engine.load(tensors.items())
+            engine.commit(WeightVersion(secrets.token_hex(16), 0))
+
+    def close(self) -> None:
+        """Let store and engine go; the engine keeps what it has. Idempotent."""
+        self._exits.close()

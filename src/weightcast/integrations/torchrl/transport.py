@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -30,16 +30,6 @@ def store_url(directory: str | os.PathLike[str], num_threads: int) -> str:
     return f"{Path(directory).absolute().as_uri()}?num_threads={num_threads}"
 
 
-class SchemeOptions(Protocol):
-    """What a sender and a receiver read of the scheme that has made them."""
-
-    local_addr: str
-    num_threads: int
-    strategy_name: Literal["tensordict", "state_dict"]
-
-    def create_transport(self) -> VLLMDoubleBufferTransport: ...
-
-
 class VLLMDoubleBufferTransport:
     """Writes versions into `remote_addr`, reads them from `local_addr` (default: the same directory).
 
@@ -54,9 +44,6 @@ class VLLMDoubleBufferTransport:
         self.local_addr = remote_addr if local_addr is None else local_addr
         self.num_threads = num_threads
         self.deadline_seconds = deadline_seconds
-        self._make_state()
-
-    def _make_state(self) -> None:
         self._source = WeightsSource()
         self._publisher: Publisher | None = None
         self._follower: Follower | None = None
@@ -122,9 +109,6 @@ class VLLMDoubleBufferTransport:
             self._exits.close()
             self._publisher = self._follower = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._make_state()
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Can be pickled, without what it has open."""
+        return type(self), (self.remote_addr, self.local_addr, self.num_threads, self.deadline_seconds)

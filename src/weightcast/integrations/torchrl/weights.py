@@ -12,22 +12,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import NonTensorData, TensorDict, TensorDictBase, is_leaf_nontensor
+from tensordict import NonTensorData, TensorDictBase, is_non_tensor, is_tensor_collection
 from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from weightcast.checkpoint.adapters import Merging, has_adapters, require_merged
 from weightcast.checkpoint.live import memory_key, require_here
 from weightcast.format.bucket import DTYPE_NAMES
-from weightcast.format.geometry import whole
-from weightcast.format.manifest import TensorSpec
-from weightcast.seams.source import Regions
+from weightcast.sources.tensors import TensorSource
 
 _LOOKS = (torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous)
 _GEOMETRY = (operator.attrgetter("shape"), operator.attrgetter("dtype"), torch.Tensor.stride)
 _EXTRA_STATES = ("_extra_state", "__extra_state__")
 """What a module's extra state is called in a state dict, and in a TensorDict."""
-_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 
 
 def extract(strategy: WeightStrategy, weights: Any, merging: Merging | None = None) -> dict[str, torch.Tensor]:
@@ -51,47 +48,40 @@ def extract(strategy: WeightStrategy, weights: Any, merging: Merging | None = No
 
 def named_tensors(weights: TensorDictBase | Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The leaves of a (nested) TensorDict or dict under dotted names. Raises as `extract`."""
-    if isinstance(weights, Mapping):
-        are_tensors = all(issubclass(kind, torch.Tensor) for kind in set(map(type, weights.values())))
-        if are_tensors and set(map(type, weights.keys())) <= {str}:
-            return dict(weights.items())  # a TensorDict looks keys up one by one, slowly
-        if not isinstance(weights, TensorDictBase):
-            _require_tensors(weights, "")
-        weights = TensorDict(dict(weights), batch_size=[])
-    if not isinstance(weights, TensorDictBase):
+    if not isinstance(weights, Mapping | TensorDictBase):
         raise TypeError(f"weights are a {type(weights).__name__}: give a module, a TensorDict or a dict of tensors")
+    are_tensors = all(issubclass(kind, torch.Tensor) for kind in set(map(type, weights.values())))
+    if are_tensors and set(map(type, weights.keys())) <= {str}:
+        return dict(weights.items())  # the same, without a step for each
     found: dict[str, torch.Tensor] = {}
-    for key, value in weights.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
-        parts = (key,) if isinstance(key, str) else key
-        name = ".".join(parts)
-        if not isinstance(value, torch.Tensor):
-            if any(part.endswith(_EXTRA_STATES) for part in parts):
-                continue
-            found_type = type(value.data if isinstance(value, NonTensorData) else value).__name__
-            raise TypeError(f"{name!r} is a {found_type}, no tensor: leave it out of the weights")
-        if name in found:
-            raise ValueError(f"two tensors are called {name!r} when keys are joined by dots: rename one")
-        found[name] = value
+    _collect(weights, "", found)
     return found
 
 
-def _require_tensors(weights: Mapping[Any, Any], prefix: str) -> None:
-    """Raises TypeError for a key that is no name, and for a number, a list or an array, which a TensorDict converts."""
+def _collect(weights: Any, prefix: str, found: dict[str, torch.Tensor]) -> None:
     for key, value in weights.items():
         parts = key if isinstance(key, tuple) else (key,)
         if not all(isinstance(part, str) for part in parts):
             where = f"in {prefix!r} " if prefix else "in the weights "
             raise TypeError(f"{key!r} {where}is no name of a tensor: leave it out of the weights")
         name = prefix + ".".join(parts)
-        if isinstance(value, Mapping) and not isinstance(value, TensorDictBase):
-            _require_tensors(value, f"{name}.")
-        elif not (isinstance(value, (torch.Tensor, TensorDictBase, NonTensorData)) or name.endswith(_EXTRA_STATES)):
-            raise TypeError(f"{name!r} is a {type(value).__name__}, no tensor: leave it out of the weights")
+        if isinstance(value, torch.Tensor):
+            if name in found:
+                raise ValueError(f"two tensors are called {name!r} when keys are joined by dots: rename one")
+            found[name] = value
+        elif (isinstance(value, Mapping) or is_tensor_collection(value)) and not is_non_tensor(value):
+            _collect(value, f"{name}.", found)
+        elif not any(part.endswith(_EXTRA_STATES) for part in name.split(".")):
+            found_type = type(value.data if isinstance(value, NonTensorData) else value).__name__
+            raise TypeError(f"{name!r} is a {found_type}, no tensor: leave it out of the weights")
 
 
 def _of_module(strategy: WeightStrategy, module: nn.Module) -> dict[str, torch.Tensor]:
     if hasattr(module, "merge_and_unload"):
-        strategy = _by_state_dict()  # no PEFT model, but one that merges by itself: only this strategy asks it to
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it is experimental: the user has not asked for it
+            # No PEFT model, but one that merges by itself: only this strategy asks it to.
+            strategy = WeightStrategy(extract_as="state_dict")
     for name, parameter in module.named_parameters():
         # A state dict of FSDP1 is gathered.
         if strategy.extract_as != "state_dict" or not getattr(parameter, "_fsdp_flattened", False):
@@ -101,40 +91,26 @@ def _of_module(strategy: WeightStrategy, module: nn.Module) -> dict[str, torch.T
         extracted = extracted.exclude("__extra_state__")
     else:
         extracted = {name: value for name, value in extracted.items() if not name.endswith("_extra_state")}
-    unsaved = set(_unsaved(module))
     tensors = named_tensors(extracted)
-    return {name: tensor for name, tensor in tensors.items() if name not in unsaved} if unsaved else tensors
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        for name in part._non_persistent_buffers_set:  # a state dict leaves these out
+            tensors.pop(f"{prefix}.{name}" if prefix else name, None)
+    return tensors
 
 
-def _by_state_dict() -> WeightStrategy:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it is experimental: nobody has asked for it here
-        return WeightStrategy(extract_as="state_dict")
-
-
-def _unsaved(module: nn.Module) -> list[str]:
-    """Names of the buffers that a state dict leaves out."""
-    return [
-        f"{prefix}.{name}" if prefix else name
-        for prefix, part in module.named_modules(remove_duplicate=False)
-        for name in part._non_persistent_buffers_set
-    ]
-
-
-class WeightsSource:
-    """A `Source` of the tensors that it was given last, which it reads where they are.
+class WeightsSource(TensorSource):
+    """A source of the tensors that it was given last, which it reads where they are.
 
     A tensor under several names travels once, and comes out under all of them. Holds the tensors until it is given
     others.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._names: list[str] = []
         self._given: list[torch.Tensor] = []
         self._looks: list[list[Any]] = []
         self._geometry: list[list[Any]] = []
-        self._specs: tuple[TensorSpec, ...] = ()
-        self._regions: Regions = {}
 
     def use(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Publish these from now on; what was derived before is kept if they are the same memory.
@@ -149,33 +125,21 @@ class WeightsSource:
         groups: dict[Any, list[str]] = {}
         for name, tensor in plain.items():
             groups.setdefault(memory_key(tensor), []).append(name)
-        specs = tuple(_spec(plain[name], name, aliases) for name, *aliases in groups.values())
-        if specs != self._specs:
-            self._specs = specs
-        self._regions = {spec.name: ((whole(spec.shape), plain[spec.name]),) for spec in specs}
+        self._aliases = {name: aliases for name, *aliases in groups.values()}
+        self.replace({name: plain[name] for name in self._aliases})
         self._names, self._given = names, given
-        self._looks, self._geometry = _looked(given, _LOOKS), []
-
-    def specs(self) -> Sequence[TensorSpec]:
-        return self._specs
-
-    def regions(self) -> Regions:
-        return self._regions
+        self._looks, self._geometry = _looked(given, _LOOKS), _looked(given, _GEOMETRY)
 
     def _are_same(self, given: list[torch.Tensor]) -> bool:
         """Whether these have the memory of those before, which are alive, and are read in the same way."""
-        if _looked(given, _LOOKS) != self._looks:
+        if not self._looks or _looked(given, _LOOKS) != self._looks:
             return False
-        if all(map(operator.is_, given, self._given)):
-            return True
-        if not self._geometry:
-            self._geometry = _looked(self._given, _GEOMETRY)
-        return _looked(given, _GEOMETRY) == self._geometry
+        return all(map(operator.is_, given, self._given)) or _looked(given, _GEOMETRY) == self._geometry
 
 
 def _looked(tensors: Sequence[torch.Tensor], looks: Sequence[Any]) -> list[list[Any]]:
-    if any(hasattr(tensor, "full_tensor") for tensor in tensors[:1]):
-        return []  # gathered anew each time
+    if any(hasattr(kind, "full_tensor") for kind in set(map(type, tensors))):
+        return []  # these are gathered each time
     return [list(map(look, tensors)) for look in looks]
 
 
@@ -191,8 +155,4 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
             f"out, or give it as plain memory of {', '.join(DTYPE_NAMES.values())}"
         )
     tensor = tensor.detach()
-    return tensor if type(tensor) in _PLAIN_TYPES else tensor.as_subclass(torch.Tensor)
-
-
-def _spec(tensor: torch.Tensor, name: str, aliases: Sequence[str]) -> TensorSpec:
-    return TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), aliases=tuple(aliases))
+    return tensor if type(tensor) in (torch.Tensor, nn.Parameter) else tensor.as_subclass(torch.Tensor)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
-from weightcast.format.geometry import Region
+from weightcast.format.geometry import Region, whole
 
 Sizes: TypeAlias = Mapping[str, int]
-"""Sizes and switches of a model by name (see `sizes`)."""
+"""Sizes and switches of a model by name (see `mapping.sizes_of`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,22 +40,6 @@ class LayoutPart:
     view: torch.Tensor
 
 
-class ShardLayout(Protocol):
-    """One way in which a parameter is cut and joined."""
-
-    def shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
-        """The shapes of the checkpoint's tensors."""
-        ...
-
-    def local_shape(self, sizes: Sizes, axis: Axis) -> tuple[int, ...]:
-        """What a rank holds. Raises ValueError if it can't be cut so."""
-        ...
-
-    def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[LayoutPart]:
-        """Raises ValueError for a local tensor of another shape."""
-        ...
-
-
 class Whole:
     """Every rank has all of it: norms, routers, biases of row-parallel layers."""
 
@@ -63,30 +47,28 @@ class Whole:
         self._dims = dims
 
     def shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
+        """The shapes of the checkpoint's tensors."""
         return [tuple(sizes[dim] for dim in self._dims)]
 
     def local_shape(self, sizes: Sizes, axis: Axis) -> tuple[int, ...]:
+        """What a rank holds. Raises ValueError if the tensors can't be cut so."""
         return self.shapes(sizes)[0]
 
     def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[LayoutPart]:
-        require_shape(local, self.local_shape(sizes, axis))
-        yield LayoutPart(0, Region((0,) * local.ndim, tuple(local.shape)), local)
+        """The parts of a local tensor. Raises ValueError if it has another shape."""
+        _require_shape(local, self.local_shape(sizes, axis))
+        yield LayoutPart(0, whole(local.shape), local)
 
 
-class Columns:
+class Columns(Whole):
     """Cut along dim 1: row-parallel layers."""
 
-    def __init__(self, rows: str, columns: str) -> None:
-        self._rows, self._columns = rows, columns
-
-    def shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
-        return [(sizes[self._rows], sizes[self._columns])]
-
     def local_shape(self, sizes: Sizes, axis: Axis) -> tuple[int, ...]:
-        return (sizes[self._rows], share(sizes[self._columns], axis))
+        rows, columns = self.shapes(sizes)[0]
+        return rows, share(columns, axis)
 
     def parts(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[LayoutPart]:
-        require_shape(local, self.local_shape(sizes, axis))
+        _require_shape(local, self.local_shape(sizes, axis))
         yield LayoutPart(0, Region((0, axis.rank * local.shape[1]), tuple(local.shape)), local)
 
 
@@ -112,7 +94,7 @@ class Rows:
         total = sum(sizes[rows] for rows in self._rows)
         if self._whole and local.ndim and local.shape[0] == total:
             axis = ALONE
-        require_shape(local, self.local_shape(sizes, axis))
+        _require_shape(local, self.local_shape(sizes, axis))
         yield from self._cut(sizes, axis, local)
 
     def _rest(self, sizes: Sizes) -> tuple[int, ...]:
@@ -131,7 +113,9 @@ class Rows:
                 low, high = max(row, begin), min(row + size, end)
                 if low < high:
                     offset = block * size + low - row
-                    yield _rows_part(number, offset, local.narrow(0, low - begin, high - low))
+                    view = local.narrow(0, low - begin, high - low)
+                    region = Region((offset, *(0 for _ in view.shape[1:])), tuple(view.shape))
+                    yield LayoutPart(number, region, view)
                 row += size
 
 
@@ -154,8 +138,7 @@ class Vocabulary(Rows):
         yield from self._cut(sizes, axis, local)
 
 
-def _rows_part(number: int, offset: int, view: torch.Tensor) -> LayoutPart:
-    return LayoutPart(number, Region((offset, *(0 for _ in view.shape[1:])), tuple(view.shape)), view)
+ShardLayout: TypeAlias = Whole | Rows
 
 
 def share(size: int, axis: Axis) -> int:
@@ -165,7 +148,7 @@ def share(size: int, axis: Axis) -> int:
     return size // axis.size
 
 
-def require_shape(local: torch.Tensor, shape: Sequence[int]) -> None:
+def _require_shape(local: torch.Tensor, shape: Sequence[int]) -> None:
     if tuple(local.shape) != tuple(shape):
         raise ValueError(f"its local shape is {list(local.shape)}, by the configuration it must be {list(shape)}")
 

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import os
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from weightcast.errors import listed
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held
-from weightcast.sources.megatron.layouts import ALONE, Axis, LayoutPart, share, unstacked
+from weightcast.sources.megatron.layouts import ALONE, Axis, LayoutPart, Sizes, share, unstacked
 from weightcast.sources.megatron.rules import EXPERT, Config, Family, Match, Rule, Table
-from weightcast.sources.megatron.sizes import sizes_of
 
+_EMBEDDING = "embedding.word_embeddings.weight"
 _INNER = r"(?:transformer_layer|mtp_model_layer)\."
 _LAYER = re.compile(rf"(?P<block>decoder|mtp)\.layers\.(?P<index>\d+)\.(?P<inner>{_INNER})?(?P<rest>.+)")
 
@@ -63,10 +67,6 @@ class PlacedRegion:
     is_copy: bool
 
 
-class _NoRuleError(Exception):
-    """No rule takes a parameter of this name."""
-
-
 class TensorMapping:
     """Of one model on one rank."""
 
@@ -93,8 +93,7 @@ class TensorMapping:
     def _records(self) -> Iterator[TensorSpec]:
         sizes, tied = self.sizes, ("lm_head.weight",) if self.sizes["tied"] else ()
         for rule in self._model.rules:
-            is_embedding = rule.names == ("embedding.word_embeddings.weight",)
-            yield from self._specs_of(rule, "", aliases=tied if is_embedding else ())
+            yield from self._specs_of(rule, "", aliases=tied if rule.names == (_EMBEDDING,) else ())
         for layer in range(sizes["layers"] + self._num_mtp_layers):
             rules = self._layers[self._is_moe(layer)].rules
             for rule in rules if layer < sizes["layers"] else (*self._mtp.rules, *rules):
@@ -128,11 +127,14 @@ class TensorMapping:
         unknown, unfit = [], []
         for name, tensor in chunk.tensors:
             try:
-                placed += self._placed(canonical(name), tensor, chunk)
-            except _NoRuleError:
-                unknown.append(f"{name!r} {list(tensor.shape)}")
+                found = self._placed(canonical(name), tensor, chunk)
             except ValueError as exc:
                 unfit.append(f"{name!r}: {exc}")
+                continue
+            if found is None:
+                unknown.append(f"{name!r} {list(tensor.shape)}")
+            else:
+                placed += found
         if unknown:
             raise ValueError(
                 f"{len(unknown)} Megatron parameters have no rule in the table of this family: {listed(unknown)}; "
@@ -142,29 +144,25 @@ class TensorMapping:
             raise ValueError(f"{len(unfit)} Megatron parameters do not fit the configuration: {listed(unfit)}")
         return placed
 
-    def _placed(self, name: str, tensor: torch.Tensor, chunk: Chunk) -> Iterator[PlacedRegion]:
+    def _placed(self, name: str, tensor: torch.Tensor, chunk: Chunk) -> list[PlacedRegion] | None:
+        """The parts of one parameter; None if no rule takes it. Raises ValueError if it does not fit its rule."""
+        is_copy = name == _EMBEDDING and not chunk.is_first
         if name == "output_layer.weight" and self.sizes["tied"]:
-            name, is_copy = "embedding.word_embeddings.weight", True
-        else:
-            is_copy = name == "embedding.word_embeddings.weight" and not chunk.is_first
-        match, prefix = self._located(name, chunk.layers)
-        for expert, part in self._parts(match, tensor):
-            hf_name = _hf_names(match.rule, prefix, expert)[part.number]
-            yield PlacedRegion(hf_name, name, (part.region, part.view), is_copy)
-
-    def _located(self, name: str, layers: Sequence[int]) -> tuple[Match, str]:
-        """The rule for a parameter, and the prefix of its layer on the checkpoint's side. Raises _NoRuleError."""
+            name, is_copy = _EMBEDDING, True
+        table, rest, prefix = self._model, name, ""
         found = _LAYER.fullmatch(name)
-        if found is None:
-            match, prefix = self._model.find(name), ""
-        else:
-            layer = self._layer_number(found["block"], int(found["index"]), layers)
+        if found is not None:
+            layer, rest = self._layer_number(found["block"], int(found["index"]), chunk.layers), found["rest"]
             is_inside = found["block"] == "decoder" or found["inner"] is not None
             table = self._layers[self._is_moe(layer)] if is_inside else self._mtp
-            match, prefix = table.find(found["rest"]), self._prefix(layer)
+            prefix = self._prefix(layer)
+        match = table.find(rest)
         if match is None:
-            raise _NoRuleError(name)
-        return match, prefix
+            return None
+        return [
+            PlacedRegion(_hf_names(match.rule, prefix, expert)[part.number], name, (part.region, part.view), is_copy)
+            for expert, part in self._parts(match, tensor)
+        ]
 
     def _layer_number(self, block: str, index: int, layers: Sequence[int]) -> int:
         """In the checkpoint, where prediction layers come after the model's own."""
@@ -172,14 +170,16 @@ class TensorMapping:
         limit = len(layers) if block == "decoder" else self._num_mtp_layers
         if index >= limit:
             raise ValueError(f"there are {limit} such layers")
-        layer = layers[index] if block == "decoder" else num_layers + index
-        if block == "decoder" and not 0 <= layer < num_layers:
-            raise ValueError(f"it is of layer {layer}; the configuration has {num_layers}")
-        return layer
+        if block == "mtp":
+            return num_layers + index
+        if not 0 <= layers[index] < num_layers:
+            raise ValueError(f"it is of layer {layers[index]}; the configuration has {num_layers}")
+        return layers[index]
 
     def _parts(self, match: Match, tensor: torch.Tensor) -> Iterator[tuple[int, LayoutPart]]:
         """The parts of a parameter, each with the number of its expert in the whole model."""
-        sizes, layout, axis = self.sizes, match.rule.layout, self._axis(match.rule)
+        sizes, layout = self.sizes, match.rule.layout
+        axis = self._parallel.expert_tensor if match.rule.axis == "expert" else self._parallel.tensor
         if not match.rule.is_of_experts:
             yield from ((0, part) for part in layout.parts(sizes, axis, tensor))
             return
@@ -196,9 +196,6 @@ class TensorMapping:
             for part in layout.parts(sizes, axis, matrix):
                 yield expert, part
 
-    def _axis(self, rule: Rule) -> Axis:
-        return self._parallel.expert_tensor if rule.axis == "expert" else self._parallel.tensor
-
 
 def canonical(name: str) -> str:
     """A parameter's name without the prefixes of wrappers (DDP, Float16Module) and of multimodal models."""
@@ -209,3 +206,76 @@ def canonical(name: str) -> str:
 
 def _hf_names(rule: Rule, prefix: str, expert: int) -> list[str]:
     return [prefix + name.replace(EXPERT, str(expert)) for name in rule.hf]
+
+
+# --- the configuration ---
+
+
+def read_config(source: Any) -> Config:
+    """The fields of a transformers configuration, a mapping, a config.json or the directory that has one.
+
+    Raises ValueError for what is none of these, FileNotFoundError for a path where none is.
+    """
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        config: Any = json.loads((path / "config.json" if path.is_dir() else path).read_bytes())
+    else:
+        config = source.to_dict() if hasattr(source, "to_dict") else source
+    try:
+        fields = dict(config)
+    except (TypeError, ValueError) as exc:
+        raise ValueError(f"hf_config is {type(source).__name__}: give a transformers config, a dict or a path") from exc
+    if "model_type" not in fields:
+        fields["model_type"] = getattr(source, "model_type", "")
+    return fields
+
+
+def sizes_of(family: Family, config: Config) -> Sizes:
+    """Every size that a table may name; what a model has not is 0. Raises ValueError for a configuration without."""
+    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    missing = [name for name in needed if name not in config]
+    if missing:
+        raise ValueError(f"hf_config lacks {', '.join(missing)}: give the model's config.json")
+    get = config.get
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    groups, head_dim = get("num_key_value_heads") or heads, get("head_dim") or hidden // heads
+    # Of multi-head latent attention.
+    nope, rope, value = get("qk_nope_head_dim") or 0, get("qk_rope_head_dim") or 0, get("v_head_dim") or 0
+    q_rank, kv_rank = get("q_lora_rank") or 0, get("kv_lora_rank") or 0
+    sizes = {
+        "one": 1,
+        "layers": config["num_hidden_layers"],
+        "hidden": hidden,
+        "twice_hidden": 2 * hidden,
+        "vocab": config["vocab_size"],
+        "tied": int(get("tie_word_embeddings") or 0),
+        "heads": heads,
+        "groups": groups,
+        "head_dim": head_dim,
+        "query": heads * head_dim,
+        "key": groups * head_dim,
+        "qkv_bias": int(get("attention_bias") or 0),
+        "proj_bias": int(get("attention_bias") or 0),
+        "mlp_bias": int(get("mlp_bias") or 0),
+        "ffn": get("intermediate_size") or 0,
+        "experts": get("n_routed_experts") or get("num_experts") or get("num_local_experts") or 0,
+        "moe_ffn": get("moe_intermediate_size") or 0,
+        "shared_ffn": (get("n_shared_experts") or 0) * (get("moe_intermediate_size") or 0),
+        "q_rank": q_rank,
+        "no_q_rank": int(not q_rank),
+        "kv_rank": kv_rank,
+        "latent_kv": kv_rank + rope,
+        "latent_query": heads * (nope + rope),
+        "latent_key_value": heads * (nope + value),
+        "latent_out": heads * value,
+    }
+    for name, source in family.sizes.items():
+        if isinstance(source, int):
+            sizes[name] = source
+            continue
+        field, _, default = source.partition("|")
+        if get(field) is None and not default:
+            raise ValueError(f"hf_config lacks {field}: give the model's config.json")
+        sizes[name] = int(default if get(field) is None else config[field])
+    sizes["untied"] = int(not sizes["tied"])
+    return sizes

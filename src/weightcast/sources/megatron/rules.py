@@ -40,9 +40,6 @@ class Rule:
     group: str = ""
     dtype: str = ""
 
-    def applies(self, sizes: Sizes) -> bool:
-        return all(sizes.get(name, 0) for name in self.when)
-
     @property
     def is_of_experts(self) -> bool:
         return any(EXPERT in name for name in self.hf)
@@ -77,13 +74,14 @@ class Table:
     """The rules that hold for one kind of layer, found by a parameter's name."""
 
     def __init__(self, rules: tuple[Rule, ...], sizes: Sizes) -> None:
-        self.rules = tuple(rule for rule in rules if rule.applies(sizes))
+        self.rules = tuple(rule for rule in rules if all(sizes.get(name, 0) for name in rule.when))
         self._exact: dict[str, Match] = {}
         self._patterns: list[tuple[re.Pattern[str], Rule]] = []
         for rule in self.rules:
             self._exact |= {name: Match(rule) for name in (*rule.names, *rule.stacked) if EXPERT not in name}
             self._exact |= {name: Match(rule, is_transposed=True) for name in rule.transposed}
-            self._patterns += [(_pattern(name), rule) for name in rule.names if EXPERT in name]
+            patterns = [re.escape(name).replace(re.escape(EXPERT), r"(\d+)") for name in rule.names if EXPERT in name]
+            self._patterns += [(re.compile(pattern), rule) for pattern in patterns]
 
     def find(self, name: str) -> Match | None:
         match = self._exact.get(name)
@@ -94,7 +92,3 @@ class Table:
             if found is not None:
                 return Match(rule, int(found[1]))
         return None
-
-
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(re.escape(name).replace(re.escape(EXPERT), r"(\d+)"))

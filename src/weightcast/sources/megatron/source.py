@@ -14,11 +14,10 @@ from weightcast.format.bucket import DTYPE_NAMES, narrow
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held, Regions
-from weightcast.sources.megatron import parallel as parallel_state
 from weightcast.sources.megatron.families import FAMILIES
-from weightcast.sources.megatron.mapping import Chunk, Parallel, PlacedRegion, TensorMapping
+from weightcast.sources.megatron.layouts import Axis
+from weightcast.sources.megatron.mapping import Chunk, Parallel, PlacedRegion, TensorMapping, read_config
 from weightcast.sources.megatron.rules import Family
-from weightcast.sources.megatron.sizes import read_config
 
 _SAME_FIELDS = {
     "num_layers": "layers",
@@ -69,17 +68,22 @@ class MegatronSource:
         self._mapping = TensorMapping(
             _family(family, config["model_type"]),
             config,
-            parallel or parallel_state.current(),
+            parallel or _parallel_state(),
             dtype=DTYPE_NAMES[published],
             num_mtp_layers=(getattr(megatron, "mtp_num_layers", None) or 0) if mtp else 0,
         )
         _require_same(megatron, self._mapping)
+        tied = bool(self._mapping.sizes["tied"])
         for model in self._models:
-            _require_tying(model, tied=bool(self._mapping.sizes["tied"]))
+            shared = getattr(model, "share_embeddings_and_output_weights", None)
+            if shared is not None and bool(shared) != tied:
+                raise ValueError(
+                    f"share_embeddings_and_output_weights is {shared}, but tie_word_embeddings of hf_config is {tied}: "
+                    "train what you serve, or set the other one"
+                )
         self._regions: Regions | None = None
-        self._placed: list[PlacedRegion] = []
         self._watches: list[TensorChangeDetector] = []
-        self._derive()
+        self._placed()
 
     def specs(self) -> Sequence[TensorSpec]:
         """The whole model's records; always the same object."""
@@ -93,10 +97,19 @@ class MegatronSource:
         """
         for chunk in self._chunks:
             _require_gathered(chunk)
-        if self._regions is None or any(watch.has_changed() for watch in self._watches):
-            self._derive()
-            _require_memory(self._placed)
-            self._regions = _regions(self._placed)
+        if self._regions is not None and not any(watch.has_changed() for watch in self._watches):
+            return self._regions
+        regions: dict[str, list[Held]] = {}
+        owners: dict[tuple[str, Region], str] = {}
+        for each in _with_memory(self._placed()):
+            if each.is_copy:
+                continue  # another stage owns it
+            key = (each.name, each.held[0])
+            if key in owners:
+                raise ValueError(f"{owners[key]!r} and {each.parameter!r} are both {each.name!r} of the checkpoint")
+            owners[key] = each.parameter
+            regions.setdefault(each.name, []).append(each.held)
+        self._regions = {name: tuple(held) for name, held in regions.items()}
         return self._regions
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -106,15 +119,17 @@ class MegatronSource:
         told (`optimizer.reload_model_params()`). Raises ValueError, naming them, for names that are not the model's
         (at once), and for those of this rank that were missing (at the end); the model is then not whole.
         """
-        self._derive()
-        _require_memory(self._placed)
-        places: dict[str, list[PlacedRegion]] = {}
-        for each in self._placed:
-            places.setdefault(each.name, []).append(each)
+        places: dict[str, list[Held]] = {}
+        for each in _with_memory(self._placed()):
+            places.setdefault(each.name, []).append(each.held)
         shapes = {spec.name: spec.shape for spec in self._mapping.specs}
         aliases = {alias for spec in self._mapping.specs for alias in spec.aliases}
         missing = set(places)
-        self._zero_padding()
+        for model in self._models:
+            for name, parameter in model.named_parameters():
+                # Their padding; the rest is loaded next.
+                if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+                    parameter.detach().zero_()
         for name, tensor in tensors:
             if name in aliases:
                 continue
@@ -123,30 +138,23 @@ class MegatronSource:
             if tuple(tensor.shape) != shapes[name]:
                 raise ValueError(f"{name!r} is {list(tensor.shape)}, by the configuration it is {list(shapes[name])}")
             missing.discard(name)
-            _fill(places.get(name, ()), tensor)
+            for region, view in places.get(name, ()):
+                view.copy_(narrow(tensor.detach(), region))
         if missing:
             raise ValueError(f"{len(missing)} tensors of this rank were not given: {listed(sorted(missing))}")
 
-    @torch.no_grad()
-    def _zero_padding(self) -> None:
-        """Of the vocabulary: all of these parameters, since what is not padding is loaded next."""
-        for model in self._models:
-            for name, tensor in model.named_parameters():
-                if name.endswith(("word_embeddings.weight", "output_layer.weight")):
-                    tensor.zero_()
-
-    def _derive(self) -> None:
+    def _placed(self) -> list[PlacedRegion]:
+        """Every part that this rank holds now; changes are looked for from here on."""
+        self._regions = None
         self._watches = [TensorChangeDetector(model, with_buffers=True) for model in self._models]
-        self._placed = [each for model in self._models for each in self._mapping.placed(self._chunk(model))]
-
-    def _chunk(self, model: nn.Module) -> Chunk:
-        for name, parameter in model.named_parameters():
-            require_here(name, parameter)
-        named = ((name, _placeable(tensor)) for name, tensor in _tensors(model))
-        tensors = [(name, tensor) for name, tensor in named if self._mtp or not name.startswith("mtp.")]
-        decoder: Any = model.decoder
-        layers = [int(layer.layer_number) - 1 for layer in decoder.layers]
-        return Chunk(tensors, layers, bool(getattr(model, "pre_process", True)))
+        placed: list[PlacedRegion] = []
+        for model in self._models:
+            for name, parameter in model.named_parameters():
+                require_here(name, parameter)
+            tensors = [pair for pair in _tensors(model) if self._mtp or not pair[0].startswith("mtp.")]
+            layers = [int(layer.layer_number) - 1 for layer in model.decoder.layers]
+            placed += self._mapping.placed(Chunk(tensors, layers, bool(getattr(model, "pre_process", True))))
+        return placed
 
 
 def _inner(chunk: nn.Module) -> Any:
@@ -174,6 +182,24 @@ def _family(family: Family | str | None, model_type: str) -> Family:
     return FAMILIES[name]
 
 
+def _parallel_state() -> Parallel:
+    """This rank's place, as Megatron's own global state has it.
+
+    Raises ValueError where Megatron is missing, or its model parallel groups were not made.
+    """
+    try:
+        from megatron.core import parallel_state as state
+    except ImportError as exc:
+        raise ValueError("megatron.core can't be imported here: give this rank's place as `parallel`") from exc
+    if not state.model_parallel_is_initialized():
+        raise ValueError("Megatron's parallel_state is not initialized: call initialize_model_parallel first")
+    return Parallel(
+        tensor=Axis(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),
+        expert=Axis(state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size()),
+        expert_tensor=Axis(state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size()),
+    )
+
+
 def _require_same(megatron: Any, mapping: TensorMapping) -> None:
     """Shapes do not tell all: other heads and groups may make as many rows."""
     fields = _SAME_FIELDS | ({} if mapping.sizes["kv_rank"] else _ATTENTION_FIELDS)
@@ -189,31 +215,17 @@ def _require_same(megatron: Any, mapping: TensorMapping) -> None:
         raise ValueError(f"the Megatron model is not the one of hf_config: {'; '.join(problems)}")
 
 
-def _require_tying(model: Any, *, tied: bool) -> None:
-    shared = getattr(model, "share_embeddings_and_output_weights", None)
-    if shared is not None and bool(shared) != tied:
-        raise ValueError(
-            f"share_embeddings_and_output_weights is {shared}, but tie_word_embeddings of hf_config is {tied}: train "
-            "what you serve, or set the other one"
-        )
-
-
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, and the buffers that its state dict has."""
     for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield f"{prefix}.{name}" if prefix else name, parameter.detach()
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
-
-
-def _placeable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or one without data where its memory was taken away: torch makes no views of that."""
-    if tensor.is_meta or not tensor.numel() or tensor.untyped_storage().size():
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        saved = {n: buffer for n, buffer in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for name, tensor in (*module._parameters.items(), *saved.items()):
+            if tensor is None:
+                continue
+            if not tensor.is_meta and tensor.numel() and not tensor.untyped_storage().size():
+                # Its memory was taken away; torch makes no views of that.
+                tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            yield f"{prefix}.{name}" if prefix else name, tensor.detach()
 
 
 def _require_gathered(chunk: nn.Module) -> None:
@@ -229,32 +241,12 @@ def _require_gathered(chunk: nn.Module) -> None:
         module = module._modules.get("module")
 
 
-def _require_memory(placed: Iterable[PlacedRegion]) -> None:
+def _with_memory(placed: Iterable[PlacedRegion]) -> Iterator[PlacedRegion]:
+    """The same. Raises ValueError for a parameter without memory."""
     for each in placed:
         if each.held[1].is_meta:
             raise ValueError(
                 f"{each.parameter!r} has no memory here: it was offloaded, or is on the meta device. Bring the weights "
                 "back before publish; weights in host memory will do"
             )
-
-
-def _regions(placed: Iterable[PlacedRegion]) -> dict[str, tuple[Held, ...]]:
-    """Parts by name, what other stages own left out. Raises ValueError for a region that two parameters hold."""
-    regions: dict[str, list[Held]] = {}
-    owners: dict[tuple[str, Region], str] = {}
-    for each in placed:
-        if each.is_copy:
-            continue
-        key = (each.name, each.held[0])
-        if key in owners:
-            raise ValueError(f"{owners[key]!r} and {each.parameter!r} are both {each.name!r} of the checkpoint")
-        owners[key] = each.parameter
-        regions.setdefault(each.name, []).append(each.held)
-    return {name: tuple(held) for name, held in regions.items()}
-
-
-@torch.no_grad()
-def _fill(places: Iterable[PlacedRegion], tensor: torch.Tensor) -> None:
-    for each in places:
-        region, view = each.held
-        view.copy_(narrow(tensor, region))
+        yield each

@@ -1,106 +1,123 @@
-"""From a publisher's buckets to SGLang's: which tensor goes into which flattened bucket, and the copies that fill it.
+"""SGLang's flattened buckets: how tensors lie in one, and the copies that fill them from the publisher's buckets.
 
-SGLang takes whole tensors only, and lays a bucket out by itself from names and shapes. So a flattened bucket is filled
-from one or several of the publisher's, one copy on the way, and is full once the last of its tensors is whole.
-Invariant: flattened buckets are filled one after another, in the order of the publisher's.
+A flattened bucket is one uint8 tensor, its tensors one after another with nothing between them. SGLang takes whole
+tensors only; it finds their places by adding up sizes in the order of the names, and can't view a place that is no
+multiple of the element size. So a flattened bucket is filled from one or several of the publisher's, one copy on the
+way, and is full once the last of its tensors is whole. Invariants: a bucket has the wide dtypes first, so that every
+tensor is aligned however odd the narrow ones are; they are filled one after another, in the order of the publisher's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 
-from weightcast.format.bucket import Entry, Layout, narrow
-from weightcast.format.manifest import Manifest, TensorRecord, TensorSpec
+from weightcast.format.bucket import TORCH_DTYPES, Layout, narrow
+from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec
 from weightcast.host.copy import copy_all
-from weightcast.integrations.sglang.stock.flattened import FlatTensor, buckets, lay_out, view
 
+_NUM_SLOTS = 2
 _CAPACITY_BUCKETS = 8
 _CAPACITY_BYTES = 256 << 20
 """A request costs SGLang the same however little is in it: several of the publisher's buckets go into one of these."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FlatPart:
-    """A piece of the publisher's bucket, entry `entry`, and the tensor of the flattened bucket that it belongs to."""
+class FlatTensor:
+    """One tensor of a flattened bucket: bytes `start` to `end`."""
 
-    entry: int
-    place: FlatTensor
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor in the bucket `flat`."""
+        return flat[self.start : self.end].view(TORCH_DTYPES[self.dtype]).view(self.shape)
+
+
+def lay_out(specs: Iterable[TensorSpec]) -> list[FlatTensor]:
+    """The places of these tensors in a bucket of their own, in the order in which SGLang is to be told of them."""
+    ordered = sorted(specs, key=lambda spec: -ITEMSIZE_BYTES[spec.dtype])
+    ends = itertools.accumulate(spec.num_bytes for spec in ordered)
+    return [FlatTensor(s.name, s.dtype, s.shape, end - s.num_bytes, end) for s, end in zip(ordered, ends, strict=True)]
+
+
+def buckets(specs: Sequence[TensorSpec], capacity_bytes: int) -> Iterator[list[TensorSpec]]:
+    """The specs in order, cut into buckets of at most `capacity_bytes`; a larger tensor or load group has its own."""
+    groups: dict[str, list[TensorSpec]] = {}
+    for spec in specs:
+        groups.setdefault(spec.load_group, []).append(spec)
+    held: list[TensorSpec] = []
+    held_bytes = 0
+    for group in groups.values():
+        num_bytes = sum(spec.num_bytes for spec in group)
+        if held and held_bytes + num_bytes > capacity_bytes:
+            yield held
+            held, held_bytes = [], 0
+        held += group
+        held_bytes += num_bytes
+    if held:
+        yield held
 
 
 class FlatBuckets:
-    """The flattened buckets of a manifest. `names`: those of its aliases that the servers want as well.
+    """The flattened buckets of a manifest, which lie by turns in one or two slots that `allocate` makes.
 
-    `places[k]`: the tensors of bucket k, `sizes[k]` its bytes, `parts[i]`: what the publisher's bucket i brings, and
-    into which, in the order of these.
+    `names`: those of the manifest's aliases that the servers want as well. `places[k]`: the tensors of bucket k.
+    `parts[i]`: by the number of a flattened bucket, in order, what the publisher's bucket i brings for it: the index of
+    each entry, and the tensor that this is a piece of.
     """
 
-    def __init__(self, manifest: Manifest, names: Collection[str] = ()) -> None:
-        self.layout = Layout(manifest)
-        largest = max(manifest.max_bucket_bytes, min(_CAPACITY_BUCKETS * manifest.max_bucket_bytes, _CAPACITY_BYTES))
-        records = {name: record for record in _in_order(manifest) for name in _names(record, names)}
-        specs = [TensorSpec(name, r.dtype, r.shape, group=r.load_group) for name, r in records.items()]
-        self.places = [lay_out(held) for held in buckets(specs, largest)]
-        self.sizes = [max(place.end for place in places) for places in self.places]
+    def __init__(self, manifest: Manifest, names: Collection[str], allocate: Callable[[int], torch.Tensor]) -> None:
+        self.manifest = manifest
+        self.names = names
+        self._layout = Layout(manifest)
+        capacity = max(manifest.max_bucket_bytes, min(_CAPACITY_BUCKETS * manifest.max_bucket_bytes, _CAPACITY_BYTES))
+        # In the order in which they travel; tensors without elements first.
+        records = sorted(
+            manifest.tensors, key=lambda r: (r.pieces[0].bucket, r.pieces[0].offset_bytes) if r.pieces else (-1, 0)
+        )
+        sources = {name: r for r in records for name in r.names if name == r.name or name in names}
+        specs = [TensorSpec(name, r.dtype, r.shape, group=r.load_group) for name, r in sources.items()]
+        self.places = [lay_out(held) for held in buckets(specs, capacity)]
         homes: dict[str, list[tuple[int, FlatTensor]]] = {}
         for number, places in enumerate(self.places):
             for place in places:
-                homes.setdefault(records[place.name].name, []).append((number, place))
-        self.parts = [_parts(entries, homes) for entries in self.layout.entries]
-        order = [number for parts in self.parts for number, _ in parts]
+                homes.setdefault(sources[place.name].name, []).append((number, place))
+        self.parts: list[dict[int, list[tuple[int, FlatTensor]]]] = []
+        for entries in self._layout.entries:
+            parts: dict[int, list[tuple[int, FlatTensor]]] = {}
+            for index, entry in enumerate(entries):
+                for number, place in homes[entry.record.name]:
+                    parts.setdefault(number, []).append((index, place))
+            self.parts.append(dict(sorted(parts.items())))
+        order = [number for parts in self.parts for number in parts]
         assert order == sorted(order), "the plan brings a tensor after one of a later flattened bucket"
-
-    @property
-    def slot_bytes(self) -> int:
-        return max(self.sizes, default=0)
-
-
-def _in_order(manifest: Manifest) -> list[TensorRecord]:
-    """The records in the order in which they travel; those without elements first."""
-    return sorted(
-        manifest.tensors, key=lambda r: (r.pieces[0].bucket, r.pieces[0].offset_bytes) if r.pieces else (-1, 0)
-    )
-
-
-def _names(record: TensorRecord, wanted: Collection[str]) -> list[str]:
-    return [record.name, *(alias for alias in record.aliases if alias in wanted)]
-
-
-def _parts(
-    entries: Sequence[Entry], homes: dict[str, list[tuple[int, FlatTensor]]]
-) -> list[tuple[int, list[FlatPart]]]:
-    held: dict[int, list[FlatPart]] = {}
-    for index, entry in enumerate(entries):
-        for number, place in homes[entry.record.name]:
-            held.setdefault(number, []).append(FlatPart(index, place))
-    return sorted(held.items())
-
-
-class Filler:
-    """Copies the publisher's buckets into flattened ones, which lie in `slots` by turns."""
-
-    def __init__(self, flat: FlatBuckets, slots: Sequence[torch.Tensor]) -> None:
-        self.flat = flat
-        self.slots = slots
+        self._sizes = [places[-1].end for places in self.places]
+        slot_bytes = max(self._sizes, default=0)
+        self._slots = [allocate(slot_bytes) for _ in self.places[:_NUM_SLOTS]]
         self._targets: dict[tuple[int, int], list[torch.Tensor]] = {}
 
-    def slot(self, number: int) -> torch.Tensor:
+    def bucket(self, number: int) -> torch.Tensor:
         """Where flattened bucket `number` lies."""
-        return self.slots[number % len(self.slots)][: self.flat.sizes[number]]
-
-    def brings(self, index: int) -> Iterator[tuple[int, list[FlatPart]]]:
-        """Which flattened buckets the publisher's bucket `index` has something of, in order."""
-        yield from self.flat.parts[index]
+        return self._slots[number % len(self._slots)][: self._sizes[number]]
 
     @torch.no_grad()
-    def copy(self, index: int, buffer: torch.Tensor, number: int, parts: Sequence[FlatPart]) -> None:
-        """Copy these parts of the publisher's bucket `index`, packed in `buffer`. On a GPU this is only queued."""
-        entries, views = self.flat.layout.entries[index], self.flat.layout.views(index, buffer)
-        targets = self._targets.get((index, number))
+    def fill(self, number: int, index: int, buffer: torch.Tensor) -> None:
+        """Copy what the publisher's bucket `index`, packed in `buffer`, brings for it. On a GPU this is only queued."""
+        parts, entries, views = (
+            self.parts[index][number],
+            self._layout.entries[index],
+            self._layout.views(index, buffer),
+        )
+        targets = self._targets.get((number, index))
         if targets is None:
-            slot = self.slot(number)
-            targets = [narrow(view(slot, part.place), entries[part.entry].piece.region) for part in parts]
-            self._targets[index, number] = targets
-        copy_all(targets, [views[part.entry] for part in parts])
+            flat = self.bucket(number)
+            targets = [narrow(place.view(flat), entries[entry].piece.region) for entry, place in parts]
+            self._targets[number, index] = targets
+        copy_all(targets, [views[entry] for entry, _ in parts])

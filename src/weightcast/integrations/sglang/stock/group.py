@@ -9,22 +9,40 @@ once. The watchdog process shares the store's port and does the same if this pro
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import stat
 import struct
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
 
 import torch
-from torch.distributed import PrefixStore, Work  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from weightcast.errors import PeerDiedError, PeerTimeoutError, WeightcastError, detached
 from weightcast.host.closing import close_in_child
+from weightcast.host.deadline import Deadline
 from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import ProcessGroup, Store, in_background, serve_shared_store, translated, wait
 
 _POLL_SECONDS = 0.0002
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _without_traceback(call: Callable[P, None]) -> Callable[P, None]:
+    """Raise its errors as copies: a traceback would keep the group, and with it every member that waits in it."""
+
+    @functools.wraps(call)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            return call(*args, **kwargs)
+        except WeightcastError as exc:
+            error = detached(exc)
+        raise error
+
+    return wrapped
 
 
 class StockGroup:
@@ -50,73 +68,48 @@ class StockGroup:
         self._sockets = close_in_child(_Sockets(self.port))
         self._group: ProcessGroup | None = None
 
+    @_without_traceback
     def connect(self) -> None:
         """Blocks until all members are there, at most for the deadline. Raises PeerError."""
-        error = self._connect()
-        if error is not None:
-            raise error
-
-    def broadcast(self, flat: torch.Tensor) -> None:
-        """Send `flat` to every member; blocks until it has gone, at most for the deadline. Raises PeerError."""
-        error = self._broadcast(flat)
-        if error is not None:
-            raise error
-
-    def _connect(self) -> WeightcastError | None:
-        """What went wrong, as a copy: a traceback would keep the group, and with it whoever waits for it."""
-        store: Store = self._store
-        try:
-            if store is None:
-                raise PeerDiedError(f"the group {self.name} was cut")
-            if self.backend == "gloo":
-                self._await_members(store)
-            # No device: with NCCL the members connect at their first broadcast, and nobody may wait for them before.
-            self._group = ProcessGroup(
-                self.backend,
-                store,
-                rank=0,
-                size=self.size,
-                timeout_seconds=self._deadline_seconds,
-                host=self.host if self.backend == "gloo" else "",
-            )
-        except WeightcastError as exc:
-            return detached(exc)
+        store = self._require(self._store)
+        if self.backend == "gloo":
+            # The watchdog knows every member before one of them can wait for a connection of ours.
+            members: list[bytes] = []
+            for rank in range(1, self.size):
+                with translated(f"rank {rank} of the group {self.name}"):
+                    members.append(store.get(_key(rank)))
+            self._sockets.addresses = members
+            self._watchdog.joining(self.name, members)
+        # No device: with NCCL the members connect at their first broadcast, and nobody may wait for them before.
+        self._group = ProcessGroup(
+            self.backend,
+            store,
+            rank=0,
+            size=self.size,
+            timeout_seconds=self._deadline_seconds,
+            host=self.host if self.backend == "gloo" else "",
+        )
         if self._store is None:
             self.cut()
-        return None
 
-    def _await_members(self, store: Store) -> None:
-        """Have the watchdog know every member before one of them can wait for a connection of ours."""
-        members: list[bytes] = []
-        for rank in range(1, self.size):
-            with translated(f"rank {rank} of the group {self.name}"):
-                members.append(store.get(_key(rank)))
-        self._sockets.addresses = members
-        self._watchdog.joining(self.name, members)
+    @_without_traceback
+    def broadcast(self, flat: torch.Tensor) -> None:
+        """Send `flat` to every member; blocks until it has gone, at most for the deadline. Raises PeerError."""
+        work = self._require(self._group).broadcast(flat, root=0)
+        if not flat.is_cuda:
+            wait(work)
+            return
+        # NCCL's own wait has no deadline on the host.
+        for _ in Deadline(self._deadline_seconds).polls(_POLL_SECONDS, _POLL_SECONDS):
+            if work.is_completed():
+                return
+            self._require(self._group)
+        raise PeerTimeoutError(f"a broadcast in {self.name} was not over within {self._deadline_seconds:g} s")
 
-    def _broadcast(self, flat: torch.Tensor) -> WeightcastError | None:
-        group = self._group
-        try:
-            if group is None:
-                raise PeerDiedError(f"the group {self.name} was cut")
-            work = group.broadcast(flat, root=0)
-            if flat.is_cuda:
-                self._poll(work)
-            else:
-                wait(work)
-        except WeightcastError as exc:
-            return detached(exc)
-        return None
-
-    def _poll(self, work: Work) -> None:
-        """NCCL's own wait has no deadline on the host."""
-        end = time.monotonic() + self._deadline_seconds
-        while not work.is_completed():
-            if self._group is None:
-                raise PeerDiedError(f"the group {self.name} was cut")
-            if time.monotonic() > end:
-                raise PeerTimeoutError(f"a broadcast in {self.name} was not over within {self._deadline_seconds:g} s")
-            time.sleep(_POLL_SECONDS)
+    def _require(self, part: T | None) -> T:
+        if part is None:
+            raise PeerDiedError(f"the group {self.name} was cut")
+        return part
 
     def cut(self) -> None:
         """End the group at once: whoever waits in it is woken, and who joins it later fails until `end`. Idempotent."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from weightcast.checkpoint.files import UnfinishedDirectory, write_tensors
-from weightcast.integrations.sglang.stock.flattened import FlatTensor, view
+from weightcast.integrations.sglang.stock.buckets import FlatTensor
 from weightcast.integrations.sglang.stock.server import Servers
 from weightcast.seams.client import SenderContext
 
@@ -23,7 +23,7 @@ _NUM_KEPT = 2
 
 
 class DiskRoute:
-    """`file:///dir`: implements `stock_sender.Route`. The servers must see the directory under the same path."""
+    """`file:///dir`: implements `sender.Route`. The servers must see the directory under the same path."""
 
     is_staged = True
 
@@ -40,7 +40,7 @@ class DiskRoute:
 
     def open(self, servers: Servers, version: int) -> None:
         """Begin a directory."""
-        self._discard()
+        self.close(servers)
         self._target = self._folder / f"{self._run[:12]}-{version}"
         self._writing = UnfinishedDirectory(self._target)
         self._num_files = 0
@@ -50,23 +50,18 @@ class DiskRoute:
         assert self._writing is not None
         self._num_files += 1
         file = self._writing.path / f"model-{self._num_files:05d}.safetensors"
-        write_tensors(file, {place.name: view(flat, place) for place in places})
+        write_tensors(file, {place.name: place.view(flat) for place in places})
         if is_last:
             self._writing.finish()
             self._writing = None
-            self._prune()
+            versions = (path for path in self._folder.iterdir() if not path.name.startswith("."))
+            for path in sorted(versions, key=lambda path: path.stat().st_mtime)[:-_NUM_KEPT]:
+                shutil.rmtree(path, ignore_errors=True)
             for server in servers.living:
                 server.directory = str(self._target)
 
-    def _prune(self) -> None:
-        versions = (path for path in self._folder.iterdir() if not path.name.startswith("."))
-        for path in sorted(versions, key=lambda path: path.stat().st_mtime)[:-_NUM_KEPT]:
-            shutil.rmtree(path, ignore_errors=True)
-
-    def _discard(self) -> None:
+    def close(self, servers: Servers) -> None:
+        """Discard a directory that is not whole."""
         if self._writing is not None:
             self._writing.discard()
             self._writing = None
-
-    def close(self, servers: Servers) -> None:
-        self._discard()

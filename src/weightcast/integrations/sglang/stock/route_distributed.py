@@ -18,7 +18,7 @@ import torch
 
 from weightcast import registry
 from weightcast.errors import ControlError, PeerDiedError, UnsupportedError
-from weightcast.integrations.sglang.stock.flattened import FlatTensor
+from weightcast.integrations.sglang.stock.buckets import FlatTensor
 from weightcast.integrations.sglang.stock.group import StockGroup
 from weightcast.integrations.sglang.stock.server import MAX_PARALLEL, Servers, SglangStockServer
 from weightcast.process_group import require
@@ -30,7 +30,7 @@ _OF_GROUPS = ("Failed to receive weights", "Failed to initialize custom process 
 
 
 class DistributedRoute:
-    """`gloo://` and `nccl://`: implements `stock_sender.Route`."""
+    """`gloo://` and `nccl://`: implements `sender.Route`."""
 
     is_staged = False
 

@@ -14,7 +14,7 @@ import msgspec
 
 from weightcast.control.client import HttpRoutes
 from weightcast.errors import ControlError
-from weightcast.integrations.sglang.stock.flattened import FlatTensor
+from weightcast.integrations.sglang.stock.buckets import FlatTensor
 
 SglangPause: TypeAlias = Literal["retract", "abort"]
 _FLATTENED = "flattened_bucket"
@@ -26,7 +26,6 @@ class ModelInfo(msgspec.Struct):
 
     model_path: str
     weight_version: str
-    is_generation: bool = True
 
 
 class ServerInfo(msgspec.Struct):
@@ -63,9 +62,6 @@ class SglangRoutes:
 
     def model_info(self) -> ModelInfo:
         return self._routes.get("/model_info", ModelInfo)
-
-    def server_info(self) -> ServerInfo:
-        return self._routes.get("/server_info", ServerInfo)
 
     def checksums(self) -> Checksums:
         """Of the weights as they are now, all ranks. Reads every weight once."""

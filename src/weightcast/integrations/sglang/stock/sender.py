@@ -16,15 +16,13 @@ from weightcast import registry
 from weightcast.errors import ClosedError, UnsupportedError, UpdateAbortedError, WeightcastError
 from weightcast.format.bucket import slot_size_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.integrations.sglang.stock.buckets import Filler, FlatBuckets
-from weightcast.integrations.sglang.stock.flattened import FlatTensor
+from weightcast.integrations.sglang.stock.buckets import FlatBuckets, FlatTensor
 from weightcast.integrations.sglang.stock.route_disk import DiskRoute
 from weightcast.integrations.sglang.stock.route_distributed import DistributedRoute
 from weightcast.integrations.sglang.stock.route_tensor import TensorRoute
 from weightcast.integrations.sglang.stock.server import MAX_PARALLEL, Servers, SglangStockServer
 from weightcast.seams.client import SenderContext
 
-_NUM_SLOTS = 2
 _ROUTES: Mapping[str, Any] = {
     "gloo": DistributedRoute,
     "nccl": DistributedRoute,
@@ -65,8 +63,7 @@ class StockSender:
         self._pool = ThreadPoolExecutor(max_workers=MAX_PARALLEL, thread_name_prefix="weightcast-sglang")
         self._shipper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-ship")
         self._servers = Servers((), self._pool)
-        self._filler: Filler | None = None
-        self._plan_key: object = None
+        self._flat: FlatBuckets | None = None
         self._buffer: torch.Tensor | None = None
         self._flight: Future[None] | None = None
         self._current = -1
@@ -92,40 +89,29 @@ class StockSender:
         self.abort("the publisher began another update")
         self._servers = Servers((self._known[name] for name in peers), self._pool)
         names = frozenset(name for server in self._servers.living for name in server.wanted_names)
-        self._ready_filler(manifest, names)
+        if self._flat is None or (self._flat.manifest, self._flat.names) != (manifest, names):
+            self._flat = self._buffer = None
+            self._buffer = torch.empty(slot_size_bytes(manifest), dtype=torch.uint8, device=self._route.device)
+            self._flat = FlatBuckets(manifest, names, self._route.allocate)
         self._route.open(self._servers, version.number)
         if not self._route.is_staged:
             self._servers.each(SglangStockServer.begin)
         self._current, self._is_open = -1, True
 
-    def _ready_filler(self, manifest: Manifest, names: frozenset[str]) -> None:
-        if self._filler is not None and self._plan_key == (manifest, names):
-            return
-        flat = FlatBuckets(manifest, names)
-        self._filler = None
-        self._filler = Filler(
-            flat, [self._route.allocate(flat.slot_bytes) for _ in range(min(_NUM_SLOTS, len(flat.sizes)))]
-        )
-        self._buffer = torch.empty(slot_size_bytes(manifest), dtype=torch.uint8, device=self._route.device)
-        self._plan_key = (manifest, names)
-
     def buffer(self, index: int) -> torch.Tensor:
         """Where the publisher's bucket is to be packed: the same for all, since `send` copies it on."""
-        self._require_open()
-        assert self._buffer is not None
-        return self._buffer
+        return self._require_open()[1]
 
     def send(self, index: int) -> int:
         """Copy the bucket on, and ship what is full. The last waits until every server has all of it."""
-        filler = self._require_open()
-        assert self._buffer is not None
-        for number, parts in filler.brings(index):
+        flat, buffer = self._require_open()
+        for number in flat.parts[index]:
             while self._current < number:
                 self._ship(self._current)
                 self._current += 1
-            filler.copy(index, self._buffer, number, parts)
-        if index + 1 == len(filler.flat.parts):
-            for number in range(self._current, len(filler.flat.sizes)):
+            flat.fill(number, index, buffer)
+        if index + 1 == len(flat.parts):
+            for number in range(self._current, len(flat.places)):
                 self._ship(number)
             self._land()
             for server in self._servers.living:
@@ -137,13 +123,17 @@ class StockSender:
         self._land()
         if number < 0 or not self._servers.living:
             return
-        filler, ready = self._require_open(), _queued(self._route.device)
-        places, is_last = filler.flat.places[number], number + 1 == len(filler.flat.sizes)
+        flat, _ = self._require_open()
+        queued: Any = None
+        if self._route.device.type != "cpu":
+            queued = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            queued.record(torch.cuda.current_stream(self._route.device))
 
         def ship() -> None:
-            if ready is not None:
-                ready.synchronize()
-            self._route.ship(self._servers, places, filler.slot(number), is_last=is_last)
+            if queued is not None:
+                queued.synchronize()
+            is_last = number + 1 == len(flat.places)
+            self._route.ship(self._servers, flat.places[number], flat.bucket(number), is_last=is_last)
 
         self._flight = self._shipper.submit(ship)
 
@@ -172,18 +162,9 @@ class StockSender:
         self._route.close(self._servers)
         self._shipper.shutdown()
         self._pool.shutdown()
-        self._filler = self._buffer = None
+        self._flat = self._buffer = None
 
-    def _require_open(self) -> Filler:
-        if not self._is_open or self._filler is None:
+    def _require_open(self) -> tuple[FlatBuckets, torch.Tensor]:
+        if not self._is_open or self._flat is None or self._buffer is None:
             raise UpdateAbortedError("no update is open: it was aborted, or open() was not called")
-        return self._filler
-
-
-def _queued(device: torch.device) -> Any:
-    """On a GPU: an event that says when what was queued until now is done."""
-    if device.type == "cpu":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
+        return self._flat, self._buffer

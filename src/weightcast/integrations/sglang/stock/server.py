@@ -1,10 +1,11 @@
 """A stock SGLang server as an engine of a fleet: no code of ours on its side, only its own routes.
 
-What stock SGLang does not do for itself is done here, as far as a client can. Invariants: nothing is sent that the
+What stock SGLang does not do for itself is done here, as far as a client can. SGLang drops names that it does not
+know, does not notice what is missing, and may end its process over a wrong shape. Invariants: nothing is sent that the
 server's checkpoint does not have in that very shape; before the first byte the server is labelled as incomplete, so
-that no answer ever carries a version that is not whole, whoever resumes it; a version is its label only when every
-bucket was loaded and the session has ended; a server whose weights are of no whole version is not resumed, and the
-next complete update heals it.
+that no answer ever carries a version that is not whole, even if somebody else resumes the server; a version is its
+label only when every bucket was loaded and the session has ended; a server whose weights are of no whole version is not
+resumed, and the next complete update heals it.
 """
 
 from __future__ import annotations
@@ -21,23 +22,50 @@ import msgspec
 
 from weightcast.errors import (
     ControlError,
+    IncompatibleWeightsError,
     IncompleteUpdateError,
     InstallError,
     UnsupportedError,
     WeightcastError,
     detached,
+    listed,
 )
+from weightcast.format.manifest import Manifest, TensorSpec
 from weightcast.format.messages import InitInfo, Offer, UpdateInfo, WeightInfo
-from weightcast.integrations.sglang.stock.acceptance import CheckpointAcceptance, acceptance
+from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.sglang.stock.routes import Checksums, ModelInfo, ServerInfo, SglangPause, SglangRoutes
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import ClientSender, EngineClient, Fingerprint, SenderContext, ServesTraffic
+from weightcast.serving.load_plan import compare_specs
 
 INCOMPLETE = "incomplete, was "
 MAX_PARALLEL = 64
 """How many servers are called at once."""
 _encode = msgspec.json.encode
 logger = logging.getLogger(__name__)
+
+
+class CheckpointAcceptance:
+    """Holds offers against the tensors that a server has, or else against the first complete offer.
+
+    `held`: the header of its checkpoint, if this host can read that (a directory, or a repository in the local cache of
+    the hub). `dtype`: the one that the server computes in, which is taken as well.
+    """
+
+    def __init__(self, held: Sequence[TensorSpec] | None, dtype: str) -> None:
+        self.held = held
+        self._dtype = dtype
+
+    def accept(self, manifest: Manifest) -> None:
+        """Raises IncompatibleWeightsError, naming every tensor that is unknown, missing or of another form."""
+        offered = [record.spec for record in manifest.tensors]
+        if self.held is None:
+            self.held = offered
+            return
+        problems = compare_specs(offered, self.held, can_cast=lambda offered, held: offered == self._dtype)
+        if problems:
+            shown = listed(problems)
+            raise IncompatibleWeightsError(f"{len(problems)} tensors do not fit this SGLang server: {shown}", problems)
 
 
 class ServerSender(ClientSender, Protocol):
@@ -72,7 +100,9 @@ class SglangStockServer(EngineClient, ServesTraffic):
         self._server = server
         self._pause_mode: SglangPause = pause
         self._sender_type = sender_type
-        self._acceptance: CheckpointAcceptance = acceptance(model.model_path, server.dtype)
+        # Warns in the log if the checkpoint can't be read here.
+        held = reference(model.model_path, revision=None, cache_dir=None)
+        self._acceptance = CheckpointAcceptance(held, server.dtype)
         self._label = model.weight_version
         self._run = self._version_run = ""
         self._known_manifest = ""
@@ -83,17 +113,18 @@ class SglangStockServer(EngineClient, ServesTraffic):
     @property
     def wanted_names(self) -> frozenset[str]:
         """Names that the server's own checkpoint has; of tied tensors each of them is to be sent."""
-        return self._acceptance.names
+        return frozenset(spec.name for spec in self._acceptance.held or ())
 
     # --- control ---
 
     def info(self) -> WeightInfo:
         """`weight_version` is SGLang's label. No worker of ours is there to connect a link: `world_size` is 0."""
         label = self.routes.model_info().weight_version
-        if label != self._label:
-            # Somebody else has been here, or it was started anew.
-            self._forget(label)
         is_incomplete = label.startswith(INCOMPLETE)
+        if label != self._label:
+            # Another client has updated the server, or it was started again.
+            self._label, self._version_run, self._checksums = label, "", None
+            self._is_torn, self._in_session = is_incomplete, False
         return WeightInfo(
             weight_version=label.removeprefix(INCOMPLETE),
             run=self._version_run,
@@ -101,11 +132,6 @@ class SglangStockServer(EngineClient, ServesTraffic):
             world_size=0,
             abilities=("streaming",),
         )
-
-    def _forget(self, label: str) -> None:
-        self._label, self._version_run, self._checksums = label, "", None
-        self._is_torn = label.startswith(INCOMPLETE)
-        self._in_session = False
 
     def init(self, info: InitInfo) -> None:
         """Stock SGLang knows no holders: two publishers of one server are not kept apart."""
@@ -167,9 +193,7 @@ class SglangStockServer(EngineClient, ServesTraffic):
         if self.directory:
             self._mark()
             self.routes.load_directory(self.directory)
-        if self._in_session:
-            self.routes.end()
-            self._in_session = False
+        self._end_session()
         checksums = self.routes.checksums()
         mixed = _mixed(self._checksums, checksums)
         if mixed:
@@ -180,22 +204,21 @@ class SglangStockServer(EngineClient, ServesTraffic):
 
     def resume(self, run: str) -> None:
         """End the session and have it serve; but not if it holds no whole version."""
+        self._end_session()
+        if self._is_torn:
+            if self._checksums is None or self.routes.checksums() != self._checksums:
+                logger.warning("%s stays paused until a complete update heals it: it holds no whole version", self.name)
+                return
+            # It still holds the former version, unharmed.
+            label = self._label.removeprefix(INCOMPLETE)
+            self.routes.set_version(label)
+            self._label, self._is_torn = label, False
+        self.routes.resume()
+
+    def _end_session(self) -> None:
         if self._in_session:
             self.routes.end()
             self._in_session = False
-        if self._is_torn and not self._is_as_before():
-            logger.warning("%s stays paused until a complete update heals it: it holds no whole version", self.name)
-            return
-        self.routes.resume()
-
-    def _is_as_before(self) -> bool:
-        """Whether it still holds the former version, unharmed; it is then labelled so again."""
-        if self._checksums is None or self.routes.checksums() != self._checksums:
-            return False
-        label = self._label.removeprefix(INCOMPLETE)
-        self.routes.set_version(label)
-        self._label, self._is_torn = label, False
-        return True
 
     def recovery_requests(self, run: str) -> list[RecoveryRequest]:
         """End the session; if the weights are those of the former version, say so again and resume, else leave it."""
@@ -242,15 +265,15 @@ class SglangStockServer(EngineClient, ServesTraffic):
 
 def _mixed(before: Checksums | None, after: Checksums) -> str:
     """A parameter that all ranks held alike before, and not now: one rank has loaded what another has not."""
+
+    def is_alike(checksums: Checksums, name: str) -> bool:
+        return len({rank.checksums.get(name) for rank in checksums.ranks}) == 1
+
     if before is None or len(after.ranks) < 2 or len(before.ranks) != len(after.ranks):
         return ""
     return next(
-        (name for name in before.ranks[0].checksums if _is_alike(before, name) and not _is_alike(after, name)), ""
+        (name for name in before.ranks[0].checksums if is_alike(before, name) and not is_alike(after, name)), ""
     )
-
-
-def _is_alike(checksums: Checksums, name: str) -> bool:
-    return len({rank.checksums.get(name) for rank in checksums.ranks}) == 1
 
 
 class Servers:
@@ -267,9 +290,5 @@ class Servers:
         for future, server in calls:
             error = future.exception()
             if error is not None:
-                self.drop(server, error)
-
-    def drop(self, server: SglangStockServer, error: BaseException) -> None:
-        """Leave it out, for this reason: a copy, whose traceback keeps nothing."""
-        self.failures.setdefault(server.name, detached(error))
-        self.living = [other for other in self.living if other is not server]
+                self.failures[server.name] = detached(error)
+                self.living = [other for other in self.living if other is not server]
