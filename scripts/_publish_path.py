@@ -20,6 +20,7 @@ import torch
 import weightcast
 
 PACKAGE = Path(weightcast.__file__).parent
+MAX_FRAMES, MAX_FILES = 14, 30
 
 
 class Recorder:
@@ -85,6 +86,8 @@ def main() -> None:
     files = sorted(str(Path(file).relative_to(PACKAGE)) for file in recorder.files)
     print(f"{len(frames)} frames from publish() to Engine.commit")
     print(f"{len(files)} files: {' '.join(files)}")
+    if len(frames) > MAX_FRAMES or len(files) > MAX_FILES:
+        sys.exit(f"the limits are {MAX_FRAMES} frames and {MAX_FILES} files")
 
 
 if __name__ == "__main__":
