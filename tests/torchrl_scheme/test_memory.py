@@ -158,6 +158,6 @@ def test_memory_is_bounded_over_models_of_different_sizes(tmp_path: Path) -> Non
         assert receiver.poll_and_apply(timeout=0)
     assert taken.num_whole == 5
     ring = sender._transport._publisher._connections.sender._ring  # type: ignore[union-attr]
-    assert len(ring) <= 3 * (THREADED_BUCKET_BYTES + 4096)
+    assert ring.size_bytes <= 3 * (THREADED_BUCKET_BYTES + 4096)
     receiver.close()
     sender.close()
