@@ -187,8 +187,8 @@ class Worker:
                 update = self._current(session, number)
                 try:
                     seconds = update.install()
-                except WeightcastError as exc:
-                    # A caller that asks too early is told so alone: the update goes on.
+                except Exception as exc:
+                    # A caller that asks too early gets the error alone: the update goes on.
                     if update.state is State.ABORTED:
                         session.send(Failed(number, to_record(exc)))
                     raise
