@@ -49,7 +49,7 @@ class PublisherSession:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether its publisher has let go, noticed or not yet, and nothing of it is being installed."""
+        """Whether its publisher has gone, noticed or not yet, and nothing of it is being installed."""
         return self._has_lost_its_publisher and not (self.update is not None and self.update.is_writing)
 
     @property
