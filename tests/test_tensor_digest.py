@@ -198,6 +198,9 @@ def test_wrong_arguments() -> None:
             tensor_digest(tensor, region, (4, 3))
     with pytest.raises(ValueError, match="not a tensor digest"):
         add("12", ZERO)
+    for digest in (" " * 16 + "0" * 16, "x" * 32, "_".join("0" * 16) + "0"):
+        with pytest.raises(ValueError, match="not a tensor digest"):
+            add(ZERO, digest)
 
 
 @pytest.mark.gpu

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from weightcast.engines.module import ModuleEngine
 from weightcast.errors import (
     IncompatibleWeightsError,
     InstallError,
+    InsufficientMemoryError,
     IntegrityError,
     ManifestError,
     PeerTimeoutError,
@@ -24,7 +27,7 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import WeightVersion
 from weightcast.serving.follower import Follower, follow
-from weightcast.store import reading
+from weightcast.store import files, reading
 from weightcast.store.reading import StoreReader
 
 
@@ -310,3 +313,37 @@ def test_a_manifest_that_lies_is_refused(tmp_path: Path) -> None:
     (tmp_path / "current.json").write_bytes(seal(Commit(FORMAT, stored)))
     with Follower(url(tmp_path), Holder()) as follower, pytest.raises(ManifestError, match=r"\[size\]"):
         follower.poll()
+
+
+def test_a_file_that_is_stale_when_it_is_opened_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = tmp_path / "current.json", os.open
+    path.write_bytes(b"{}")
+    errors = [OSError(errno.ESTALE, "Stale file handle", str(path))]
+
+    def stale(*args: Any) -> int:
+        if errors:
+            raise errors.pop()
+        return opened(*args)
+
+    monkeypatch.setattr(files.os, "open", stale)
+    assert files.read_file(path, 100) == b"{}"
+    errors += [OSError(errno.ESTALE, "Stale file handle", str(path)) for _ in range(100)]
+    with pytest.raises(IntegrityError, match="went stale"):
+        files.read_file(path, 100)
+
+
+def test_a_full_disk_is_the_error_though_nothing_can_be_cleaned_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(number: int) -> Any:
+        def raise_it(*_: Any, **__: Any) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return raise_it
+
+    monkeypatch.setattr(files.os, "replace", fail(errno.ENOSPC))
+    monkeypatch.setattr(Path, "unlink", fail(errno.EIO))
+    with pytest.raises(InsufficientMemoryError, match="no room for"):
+        files.replace_file(tmp_path / "current.json", b"{}")

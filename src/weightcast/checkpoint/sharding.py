@@ -105,7 +105,7 @@ class Blocks:
         self._of_storage: dict[int, Block] = {}
 
     def standin(self, key: Hashable, make: Callable[[], Block]) -> torch.Tensor:
-        """The same one for the same key: tied parameters are told by it, since empty shards have no memory."""
+        """The same one for the same key: tied parameters are known by it, since empty shards have no memory."""
         if key not in self._of_key:
             added = make()
             self._of_key[key] = self._of_storage[added.standin.untyped_storage()._cdata] = added

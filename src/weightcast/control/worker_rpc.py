@@ -34,7 +34,7 @@ class UpdateCall(msgspec.Struct, frozen=True, tag="update", tag_field="call"):
 
 
 class Install(msgspec.Struct, frozen=True, tag="install", tag_field="call"):
-    """Install the sealed version, on all ranks of the engine or on none. The engine stands still.
+    """Install the sealed version, on all ranks of the engine or on none. The engine is paused.
 
     `world_size`: number of ranks called, over all data-parallel engines. If that is more than one engine, the install
     is provisional until `Settle`, and torn until then. `keep`: it is one engine; commit at once.

@@ -222,11 +222,11 @@ def check_trailer(buffer: torch.Tensor, num_bytes: int, version: WeightVersion, 
     found = (magic, run.hex(), number, found_index, length)
     expected = (TRAILER_MAGIC, version.run, version.number, index, num_bytes)
     if found != expected:
-        told, wanted = (
+        said, wanted = (
             f"{magic!r} run {run[:8]} version {number} bucket {index} of {length} bytes"
             for magic, run, number, index, length in (found, expected)
         )
-        raise IntegrityError(f"bucket {index}: its trailer says {told}, expected {wanted}")
+        raise IntegrityError(f"bucket {index}: its trailer says {said}, expected {wanted}")
     actual = payload_digest(buffer[:num_bytes], kind)
     if actual != digest:
         raise IntegrityError(

@@ -19,6 +19,7 @@ not part of it: compare them first.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ def tensor_digest(tensor: torch.Tensor, region: Region | None = None, shape: Seq
 def add(a: str, b: str) -> str:
     """The digest of two disjoint parts of a tensor together. Raises ValueError for what is not a digest."""
     for digest in (a, b):
-        if len(digest) != 32:
+        if re.fullmatch("[0-9a-fA-F]{32}", digest) is None:
             raise ValueError(f"{digest!r} is not a tensor digest: expected 32 hex digits")
     first, second = (np.frombuffer(bytes.fromhex(digest), dtype=">u8") for digest in (a, b))
     return _hex(first + second)

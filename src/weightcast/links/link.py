@@ -268,7 +268,7 @@ class Link:
         return messages
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send one small message, without waiting. A worker that has no room for it has stood still: the link ends."""
+        """Send one small message, without waiting. A worker that has no room for it reads no more: the link ends."""
         if not self.put(frame(message)):
             self.end("it takes no messages")
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 class Followed(msgspec.Struct, frozen=True):
     """A version that the engine serves now.
 
-    `seconds`: from finding it until it served; `install_seconds`: how long the engine stood still; `lag_seconds`: from
+    `seconds`: from finding it until it served; `install_seconds`: how long the engine was paused; `lag_seconds`: from
     its commit until it served, by the clocks of both hosts.
     """
 
@@ -135,7 +135,7 @@ class Follower:
             self._load_plan.layout.forget_views()
 
     def close(self) -> None:
-        """Let go of the store; a poll that is under way fails. Idempotent, from any thread."""
+        """Close the store; a poll that is under way fails. Idempotent, from any thread."""
         self._receiver.close()
         if self._load_plan is not None:
             self._load_plan.layout.forget_views()

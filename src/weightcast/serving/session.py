@@ -49,7 +49,7 @@ class PublisherSession:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether its publisher has let go, noticed or not yet, and nothing of it is being installed."""
+        """Whether its publisher has gone, noticed or not yet, and nothing of it is being installed."""
         return self._has_lost_its_publisher and not (self.update is not None and self.update.is_writing)
 
     @property
@@ -94,7 +94,7 @@ class PublisherSession:
 
     def _connect(self) -> None:
         info, rank = self.info, self._engine_rank
-        failure = ""
+        failure: str | None = None
         try:
             # The receiver first: a hello on the link means that this worker is ready for an offer.
             self.receiver = registry.transport(info.transport).receiver(
@@ -114,7 +114,7 @@ class PublisherSession:
         except Exception as exc:
             failure = str(exc) if isinstance(exc, WeightcastError) else f"{type(exc).__name__}: {exc}"
             logger.warning("the publisher of run %s could not be reached: %s", info.run[:8], exc)
-        if failure:
+        if failure is not None:
             self._on_end(self, f"its publisher could not be reached: {failure}")
         self._connected.set()
         if self.ended is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,8 @@ from weightcast.host.closing import on_failure
 from weightcast.seams.engine import Undoable
 from weightcast.seams.transport import Bucket, Receiver
 from weightcast.serving.load_plan import LoadPlan
+
+logger = logging.getLogger(__name__)
 
 
 class State(enum.Enum):
@@ -256,15 +259,16 @@ class Update:
 
     def _go_back(self, reason: str) -> bool:
         """Undo what was written; without an undo copy the engine is torn. True if a whole version is there."""
-        self._engine.discard()
-        if not self._touched:
-            return True
-        if self._restore is not None:
-            try:
+        try:
+            self._engine.discard()
+            if self._restore is not None:
                 self._restore()
                 return True
-            except Exception as exc:
-                reason = f"{reason}; restoring the former version failed too: {exc}"
+        except Exception as exc:
+            reason = f"{reason}; restoring the former version failed too: {exc}"
+            logger.warning("%s", reason)
+        if not self._touched:
+            return True
         self._gate.tear(f"{reason}; publish a complete update to heal this engine")
         return False
 
@@ -272,8 +276,10 @@ class Update:
         self._buckets.clear()
         if self.state is not State.INSTALLED or not self._settles:
             self._restore = None
-        self._receiver.end()
-        self._gate.end_writing(self._writer)
+        try:
+            self._receiver.end()
+        finally:
+            self._gate.end_writing(self._writer)
 
     def _move(self, expected: State, state: State) -> None:
         with self._writing:

@@ -187,8 +187,8 @@ class Worker:
                 update = self._current(session, number)
                 try:
                     seconds = update.install()
-                except WeightcastError as exc:
-                    # A caller that asks too early is told so alone: the update goes on.
+                except Exception as exc:
+                    # A caller that asks too early gets the error alone: the update goes on.
                     if update.state is State.ABORTED:
                         session.send(Failed(number, to_record(exc)))
                     raise
@@ -254,7 +254,7 @@ class Worker:
         """End the hold of whichever run has it. Idempotent; the engine serves on."""
         session = self._session
         if session is not None:
-            self._on_end(session, "the engine was told to end the transfer")
+            self._on_end(session, "the engine was asked to end the transfer")
 
     def close(self) -> None:
         """The engine ends. Idempotent."""
@@ -391,14 +391,14 @@ class Worker:
         self._lift_pause(session)
 
     def _lift_pause(self, session: PublisherSession) -> None:
-        """A run's pause ends with its hold; a run that has connected anew keeps it."""
+        """A run's pause ends with its hold; a run that has connected again keeps it."""
         current = self._session
         if current is None or current is session or current.info.run != session.info.run:
             self.gate.resume(owner=session.info.run)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[ExposesTensors]:
-        """The engine, held still between two steps, so that one version is read whole. Raises UnsupportedError."""
+        """The engine between two steps of generation, so that one version is read whole. Raises UnsupportedError."""
         if not isinstance(self.engine, ExposesTensors):
             raise UnsupportedError(f"the weights of {type(self.engine).__name__} can't be read")
         with self.gate.exclusive(deadline_seconds=self._install_deadline_seconds):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import secrets
 import stat
@@ -154,33 +153,38 @@ def read_file(path: Path, max_bytes: int) -> bytes | None:
         with must_read(path):
             try:
                 descriptor = open_file(path, os.O_RDONLY)
+                try:
+                    data = b""
+                    while more := os.read(descriptor, max(os.fstat(descriptor).st_size, len(data)) + 1 - len(data)):
+                        data += more
+                        if len(data) > max_bytes:
+                            raise IntegrityError(
+                                f"{path} has more than {max_bytes} bytes: it is no file of a weightcast store"
+                            )
+                    return data
+                finally:
+                    os.close(descriptor)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-            try:
-                data = b""
-                while more := os.read(descriptor, max(os.fstat(descriptor).st_size, len(data)) + 1 - len(data)):
-                    data += more
-                    if len(data) > max_bytes:
-                        raise IntegrityError(
-                            f"{path} has more than {max_bytes} bytes: it is no file of a weightcast store"
-                        )
-                return data
             except OSError as exc:
                 if exc.errno != errno.ESTALE:
                     raise
-            finally:
-                os.close(descriptor)
     raise IntegrityError(f"{path} went stale {_STALE_TRIES} times while it was read")
 
 
 def replace_file(path: Path, data: bytes, *, fsync: bool = False) -> None:
-    """Make `data` the file's content, in one step for whoever opens it. A crash leaves the former content.
+    """Make `data` the file's content, in one step for those who open it. A crash leaves the former content.
 
     The new file is closed before it gets its name, which is when a network filesystem has its bytes.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+
+    def discard() -> None:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
     try:
-        with on_failure(functools.partial(temporary.unlink, missing_ok=True)), room_for(path):
+        with on_failure(discard), room_for(path):
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 write_at(descriptor, memoryview(data), 0)

@@ -120,7 +120,7 @@ def readers(path: Path) -> list[str]:
     found, ranges = list[str](), [(0, PINS_BYTES)]
     with contextlib.closing(LockFile(path, os.O_RDONLY)) as file:
         while ranges:
-            # The kernel tells any one lock of a range, not the first: look on both sides of it.
+            # The kernel reports any one lock of a range, not the first: look on both sides of it.
             start, end = ranges.pop()
             conflict = file.conflict(start, end - start)
             if conflict is None or conflict[1] == _TO_END:

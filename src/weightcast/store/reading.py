@@ -1,4 +1,4 @@
-"""The reading side of a store: what is newest, held against being overwritten, its bytes, and who is at it.
+"""The reading side of a store: what is newest, held against being overwritten, its bytes, and who reads and writes it.
 
 Invariants: bytes are read only from a slot that is pinned and whose seal is of the version that is read; what a file
 holds is believed only after its digest was checked. A poll without news is one small file read.
@@ -100,7 +100,7 @@ class StoreReader:
         while (commit := self._commit_of(version)) is not None:
             pinned = self._pin(commit.newest, must_hold=deadline.has_passed)
             if pinned is not None:
-                # Once more: what is pinned may have been overtaken since it was told.
+                # Once more: a newer version may have been committed meanwhile.
                 if (again := self._commit_of(version)) is not None and again.newest == commit.newest:
                     return pinned
                 pinned.close()
@@ -186,7 +186,7 @@ class PinnedVersion:
         return check_trailer(buffer, num_bytes, self.stored.version, index, kind)
 
     def check(self, step: Callable[[int], None]) -> None:
-        """Read and check everything in the memory of one bucket; `step` is told the bytes of each. IntegrityError."""
+        """Read and check everything in the memory of one bucket; `step` gets the bytes of each. IntegrityError."""
         buffer, digests = torch.empty(slot_size_bytes(self.manifest), dtype=torch.uint8), []
         for index, num_bytes in enumerate(self.manifest.buckets):
             digests.append(self.read_checked(index, buffer))
@@ -203,7 +203,7 @@ class PinnedVersion:
             )
 
     def close(self) -> None:
-        """Let go of it. Idempotent."""
+        """Close its files and release its lock. Idempotent."""
         while self._descriptors:
             os.close(self._descriptors.pop())
         self._lock.close()
@@ -216,7 +216,7 @@ class PinnedVersion:
 
 
 def store_status(directory: Path) -> StoreInfo:
-    """What is in a store, and who is at it, for people. Changes nothing, and waits for nobody.
+    """What is in a store, and who reads and writes it, for people. Changes nothing, and waits for nobody.
 
     Raises ClosedError if there is no version, IntegrityError if a record is damaged.
     """

@@ -63,8 +63,8 @@ class _Slot:
             os.close(self.descriptors.pop())
 
     def close(self) -> None:
-        self.close_files()
-        self.lock.close()
+        with contextlib.closing(self.lock):
+            self.close_files()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -174,7 +174,7 @@ class StoreWriter:
                 files.replace_file(slot.path / files.MANIFEST, data, fsync=self._address.fsync)
             attempt = self._record.attempt + 1
             self._tell(msgspec.structs.replace(self._record, attempt=attempt, number=version.number, aborted=""))
-        self._attempt = _Attempt(version, digest, layout, slot)
+            self._attempt = _Attempt(version, digest, layout, slot)
 
     def write(self, index: int, data: memoryview) -> None:
         """Write bucket `index` with its trailer. Raises InsufficientMemoryError, OSError."""
@@ -185,7 +185,7 @@ class StoreWriter:
             files.write_at(attempt.slot.descriptors[file], data, offset)
 
     def seal(self, digests: list[bytes]) -> Stored:
-        """Every bucket was written: whoever knows of the version can read it. All that `commit` needs is done.
+        """Every bucket was written: readers that know of the version can read it. All that `commit` needs is done.
 
         Raises StaleVersionError if the store has got another writer, whose lock this one should have kept out.
         """
@@ -250,7 +250,7 @@ class StoreWriter:
             self._tell(msgspec.structs.replace(self._record, aborted=aborted))
 
     def close(self) -> None:
-        """Let the store go. Idempotent."""
+        """Release the store. Idempotent."""
         self.abort("the publisher was closed")
         self._lock.close()
 
@@ -292,7 +292,7 @@ class StoreWriter:
     def _changed(self, path: Path) -> StaleVersionError:
         return StaleVersionError(
             f"{path} was changed by somebody else while run {self._run} had the store: there were two writers, or "
-            "the filesystem lost a lock; close all publishers and begin anew"
+            "the filesystem lost a lock; close all publishers and begin again"
         )
 
     # --- slots ---
@@ -351,7 +351,7 @@ class StoreWriter:
     def _nothing_free(self, known: set[int]) -> PeerTimeoutError:
         pins = {number: files.slot_path(self._directory, number) / files.PINS for number in self._by_age(known)}
         holders = [f"{name} holds slot {number}" for number, path in pins.items() for name in locks.readers(path)]
-        shown = "; ".join(holders) or "they have let go just now"
+        shown = "; ".join(holders) or "they have ended just now"
         return PeerTimeoutError(
             f"readers held every slot of {self._directory} that may be overwritten for {self._deadline_seconds:g} s: "
             f"{shown}. End them, or allow more than max_slots={self._address.max_slots}",

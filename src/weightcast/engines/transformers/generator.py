@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.1
 
 
 class QueueFullError(WeightcastError):
-    """More completions wait than the generator was told to hold; ask again later."""
+    """As many completions wait as the generator may hold; ask again later."""
 
 
 class TextGenerator:
