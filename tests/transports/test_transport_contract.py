@@ -13,7 +13,9 @@ from weightcast.errors import (
     UpdateAbortedError,
 )
 from weightcast.format.bucket import slot_size_bytes
+from weightcast.format.manifest import Manifest
 from weightcast.host import memory as host_memory
+from weightcast.seams.transport import Bucket, Receiver
 from weightcast.testing import TransportContract
 from weightcast.testing.transport_kit import (
     OTHER_RUN,
@@ -35,6 +37,11 @@ class TestGloo(TransportContract):
 
 
 class SameHostContract(TransportContract):
+    def fail_to_begin(self, receiver: Receiver, manifest: Manifest, number: int, staged: bool) -> Bucket:
+        """A lost receiver sees that already when it opens the update."""
+        receiver.open(manifest, version(number), staged=staged)
+        raise AssertionError("a lost receiver has opened an update")
+
     def test_streaming_reuses_its_slots(self) -> None:
         sender, manifest = self.sender(num_slots=2), numbered(6)
         reader = Reader(self.receiver(sender), manifest, version(1), staged=False)

@@ -119,7 +119,7 @@ def _serve(model: Any, tokenizer: Any, args: argparse.Namespace, token: str | No
 
 
 def _end_with_stdin() -> None:
-    """End this process as SIGTERM does, as soon as whoever holds the other end of stdin has gone."""
+    """End this process as SIGTERM does, as soon as the process at the other end of stdin has gone."""
     # Not sys.stdin.read: it would hold a lock that the interpreter wants when it ends for another reason.
     while os.read(_STDIN, 4096):
         pass

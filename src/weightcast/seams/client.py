@@ -59,7 +59,7 @@ class EngineClient(Protocol):
     def update(self, info: UpdateInfo) -> None: ...
 
     def finish(self, version: int) -> float | None:
-        """Install the sealed version. With the ability "install": the seconds that the engine stood still for it."""
+        """Install the sealed version. With the ability "install": the seconds that the engine was paused for it."""
 
     def fingerprint(self) -> Fingerprint | None:
         """What the engine holds, as of now, for `verify="engines"`; None for an engine that can't say."""
@@ -102,7 +102,7 @@ class BringsSender(Protocol):
     """A client whose engine has no worker of ours and a data plane of its own: it brings the sender for that.
 
     Called whenever a publisher connects. `known` are the senders that others have brought: engines of one kind share
-    one, and each sender is packed for once. Its peers are the clients' names. Such an engine stands still while it is
+    one, and each sender is packed for once. Its peers are the clients' names. Such an engine is paused while it is
     sent to, unless the sender is staged; then `finish` follows as ever. Raises UnsupportedError.
     """
 
@@ -111,7 +111,7 @@ class BringsSender(Protocol):
 
 @runtime_checkable
 class ServesTraffic(Protocol):
-    """A client whose engine serves traffic, which must stand still during an install. `run` owns the pause.
+    """A client whose engine serves traffic, which must pause during an install. `run` owns the pause.
 
     Derive from it if the pause ends with a lease, and the engine itself refuses to serve what it should not.
     """
@@ -125,5 +125,5 @@ class ServesTraffic(Protocol):
         return ()
 
     def quarantine(self, reason: str) -> None:
-        """Keep an engine that stands still from serving weights which are not what others hold, until it is healed."""
+        """Keep a paused engine from serving weights which are not what others hold, until it is healed."""
         return

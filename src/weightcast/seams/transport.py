@@ -57,7 +57,7 @@ class Sender(Protocol):
     def send(self, index: int) -> int:
         """Tell the peers that the bucket in `buffer(index)` is whole. A peer's failure is noted, not raised.
 
-        Returns the bucket to send next: index + 1, or an earlier one again if the loss of a peer has cost others that.
+        Returns the bucket to send next: index + 1, or an earlier one again (same bytes) if others lost it with a peer.
         """
 
     def connected(self, peers: Sequence[str]) -> Sequence[str]:
@@ -77,7 +77,7 @@ class Receiver(Protocol):
         """Prepare for an update. Does not wait for the sender."""
 
     def __iter__(self) -> Iterator[Bucket]:
-        """Every bucket in order, once: valid until the next is asked for, or when staged its payload until `end`.
+        """Every bucket in order, once, valid until the next is asked for; when staged, its payload until `end`.
 
         Raises PeerDiedError, PeerTimeoutError or UpdateAbortedError.
         """
@@ -87,7 +87,7 @@ class Receiver(Protocol):
         return False
 
     def end(self) -> None:
-        """Release every bucket; an iteration raises UpdateAbortedError. Idempotent, from any thread."""
+        """Release every bucket; wakes an iteration, which raises UpdateAbortedError. Idempotent, from any thread."""
 
     def close(self) -> None:
         """Disconnect and free everything; wakes an iteration that waits. Idempotent, from any thread."""
@@ -97,7 +97,7 @@ class Receiver(Protocol):
 class VersionedSender(Protocol):
     """A sender that keeps versions for readers that come later, and sends without peers.
 
-    Engines that a version was offered to can read it once its last bucket is sent. `open`, `abort`, `close` give it up.
+    Engines can read a version that was offered once all is sent. Without `commit`, `open`, `abort`, `close` give it up.
     """
 
     def newest_version(self) -> int:
@@ -130,7 +130,7 @@ class VersionedReceiver(Protocol):
 
 
 class PerDevice(Protocol):
-    """Several trainer ranks have a sender each, one per device of a host, which never asks for a bucket again."""
+    """For a transport of which each device of a host may have a sender; such a one never asks for a bucket again."""
 
     def label(self, device: torch.device) -> str:
         """Names the device that a sender's memory is on, the same in every process; empty: unknown."""

@@ -83,6 +83,19 @@ class TransportContract(VersionedTransportContract):
         assert len(reader.result()) == 6
         assert failed(sender) == {"goes": PeerDiedError}
 
+    def test_a_receiver_that_goes_before_it_reads_is_not_waited_for(self, staged: bool) -> None:
+        sender, manifest = self.sender(), numbered(6)
+        stays, goes = self.receiver(sender, "stays"), self.receiver(sender, "goes")
+        goes.open(manifest, version(1), staged=staged)
+        reader = Reader(stays, manifest, version(1), staged=staged)
+        sender.open(manifest, version(1), peers=["stays", "goes"], staged=staged)
+        send(sender, manifest, 1, 0)
+        send(sender, manifest, 1, 1)
+        goes.close()
+        send_all(sender, manifest, 1, start=2)
+        assert len(reader.result()) == 6
+        assert failed(sender) == {"goes": PeerDiedError}
+
     def test_a_receiver_that_ends_early_misses_that_update_only(self, staged: bool) -> None:
         sender, manifest = self.sender(), numbered(6)
         receivers = {peer: self.receiver(sender, peer) for peer in ("early", "stays")}

@@ -1,7 +1,7 @@
-"""What every transport must do. Subclass `TransportContract` in a test module and say which `url` it is about.
+"""What every transport must do, also one that keeps versions and does not know its readers.
 
-class TestMine(TransportContract):
-    url = "mine://"
+Subclass the contract in a test module, and say which `url` it is about: `TransportContract`, which adds what holds of
+peers, or for a transport that keeps versions `VersionedTransportContract`.
 """
 
 from __future__ import annotations
@@ -128,6 +128,12 @@ class VersionedTransportContract(OverPayloads):
             for repetition, staged in enumerate([False, True]):
                 [found] = self.update(sender, receivers, manifest, 2 * number + repetition, staged, payload)
                 assert unpack(manifest, found) == payload.expected()
+
+    def test_another_manifest_of_the_same_size_may_follow(self, staged: bool) -> None:
+        sender = self.sender()
+        receivers = {"a": self.receiver(sender)}
+        for number, num_buckets in enumerate([4, 2, 4]):
+            self.update(sender, receivers, numbered(num_buckets, 8192 // num_buckets), number, staged)
 
     @pytest.mark.parametrize("num_receivers", [0, 1, 3])
     def test_any_number_of_receivers(self, num_receivers: int, staged: bool) -> None:

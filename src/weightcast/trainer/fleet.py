@@ -88,8 +88,6 @@ class FleetMember:
         self._run = ""
         self._deadline_seconds = 0.0
         self._watchdog: Watchdog | None = None
-        self._is_guarded = False
-        """Whether the watchdog has requests to send to it."""
 
     @property
     def is_joined(self) -> bool:
@@ -108,7 +106,7 @@ class FleetMember:
         self.result, self.version = EngineResult(), -1
 
     def ask(self, listener: LinkListener) -> None:
-        """Let go of what was connected, and ask what the engine is now."""
+        """Drop what was connected, and ask what the engine is now."""
         listener.drop(self.name, "the publisher connects again")
         self.links, self._known_manifest = [], ""
         self._connection = Connection.LOST
@@ -183,7 +181,6 @@ class FleetMember:
         """Have the watchdog end the pause if this process dies, where no lease does."""
         assert self._watchdog is not None
         if not self._can("lease") and (requests := client.recovery_requests(self._run)):
-            self._is_guarded = True
             self._watchdog.hold(self.name, requests)
 
     def quarantine(self, reason: str) -> None:
@@ -215,10 +212,8 @@ class FleetMember:
                 raise
             return
         self.result.pause_seconds = time.perf_counter() - self._paused_at
-        if self._is_guarded:
-            assert self._watchdog is not None
-            self._watchdog.release(self.name)
-            self._is_guarded = False
+        assert self._watchdog is not None
+        self._watchdog.release(self.name)
 
     def install(self, *, resumes: bool) -> None:
         """Pause the engine, have it install the version that was offered, resume it. A failure is noted, not raised.

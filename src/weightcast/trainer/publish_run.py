@@ -1,6 +1,6 @@
 """One publish: the steps of an update, over the whole fleet. Made for one version and used once.
 
-Invariants: bytes are packed once for each route; whoever fails is out of this update and nobody waits for it twice;
+Invariants: bytes are packed once for each route; an engine that fails is out of this update, and not waited for again;
 every pause is lifted before `run` returns or raises, and whatever was begun on an engine is aborted there.
 """
 
@@ -97,8 +97,8 @@ class FleetRoute:
         """`is_staged`: engines serve until the install. `is_brought`: the sender is one of clients'."""
         self.sender = sender
         self.is_staged = is_staged
+        self.is_brought = is_brought
         self._fleet = fleet
-        self._is_brought = is_brought
         self._brought = sender if is_brought else None
 
     def healthy(self) -> list[FleetMember]:
@@ -114,7 +114,7 @@ class FleetRoute:
         Nobody has to be left where the sender keeps versions, which is not done for one that all engines refused.
         """
         peers = [peer for member in self.healthy() for peer in self._peers(member)]
-        is_kept = isinstance(self.sender, VersionedSender) and not self._is_brought
+        is_kept = isinstance(self.sender, VersionedSender) and not self.is_brought
         is_kept = is_kept and (not len(self._fleet) or bool(self._fleet.healthy()))
         if not peers and not is_kept:
             return None
@@ -124,7 +124,7 @@ class FleetRoute:
     def receive(self, num_buckets: int, root: str) -> None:
         """Wait until every worker has what was sent."""
         self._take_failures()
-        if not self._is_brought:
+        if not self.is_brought:
             self._fleet.each(lambda member: member.received(num_buckets, root), self.healthy())
             self._take_failures()
 
@@ -134,7 +134,7 @@ class FleetRoute:
         `fingerprints`: what the first engine of each kind said; it grows. An engine of a brought sender stays paused.
         """
         members = self.healthy()
-        self._fleet.each(functools.partial(FleetMember.install, resumes=not self._is_brought), members)
+        self._fleet.each(functools.partial(FleetMember.install, resumes=not self.is_brought), members)
         if fingerprints is None:
             return
         found: dict[str, Fingerprint | None] = {}
@@ -156,7 +156,7 @@ class FleetRoute:
         self._fleet.each(FleetMember.resume, [member for member in self._fleet if member.sender is self._brought])
 
     def _peers(self, member: FleetMember) -> list[str]:
-        return [member.name] if self._is_brought else [link.peer for link in member.links]
+        return [member.name] if self.is_brought else [link.peer for link in member.links]
 
     def _take_failures(self) -> None:
         """Sort the sender's failures, by peer, to the members.
@@ -166,7 +166,7 @@ class FleetRoute:
         failures = self.sender.failures
         for member in self.healthy():
             lost = [failures[peer] for peer in self._peers(member) if peer in failures]
-            lost = [error for error in lost if isinstance(error, PeerError) or self._is_brought]
+            lost = [error for error in lost if isinstance(error, PeerError) or self.is_brought]
             if lost:
                 if isinstance(lost[0], PeerDiedError):
                     for link in member.links:
@@ -316,7 +316,7 @@ class PublishRun:
     def _send(self, route: FleetRoute, packer: BucketPacker) -> str:
         """Pack and send every bucket, or until a route's peers are all lost, and wait until the others have them.
 
-        Returns the root digest; empty if nobody takes the version.
+        Returns the root digest; empty if no engine takes the version, or for a sender of clients'.
         """
         sender, num_buckets = route.sender, len(self._manifest.buckets)
         version = WeightVersion(self._run, self.number)
@@ -339,7 +339,8 @@ class PublishRun:
                 if peers and sender.failures.keys() >= peers:
                     break
         with self._timed("send"):
-            root = root_digest(self._pack_plan.manifest_digest, digests)
+            # Only our own workers say what they have: for others, nothing waits for the digests of a GPU.
+            root = "" if route.is_brought else root_digest(self._pack_plan.manifest_digest, digests)
             route.receive(num_buckets, root)
         return root
 
@@ -369,6 +370,6 @@ def _above(newest: int, last: int) -> int:
     if last >= MAX_VERSION:
         raise ValueError(
             f"no version number is left above {last}, this publisher's last one: make another publisher, whose run may "
-            "begin anew, and leave the numbers to it"
+            "begin at any number, and leave the numbers to it"
         )
     return 1 + max(last, newest if newest < MAX_VERSION else -1)

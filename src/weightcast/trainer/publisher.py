@@ -127,7 +127,7 @@ class Publisher:
             self._fleet.add(FleetMember(client, owned=isinstance(engine, str)))
 
     def remove_engine(self, engine: str | EngineClient) -> None:
-        """Let an engine go: it keeps the version it has, and another publisher may take it. Raises ValueError."""
+        """Disconnect an engine: it keeps the version it has, and another publisher may take it. Raises ValueError."""
         name = engine.rstrip("/") if isinstance(engine, str) else engine.name
         with self._lock:
             if self._is_following:
@@ -142,7 +142,7 @@ class Publisher:
                 member.client.close()
 
     def close(self) -> None:
-        """Let every engine go and free everything. Idempotent; in a forked child nothing."""
+        """Disconnect every engine and free everything. Idempotent; does nothing in a forked child."""
         if self._is_copy:
             return
         with self._lock:
@@ -206,7 +206,7 @@ class Publisher:
         `on_failure="report"` the report is returned instead); ValueError for a version that does not grow, or where
         there is no engine and the transport keeps nothing for later; IncompatibleWeightsError if the source's tensors
         are not what its specs say, or not the same on all ranks; InsufficientMemoryError if the transport's arena does
-        not fit; PeerError if a trainer rank dies, stands still or does not publish. After any of these the next publish
+        not fit; PeerError if a trainer rank dies, stalls or does not publish. After any of these the next publish
         goes to every engine again.
         """
         self._require_here()  # first: the lock may be one that a thread of the other process holds
@@ -228,8 +228,8 @@ class Publisher:
                 self.version = max(last, run.number)
                 if group is not None:
                     self.version, self.run = max(self.version, group.version), group.run or self.run
-        failures = {name: from_record(r.error) for name, r in report.engines.items() if r.error is not None}
-        if failures and self._options.on_failure == "raise":
+        if not report.ok and self._options.on_failure == "raise":
+            failures = {name: from_record(r.error) for name, r in report.engines.items() if r.error is not None}
             what = f"{len(failures)} of {len(report.engines)} engines did not take version {report.version}"
             causes = "; ".join(f"{name}: {error}" for name, error in failures.items())
             raise PublishError(f"{what}: {causes}", failures, report)
@@ -313,7 +313,7 @@ def _device_of(regions: Regions) -> torch.device:
 
 
 def _drop(owned: list[Closable], process: int) -> None:
-    """Let go of what a publisher had that was not closed. A forked child has a copy of it only, which means nothing."""
+    """Close what a publisher had that was not closed. A forked child has a copy of it only, and does nothing."""
     if process != os.getpid() or sys.is_finalizing():
         return
     for part in owned:

@@ -89,7 +89,7 @@ class Relay:
         self._given.held = {}
 
     def close(self) -> None:
-        """Let the engines go; they keep what they have. Idempotent."""
+        """Disconnect the engines; they keep what they have. Idempotent."""
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None

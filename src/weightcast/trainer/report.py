@@ -12,7 +12,7 @@ class StageSeconds(msgspec.Struct):
 
     `gather`: asking the source for its regions. `offer`: joining engines and offering. `pack`: filling buckets and
     digesting them. `send`: waiting for free slots and for the engines' last buckets. `seal`: sealing. `pause`: the
-    longest time any engine stood still. `total`: from call to return.
+    longest time any engine was paused. `total`: from call to return.
     """
 
     gather: float = 0.0
@@ -27,7 +27,7 @@ class StageSeconds(msgspec.Struct):
 class EngineResult(msgspec.Struct):
     """One engine's outcome. `ok`: it serves the version. `error`: why not, else None.
 
-    `pause_seconds`: how long the engine stood still: as it says where it pauses by itself (vLLM with weightcast's own
+    `pause_seconds`: how long the engine was paused: as it says where it pauses by itself (vLLM with weightcast's own
     routes), else from the pause's request until it was resumed, as the publisher saw it. `install_seconds`: what the
     engine itself took to install.
     """

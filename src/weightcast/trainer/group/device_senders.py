@@ -41,7 +41,7 @@ class SenderAssignment(msgspec.Struct, frozen=True):
 
 
 class _Address(msgspec.Struct, frozen=True):
-    """An arena rank to the publishing one: of its sender. Empty: it could not be made, as the next exchange tells."""
+    """An arena rank to the publishing one: of its sender. Empty: it could not be made; the next exchange raises why."""
 
     address: str
 

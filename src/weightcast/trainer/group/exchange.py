@@ -1,7 +1,7 @@
 """The trainer ranks that publish together: what they send each other, and how one's failure becomes everyone's.
 
 Invariants: every rank makes the same exchanges in the same order; an error that one rank brings to an exchange is
-raised there by all; whoever loses another closes its group at once, which ends the others' waits; nothing but typed
+raised there by all; a rank that loses another closes its group at once, which ends the others' waits; nothing but typed
 records and raw bytes travels. Group rank 0 is the publishing rank, which says what is done next.
 """
 
@@ -138,7 +138,7 @@ class TrainerRanks:
         self.size = len(self.ranks)
         self.is_publishing = self.group_rank == 0
         self.version = -1
-        """On the publishing rank: what it tells at each exchange. On the others: what they were told last."""
+        """On the publishing rank: what it says at each exchange. On the others: what it said last."""
         self.error: BaseException | None = None
         """This rank's, which it brings to its next exchange."""
         self._deadline_seconds = deadline_seconds
@@ -184,7 +184,7 @@ class TrainerRanks:
         """Every rank's row, by group rank; blocks until all have come. One collective.
 
         Raises on every rank the error that a rank has brought: there its own, elsewhere one that names that rank.
-        Raises PeerError if a rank dies or stands still; the ranks connect again at the next `start`.
+        Raises PeerError if a rank dies or stalls; the ranks connect again at the next `start`.
         """
         with self._lock:
             error, self.error = self.error, None
@@ -299,14 +299,14 @@ class TrainerRanks:
 
     def send(self, tensor: torch.Tensor, group_rank: int) -> None:
         """Send a contiguous tensor; blocks until it has gone."""
-        with self._unbroken():
-            wait(self._groups["nccl" if tensor.is_cuda else "gloo"].send(tensor, group_rank))
+        with self._unbroken() as gloo:
+            wait((self._groups["nccl"] if tensor.is_cuda else gloo).send(tensor, group_rank))
             self._wait_for_device(tensor)
 
     def receive(self, tensor: torch.Tensor, group_rank: int) -> Work:
         """Begin to receive into a contiguous tensor; see `arrived`."""
-        with self._unbroken():
-            return self._groups["nccl" if tensor.is_cuda else "gloo"].receive(tensor, group_rank)
+        with self._unbroken() as gloo:
+            return (self._groups["nccl"] if tensor.is_cuda else gloo).receive(tensor, group_rank)
 
     def arrived(self, works: list[Work]) -> None:
         """Wait for what `receive` has begun, and empty the list; on a GPU the current stream waits."""
@@ -362,10 +362,11 @@ class TrainerRanks:
     @contextlib.contextmanager
     def _unbroken(self) -> Iterator[ProcessGroup]:
         """Whatever goes wrong inside leaves the ranks out of step: the group is closed; the next `start` mends it."""
-        if not self.is_connected:
+        group = self._groups.get("gloo")
+        if group is None:
             raise self._verdict or PeerError("the trainer ranks are not connected")
         try:
-            yield self._groups["gloo"]
+            yield group
         except BaseException as exc:
             self.close()
             self._rendezvous.leave()

@@ -2,7 +2,7 @@
 
 Invariants: all ranks of a group have met in one epoch, and an epoch that broke on any rank is over for all, so ranks
 that fell out of step meet again in the next; nothing waits for the store without a deadline, as the process that
-serves it may be the one that does not run.
+serves it may be the one that stalls.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ class Shares:
     # --- the others ---
 
     def follow(self, statuses: Sequence[RankStatus]) -> Contribution | None:
-        """After the first exchange: what this rank brings; None if it can't, as the next exchange tells."""
+        """After the first exchange: what this rank brings; None if it can't, which the next exchange raises."""
         self._compare(statuses)
         if self._contribution is not None and not any(status.news for status in statuses):
             return self._contribution

@@ -1,0 +1,132 @@
+"""An engine without workers of ours, whose client brings the sender: every pause ends, guarded by the watchdog."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from weightcast import TensorSource
+from weightcast.errors import PeerDiedError, PublishError, WeightcastError
+from weightcast.format.bucket import slot_size_bytes
+from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.format.messages import WeightInfo
+from weightcast.links.watchdog import RecoveryRequest
+from weightcast.seams.client import EngineClient, SenderContext, ServesTraffic
+from weightcast.trainer import publish_run
+from weightcast.trainer.publisher import Publisher
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+TENSORS = {"weight": torch.randn(40, 40)}
+
+
+class ListedSender:
+    """A sender of clients' that notes what is asked of it; `raises` at `send`."""
+
+    address, is_staged = "", False
+
+    def __init__(self) -> None:
+        self.failures: Mapping[str, WeightcastError] = {}
+        self.raises: BaseException | None = None
+        self.reasons: list[str] = []
+
+    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
+        self.failures, self._manifest = {}, manifest
+
+    def buffer(self, index: int) -> torch.Tensor:
+        return torch.empty(slot_size_bytes(self._manifest), dtype=torch.uint8)
+
+    def send(self, index: int) -> int:
+        raises, self.raises = self.raises, None
+        if isinstance(raises, WeightcastError):
+            self.failures = {"engine": raises}
+        elif raises is not None:
+            raise raises
+        return index + 1
+
+    def connected(self, peers: Sequence[str]) -> Sequence[str]:
+        return peers
+
+    def abort(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+    def close(self) -> None: ...
+
+
+class Bringing(EngineClient, ServesTraffic):
+    """Its engine only counts pauses."""
+
+    name = "engine"
+
+    def __init__(self) -> None:
+        self.own = ListedSender()
+        self.calls: list[str] = []
+        self.fails_to_finish = False
+
+    def info(self) -> WeightInfo:
+        return WeightInfo("default", world_size=0)
+
+    def init(self, info: Any) -> None: ...
+
+    def update(self, info: Any) -> None: ...
+
+    def sender(self, known: Sequence[Any], context: SenderContext) -> Any:
+        return self.own
+
+    def pause(self, run: str) -> None:
+        self.calls.append("pause")
+
+    def finish(self, version: int) -> None:
+        self.calls.append("finish")
+        if self.fails_to_finish:
+            raise PeerDiedError("gone", peer="engine")
+
+    def resume(self, run: str) -> None:
+        self.calls.append("resume")
+
+    def recovery_requests(self, run: str) -> Sequence[RecoveryRequest]:
+        return [RecoveryRequest("http://127.0.0.1:9/resume")]
+
+
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The engines that the watchdog would resume."""
+    held: set[str] = set()
+    monkeypatch.setattr("weightcast.links.watchdog.Watchdog.hold", lambda self, name, requests: held.add(name))
+    monkeypatch.setattr("weightcast.links.watchdog.Watchdog.release", lambda self, name: held.discard(name))
+    return held
+
+
+@pytest.mark.parametrize("error", [PeerDiedError("lost", peer="engine"), ValueError("no"), KeyboardInterrupt()])
+def test_a_pause_ends_whatever_becomes_of_the_transfer(guarded: set[str], error: BaseException) -> None:
+    client = Bringing()
+    with Publisher(TensorSource(TENSORS), engines=[client]) as publisher:
+        client.own.raises = error
+        with pytest.raises(PublishError if isinstance(error, WeightcastError) else type(error)):
+            publisher.publish()
+        assert (client.calls, guarded) == (["pause", "resume"], set())
+        client.calls.clear()
+        assert publisher.publish().ok
+        assert (client.calls, guarded) == (["pause", "finish", "resume"], set())
+
+
+def test_an_engine_that_does_not_finish_is_resumed(guarded: set[str]) -> None:
+    client = Bringing()
+    with Publisher(TensorSource(TENSORS), engines=[client]) as publisher:
+        client.fails_to_finish = True
+        with pytest.raises(PublishError, match="gone"):
+            publisher.publish()
+        assert (client.calls, guarded) == (["pause", "finish", "resume"], set())
+
+
+def test_nothing_waits_for_digests_that_no_worker_compares(monkeypatch: pytest.MonkeyPatch, guarded: set[str]) -> None:
+    """On a GPU that would be a wait for the device during the engine's pause."""
+
+    def refused(*args: object) -> str:
+        raise AssertionError("the root was computed")
+
+    monkeypatch.setattr(publish_run, "root_digest", refused)
+    with Publisher(TensorSource(TENSORS), engines=[Bringing()]) as publisher:
+        assert publisher.publish().ok
