@@ -212,8 +212,10 @@ class ReloadServer(EngineClient, ServesTraffic):
     def _release(self) -> None:
         """With its last user the folder goes."""
         folder, self._folder = self._folder, None
+        if folder is None:
+            return  # without the lock, which another client has while it writes a folder
         with _lock:
-            if folder is not None and folder in _num_users:
+            if folder in _num_users:
                 _num_users[folder] -= 1
                 if _num_users[folder] == 0:
                     del _num_users[folder]
