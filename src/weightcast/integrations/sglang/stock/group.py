@@ -112,7 +112,7 @@ class StockGroup:
         return part
 
     def cut(self) -> None:
-        """End the group at once: ranks that wait in it are woken; those that join it later fail until `end`. Idempotent."""
+        """End the group at once: ranks that wait in it wake, and those that join later fail until `end`. Idempotent."""
         group, self._group = self._group, None
         store, self._store = self._store, None
         if store is not None:
