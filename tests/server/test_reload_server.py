@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 from server.stock_vllm import StockVllm
 
 import weightcast
+from weightcast.control.client import HttpRoutes
 from weightcast.errors import (
     EngineTornError,
     IncompatibleWeightsError,
@@ -24,6 +26,7 @@ from weightcast.errors import (
     UnsupportedError,
     WeightcastError,
 )
+from weightcast.integrations.vllm import stock_reload
 from weightcast.integrations.vllm.stock_reload import FOLDER
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -87,6 +90,17 @@ def test_several_servers_share_one_folder(vllm: StockVllm, tmp_path: Path) -> No
         for value in (1.0, 2.0):
             assert it.publish(value).ok
             assert [*vllm.values(), *other.values()] == [value, value]
+
+
+def test_a_client_without_a_folder_waits_for_no_other(vllm: StockVllm) -> None:
+    """As when one publisher is closed while another one of this process writes its folder."""
+    engine = stock_reload.detect(HttpRoutes(vllm.url, token=None, timeout_seconds=10), "keep")
+    assert engine is not None
+    with stock_reload._lock:
+        closing = threading.Thread(target=engine.close, daemon=True)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive()
 
 
 def test_a_torn_server_is_cleared_before_it_reloads_again(vllm: StockVllm, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from server.offline_vllm import OfflineLLM, OnlineLLM
 import weightcast
 from weightcast.errors import ControlError, InstallError, PeerDiedError, PeerTimeoutError, PublishError
 from weightcast.integrations.vllm import AsyncLLMEngine, LLMEngine, RayEngine
+from weightcast.integrations.vllm.clients import detect
 from weightcast.seams.client import EngineClient, ServesTraffic, TwoPhaseInstall
 
 
@@ -86,7 +87,7 @@ def test_a_torn_llm_is_not_resumed_until_it_is_healed(llm: OfflineLLM) -> None:
 def test_an_engine_process_that_hangs_is_late(leaves_nothing: None) -> None:
     with contextlib.closing(OfflineLLM(is_inside=False)) as llm:
         llm.hangs_at = "ask"
-        with pytest.raises(PeerTimeoutError, match=r"first\.collective_rpc gave no answer in time"):
+        with pytest.raises(PeerTimeoutError, match=r"first\.collective_rpc gave no answer in time \(.*0\.2\)"):
             LLMEngine(llm, name="first", timeout_seconds=0.2).info()
         llm.has_hung.set()
         assert threading.get_ident() not in llm.threads
@@ -136,6 +137,26 @@ def test_errors_of_vllm_become_ours(
     monkeypatch.setattr(llm, "collective_rpc", fail)
     with pytest.raises(error, match=text):
         LLMEngine(llm).info()
+
+
+@pytest.mark.parametrize("answers", [None, "done", [[None]]])
+def test_an_engine_whose_workers_answer_otherwise_is_named(
+    llm: OfflineLLM, monkeypatch: pytest.MonkeyPatch, answers: object
+) -> None:
+    monkeypatch.setattr(llm, "collective_rpc", lambda method, args: answers)
+    with pytest.raises(ControlError, match="LLM did not answer as weightcast's ranks do"):
+        LLMEngine(llm).info()
+
+
+def test_an_engine_that_is_no_vllm_is_asked_by_position(llm: OfflineLLM) -> None:
+    """It may name its arguments as it likes, and have no defaults."""
+
+    class Engine:
+        def collective_rpc(self, name: str, seconds: None, values: tuple[object], more: None, /) -> list[Any]:
+            return [llm.collective_rpc(name, seconds, values, more)]
+
+    (engine,) = detect(Engine())
+    assert engine.info().weight_version == "default"
 
 
 def test_two_engines_in_one_process_have_two_names(llm: OfflineLLM) -> None:

@@ -130,7 +130,7 @@ class BenchResult(Asked, frozen=True, kw_only=True):
     all_threads_copy_gb_per_s: the same by torch's `copy_` with all its threads, once.
     publish_seconds: from the call of `publish` until every engine serves the version; median.
     memcpy_ratio: publish_seconds / memcpy_seconds, the median of both.
-    pause_seconds: how long the engine that stood still for longest stood still; median.
+    pause_seconds: how long the engine was paused that was paused for longest; median.
     cpu_us_per_tensor: CPU time of the publisher (with its watchdog process) and all engines in a publish / num_tensors.
     extra_bytes: see Bytes. host_extra_bytes: the same for the host: private memory of all, and the arena once.
     other_ranks_extra_bytes: that of the trainer rank besides rank 0 that has the highest, which extra_bytes leaves out;

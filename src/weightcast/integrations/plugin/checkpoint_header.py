@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from weightcast.checkpoint.files import INDEX_FILE
+from weightcast.checkpoint.files import INDEX_FILE, read_index, read_tensors
+from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec
-from weightcast.sources.safetensors import SafetensorsSource
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +35,14 @@ def reference(model: str, *, revision: str | None, cache_dir: str | None) -> lis
                     local_files_only=True,
                 )
             )
-        # Engines read the files that an index names, or else all.
-        files = [folder] if (folder / INDEX_FILE).is_file() else sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise FileNotFoundError(f"{folder} has no .safetensors files")
-        for file in files:
-            with SafetensorsSource(file) as source:
-                specs |= {spec.name: spec for spec in source.specs()}
+        # Engines read the files that an index names, or else all, and take every tensor of these.
+        weight_map = read_index(folder)
+        files = folder.glob("*.safetensors") if weight_map is None else {folder / name for name in weight_map.values()}
+        for file in sorted(files):
+            for name, tensor in read_tensors(file):
+                specs[name] = TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+        if not specs:
+            raise FileNotFoundError(f"{folder} has no .safetensors files with tensors")
     except (OSError, ValueError, ImportError) as exc:
         logger.warning(
             "the checkpoint %r has no header to hold offers against (%s): only what the engine's loader notices is "

@@ -36,7 +36,7 @@ _PEER = "engine"
 
 
 class InstallAnswer(NamedTuple):
-    """An install's outcome. `pause_seconds`: how long the engine stood still for it."""
+    """An install's outcome. `pause_seconds`: how long the engine was paused for it."""
 
     weight_version: str
     run: str
@@ -119,7 +119,7 @@ class PluginEngine(abc.ABC):
     async def why_torn(self) -> str:
         """Why the engine must not generate, or empty. Free unless an install is under way or has failed: waits for it.
 
-        Where the answer can't be had in time, it is empty: a request then waits in the engine, which stands still.
+        Where the answer can't be had in time, it is empty: a request then waits in the engine, which is paused.
         """
         if self._mutex.in_doubt:
             with contextlib.suppress(WeightcastError):

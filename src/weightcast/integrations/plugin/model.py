@@ -164,7 +164,7 @@ def undo_copy(model: nn.Module) -> Callable[[], None]:
     for layer in model.modules():
         # A module may delegate the packing of its weights.
         for subject in (layer, vars(layer).get("quant_method"), vars(layer).get("impl")):
-            if hasattr(subject, "__dict__"):
+            if isinstance(getattr(subject, "__dict__", None), dict):  # a class's is read-only
                 saved.append((subject, _copied(vars(subject))))
     live = [*model.parameters(), *model.buffers()]
     values = [tensor.data for tensor in live]

@@ -79,6 +79,7 @@ class RankConsensus:
                 known = list(itertools.chain.from_iterable(decode(part, list[bytes]) for part in parts))
         except Exception as exc:
             self._broken = str(exc)
+            logger.exception("the ranks of this engine do not answer each other")
             raise PeerError(f"the ranks of this engine do not answer each other: {exc}", peer="engine") from exc
         return known
 

@@ -2,7 +2,7 @@
 
 Invariants: a call comes to all ranks, in the same order, between two steps of generation; none waits for the publisher;
 an install begins on all ranks or on none, and once it has begun all serve the new version, or all the former one, or
-all are torn. Nothing here keeps the host from running a torn model: whoever drives the engine keeps it paused until a
+all are torn. Nothing here keeps the host from running a torn model: its client keeps the engine paused until a
 complete update has healed it.
 
 During an install each step of the model ends with an all-gather of outcomes. A rank that fails before its first step

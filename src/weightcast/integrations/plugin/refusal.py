@@ -1,6 +1,6 @@
 """Keeps an engine object of this process from generating while its weights are of no whole version.
 
-An engine that only stood still would have its callers wait without an end: vLLM's `LLM.generate` knows no deadline.
+If the engine were only paused, its callers would wait without an end: vLLM's `LLM.generate` has no deadline.
 """
 
 from __future__ import annotations

@@ -21,12 +21,13 @@ from weightcast.control.routes import guarded
 from weightcast.control.worker_rpc import RankCall, RankReply
 from weightcast.errors import EngineTornError
 from weightcast.format.messages import PauseMode
+from weightcast.integrations.plugin import TOKEN_VARIABLE
 from weightcast.integrations.plugin.engine import PluginEngine
 from weightcast.integrations.plugin.replies import Replies
 from weightcast.integrations.plugin.routes import EngineRoutes, TornGuard, log
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 from weightcast.integrations.sglang import internals
-from weightcast.integrations.sglang.scheduler import FORMAT, TOKEN_VARIABLE
+from weightcast.integrations.sglang.scheduler import FORMAT
 
 _POLL_SECONDS = 0.02
 _GENERATION = (

@@ -18,14 +18,14 @@ import msgspec
 from weightcast.control.worker_rpc import RankReply
 from weightcast.errors import ClosedError, ErrorRecord, to_record
 from weightcast.format.messages import WeightInfo
-from weightcast.integrations.plugin.rank_consensus import Outcome, RankConsensus
+from weightcast.integrations.plugin import TOKEN_VARIABLE
+from weightcast.integrations.plugin.rank_consensus import RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
 from weightcast.integrations.sglang import internals
 from weightcast.integrations.sglang.model import SglangModel
 
 FORMAT = "weightcast"
 """The `load_format` of a message that is a rank call, as JSON in place of tensors."""
-TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 _RANK = "weightcast_rank"
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def made(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
             rank = SchedulerRank(scheduler, ranks)
         except Exception as exc:
             error = to_record(exc)
-        error = ranks.first_error(ranks.exchange(Outcome(error)))
+        error = ranks.common_error(error)
     except Exception as exc:
         error = to_record(exc)
     if error is not None:

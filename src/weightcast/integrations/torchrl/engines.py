@@ -45,7 +45,7 @@ def engine_for(vllm_engine: Any, *, transport: str = "ipc://", undo: bool = True
 class DirectModel:
     """An `Engine` over the `load_weights` of a model that is reached through attributes.
 
-    `has_kept`: it keeps tensors of the last load; whoever owns their memory must not write there again.
+    `has_kept`: it keeps tensors of the last load; the owner of their memory must not write there again.
     """
 
     def __init__(self, vllm_engine: Any) -> None:

@@ -156,7 +156,7 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         self.receive()
 
     def shutdown(self) -> None:
-        """Let the directory go on both sides. Idempotent; `init_on_...` begins anew."""
+        """Release the directory on both sides. Idempotent; `init_on_...` may be called again."""
         for part in (getattr(self, "_sender", None), getattr(self, "_receiver", None)):
             if part is not None:
                 part.close()
@@ -202,7 +202,7 @@ class VLLMDoubleBufferWeightSender:
         self._transport.write(extract(self._strategy, weights, self._merging))
 
     def close(self) -> None:
-        """Let the directory go, for another sender to write. Idempotent; the next update takes it again."""
+        """Release the directory, for another sender to write. Idempotent; the next update takes it again."""
         if self._transport is not None:
             self._transport.close()
 
@@ -300,5 +300,5 @@ class VLLMDoubleBufferWeightReceiver:
             engine.commit(WeightVersion(secrets.token_hex(16), 0))
 
     def close(self) -> None:
-        """Let store and engine go; the engine keeps what it has. Idempotent."""
+        """Close the store and release the engine, which keeps its weights. Idempotent."""
         self._exits.close()

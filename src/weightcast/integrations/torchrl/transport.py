@@ -104,7 +104,7 @@ class VLLMDoubleBufferTransport:
         return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
     def close(self) -> None:
-        """Let the directory go. Idempotent; the next call takes it again."""
+        """Release the directory. Idempotent; the next call takes it again."""
         with self._lock:
             self._exits.close()
             self._publisher = self._follower = None

@@ -62,7 +62,9 @@ class LLMEngine(RankClient):
             work = functools.partial(getattr(llm, method), *args, **kwargs)
             return work() if is_inside else _in_thread(work, timeout_seconds)
 
-        super().__init__(name, _OfflineMethods(name, call), refusal=Refusal(llm), pause=pause, token=token)
+        super().__init__(
+            name, _OfflineMethods(name, call, timeout_seconds), refusal=Refusal(llm), pause=pause, token=token
+        )
 
 
 class AsyncLLMEngine(RankClient):
@@ -97,7 +99,7 @@ class AsyncLLMEngine(RankClient):
                 future.cancel()
 
         world_size = async_llm.vllm_config.parallel_config.world_size_across_dp
-        control = _AsyncMethods(name, call, world_size)
+        control = _AsyncMethods(name, call, timeout_seconds, world_size)
         super().__init__(name, control, refusal=Refusal(async_llm), pause=pause, token=token)
 
 
@@ -132,7 +134,7 @@ class RayEngine(RankClient):
         def call(method: str, *args: Any, **kwargs: Any) -> Any:
             return ray.get(getattr(handle, method).remote(*args, **kwargs), timeout=timeout_seconds)
 
-        control = _AsyncMethods(name, call) if is_async else _OfflineMethods(name, call)
+        control = (_AsyncMethods if is_async else _OfflineMethods)(name, call, timeout_seconds)
         super().__init__(name, control, pause=pause, token=token)
 
 
@@ -152,20 +154,20 @@ class CollectiveEngine(RankClient):
 
         has = functools.partial(hasattr, engine)
         refusal = Refusal(engine) if of is None else Refusal(of, name)
-        super().__init__(name, _CollectiveMethods(name, call, has), refusal=refusal)
+        super().__init__(name, _CollectiveMethods(name, call, timeout_seconds, has), refusal=refusal)
 
 
 class _Methods:
     """A `Control` by an engine's methods; vLLM's errors, asyncio's and Ray's become ours."""
 
-    def __init__(self, name: str, call: Call) -> None:
+    def __init__(self, name: str, call: Call, timeout_seconds: float) -> None:
         self._name = name
         self._untranslated = call
+        self._timeout_seconds = timeout_seconds
 
     def call_ranks(self, call: Any) -> list[Any]:
-        replies = self._call("collective_rpc", METHOD, args=(call,))
-        # TorchRL gives a list of replies for each engine.
-        return [one for reply in replies for one in (reply if isinstance(reply, list) else [reply])]
+        replies: list[Any] = self._call("collective_rpc", METHOD, args=(call,))
+        return replies
 
     def resume(self) -> None:
         # Not resume_generation: an engine of which only the weights are awake must not schedule.
@@ -181,7 +183,8 @@ class _Methods:
         except WeightcastError:
             raise
         except TimeoutError as exc:
-            raise PeerTimeoutError(f"{name}.{method} gave no answer in time", peer=name) from exc
+            text = f"{name}.{method} gave no answer in time (timeout_seconds is {self._timeout_seconds:g})"
+            raise PeerTimeoutError(text, peer=name) from exc
         except Exception as exc:
             if {"EngineDeadError", "RayActorError"} & {kind.__name__ for kind in type(exc).__mro__}:
                 raise PeerDiedError(f"{name} has died: {exc}", peer=name) from exc
@@ -206,8 +209,8 @@ class _OfflineMethods(_Methods):
 class _AsyncMethods(_Methods):
     """An `AsyncLLM`'s. `world_size`: None where it can't be read."""
 
-    def __init__(self, name: str, call: Call, world_size: int | None = None) -> None:
-        super().__init__(name, call)
+    def __init__(self, name: str, call: Call, timeout_seconds: float, world_size: int | None = None) -> None:
+        super().__init__(name, call, timeout_seconds)
         self._world_size = world_size
 
     def status(self) -> Status:
@@ -220,12 +223,18 @@ class _AsyncMethods(_Methods):
 class _CollectiveMethods(_Methods):
     """Those that an engine `has`."""
 
-    def __init__(self, name: str, call: Call, has: Callable[[str], bool]) -> None:
-        super().__init__(name, call)
+    def __init__(self, name: str, call: Call, timeout_seconds: float, has: Callable[[str], bool]) -> None:
+        super().__init__(name, call, timeout_seconds)
         self._has = has
 
+    def call_ranks(self, call: Any) -> list[Any]:
+        # By position: an engine that is no vLLM's own may call its arguments otherwise, and have no defaults.
+        replies = self._call("collective_rpc", METHOD, None, (call,), None)
+        # TorchRL gives a list of replies for each engine.
+        return [one for reply in replies for one in (reply if isinstance(reply, list) else [reply])]
+
     def status(self) -> Status:
-        """Neither label nor pause is asked for: a replica of TorchRL's tells neither."""
+        """Neither label nor pause is asked for: a replica of TorchRL has neither."""
         return Status("default", False)
 
     def pause(self, mode: PauseMode) -> None:
@@ -233,7 +242,7 @@ class _CollectiveMethods(_Methods):
         if self._has("sleep"):
             self._call("sleep", level=0)
         if self._has("reset_prefix_cache") and self._call("reset_prefix_cache") is False:
-            # With requests that stand still in the pause: once more, as TorchRL does, and then after the install.
+            # Requests wait in the pause: once more, as TorchRL does, and then after the install.
             self._call("reset_prefix_cache")
 
     def resume(self) -> None:

@@ -12,7 +12,7 @@ Two faults of the stock reload on CPUs, where weights are packed once more for t
 
 - A layer whose parameter belongs to an earlier layer (a tied `lm_head`) keeps a packed copy of the former weights: it
   is processed again, from the parameter that both share.
-- Unquantised experts are packed only while their method has no kernel: it is taken away, and made anew by the reload.
+- Unquantised experts are packed only while their method has no kernel: it is taken away, and made again by the reload.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Filling:
 
     def _loader(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def load(param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            del param  # whoever calls may hold the one without memory
+            del param  # the loader may hold the one without memory
             if self.is_whole:
                 raise InstallError(f"more came for {self._name} than when the offer was tried", torn=True)
             result = original(self._filled(name), *args, **kwargs)

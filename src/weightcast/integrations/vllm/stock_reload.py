@@ -4,8 +4,8 @@ All that it has for this is `reload_weights`, a method of vLLM's workers, by `/c
 could hold a link, stage or undo: a version goes from the store into a folder, and from there into the model, paused.
 
 Invariants: an offer is held against the header of the server's own checkpoint before the server is told anything, if
-that can be read here; while its weights are of no whole version the server's label says so, whoever reads it, and it
-is not resumed. vLLM itself gives no second chance to a tensor of a wrong shape: that server must be started again.
+that can be read here; while its weights are of no whole version the server's label says so, and it is not resumed.
+After a tensor of a wrong shape vLLM itself can't reload: that server must be started again.
 
 The folder lies in the store's own directory, which servers see under the same path; writing it takes the host memory of
 one version.
@@ -75,7 +75,7 @@ class ReloadServer(EngineClient, ServesTraffic):
         self._store = ""
         self._manifest: Manifest | None = None
         self._folder: Path | None = None
-        """Kept after the install, since whoever rescues the server may need it until the publisher says otherwise."""
+        """Kept after the install, since the watchdog's recovery requests may need it until the next update."""
 
     def info(self) -> WeightInfo:
         """What the server says; it has no workers that connect a link."""
@@ -104,7 +104,7 @@ class ReloadServer(EngineClient, ServesTraffic):
             self._folder = _hold(self._store, WeightVersion(info.run, info.version))
 
     def pause(self, run: str) -> None:
-        # A server that failed is given up, and asked anew what it is: its folder goes.
+        # A server that failed is left out, and detected again for the next publish: its folder is removed.
         with on_failure(self._release):
             self._routes.pause(self._pause_mode)
 
@@ -212,8 +212,10 @@ class ReloadServer(EngineClient, ServesTraffic):
     def _release(self) -> None:
         """With its last user the folder goes."""
         folder, self._folder = self._folder, None
+        if folder is None:
+            return  # without the lock, which another client has while it writes a folder
         with _lock:
-            if folder is not None and folder in _num_users:
+            if folder in _num_users:
                 _num_users[folder] -= 1
                 if _num_users[folder] == 0:
                     del _num_users[folder]

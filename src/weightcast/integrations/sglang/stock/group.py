@@ -1,7 +1,7 @@
 """A torch.distributed group with the ranks of stock SGLang servers, made as SGLang makes its own; we are rank 0.
 
 Invariants: the group has a fresh name and a store of its own; a group in which anything went wrong is cut, never
-mended. SGLang waits in a join for half an hour and in a broadcast without a deadline, and its whole server stands still
+mended. SGLang waits in a join for half an hour and in a broadcast without a deadline, and its whole server waits
 meanwhile: `cut` ends the group's connections, whatever is under way, so that every rank's wait ends with an error at
 once. The watchdog process shares the store's port and does the same if this process dies.
 """
@@ -112,7 +112,7 @@ class StockGroup:
         return part
 
     def cut(self) -> None:
-        """End the group at once: whoever waits in it is woken, and who joins it later fails until `end`. Idempotent."""
+        """End the group at once: ranks that wait in it wake, and those that join later fail until `end`. Idempotent."""
         group, self._group = self._group, None
         store, self._store = self._store, None
         if store is not None:
@@ -131,7 +131,7 @@ class StockGroup:
 class _Sockets:
     """The connections of this process that belong to a group: to its store, at `port`, and to its members.
 
-    gloo tells nobody which sockets are its own, but `addresses`, from the group's store, have each member's. NCCL's are
+    gloo does not say which sockets are its own, but `addresses`, from the group's store, have each member's. NCCL's are
     ended by its abort.
     """
 

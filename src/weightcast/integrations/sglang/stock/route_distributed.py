@@ -2,9 +2,9 @@
 
 Each server has a group of its own, of its ranks and us: in a group of several servers one that is silent would leave
 others waiting for what it should pass on to them, and no one can wake these. Invariants: a group in which anything went
-wrong is cut at once, and made anew for the same bucket: what was answered for a broken broadcast counts for nothing,
-since one rank may have loaded it and another not. A broadcast has half of the deadline, so that whoever lives has
-answered when the request itself is given up.
+wrong is cut at once, and made again for the same bucket: what was answered for a broken broadcast counts for nothing,
+since one rank may have loaded it and another not. A broadcast has half of the deadline, so that every living server has
+answered when the request itself times out.
 """
 
 from __future__ import annotations

@@ -67,10 +67,10 @@ class SglangRoutes:
         """Of the weights as they are now, all ranks. Reads every weight once."""
         return self._routes.post_for("/weights_checker", _encode({"action": "checksum"}), Checksums)
 
-    # --- standing still ---
+    # --- pauses ---
 
     def pause(self, mode: SglangPause) -> None:
-        """Stop generating. `retract`: requests wait, and are computed anew by the weights that come; `abort`: they end.
+        """Stop generating. `retract`: requests wait, and are recomputed by the new weights; `abort`: they end.
 
         SGLang's third mode, `in_place`, is not offered: requests would go on with the old weights' cache.
         """
@@ -101,7 +101,7 @@ class SglangRoutes:
     # --- weights ---
 
     def join_group(self, group: str, host: str, port: int, rank_offset: int, size: int, backend: str) -> None:
-        """Have every rank join a group; blocks until all of the group have, and the server stands still meanwhile."""
+        """Have every rank join a group; blocks until all of the group have; the server does nothing else meanwhile."""
         body = {
             "master_address": host,
             "master_port": port,

@@ -1,7 +1,7 @@
 """The publisher's end for stock SGLang servers: fills flattened buckets and has a route bring each to all servers.
 
 Invariants: one bucket is on its way while the next is filled, and none is filled while it is on its way; a server is
-marked as incomplete before its first bucket goes out; whoever fails is out of the update and the others go on.
+marked as incomplete before its first bucket goes out; a server that fails is left out, and the others go on.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class StockSender:
         return dict(self._servers.failures)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
-        """Begin an update: sessions are opened, and the servers marked. They stand still already, unless staged."""
+        """Begin an update: sessions are opened, and the servers marked. They are paused already, unless staged."""
         if self._closed:
             raise ClosedError("this sender was closed")
         self.abort("the publisher began another update")

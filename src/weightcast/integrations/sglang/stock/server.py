@@ -170,7 +170,7 @@ class SglangStockServer(EngineClient, ServesTraffic):
         self.routes.pause(self._pause_mode)
 
     def begin(self) -> None:
-        """Mark it as incomplete, and open a session. It stands still."""
+        """Mark the server, which is paused, as incomplete, and open a session."""
         self._mark()
         self.routes.begin()
         self._in_session = True
@@ -183,7 +183,7 @@ class SglangStockServer(EngineClient, ServesTraffic):
             self._label = label
 
     def finish(self, version: int) -> None:
-        """Every bucket was loaded: end the session, and label the weights. It stands still until `resume`.
+        """Every bucket was loaded: end the session, and label the weights. It is paused until `resume`.
 
         Raises IncompleteUpdateError if the sender has not brought everything, InstallError if ranks hold different
         weights.
@@ -285,7 +285,7 @@ class Servers:
         self._pool = pool
 
     def each(self, call: Callable[[SglangStockServer], object]) -> None:
-        """Call each that lives, and wait; whoever fails is dropped."""
+        """Call each that lives, and wait; a server that fails is dropped."""
         calls = [(self._pool.submit(call, server), server) for server in self.living]
         for future, server in calls:
             error = future.exception()
