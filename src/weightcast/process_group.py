@@ -54,7 +54,7 @@ def serve_store(host: str, timeout_seconds: float) -> tuple[Store, int]:
 
 
 def serve_shared_store(host: str, timeout_seconds: float) -> tuple[Store, socket.socket]:
-    """The same, with its listening socket: whoever else has that keeps the port when the store has ended."""
+    """The same, with its listening socket: a process that has that socket, too, keeps the port when the store ends."""
     end = time.monotonic() + timeout_seconds
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     attempt = datetime.timedelta(seconds=min(timeout_seconds, _STORE_ATTEMPT_SECONDS))
@@ -105,16 +105,16 @@ class ProcessGroup:
         self.rank, self.size = rank, size
         self._store = store  # NCCL looks into it later on
         timeout = datetime.timedelta(seconds=timeout_seconds)
-        torch_module: Any = dist
+        torch_groups: Any = dist
         with translated("the process group"):
             if backend == "gloo":
-                gloo = torch_module.ProcessGroupGloo
+                gloo = torch_groups.ProcessGroupGloo
                 options = gloo._Options()
                 options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
                 options._timeout, options._threads = timeout, 2
                 self._group: Any = gloo(store, rank, size, options)
             else:
-                nccl = torch_module.ProcessGroupNCCL
+                nccl = torch_groups.ProcessGroupNCCL
                 options = nccl.Options()
                 options._timeout = timeout
                 options.config.max_ctas = _MAX_NCCL_CHANNELS
@@ -212,9 +212,12 @@ def _see_off() -> None:
 
 def require(backend: str) -> None:
     """Raises UnsupportedError if torch has no such backend here."""
-    has_gloo = dist.is_available() and cast(Any, dist).is_gloo_available()
-    has_nccl = dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()
-    if not {"gloo": has_gloo, "nccl": has_nccl}[backend]:
+    if backend == "gloo":
+        # CUDA is not asked: that would start it, and children that are forked later could not use it.
+        is_here = dist.is_available() and cast(Any, dist).is_gloo_available()
+    else:
+        is_here = dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()
+    if not is_here:
         raise UnsupportedError(
             f"torch {torch.__version__} can't use {backend} here: install a build that has it; NCCL needs a GPU"
         )

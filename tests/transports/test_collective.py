@@ -18,10 +18,12 @@ from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host import memory as host_memory
 from weightcast.links.link import frame
-from weightcast.process_group import ProcessGroup
+from weightcast.process_group import ProcessGroup, require
 from weightcast.seams.transport import Receiver
 from weightcast.testing.leftovers import nothing_left
 from weightcast.testing.transport_kit import Reader
+from weightcast.transports.collective import broadcast_group
+from weightcast.transports.collective.broadcast_group import BroadcastGroup, GroupSettings
 from weightcast.transports.collective.broadcast_reader import BucketTarget
 from weightcast.transports.collective.receive_buffers import ReceiveBuffers, SharedMemory
 from weightcast.transports.collective.records import Joining, parse_address, parse_endpoint
@@ -425,6 +427,38 @@ def test_nccl_without_a_gpu_is_refused_with_the_reason() -> None:
         return
     with pytest.raises(UnsupportedError, match="nccl"):
         CollectiveSender("nccl://127.0.0.1:0", run=RUN)
+
+
+def test_a_group_that_is_closed_before_its_thread_connects_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that dies just then has the group closed; without its store torch would end the process (SIGSEGV)."""
+    held: list[Callable[[], None]] = []
+    monkeypatch.setattr(broadcast_group, "in_background", lambda call, name: held.append(call))
+    settings = GroupSettings("gloo", "127.0.0.1", torch.device("cpu"), DEADLINE_SECONDS, threading.Condition())
+    group = BroadcastGroup(1, settings, {})
+    group.connect()
+    group.close()
+    held.pop()()
+    assert group.connect_error is None
+    assert not group.is_connected
+
+
+def test_what_a_gpu_ends_without_a_word_is_looked_for_all_the_time() -> None:
+    """It may end after it was asked for, and before the wait: no wait may then be long."""
+    with contextlib.closing(CollectiveSender(ENDPOINT, run=RUN, deadline_seconds=DEADLINE_SECONDS)) as sender:
+        sender._settings = sender._settings._replace(backend="nccl")
+        waits: list[float] = []
+        sender.condition.wait = waits.append  # type: ignore[assignment]
+        manifest = plan([TensorSpec("t", "uint8", (4096,))], 4096)
+        sender.open(manifest, version(1), peers=[], staged=True)
+        answers = iter([False, True])
+        assert sender._wait_for(sender._require_update(), lambda: next(answers))
+        assert waits
+        assert max(waits) <= 0.01
+
+
+def test_asking_for_gloo_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("CUDA was asked"))
+    require("gloo")
 
 
 def test_closing_while_others_wait_ends_in_time(hall: Hall) -> None:

@@ -15,8 +15,17 @@ import pytest
 from transports.conftest import Ends
 from transports.ipc_children import Child, publish_one_bucket, receive
 
-from weightcast.errors import PeerDiedError, PeerTimeoutError, UpdateAbortedError
-from weightcast.testing.transport_kit import Background, check, numbered, read_all, send, send_all, version
+from weightcast.errors import ClosedError, PeerDiedError, PeerTimeoutError, UpdateAbortedError
+from weightcast.testing.transport_kit import (
+    PATIENCE_SECONDS,
+    Background,
+    check,
+    numbered,
+    read_all,
+    send,
+    send_all,
+    version,
+)
 from weightcast.transports.ipc import IpcReceiver
 
 MODES = pytest.mark.parametrize("staged", [False, True], ids=["streaming", "staged"])
@@ -175,6 +184,19 @@ def _usage() -> tuple[Counter[str], int, int]:
     num_mappings = Path("/proc/self/maps").read_text().count("/memfd:weightcast")
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return opened, num_mappings, resident
+
+
+def test_closing_ends_the_wait_of_another_thread(ipc_ends: Ends) -> None:
+    """A worker that receives for others closes its sender while its stream waits for them."""
+    sender, manifest = ipc_ends.sender(), numbered(NUM_BUCKETS)
+    waits = Background(lambda: sender.open(manifest, version(1), peers=["absent"], staged=True))
+    while sender.condition.acquire(blocking=False):  # type: ignore[attr-defined]
+        sender.condition.release()  # type: ignore[attr-defined]
+    closes = Background(sender.close)
+    assert closes.is_done_within(PATIENCE_SECONDS / 10)
+    closes.result()
+    with pytest.raises(ClosedError):
+        waits.result()
 
 
 def test_two_hundred_updates_leave_no_trace(ipc_ends: Ends) -> None:

@@ -191,15 +191,19 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T] | Any, *, max_byt
     decoder = _decoders.get(kind)
     if decoder is None:
         decoder = _decoders[kind] = msgspec.json.Decoder(kind)
-    name = getattr(kind, "__name__", None) or str(kind)
     try:
         return decoder.decode(data)  # type: ignore[no-any-return]
     except msgspec.ValidationError as exc:
-        raise malformed("type", f"not a {name} of protocol {PROTOCOL}: {exc}") from exc
+        raise malformed("type", f"not a {_name_of(kind)} of protocol {PROTOCOL}: {exc}") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise malformed("syntax", f"not the JSON of a {name}: {exc}; {len(data)} bytes received") from exc
+        raise malformed("syntax", f"not the JSON of a {_name_of(kind)}: {exc}; {len(data)} bytes received") from exc
     except RecursionError as exc:
         raise malformed("depth", "JSON nested too deeply; no message of this protocol has more than 6 levels") from exc
+
+
+def _name_of(kind: object) -> str:
+    """For an error only: the text of a union takes longer than decoding a message."""
+    return getattr(kind, "__name__", None) or str(kind)
 
 
 def check_specs(specs: Iterable[TensorSpec]) -> None:

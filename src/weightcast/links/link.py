@@ -123,8 +123,9 @@ class WorkerLink:
         self._is_over = False
         try:
             self._sock = connect(address, connect_seconds)
-            self._sock.settimeout(lease_seconds)
-            self.send(hello)
+            with on_failure(self._sock.close):
+                self._sock.settimeout(lease_seconds)
+                self.send(hello)
         except OSError as exc:
             raise PeerDiedError(f"no publisher answers at {address}: {exc}", peer="trainer") from exc
         self._thread = threading.Thread(target=self._watch, name="weightcast-link", daemon=True)

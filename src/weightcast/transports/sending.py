@@ -237,7 +237,7 @@ class ArenaSender(SendingEnd[ArenaUpdate], Generic[P, A]):
         with self.condition:
             if not self._closed:
                 self._listen()
-            return super().failures
+            return dict(self._failures)
 
     def connected(self, peers: Sequence[str]) -> list[str]:
         """Those of these peers that are connected now. Does not wait."""
@@ -389,7 +389,7 @@ class ArenaSender(SendingEnd[ArenaUpdate], Generic[P, A]):
                     self._drop(peer, self._timed_out(name, "released nothing"), may_be_reading=True)
 
     def _names_reading(self, slot: int | None) -> set[str]:
-        return set().union(*(self._readers.values() if slot is None else [self._readers.get(slot, ())]))
+        return set().union(*self._readers.values()) if slot is None else set(self._readers.get(slot, ()))
 
     # --- the arena ---
 

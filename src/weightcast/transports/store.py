@@ -53,12 +53,13 @@ class StoreSender:
         address = StoreAddress.parse(url)
         self.address = url
         self._run = run
-        self._is_pinned = torch.device(device or "cpu").type == "cuda"
+        is_pinned = torch.device(device or "cpu").type == "cuda"
         self._max_buffers = 1 if address.num_threads == 1 else min(address.num_threads + 1, MAX_BUFFERS)
         self._num_buffers = 1
         # It starts a thread only for a bucket that no other one is free for.
         self._pool = ThreadPoolExecutor(self._max_buffers, "weightcast-store") if address.num_threads > 1 else None
-        self._ring = KeptMemory(self._allocate)
+        # Zeros: what lies between the end of a bucket and of its buffer must not be another's memory.
+        self._ring = KeptMemory(lambda size: torch.zeros(size, dtype=torch.uint8, pin_memory=is_pinned))
         self._manifest: Manifest | None = None
         self._digests: list[bytes] = []
         self._writes: dict[int, Future[None]] = {}
@@ -156,10 +157,6 @@ class StoreSender:
         write = self._writes.pop(place_in_ring, None)
         if write is not None:
             write.result()
-
-    def _allocate(self, size_bytes: int) -> torch.Tensor:
-        # Zeros: what lies between the end of a bucket and of its buffer must not be another's memory.
-        return torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
 
     def _require_open(self) -> None:
         if self._closed:

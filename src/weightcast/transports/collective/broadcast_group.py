@@ -8,6 +8,7 @@ socket busy until the group's timeout, so a thread of its own sees it off).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -176,19 +177,20 @@ class BroadcastGroup:
 
     def connect(self) -> None:
         """Begin to connect, in a thread: gloo may take several deadlines to find out that a member has died."""
-        in_background(self._connect, "weightcast-group")
+        # The store is handed over: `close` drops it, and torch's group crashes without one.
+        in_background(functools.partial(self._connect, self._store), "weightcast-group")
 
     @property
     def is_connected(self) -> bool:
         return self._group is not None
 
-    def _connect(self) -> None:
+    def _connect(self, store: Store) -> None:
         group: ProcessGroup | None = None
         error: WeightcastError | None = None
         try:
             group = ProcessGroup(
                 self._settings.backend,
-                self._store,
+                store,
                 rank=0,
                 size=len(self.joined) + 1,
                 timeout_seconds=self._settings.deadline_seconds,

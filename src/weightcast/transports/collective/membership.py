@@ -97,8 +97,7 @@ class GroupSender(SendingEnd[GroupUpdate]):
     def _wait(self, seconds: float) -> None:
         """The caller holds the condition."""
         self._give_signs()
-        is_polled = self._settings.backend == "nccl" and self.epoch is not None and not self.epoch.is_quiet()
-        self.condition.wait(min(seconds, _POLL_SECONDS if is_polled else self._sign_seconds))
+        self.condition.wait(min(seconds, self._sign_seconds))
 
     def _give_sign(self, name: str) -> None:
         member = self._members.get(name)
@@ -115,6 +114,7 @@ class GroupSender(SendingEnd[GroupUpdate]):
     ) -> bool:
         """Wait until it is done or interrupted, by default by any trouble; False at the deadline."""
         deadline = Deadline(self._deadline_seconds if seconds is None else seconds)
+        poll_seconds = _POLL_SECONDS if self._settings.backend == "nccl" else self._deadline_seconds
         with self.condition:
             while True:
                 for member in update.members:
@@ -123,7 +123,7 @@ class GroupSender(SendingEnd[GroupUpdate]):
                     return True
                 if deadline.has_passed:
                     return False
-                self._wait(deadline.remaining_seconds)
+                self._wait(min(deadline.remaining_seconds, poll_seconds))
 
     def _is_in_trouble(self, update: GroupUpdate) -> bool:
         """Whether the group can't go on as it is."""
@@ -281,7 +281,7 @@ class GroupSender(SendingEnd[GroupUpdate]):
 
     def _drop_failed(self, update: GroupUpdate, members: Sequence[GroupMember], epoch: int) -> bool:
         """Drop those of these members that could not connect to the group, or left it; whether there are any."""
-        failed = [member for member in members if member.has_left(epoch)]
+        failed = [member for member in members if member in update.members and member.has_left(epoch)]
         for member in failed:
             text = f"{member.name} could not connect to the group: {member.join_failed.reason}"
             self._lose(update, member, PeerDiedError(text, peer=member.name))

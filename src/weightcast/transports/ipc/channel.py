@@ -36,6 +36,10 @@ _HELLO_SECONDS = 5.0
 _EXHAUSTED_SECONDS = 0.1
 _BACKLOG = 128
 _MAX_STRANGERS = 128
+# As numbers: operators of an enumeration take a good part of a packet's time.
+_SEND_FLAGS = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+_RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+_WAS_CUT = int(socket.MSG_TRUNC)
 
 
 class Channel:
@@ -55,7 +59,7 @@ class Channel:
         if descriptor is not None:
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
         try:
-            self.sock.sendmsg([encode(record)], ancillary, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+            self.sock.sendmsg([encode(record)], ancillary, _SEND_FLAGS)
         except BlockingIOError:
             return False
         except OSError as exc:
@@ -68,13 +72,12 @@ class Channel:
         Raises EOFError at the end of the connection, ManifestError for anything that is not such a record.
         """
         room = socket.CMSG_SPACE(4 * max_descriptors) if max_descriptors else 0
-        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         try:
             try:
-                size, ancillary, seen, _ = self.sock.recvmsg_into([self._buffer], room, flags)
+                size, ancillary, seen, _ = self.sock.recvmsg_into([self._buffer], room, _RECEIVE_FLAGS)
             except ConnectionResetError:
                 # The peer closed with records of ours unread; what it sent before is still there, then comes the end.
-                size, ancillary, seen, _ = self.sock.recvmsg_into([self._buffer], room, flags)
+                size, ancillary, seen, _ = self.sock.recvmsg_into([self._buffer], room, _RECEIVE_FLAGS)
         except BlockingIOError:
             return None
         except OSError as exc:
@@ -87,7 +90,7 @@ class Channel:
         try:
             if not size:
                 raise EOFError("the connection ended")
-            if seen & socket.MSG_TRUNC:
+            if seen & _WAS_CUT:
                 raise ManifestError(f"a record of over {MAX_RECORD_BYTES} bytes [too_large]", fault="too_large")
             record = decode(memoryview(self._buffer)[:size], kind, max_bytes=MAX_RECORD_BYTES)
         finally:
@@ -125,11 +128,16 @@ class Listener:
 
     def take(self) -> list[tuple[str, Channel]]:
         """The peers that have come since, in order; the caller owns their channels."""
+        if not self._arrivals:
+            return []
         with self._lock:
             arrivals, self._arrivals = self._arrivals, []
-            if arrivals:
-                os.eventfd_read(self.arrived)
+            os.eventfd_read(self.arrived)
             return arrivals
+
+    def wake(self) -> None:
+        """End a wait for `arrived`, and every later one."""
+        os.eventfd_write(self.arrived, 1)
 
     def close(self) -> None:
         """Stop listening; peers that were not taken are disconnected. Call once."""

@@ -2,7 +2,7 @@
 
 Invariants: every wait polls all connections at once, lets newcomers in and tells those that wait that the sender lives;
 a peer that makes no progress for `deadline_seconds` is dropped, and so is one that sends anything unexpected; a peer is
-gone before its successor of the same name is there. All calls come from one thread.
+gone before its successor of the same name is there. All calls but `close` come from one thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from weightcast.errors import ManifestError, PeerDiedError, WeightcastError
+from weightcast.errors import ClosedError, ManifestError, PeerDiedError, WeightcastError
 from weightcast.host.deadline import Deadline
 from weightcast.transports.ipc import records
 from weightcast.transports.ipc.arena import OwnedSharedArena
@@ -50,6 +50,14 @@ class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
         super().__init__(run, deadline_seconds=deadline_seconds, num_slots=num_slots, device=device)
         self._listener = Listener(run)
         self.address = self._listener.address
+        self._is_closing = False
+
+    def close(self) -> None:
+        """May be called from another thread, whose call that waits raises ClosedError then."""
+        if not self._is_closing:
+            self._is_closing = True
+            self._listener.wake()
+        super().close()
 
     # --- what peers are told ---
 
@@ -86,7 +94,7 @@ class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
     def _post(self, name: str, record: msgspec.Struct, descriptor: int | None = None, *, wait: bool = True) -> bool:
         """Send a record, waiting for room up to the deadline, or not at all; False if the peer is gone then."""
         peer = self._peers.get(name)
-        deadline = Deadline(self._deadline_seconds if wait else 0.0)
+        deadline: Deadline | None = None
         while peer is not None and self._peers.get(name) is peer:
             try:
                 if peer.channel.send(record, descriptor):
@@ -94,6 +102,7 @@ class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
             except EOFError as exc:
                 self._drop(peer, _died(name, exc), may_be_reading=False)
                 return False
+            deadline = deadline or Deadline(self._deadline_seconds if wait else 0.0)
             if deadline.has_passed:
                 self._drop(peer, self._timed_out(name, "took no record"), may_be_reading=True)
                 return False
@@ -108,6 +117,8 @@ class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
 
     def _wait(self, seconds: float, *, writing: IpcPeer | None = None) -> None:
         """Wait until somebody says or does something (or there is room to write to `writing`), and take all of it."""
+        if self._is_closing and seconds > 0:
+            raise ClosedError("this sender was closed")
         self._give_signs()
         poller = select.poll()
         poller.register(self._listener.arrived, select.POLLIN)
