@@ -88,6 +88,8 @@ class FleetMember:
         self._run = ""
         self._deadline_seconds = 0.0
         self._watchdog: Watchdog | None = None
+        self._is_guarded = False
+        """Whether the watchdog has requests to send to it."""
 
     @property
     def is_joined(self) -> bool:
@@ -181,6 +183,7 @@ class FleetMember:
         """Have the watchdog end the pause if this process dies, where no lease does."""
         assert self._watchdog is not None
         if not self._can("lease") and (requests := client.recovery_requests(self._run)):
+            self._is_guarded = True
             self._watchdog.hold(self.name, requests)
 
     def quarantine(self, reason: str) -> None:
@@ -212,8 +215,10 @@ class FleetMember:
                 raise
             return
         self.result.pause_seconds = time.perf_counter() - self._paused_at
-        assert self._watchdog is not None
-        self._watchdog.release(self.name)
+        if self._is_guarded:
+            assert self._watchdog is not None
+            self._watchdog.release(self.name)
+            self._is_guarded = False
 
     def install(self, *, resumes: bool) -> None:
         """Pause the engine, have it install the version that was offered, resume it. A failure is noted, not raised.

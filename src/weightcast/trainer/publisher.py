@@ -228,7 +228,8 @@ class Publisher:
                 self.version = max(last, run.number)
                 if group is not None:
                     self.version, self.run = max(self.version, group.version), group.run or self.run
-        if not report.ok and self._options.on_failure == "raise":
+        is_ok = all(result.ok for result in report.engines.values())
+        if not is_ok and self._options.on_failure == "raise":
             failures = {name: from_record(r.error) for name, r in report.engines.items() if r.error is not None}
             what = f"{len(failures)} of {len(report.engines)} engines did not take version {report.version}"
             causes = "; ".join(f"{name}: {error}" for name, error in failures.items())

@@ -64,9 +64,8 @@ class IpcReceiver(ReceivingEnd[IpcUpdate]):
         self._num_waiting = 0
         self._arena: _Arena | None = None
         self._incoming: IncomingUpdate | None = None
-        self._channel = _connect(
-            devices.choose(url), records.IpcHello(run, peer), min(deadline_seconds, CONNECT_SECONDS)
-        )
+        address = devices.choose(url) if "?" in url else url
+        self._channel = _connect(address, records.IpcHello(run, peer), min(deadline_seconds, CONNECT_SECONDS))
         with on_failure(self._channel.close):
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
