@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from weightcast.host.closing import on_failure
-from weightcast.host.deadline import Deadline
+from weightcast.host.deadline import Deadline, in_background
 
 
 def test_a_deadline_that_has_passed_has_nothing_left() -> None:
@@ -48,3 +48,9 @@ def test_what_succeeds_is_not_cleaned_up() -> None:
     with on_failure(lambda: closed.append("it")):
         pass
     assert not closed
+
+
+def test_a_call_in_the_background_gives_its_result_or_its_error() -> None:
+    assert in_background(lambda: 7, name="test").result(10.0) == 7
+    with pytest.raises(ZeroDivisionError):
+        in_background(lambda: 1 // 0, name="test").result(10.0)

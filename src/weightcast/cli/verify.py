@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,6 +17,7 @@ from weightcast.cli import exits, output, values
 from weightcast.control.client import HttpEngine
 from weightcast.errors import ControlError
 from weightcast.format.manifest import TensorSpec
+from weightcast.host.deadline import in_background
 from weightcast.seams.source import Source
 from weightcast.store.address import StoreAddress
 
@@ -124,7 +124,9 @@ def _verify(checkpoint: str, engines: Sequence[str], token: str | None) -> Verdi
     from weightcast.sources.store import StoreSource
 
     source: Source = StoreSource(checkpoint) if values.is_store(checkpoint) else SafetensorsSource(Path(checkpoint))
-    asked = [_ask_in_background(url, token) for url in engines]  # they compute while we do
+    asked = [
+        in_background(partial(_ask, url, token), name="weightcast-verify") for url in engines
+    ]  # they compute while we do
     specs, regions = source.specs(), source.regions()
     num_bytes, digests = sum(spec.num_bytes for spec in specs), {}
     with output.counted("checkpoint", num_bytes) as step:
@@ -138,20 +140,6 @@ def _verify(checkpoint: str, engines: Sequence[str], token: str | None) -> Verdi
             weight_version, theirs = answer.result()
             verdicts.append(EngineVerdict(url, weight_version, compare(ours, theirs)))
     return Verdict(not any(verdict.differences for verdict in verdicts), len(specs), num_bytes, verdicts)
-
-
-def _ask_in_background(url: str, token: str | None) -> Future[tuple[str, Holding]]:
-    """`_ask` in a thread that does not keep the process from ending after a Ctrl-C."""
-    future: Future[tuple[str, Holding]] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(_ask(url, token))
-        except Exception as exc:
-            future.set_exception(exc)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def _ask(url: str, token: str | None) -> tuple[str, Holding]:

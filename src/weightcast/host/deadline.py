@@ -1,10 +1,14 @@
-"""How long a wait may take: one value for all of its parts."""
+"""How long a wait may take: one value for all of its parts; calls that nothing can end run in the background."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
-from threading import Condition
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Deadline:
@@ -23,7 +27,7 @@ class Deadline:
     def has_passed(self) -> bool:
         return time.monotonic() >= self._end
 
-    def wait_for(self, condition: Condition, predicate: Callable[[], bool]) -> bool:
+    def wait_for(self, condition: threading.Condition, predicate: Callable[[], bool]) -> bool:
         """Wait on a condition that is held, until `predicate` is true; False once the deadline has passed first."""
         return condition.wait_for(predicate, self.remaining_seconds)
 
@@ -37,3 +41,18 @@ class Deadline:
             wait(min(pause_seconds, self.remaining_seconds))
             pause_seconds = min(2 * pause_seconds, max_pause_seconds)
         yield
+
+
+def in_background(call: Callable[[], T], *, name: str) -> Future[T]:
+    """Run `call` in a thread that does not keep the process from ending: for a wait that has no deadline of its own."""
+    future: Future[T] = Future()
+    threading.Thread(target=_run, args=(call, future), name=name, daemon=True).start()
+    return future
+
+
+def _run(call: Callable[[], T], future: Future[T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as exc:
+        future.set_exception(exc)
+    del future  # the error's traceback has this frame, which would keep the error

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from weightcast.control.worker_rpc import RankReply
-from weightcast.errors import ClosedError, ErrorRecord, to_record
+from weightcast.errors import ClosedError, ErrorRecord, PeerError, to_record
 from weightcast.format.messages import WeightInfo
 from weightcast.integrations.plugin import TOKEN_VARIABLE
 from weightcast.integrations.plugin.rank_consensus import RankConsensus
@@ -103,8 +103,7 @@ class SchedulerRank:
             reply = msgspec.to_builtins(RankReply(self._engine_rank, WeightInfo("default"), to_record(exc)))
         try:
             replies = [msgspec.json.decode(each) for each in self._ranks.gather(msgspec.json.encode(reply))]
-        except Exception as exc:
-            logger.exception("the ranks of this engine do not answer each other")
+        except PeerError as exc:
             replies = [reply | {"error": msgspec.to_builtins(to_record(exc))}]
         return msgspec.json.encode(replies).decode()
 

@@ -7,10 +7,8 @@ as hung; an engine that is partly asleep is paused and resumed without waking it
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import functools
 import inspect
-import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 from weightcast.control.worker_rpc import METHOD, unmarked
 from weightcast.errors import ControlError, PeerDiedError, PeerTimeoutError, WeightcastError, from_record
 from weightcast.format.messages import PauseMode
+from weightcast.host.deadline import in_background
 from weightcast.integrations.plugin.refusal import Refusal
 from weightcast.integrations.vllm.rank_client import RankClient, Status
 from weightcast.seams.client import EngineClient
@@ -60,7 +59,10 @@ class LLMEngine(RankClient):
 
         def call(method: str, *args: Any, **kwargs: Any) -> Any:
             work = functools.partial(getattr(llm, method), *args, **kwargs)
-            return work() if is_inside else _in_thread(work, timeout_seconds)
+            if is_inside:
+                return work()
+            # Nothing ends vLLM's wait for an engine process that is stuck or gone.
+            return in_background(work, name="weightcast-llm").result(timeout_seconds)
 
         super().__init__(
             name, _OfflineMethods(name, call, timeout_seconds), refusal=Refusal(llm), pause=pause, token=token
@@ -269,20 +271,3 @@ def _resolved(value: Any, timeout_seconds: float) -> Any:
 
         return ray.get(value, timeout=timeout_seconds)
     return value.result(timeout_seconds) if hasattr(value, "result") else value
-
-
-def _in_thread(work: Callable[[], Any], timeout_seconds: float) -> Any:
-    """Run `work` in a thread of its own, since nothing ends vLLM's wait for an engine process that is stuck or gone.
-
-    Raises TimeoutError; the thread is then left behind.
-    """
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as exc:
-            future.set_exception(exc)
-
-    threading.Thread(target=run, name="weightcast-llm", daemon=True).start()
-    return future.result(timeout_seconds)
