@@ -111,11 +111,13 @@ def _serve(model: Any, tokenizer: Any, args: argparse.Namespace, token: str | No
             generator=generator,
             model_name=name,
         )
-        with server:
+
+        def announce() -> None:
             print(f"weightcast: serving {name} at {server.url}", flush=True)
             if args.host in _ALL_ADDRESSES:
                 print(f"weightcast: it listens on all addresses of this machine, port {server.port}", flush=True)
-            server.run()
+
+        server.run(announce=announce)
 
 
 def _end_with_stdin() -> None:

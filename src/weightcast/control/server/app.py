@@ -11,6 +11,7 @@ import ipaddress
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -133,14 +134,19 @@ class EngineServer:
             self._socket.close()
             self._socket = None
 
-    def run(self) -> None:
-        """Serve until SIGTERM or SIGINT, then close. Blocks; for the main thread. Starts the server if need be."""
+    def run(self, *, announce: Callable[[], None] | None = None) -> None:
+        """Serve until SIGTERM or SIGINT, then close. Blocks; for the main thread. Starts the server if need be.
+
+        `announce` is called once requests are answered and signals end the server.
+        """
         # The handler appends and nothing else: a lock could be held by the very thread that the signal interrupts.
         signals: list[int] = []
         numbers = (signal.SIGTERM, signal.SIGINT)
         former = [signal.signal(number, lambda got, _: signals.append(got)) for number in numbers]
         try:
             thread = self._thread or self.start()._thread
+            if announce is not None:
+                announce()
             while thread is not None and thread.is_alive() and not signals:
                 thread.join(_SIGNAL_POLL_SECONDS)
         finally:

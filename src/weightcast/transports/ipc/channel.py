@@ -128,11 +128,10 @@ class Listener:
 
     def take(self) -> list[tuple[str, Channel]]:
         """The peers that have come since, in order; the caller owns their channels."""
-        if not self._arrivals:
-            return []
         with self._lock:
             arrivals, self._arrivals = self._arrivals, []
-            os.eventfd_read(self.arrived)
+            if arrivals:
+                os.eventfd_read(self.arrived)
             return arrivals
 
     def wake(self) -> None:
