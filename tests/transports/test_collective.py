@@ -8,11 +8,19 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from weightcast import registry
-from weightcast.errors import InsufficientMemoryError, ManifestError, PeerDiedError, PeerTimeoutError, UnsupportedError
+from weightcast.errors import (
+    InsufficientMemoryError,
+    ManifestError,
+    PeerDiedError,
+    PeerTimeoutError,
+    UnsupportedError,
+    UpdateAbortedError,
+)
 from weightcast.format.bucket import pages, slot_size_bytes, write_trailer
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
@@ -26,7 +34,7 @@ from weightcast.transports.collective import broadcast_group
 from weightcast.transports.collective.broadcast_group import BroadcastGroup, GroupSettings
 from weightcast.transports.collective.broadcast_reader import BucketTarget
 from weightcast.transports.collective.receive_buffers import ReceiveBuffers, SharedMemory
-from weightcast.transports.collective.records import Joining, parse_address, parse_endpoint
+from weightcast.transports.collective.records import JoinFailed, Joining, parse_address, parse_endpoint
 from weightcast.transports.collective.sender import CollectiveSender
 
 RUN = "5a" * 16
@@ -185,7 +193,52 @@ def test_what_an_engine_fails_in_by_itself_is_not_the_others_fault(hall: Hall, m
     readers = hall.update(1, receivers)
     assert all(whole(readers[peer], hall.manifest, 1) for peer in "bc")
     assert set(hall.sender.failures) == {"a"}
-    receivers["a"].end()
+    with pytest.raises(UpdateAbortedError, match="no memory here"):
+        readers["a"].result()
+
+
+def test_who_broke_a_group_is_named_though_its_message_comes_after_the_break(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads of the sender hear of it: gloo's of the broken broadcast, the links' of the member's message."""
+    receivers = {peer: hall.receiver(peer) for peer in "abc"}
+    link = receivers["a"]._link
+    send_now = link.send
+    delayed: list[threading.Thread] = []
+
+    def send_after_the_break(message: msgspec.Struct) -> None:
+        epoch = hall.sender.epoch
+        if isinstance(message, JoinFailed):
+            delayed.append(threading.Thread(target=wait_and_send, args=(message, epoch)))
+            delayed[-1].start()
+        elif delayed and threading.current_thread() not in delayed:
+            # A link keeps the order of its messages.
+            delayed.append(threading.Thread(target=after, args=(delayed[-1], message)))
+            delayed[-1].start()
+        else:
+            send_now(message)
+
+    def wait_and_send(message: msgspec.Struct, epoch: BroadcastGroup) -> None:
+        with hall.sender.condition:
+            assert hall.sender.condition.wait_for(lambda: epoch.error() is not None, DEADLINE_SECONDS)
+        send_now(message)
+
+    def after(former: threading.Thread, message: msgspec.Struct) -> None:
+        former.join()
+        send_now(message)
+
+    def target(*args: object, **options: object) -> object:
+        raise InsufficientMemoryError("no memory here")
+
+    monkeypatch.setattr(link, "send", send_after_the_break)
+    monkeypatch.setattr(receivers["a"]._buffers, "target", target)
+    readers = hall.update(1, receivers)
+    assert all(whole(readers[peer], hall.manifest, 1) for peer in "bc")
+    assert set(hall.sender.failures) == {"a"}
+    with pytest.raises(UpdateAbortedError, match="no memory here"):
+        readers["a"].result()
+    for thread in delayed:
+        thread.join()
 
 
 def test_late_bytes_of_a_group_that_was_left_never_land_in_another_manifests_bucket() -> None:

@@ -18,12 +18,11 @@ from weightcast.host.deadline import Deadline
 from weightcast.links.link import LinkListener
 from weightcast.transports.collective import records
 from weightcast.transports.collective.broadcast_group import BroadcastGroup, GroupMember, GroupSettings, send_to_all
-from weightcast.transports.sending import SendingEnd, SentUpdate
+from weightcast.transports.sending import MAX_REASON_CHARACTERS, SendingEnd, SentUpdate
 
 logger = logging.getLogger(__name__)
 
 _MAX_ANSWER_SECONDS = 5.0
-_MAX_NEWS_SECONDS = 1.0
 _POLL_SECONDS = 0.002
 """How often a GPU is asked whether a broadcast is over; on a CPU it says so itself."""
 
@@ -222,29 +221,25 @@ class GroupSender(SendingEnd[GroupUpdate]):
         self._form(update)
 
     def _drop_who_broke_it(self, update: GroupUpdate, *, is_late: bool) -> bool:
-        """Drop who has gone or left; if nobody has, who does not answer or holds the others up. Whether anybody was."""
+        """Drop who has gone or failed by itself; else who does not answer or delays the others. Whether anybody was.
+
+        Members are asked how far they are, even if only to hear what they said before: a broadcast that a member broke
+        may be seen to fail before the member's own message, or the end of its link, has come.
+        """
         epoch = self.epoch
-        has_left = epoch is not None and any(member.has_left(epoch.number) for member in update.members)
-        if not is_late and not has_left:
-            # The end of a broadcast may be seen before the end of the link of the one who caused it.
-            news_seconds = min(_MAX_NEWS_SECONDS, self._deadline_seconds)
-            self._wait_for(update, lambda: False, seconds=news_seconds, is_interrupted=self._has_losses)
+        silent = self._ask_progress(update)
         if self._drop_lost(update) or not update.members:
             return True
-        if epoch is not None and has_left:
+        if epoch is not None and any(member.has_left(epoch.number) for member in update.members):
             return self._drop_failed(update, [m for m in update.members if m.join_failed.is_own], epoch.number)
-        slow = self._slow(update, is_late=is_late)
+        slow = self._slow(update) if is_late and not silent else silent
         for member in slow:
             if member in update.members:
                 self._lose(update, member, self._timed_out(member.name, "took no bucket"))
         return bool(slow)
 
-    def _slow(self, update: GroupUpdate, *, is_late: bool) -> list[GroupMember]:
-        """Ask all members how far they are: those that don't answer, else those that take none, else those behind.
-
-        Being behind is no fault at first: gloo wakes neither end of a connection that broke in the middle of a message,
-        so that a healthy member waits for bytes that can't come. Only who is behind in a new group as well is slow.
-        """
+    def _ask_progress(self, update: GroupUpdate) -> list[GroupMember]:
+        """Ask all members how far they are. Returns those that don't answer; a loss ends the wait."""
         self._num_questions += 1
         question, members = self._num_questions, update.members
         send_to_all(members, records.ProgressQuestion(question))
@@ -254,9 +249,15 @@ class GroupSender(SendingEnd[GroupUpdate]):
             seconds=min(_MAX_ANSWER_SECONDS, self._deadline_seconds),
             is_interrupted=self._has_losses,
         )
-        silent = [member for member in members if not member.has_answered(question)]
-        if silent or not is_late:
-            return silent
+        return [member for member in members if not member.has_answered(question)]
+
+    def _slow(self, update: GroupUpdate) -> list[GroupMember]:
+        """Of members that have all answered: those that take no buckets, else those behind.
+
+        Being behind is no fault at first: gloo wakes neither end of a connection that broke in the middle of a message,
+        so that a healthy member waits for bytes that can't come. Only who is behind in a new group as well is slow.
+        """
+        members = update.members
         answers = {m: m.answer for m in members if m.answer is not None and m.answer.update == update.number}
         busy = [m for m in members if m not in answers or not answers[m].is_waiting]
         if busy or not update.num_fruitless:
@@ -296,7 +297,8 @@ class GroupSender(SendingEnd[GroupUpdate]):
         others = [m for m in update.members if m.engine == member.engine and m is not member]
         update.members = [m for m in update.members if m.engine != member.engine]
         self._waiting = [m.name for m in update.members]
+        member.link.send(records.UpdateAborted(update.number, str(error)[:MAX_REASON_CHARACTERS]))
         for other in others:
             reason = f"{member.name}, of the same engine, was lost: {error}"
             self._failures.setdefault(other.name, UpdateAbortedError(reason))
-            other.link.send(records.UpdateAborted(update.number, reason))
+            other.link.send(records.UpdateAborted(update.number, reason[:MAX_REASON_CHARACTERS]))
