@@ -64,7 +64,14 @@ def many(content: int) -> Tensors:
     return {f"layer.{n}": torch.randn(16, 16, generator=generator).bfloat16() for n in range(60)}
 
 
-MODELS: dict[str, Callable[[int], Tensors]] = {"table": table, "many": many}
+def large(content: int) -> Tensors:
+    """Several blocks of a digest in a bucket, one of them cut; a tensor that takes several buckets."""
+    generator = torch.Generator().manual_seed(content)
+    shapes = {"a": (700, 1000), "b": (1900, 1024), "c": (5, 7), "d": (333, 1031)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+MODELS: dict[str, Callable[[int], Tensors]] = {"table": table, "many": many, "large": large}
 
 
 # --- shardings ------------------------------------------------------------------------------------
@@ -240,13 +247,21 @@ class Rank:
         num_engines: int = 1,
         masters: bool = False,
         group: Sequence[int] | None = None,
+        is_apart: bool = False,
         **options: Any,
     ) -> None:
-        """`group`: the trainer ranks that publish; the first one does it for all."""
+        """`group`: the trainer ranks that publish; the first one does it for all.
+
+        `is_apart`: this rank can't map another's memory, as in another container.
+        """
         import torch.distributed as dist
         from core.direct import DirectEngine, RecordingEngine
 
+        from weightcast.host.shared_memory import map_shared
+        from weightcast.trainer.group import gather
+
         self.unmake()
+        gather.map_shared = _nothing_mapped if is_apart else map_shared
         members = tuple(range(self.size)) if group is None else tuple(group)
         if group is not None:
             options["trainer_group"] = dist.new_group(list(group), backend="gloo")
@@ -311,35 +326,34 @@ class Rank:
         return [engine.engine.versions[-1].number if engine.engine.versions else -1 for engine in self.engines]
 
     def stop_at(self, bucket: int) -> None:
-        """Say so over the pipe and wait for a word, when this rank is about to send its part of that bucket."""
-        from weightcast.trainer.group.gather import Contribution
+        """Say so over the pipe and wait for a word, when this rank is about to pack its part of that bucket."""
 
-        pack = Contribution._pack
+        def stop() -> None:
+            self.pipe.send(("at", bucket))
+            self.pipe.recv()
 
-        def stopping(contribution: Any, index: int, size: int) -> None:
-            if index == bucket:
-                Contribution._pack = pack  # type: ignore[method-assign]
-                self.pipe.send(("at", bucket))
-                self.pipe.recv()
-            pack(contribution, index, size)
-
-        Contribution._pack = stopping  # type: ignore[method-assign]
+        self._at(bucket, stop)
 
     def fail_at(self, bucket: int, error: BaseException) -> None:
         """Raise, once, when this rank packs its part of that bucket."""
-        from weightcast.trainer.group.gather import Contribution, GatheringPacker
 
-        owner: Any = GatheringPacker if self.rank == 0 else Contribution
-        name = "_unpack" if self.rank == 0 else "_pack"
-        original = getattr(owner, name)
+        def fail() -> None:
+            raise error
 
-        def failing(packer: Any, index: int, *args: Any) -> None:
+        self._at(bucket, fail)
+
+    def _at(self, bucket: int, call: Callable[[], None]) -> None:
+        from weightcast.trainer.group.gather import Contribution
+
+        original = Contribution._sources_of
+
+        def calling(contribution: Any, index: int) -> Any:
             if index == bucket:
-                setattr(owner, name, original)
-                raise error
-            original(packer, index, *args)
+                Contribution._sources_of = original  # type: ignore[method-assign]
+                call()
+            return original(contribution, index)
 
-        setattr(owner, name, failing)
+        Contribution._sources_of = calling  # type: ignore[method-assign]
 
     def rewind(self, at: int, to: int) -> None:
         """Once, lose the buckets from `to` on, notice it at bucket `at`, and ask for them again."""
@@ -372,6 +386,10 @@ class Rank:
         from faults.actors import footprint
 
         return footprint()
+
+
+def _nothing_mapped(location: object) -> None:
+    """What `map_shared` gives where nothing can be mapped."""
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from gather.squad import CUTS, MODELS
 from weightcast.errors import IncompatibleWeightsError, PeerTimeoutError, StaleVersionError
-from weightcast.format.bucket import Layout
-from weightcast.format.geometry import Region, is_run
+from weightcast.format.bucket import Layout, narrow
+from weightcast.format.geometry import Region, is_run, split
 from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, decode, encode
 from weightcast.format.plan import plan
 from weightcast.host.copy import copy_all
 from weightcast.trainer.group.exchange import Failure
-from weightcast.trainer.group.gather import CopyRuns, ShardSlices, SliceSources, bucket_views, message_views
+from weightcast.trainer.group.gather import Contribution, ShardSlices, bucket_views, message_views
 from weightcast.trainer.group.shares import assign
 from weightcast.trainer.packer import HeldRegion, Shard, held_shards
 
@@ -41,13 +43,38 @@ TOP, BOTTOM, ALL = part((0, 0), (3, 4)), part((3, 0), (3, 4)), part((0, 0), (6, 
     ],
 )
 def test_each_region_is_brought_once(held: list[list[HeldRegion]], expected: list[list[int]]) -> None:
-    assert assign([SPEC], held) == expected
+    assigned = assign([SPEC], held, [True] * len(held))
+    assert [[part for part, _ in parts] for parts in assigned] == expected
+    assert all(region == held[rank][part].region for rank, parts in enumerate(assigned) for part, region in parts)
+
+
+def test_what_several_hold_is_shared_out_evenly_over_those_that_reach_the_buckets() -> None:
+    specs = [TensorSpec(f"w{n}", "float32", (1001, 1024)) for n in range(3)] + [TensorSpec("s", "float32", (3,))]
+    held = [[HeldRegion(n, Region((0,) * len(s.shape), s.shape)) for n, s in enumerate(specs)] for _ in range(4)]
+    assigned = assign(specs, held, [True, True, True, False])
+    loads = [sum(region.numel for _, region in parts) for parts in assigned]
+    assert loads[3] == 0
+    assert sum(loads) == sum(math.prod(spec.shape) for spec in specs)
+    assert max(loads) - min(loads[:3]) <= 3 * 1024 + 3
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
+@pytest.mark.parametrize("sizes", [(7, 4), (1, 9, 2), (1, 1), (2, 64), ()])
+def test_the_parts_of_a_region_tile_it(sizes: tuple[int, ...], num_parts: int) -> None:
+    region = Region(tuple(range(len(sizes))), sizes)
+    parts = split(region, num_parts)
+    whole = torch.zeros([offset + size for offset, size in zip(region.offsets, sizes, strict=True)], dtype=torch.int64)
+    for part in parts:
+        narrow(whole, part).add_(1)
+    assert bool((narrow(whole, region) == 1).all())
+    assert int(whole.sum()) == region.numel
+    assert len(parts) == (num_parts if max(sizes, default=0) >= num_parts else 1)
 
 
 @pytest.mark.parametrize("held", [[[TOP]], [[TOP], []], [[ALL], [TOP]], [[TOP], [part((2, 0), (4, 4))]], [[], []]])
 def test_what_does_not_tile_is_named(held: list[list[HeldRegion]]) -> None:
     with pytest.raises(IncompatibleWeightsError, match=r"'w' of shape \[6, 4\]"):
-        assign([SPEC], held)
+        assign([SPEC], held, [True] * len(held))
 
 
 def test_regions_that_are_not_of_the_specs() -> None:
@@ -75,46 +102,47 @@ def test_what_lies_in_one_run(piece: tuple[int, ...], region: tuple[int, ...], e
     assert is_run(Region((0,) * len(region), region), piece) is expected
 
 
-def test_runs_that_meet_on_both_sides_are_one() -> None:
-    runs = CopyRuns()
-    for run in ((0, 64, 8), (8, 72, 8), (16, 96, 8), (32, 104, 8)):
-        runs.add(*run)
-    assert list(runs) == [(0, 64, 16), (16, 96, 8), (32, 104, 8)]
-
-
 @pytest.mark.parametrize("bucket_size_bytes", [256, 4096, 1 << 20])
 @pytest.mark.parametrize("cut", ["rows", "columns", "strided"])
-def test_messages_are_dense_and_fill_every_bucket(cut: str, bucket_size_bytes: int) -> None:
-    model, size = MODELS["table"](1), 3
+def test_what_the_ranks_bring_fills_every_bucket(cut: str, bucket_size_bytes: int) -> None:
+    """Packed in place, and by way of messages, which are dense."""
+    model, size, cpu = MODELS["table"](1), 3, torch.device("cpu")
     specs = [TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in model.items()]
     layout = Layout(plan(specs, bucket_size_bytes))
     held = [held_shards(specs, {n: CUTS[cut](t, rank, size) for n, t in model.items()}) for rank in range(size)]
-    brought = [[held[rank][i] for i in indices] for rank, indices in enumerate(assign(specs, held))]
+    assigned = assign(specs, held, [True] * size)
+    brought = [[held[rank][part] for part, _ in parts] for rank, parts in enumerate(assigned)]
     assert sum(_bytes(specs, shard) for shards in brought for shard in shards) == layout.manifest.num_bytes
-    ends = [(cuts, SliceSources(cuts, shards)) for shards in brought for cuts in [ShardSlices(layout, shards)]]
+    ends = [(ShardSlices(layout, shards), Contribution(NO_RANKS, layout, shards, via=cpu)) for shards in brought]
     for index, num_bytes in enumerate(layout.manifest.buckets):
-        bucket, expected = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
-        for cuts, sources in ends:
-            _move(layout, cuts, sources, index, bucket)
+        packed, moved, expected = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(3))
+        for cuts, contribution in ends:
+            contribution.pack(index, packed)
+            _move(layout, cuts, contribution, index, moved)
         for entry, view in zip(layout.entries[index], layout.views(index, expected), strict=True):
             where = zip(entry.piece.region.offsets, entry.piece.region.sizes, strict=True)
             view.copy_(model[entry.record.name][tuple(slice(o, o + s) for o, s in where)])
-        assert torch.equal(bucket, expected)
+        assert torch.equal(packed, expected)
+        assert torch.equal(moved, expected)
         layout.forget_views()
+
+
+NO_RANKS: Any = None
+"""Nothing is exchanged."""
 
 
 def _bytes(specs: Sequence[TensorSpec], shard: Shard) -> int:
     return shard.region.numel * ITEMSIZE_BYTES[specs[shard.tensor].dtype]
 
 
-def _move(layout: Layout, cuts: ShardSlices, sources: SliceSources, index: int, bucket: torch.Tensor) -> None:
+def _move(layout: Layout, cuts: ShardSlices, packer: Contribution, index: int, bucket: torch.Tensor) -> None:
     """As a message: packed on one side, taken apart on the other."""
     found = cuts.of(index)
     ends = list(itertools.accumulate((cut.num_bytes for cut in found), initial=0))
     assert [cut.offset_bytes for cut in found] == ends[:-1]
     assert ends[-1] == cuts.sizes[index]
     message = torch.zeros(-(-ends[-1] // 16) * 16, dtype=torch.uint8)
-    copy_all(message_views(found, message), sources.of(index))
+    copy_all(message_views(found, message), packer._sources_of(index))
     copy_all(bucket_views(found, layout.entries[index], bucket), message_views(found, message))
 
 

@@ -18,10 +18,10 @@ SLACK = 3.0
 """For starting threads and closing sockets on two busy cores, and the roll call."""
 
 
-@pytest.fixture
-def ranks() -> Iterator[Squad]:
+@pytest.fixture(params=["mapped", "apart"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Squad]:
     with squad(3) as members:
-        members.all("make", "table", "rows", deadline_seconds=DEADLINE)
+        members.all("make", "table", "rows", deadline_seconds=DEADLINE, is_apart=request.param == "apart")
         assert [outcome["error"] for outcome in members.publish(1)] == [None] * 3
         yield members
 

@@ -14,6 +14,7 @@ from megatron_core import models, shards
 from megatron_core.shards import Job, Sharder, Tensors
 from weightcast.errors import IncompatibleWeightsError
 from weightcast.format.bucket import narrow
+from weightcast.format.geometry import relative
 from weightcast.format.manifest import TensorSpec
 from weightcast.sources.megatron.families import FAMILIES
 from weightcast.sources.megatron.layouts import Axis, Gated, Rows
@@ -48,9 +49,10 @@ def joined(hf_config: Any, job: Job, hf: Tensors, family: Family | None = None) 
         specs = mapping(hf_config, job, rank, family).specs
         held.append(held_shards(specs, regions))
     whole = {spec.name: torch.full(spec.shape, torch.nan, dtype=torch.float64) for spec in specs}
-    for parts, chosen in zip(held, assign(specs, held), strict=True):
-        for index in chosen:
-            narrow(whole[specs[parts[index].tensor].name], parts[index].region).copy_(parts[index].data)
+    for parts, chosen in zip(held, assign(specs, held, [True] * len(held)), strict=True):
+        for index, region in chosen:
+            data = narrow(parts[index].data, relative(region, parts[index].region))
+            narrow(whole[specs[parts[index].tensor].name], region).copy_(data)
     return whole
 
 
@@ -150,8 +152,8 @@ def test_every_name_of_a_published_model_is_made_once(model: str) -> None:
     found = [name for spec in specs for name in spec.names]
     assert len(found) == len(set(found))
     assert {s.name: s.shape for s in specs} == {s.name: s.shape for s in expected}
-    brought = assign(specs, held)
-    assert sum(held[r][i].region.numel for r, chosen in enumerate(brought) for i in chosen) == sum(
+    brought = assign(specs, held, [True] * len(held))
+    assert sum(region.numel for chosen in brought for _, region in chosen) == sum(
         torch.Size(s.shape).numel() for s in expected
     )
 

@@ -27,6 +27,7 @@ TRAILER = struct.Struct("<8s16sQQQ16s")
 TRAILER_BYTES = TRAILER.size
 TRAILER_MAGIC = b"wcbuckt1"
 DIGEST_BYTES = 16
+DIGEST_BLOCK_BYTES = 1 << 20
 _SUM_COLUMNS = 4096
 
 
@@ -159,8 +160,45 @@ def narrow(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 def payload_digest(payload: torch.Tensor, kind: DigestKind) -> bytes:
     """The 16-byte digest of a contiguous uint8 payload whose length is a multiple of 8."""
     if kind == "xxh3-128":
-        return xxhash.xxh3_128_digest(payload.numpy().data)
+        hasher = BlockHasher()
+        hasher.update(payload.numpy().data)
+        return hasher.digest()
     return device_sums(payload).cpu().numpy().tobytes()
+
+
+class BlockHasher:
+    """`xxh3-128` of a payload that comes in parts: the digest of the digests of its blocks of DIGEST_BLOCK_BYTES.
+
+    Blocks can so be digested by several processes; `blocks_digest` puts their digests together.
+    """
+
+    def __init__(self) -> None:
+        self._digests: list[bytes] = []
+        self._block = xxhash.xxh3_128()
+        self._num_missing = DIGEST_BLOCK_BYTES
+
+    def update(self, data: memoryview) -> None:
+        """The payload's next bytes."""
+        while len(data) >= self._num_missing:
+            self._block.update(data[: self._num_missing])
+            data = data[self._num_missing :]
+            self._digests.append(self._block.digest())
+            self._block.reset()
+            self._num_missing = DIGEST_BLOCK_BYTES
+        if len(data):
+            self._block.update(data)
+            self._num_missing -= len(data)
+
+    def digest(self) -> bytes:
+        """Of all that came; nothing can follow."""
+        if self._num_missing < DIGEST_BLOCK_BYTES:
+            self._digests.append(self._block.digest())
+        return blocks_digest(b"".join(self._digests))
+
+
+def blocks_digest(digests: bytes | memoryview) -> bytes:
+    """The digest of a payload whose blocks have these digests of DIGEST_BYTES, in order."""
+    return xxhash.xxh3_128_digest(digests)
 
 
 def device_sums(payload: torch.Tensor) -> torch.Tensor:

@@ -100,6 +100,19 @@ def runs_as_blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[Regi
         yield from (Region((last, *r.offsets), (1, *r.sizes)) for r in runs_as_blocks(inner, 0, tail))
 
 
+def split(region: Region, num_parts: int) -> list[Region]:
+    """A region in at most that many parts of about the same size, cut across its first dim that is long enough."""
+    dim = next((dim for dim, size in enumerate(region.sizes) if size >= num_parts), None)
+    if num_parts == 1 or dim is None:
+        return [region]
+    parts, size = [], region.sizes[dim]
+    for start, stop in itertools.pairwise(size * part // num_parts for part in range(num_parts + 1)):
+        offsets, sizes = list(region.offsets), list(region.sizes)
+        offsets[dim], sizes[dim] = offsets[dim] + start, stop - start
+        parts.append(Region(tuple(offsets), tuple(sizes)))
+    return parts
+
+
 def check_tiling(regions: Sequence[Region], shape: Sequence[int], name: str) -> None:
     """Prove that `regions` (inside `shape`, none empty) cover each element exactly once. Raises ManifestError.
 

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
-import xxhash
 
 from weightcast.checkpoint.live import is_memory
 from weightcast.errors import IncompatibleWeightsError, ManifestError, listed
-from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow, put_trailer, write_trailer
+from weightcast.format.bucket import TORCH_DTYPES, BlockHasher, Entry, Layout, narrow, put_trailer, write_trailer
 from weightcast.format.geometry import Region, check_tiling, common, is_inside, relative
 from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, WeightVersion
 from weightcast.host.copy import copy_all, copy_plain, is_plain
@@ -101,7 +100,7 @@ class Packer:
             torch._foreach_copy_(targets, sources)
             return write_trailer(buffer, num_bytes, version, index, layout.manifest.digest_kind)
         copy = copy_all if cuts else torch._foreach_copy_
-        hasher, data, start = xxhash.xxh3_128(), buffer.numpy().data, 0
+        hasher, data, start = BlockHasher(), buffer.numpy().data, 0
         for first, last, end in self._steps(index, targets):
             target = targets[first]
             if last - first == 1 and is_plain(target, sources[first]):

@@ -28,6 +28,7 @@ from weightcast.errors import (
 from weightcast.format.bucket import DIGEST_BYTES, TRAILER_BYTES, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import memory as host_memory
+from weightcast.host.shared_memory import SharedMemory
 from weightcast.seams.transport import Bucket, StoredVersion, Transport
 from weightcast.store.address import MAX_BUFFERS, StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader
@@ -59,7 +60,11 @@ class StoreSender:
         # It starts a thread only for a bucket that no other one is free for.
         self._pool = ThreadPoolExecutor(self._max_buffers, "weightcast-store") if address.num_threads > 1 else None
         # Zeros: what lies between the end of a bucket and of its buffer must not be another's memory.
-        self._ring = KeptMemory(lambda size: torch.zeros(size, dtype=torch.uint8, pin_memory=is_pinned))
+        self._ring = KeptMemory(
+            (lambda size: torch.zeros(size, dtype=torch.uint8, pin_memory=True))
+            if is_pinned
+            else (lambda size: SharedMemory.allocate(size).tensor())
+        )
         self._manifest: Manifest | None = None
         self._digests: list[bytes] = []
         self._writes: dict[int, Future[None]] = {}

@@ -53,13 +53,15 @@ class Instruction(enum.IntEnum):
     OPEN = 6
     SPREAD = 7
     ASK = 8
+    MAP = 9
+    DIGEST = 10
 
 
 class RankStatus(NamedTuple):
     """What one rank brings to an exchange: fixed numbers. `num_error_bytes` of its failure's record, or 0.
 
     `argument`, `version`: the publishing rank's. `news`, `digest_low`, `digest_high`, `device`: see `shares`.
-    `is_busy`, `num_failures`: see `device_senders`.
+    `is_busy`, `num_failures`: see `device_senders`. `offset_bytes`, `is_mapped`: see `gather`.
     """
 
     num_error_bytes: int = 0
@@ -72,6 +74,8 @@ class RankStatus(NamedTuple):
     device: int = 0
     is_busy: int = 0
     num_failures: int = 0
+    offset_bytes: int = 0
+    is_mapped: int = 0
 
 
 class NextInstruction(NamedTuple):
@@ -80,6 +84,7 @@ class NextInstruction(NamedTuple):
     command: Instruction
     argument: int
     is_ready: bool
+    statuses: Sequence[RankStatus]
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -212,9 +217,10 @@ class TrainerRanks:
                 raise verdict
             raise verdict from error
 
-    def announce(self, command: Instruction, argument: int = 0) -> None:
+    def announce(self, command: Instruction, argument: int = 0, offset_bytes: int = 0) -> list[RankStatus]:
         """The publishing rank's exchange: what all do next."""
-        self.exchange(RankStatus(command=command, argument=argument, version=self.version))
+        status = RankStatus(command=command, argument=argument, version=self.version, offset_bytes=offset_bytes)
+        return self.exchange(status)
 
     def announce_when_idle(self, command: Instruction, argument: int = 0, data: bytes = b"") -> list[RankStatus]:
         """`announce`, repeated until no rank is busy: only then the command counts. Returns the rows of that exchange.
@@ -235,7 +241,7 @@ class TrainerRanks:
         """Another rank's exchange: bring `status`, and be told what to do next."""
         statuses = self.exchange(RankStatus() if status is None else status)
         is_ready = not any(each.is_busy for each in statuses)
-        return NextInstruction(Instruction(statuses[0].command), statuses[0].argument, is_ready)
+        return NextInstruction(Instruction(statuses[0].command), statuses[0].argument, is_ready, statuses)
 
     @contextlib.contextmanager
     def keeping_alive(self) -> Iterator[None]:
@@ -273,6 +279,20 @@ class TrainerRanks:
         tensor = _bytes_tensor(data) if is_root else torch.empty(num_bytes, dtype=torch.uint8)
         wait(group.broadcast(tensor, root=root))
         return data if is_root else tensor.numpy().tobytes()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Every rank's `data`, by group rank, on every rank. Raises ManifestError for too much of it."""
+        with self._lock:
+            statuses = self.exchange(RankStatus(command=Instruction.SETTLE, argument=len(data), version=self.version))
+            sizes = [status.argument for status in statuses]
+            if not all(0 < size <= MAX_MESSAGE_BYTES for size in sizes):
+                raise ManifestError(f"messages of {sizes} bytes from the trainer ranks")
+            with self._unbroken() as group:
+                rows = torch.zeros(self.size, max(sizes), dtype=torch.uint8)
+                own = rows[self.group_rank].clone()
+                own[: len(data)] = _bytes_tensor(data)
+                wait(group.all_gather(list(rows.unbind()), own))
+                return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def send_message(self, message: msgspec.Struct, group_rank: int) -> None:
         data = encode(message)

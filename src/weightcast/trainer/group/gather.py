@@ -1,104 +1,157 @@
-"""The regions of all trainer ranks, moved into buckets on the publishing rank: one message per rank and bucket.
+"""The regions of all trainer ranks, packed into the publishing rank's buckets by the ranks that hold them.
 
-The plan of buckets is that of the whole tensors, however they are sharded. Invariants: each element is brought by one
-rank, the publishing rank's own shards never travel; a rank sends its part of a bucket densely, in the manifest's
-dtypes and in the order of the pieces and of its own list, so that both ends know every offset from the plan and the
-regions alone; bucket k + 1 comes in while k is digested and sent; the publishing rank holds one bucket of gathered
-bytes, another rank one bucket's share.
+The plan of buckets is that of the whole tensors, however they are sharded. Invariants: each element is packed by one
+rank; a rank that can map the publishing rank's buffers writes each of its slices to its place there, any other sends
+its part of a bucket in one message; nothing is digested before every rank has said that its part is whole, and nothing
+sent before every rank has digested its blocks; once a rank has said so, it writes to that bucket no more.
 """
 
 from __future__ import annotations
 
-import array
-import ctypes
-import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import msgspec
 import torch
+import xxhash
 from torch.distributed import Work
 
-from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow, write_trailer
-from weightcast.format.geometry import Region, common, is_run, relative, row_major, start_elements
-from weightcast.format.manifest import ITEMSIZE_BYTES, WeightVersion
-from weightcast.host.copy import PLAIN_BYTES, copy_all
-from weightcast.trainer.group.exchange import Instruction, TrainerRanks
+from weightcast.format.bucket import (
+    DIGEST_BLOCK_BYTES,
+    DIGEST_BYTES,
+    TORCH_DTYPES,
+    Buffers,
+    Entry,
+    Layout,
+    blocks_digest,
+    buffer_size_bytes,
+    narrow,
+    put_trailer,
+    write_trailer,
+)
+from weightcast.format.geometry import Region, common, relative, row_major, start_elements
+from weightcast.format.manifest import ITEMSIZE_BYTES, WeightVersion, encode
+from weightcast.host.copy import copy_all
+from weightcast.host.shared_memory import MemoryLocation, SharedMemory, map_shared, shared_memory_of
+from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks
 from weightcast.trainer.packer import HeldRegion, Shard
 
 _ALIGNMENT_BYTES = 64
 """Of each rank's place in the staging buffer; what one rank sends has no gaps."""
 
 
-class Contribution:
-    """A rank's side that is not the publishing one: its part of each bucket, packed and sent when it is told to.
+class SharedBuffers(msgspec.Struct, frozen=True):
+    """The publishing rank to all: the memory of its buckets, and where the digests of a bucket's blocks are written.
 
-    Memory: the largest of its messages; twice that where a GPU's weights travel by way of host memory.
+    Without `buckets` nothing can be mapped.
     """
 
+    buckets: MemoryLocation | None
+    digests: MemoryLocation
+
+
+class Contribution:
+    """A rank's part of each bucket. Memory: where it has to be sent, the largest of these parts, or twice that."""
+
     def __init__(self, ranks: TrainerRanks, layout: Layout, shards: Sequence[Shard], *, via: torch.device) -> None:
-        """`shards`: what was assigned to this rank, in the order of its own list. `via`: where messages lie."""
-        self._ranks = ranks
+        """`shards`: what was assigned to this rank. `via`: where messages lie."""
+        self._ranks, self._layout, self._via = ranks, layout, via
         self._slices = ShardSlices(layout, shards)
-        size = _aligned(max(self._slices.sizes, default=0))
-        device = shards[0].data.device if shards else via
-        self._packed = torch.empty(size, dtype=torch.uint8, device=device)
-        self._message = self._packed if device.type == via.type else _pinned(size, via)
-        self._targets: dict[int, list[torch.Tensor]] = {}
-        self._sources = SliceSources(self._slices, shards)
+        self._shards = shards
+        self._sources: dict[int, list[torch.Tensor]] = {}
+        self._targets: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._mapped: tuple[Buffers, torch.Tensor] | None = None
+        """The publishing rank's buckets, and where the digests of blocks go."""
+        self._packed: torch.Tensor | None = None
+        self._message: torch.Tensor | None = None
 
     def rebind(self, shards: Sequence[Shard]) -> None:
         """The same regions lie in other memory now."""
-        self._sources = SliceSources(self._slices, shards)
+        self._shards = shards
+        self._sources.clear()
 
-    @torch.no_grad()
-    def send(self, index: int) -> None:
-        """Pack and send this rank's part of bucket `index`; blocks until it has gone.
+    @property
+    def is_mapped(self) -> bool:
+        """Whether this rank packs into the publishing rank's buckets, and sends nothing."""
+        return self._mapped is not None
 
-        If it can't be packed, the others get their bytes first and learn why at the next exchange. Raises PeerError.
+    def map(self, buffers: SharedBuffers) -> None:
+        """Pack into these buckets from now on, if this rank can map them."""
+        self.forget_views()
+        self._mapped = None
+        if buffers.buckets is not None:
+            buckets, digests = map_shared(buffers.buckets), map_shared(buffers.digests)
+            if buckets is not None and digests is not None:
+                self._mapped = Buffers(buckets), digests
+
+    def bring(self, index: int, offset_bytes: int) -> None:
+        """Pack this rank's part of bucket `index`, which begins at that byte; or send it, and block until it has gone.
+
+        What goes wrong in packing is raised at the next exchange. Raises PeerError.
         """
         size = self._slices.sizes[index]
-        if not size:
-            return
-        with self._ranks.error_at_next_exchange():
-            self._pack(index, size)
-        self._ranks.send(self._message[:size], 0)
+        if self._mapped is not None:
+            with self._ranks.error_at_next_exchange():
+                self.pack(index, self._bucket(index, offset_bytes))
+        elif size:
+            with self._ranks.error_at_next_exchange():
+                self._pack_message(index, size)
+            message = _pinned(size, self._via) if self._message is None else self._message
+            self._ranks.send(message[:size], 0)
 
-    def _pack(self, index: int, size: int) -> None:
-        targets = self._targets.get(index)
-        if targets is None:
-            targets = self._targets[index] = message_views(self._slices.of(index), self._packed)
-        copy_all(targets, self._sources.of(index))
+    def digest(self, index: int, offset_bytes: int, statuses: Sequence[RankStatus]) -> None:
+        """Digest this rank's blocks of bucket `index`, which is whole; an error is raised at the next exchange."""
+        if self._mapped is not None:
+            with self._ranks.error_at_next_exchange():
+                payload = self._bucket(index, offset_bytes)[: self._layout.manifest.buckets[index]]
+                digest_blocks(payload, self._mapped[1], mapping_ranks(statuses), self._ranks.group_rank)
+
+    def _bucket(self, index: int, offset_bytes: int) -> torch.Tensor:
+        assert self._mapped is not None
+        return self._mapped[0].get(index, offset_bytes, buffer_size_bytes(self._layout.manifest, index))
+
+    @torch.no_grad()
+    def pack(self, index: int, buffer: torch.Tensor) -> None:
+        """Copy this rank's slices of bucket `index` to their places in `buffer`."""
+        known = self._targets.get(index)
+        if known is None or known[0] is not buffer:
+            views = bucket_views(self._slices.of(index), self._layout.entries[index], buffer)
+            known = self._targets[index] = buffer, views
+        copy_all(known[1], self._sources_of(index))
+
+    @torch.no_grad()
+    def _pack_message(self, index: int, size: int) -> None:
+        if self._packed is None or self._message is None:
+            largest = max(self._slices.sizes)
+            device = self._shards[0].data.device
+            self._packed = torch.empty(_aligned(largest), dtype=torch.uint8, device=device)
+            self._message = self._packed if device.type == self._via.type else _pinned(_aligned(largest), self._via)
+        copy_all(message_views(self._slices.of(index), self._packed), self._sources_of(index))
         if self._message is not self._packed:
             self._message[:size].copy_(self._packed[:size])
 
+    def _sources_of(self, index: int) -> list[torch.Tensor]:
+        views = self._sources.get(index)
+        if views is None:
+            pairs = [(self._shards[cut.part], cut.region) for cut in self._slices.of(index)]
+            views = self._sources[index] = [
+                shard.data if region == shard.region else narrow(shard.data, relative(region, shard.region))
+                for shard, region in pairs
+            ]
+        return views
 
-class _StagingSlot(NamedTuple):
-    """One rank's place in the staging buffer for one bucket."""
-
-    group_rank: int
-    start: int
-    num_bytes: int
-
-
-@dataclasses.dataclass(slots=True)
-class _Moves:
-    """What goes where for one bucket: runs of bytes and scattered slices that came, and this rank's own slices."""
-
-    runs: CopyRuns
-    scattered: list[ShardSlice]
-    sources: list[torch.Tensor]
-    buffer: torch.Tensor | None = None
-    targets: Sequence[torch.Tensor] = ()
-    own_targets: Sequence[torch.Tensor] = ()
-    """Views of `buffer`."""
+    def forget_views(self) -> None:
+        """Drop every view of the buckets."""
+        self._targets.clear()
 
 
-class GatheringPacker:
-    """The publishing rank's side: fills buckets from its own shards and from what the other ranks send.
+class GroupPacker:
+    """The publishing rank's side: has every rank pack its part of a bucket, and digest its share of the whole.
 
-    Memory: one staging buffer of at most a bucket; a second where messages do not arrive on the buckets' device.
+    Memory: where ranks can't map the buckets, one staging buffer of at most a bucket, and a second where messages do
+    not arrive on the buckets' device.
     """
 
     def __init__(
@@ -112,106 +165,118 @@ class GatheringPacker:
     ) -> None:
         """`others[r]`: what was assigned to group rank r + 1. `via`: where messages arrive."""
         self._ranks, self._layout, self._via = ranks, layout, via
-        self._own = ShardSlices(layout, shards)
+        self._own = Contribution(ranks, layout, shards, via=via)
         self._others = [ShardSlices(layout, parts) for parts in others]
-        self._sources = SliceSources(self._own, shards)
-        self._slots: list[list[_StagingSlot]] = [[] for _ in layout.entries]
-        self._size = 0
-        for index, slots in enumerate(self._slots):
-            start = 0
-            for group_rank, slices in enumerate(self._others, start=1):
-                if num_bytes := slices.sizes[index]:
-                    slots.append(_StagingSlot(group_rank, start, num_bytes))
-                    start = _aligned(start + num_bytes)
-            self._size = max(self._size, start)
+        self._shared: MemoryLocation | None = None
+        """What the other ranks were told to map."""
+        self._digests: SharedMemory | None = None
         self._staging: torch.Tensor | None = None
         self._landed: torch.Tensor | None = None
         """The staging buffer's bytes on the buckets' device."""
-        self._moves: dict[int, _Moves] = {}
         self._works: list[Work] = []
-        self._coming = -1
 
     def rebind(self, shards: Sequence[Shard]) -> None:
         """The same regions lie in other memory now."""
-        self._sources = SliceSources(self._own, shards)
+        self._own.rebind(shards)
 
     @torch.no_grad()
     def pack(self, index: int, buffer: torch.Tensor, version: WeightVersion) -> bytes | torch.Tensor:
         """Fill `buffer` with bucket `index` and its trailer; return the digest, as `Packer.pack` does.
 
-        Blocks until every rank's part is here, each wait at most for the deadline. When it returns, every rank has said
-        that its part is right. Raises what any rank raised, on all of them, and PeerError.
+        Blocks until every rank has packed and digested its part, each wait at most for the deadline. Raises what any
+        rank raised, on all of them, and PeerError.
         """
-        self._ranks.version = version.number
-        if self._coming != index:
-            self._call(index)
-        copy_all(self._moves_of(index, buffer).own_targets, self._sources.of(index))
-        self.drain()
-        self._unpack(index, buffer)
-        if index + 1 < len(self._layout.entries):
-            self._call(index + 1)
-        else:
-            self._ranks.announce(Instruction.WAIT)
-        manifest = self._layout.manifest
-        return write_trailer(buffer, manifest.buckets[index], version, index, manifest.digest_kind)
+        ranks, manifest = self._ranks, self._layout.manifest
+        num_bytes, kind, offset_bytes = manifest.buckets[index], manifest.digest_kind, int(buffer.storage_offset())
+        ranks.version = version.number
+        self._share(buffer)
+        statuses = ranks.announce(Instruction.BUCKET, index, offset_bytes)
+        messages = self._receive(index, statuses)
+        self._own.pack(index, buffer)
+        self._unpack(index, buffer, messages)
+        if kind != "xxh3-128" or self._digests is None or len(mapping_ranks(statuses)) == 1:
+            ranks.announce(Instruction.WAIT)
+            return write_trailer(buffer, num_bytes, version, index, kind)
+        digests = self._digests.tensor()
+        ranks.announce(Instruction.DIGEST, index, offset_bytes)
+        digest_blocks(buffer[:num_bytes], digests, mapping_ranks(statuses), 0)
+        ranks.announce(Instruction.WAIT)
+        digest = blocks_digest(digests.numpy().data[: -(-num_bytes // DIGEST_BLOCK_BYTES) * DIGEST_BYTES])
+        put_trailer(buffer, num_bytes, version, index, digest)
+        return digest
 
     def drain(self) -> None:
         """Take what is still under way: the ranks are then in step. Raises PeerError."""
-        self._coming = -1
         self._ranks.arrived(self._works)
 
     def forget_views(self) -> None:
         """Drop every view of the transport's buffers."""
-        self._moves.clear()
+        self._own.forget_views()
 
-    def _call(self, index: int) -> None:
-        """Have every rank send its part of a bucket. All of them have packed the one before without an error."""
-        self.drain()
-        self._ranks.announce(Instruction.BUCKET, index)
-        self._coming = index
-        if self._staging is None:
-            self._staging = _pinned(self._size, self._via)
-        for group_rank, start, num_bytes in self._slots[index]:
-            self._works.append(self._ranks.receive(self._staging[start : start + num_bytes], group_rank))
-
-    def _unpack(self, index: int, buffer: torch.Tensor) -> None:
-        """Copy what came for bucket `index` from the staging buffer to its places."""
-        if not self._slots[index]:
+    def _share(self, buffer: torch.Tensor) -> None:
+        """Have the other ranks map the memory of the buckets, if it can be shared, unless they have it."""
+        shared = shared_memory_of(buffer)
+        location = None if shared is None else shared.location
+        if location == self._shared:
             return
-        landed, moves, last = self._landed_for(buffer), self._moves_of(index, buffer), self._slots[index][-1]
-        if landed is not self._staging and self._staging is not None:
-            num_bytes = last.start + last.num_bytes
-            landed[:num_bytes].copy_(self._staging[:num_bytes])
-        moves.runs.copy(buffer, landed)
-        copy_all(moves.targets, moves.sources)
+        if self._digests is None:
+            num_blocks = -(-self._layout.manifest.max_bucket_bytes // DIGEST_BLOCK_BYTES)
+            self._digests = SharedMemory.allocate(num_blocks * DIGEST_BYTES)
+        buffers = SharedBuffers(location, self._digests.location)
+        self._ranks.announce_when_idle(Instruction.MAP, data=encode(buffers))
+        self._shared = location
 
-    def _landed_for(self, buffer: torch.Tensor) -> torch.Tensor:
-        assert self._staging is not None
-        if self._staging.device.type == buffer.device.type:
-            return self._staging
-        if self._landed is None:
-            self._landed = _pinned(self._size, buffer.device)
-        return self._landed
+    def _receive(self, index: int, statuses: Sequence[RankStatus]) -> list[_Message]:
+        """Begin to receive the parts of the ranks that send theirs."""
+        messages, start = [], 0
+        for group_rank, slices in enumerate(self._others, start=1):
+            if slices.sizes[index] and not statuses[group_rank].is_mapped:
+                messages.append(_Message(group_rank, slices, start))
+                start = _aligned(start + slices.sizes[index])
+        if messages and self._staging is None:
+            sums = map(sum, zip(*([_aligned(size) for size in slices.sizes] for slices in self._others), strict=True))
+            self._staging = _pinned(max(sums), self._via)
+        for group_rank, slices, start in messages:
+            assert self._staging is not None
+            self._works.append(self._ranks.receive(self._staging[start : start + slices.sizes[index]], group_rank))
+        return messages
 
-    def _moves_of(self, index: int, buffer: torch.Tensor) -> _Moves:
-        entries, moves = self._layout.entries[index], self._moves.get(index)
-        if moves is None:
-            moves = self._moves[index] = _Moves(CopyRuns(), [], [])
-            for slot in self._slots[index]:
-                scattered = []
-                for cut in self._others[slot.group_rank - 1].of(index):
-                    if is_run(cut.region, entries[cut.entry].piece.region.sizes):
-                        target = _start_bytes(entries[cut.entry], cut)
-                        moves.runs.add(target, slot.start + cut.offset_bytes, cut.num_bytes)
-                    else:
-                        scattered.append(cut)
-                moves.scattered += scattered
-                moves.sources += message_views(scattered, self._landed_for(buffer), slot.start)
-        if moves.buffer is not buffer:
-            moves.buffer = buffer
-            moves.targets = bucket_views(moves.scattered, entries, buffer)
-            moves.own_targets = bucket_views(self._own.of(index), entries, buffer)
-        return moves
+    def _unpack(self, index: int, buffer: torch.Tensor, messages: Sequence[_Message]) -> None:
+        """Copy what comes for bucket `index` from the staging buffer to its places."""
+        self.drain()
+        staging = self._staging
+        if not messages or staging is None:
+            return
+        if staging.device.type != buffer.device.type:
+            if self._landed is None:
+                self._landed = torch.empty(staging.numel(), dtype=torch.uint8, device=buffer.device)
+            num_bytes = messages[-1].start + messages[-1].slices.sizes[index]
+            staging = self._landed[:num_bytes].copy_(staging[:num_bytes])
+        for _, slices, start in messages:
+            found = slices.of(index)
+            copy_all(bucket_views(found, self._layout.entries[index], buffer), message_views(found, staging, start))
+
+
+class _Message(NamedTuple):
+    """One rank's part of a bucket, and its place in the staging buffer."""
+
+    group_rank: int
+    slices: ShardSlices
+    start: int
+
+
+def mapping_ranks(statuses: Sequence[RankStatus]) -> list[int]:
+    """The group ranks that have the buckets mapped: the publishing one, whose they are, and those that say so."""
+    return [group_rank for group_rank, status in enumerate(statuses) if not group_rank or status.is_mapped]
+
+
+def digest_blocks(payload: torch.Tensor, digests: torch.Tensor, ranks: Sequence[int], group_rank: int) -> None:
+    """Write the digests of this rank's blocks to their places in `digests`; `ranks` take one block each in turn."""
+    data, target = payload.numpy().data, digests.numpy().data
+    for block in range(ranks.index(group_rank), -(-len(data) // DIGEST_BLOCK_BYTES), len(ranks)):
+        start = block * DIGEST_BLOCK_BYTES
+        digest = xxhash.xxh3_128_digest(data[start : start + DIGEST_BLOCK_BYTES])
+        target[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES] = digest
 
 
 # --- geometry, from the plan and the regions alone ---
@@ -240,11 +305,11 @@ class ShardSlices:
         for number, part in enumerate(parts):
             self._parts[part.tensor].append((number, part.region))
         self.sizes = [sum(cut.num_bytes for cut in self._found(index)) for index in range(len(layout.entries))]
-        """Bytes of the message for each bucket."""
+        """Bytes of the rank's part of each bucket."""
         self._last: tuple[int, list[ShardSlice]] = (-1, [])
 
     def of(self, index: int) -> list[ShardSlice]:
-        """The cuts of bucket `index` in the order of the message: wide dtypes first, so that all lie aligned.
+        """The cuts of bucket `index` in the order of a message: wide dtypes first, so that all lie aligned.
 
         Only the last bucket's are kept: views are made of them once, and there may be many.
         """
@@ -263,24 +328,6 @@ class ShardSlices:
                     yield ShardSlice(number, part, shared, dtype, shared.numel * ITEMSIZE_BYTES[dtype])
 
 
-class SliceSources:
-    """Views of a rank's own shards, cut for each bucket; made once."""
-
-    def __init__(self, slices: ShardSlices, shards: Sequence[Shard]) -> None:
-        self._slices, self._shards = slices, shards
-        self._views: dict[int, list[torch.Tensor]] = {}
-
-    def of(self, index: int) -> list[torch.Tensor]:
-        views = self._views.get(index)
-        if views is None:
-            pairs = [(self._shards[cut.part], cut.region) for cut in self._slices.of(index)]
-            views = self._views[index] = [
-                shard.data if region == shard.region else narrow(shard.data, relative(region, shard.region))
-                for shard, region in pairs
-            ]
-        return views
-
-
 def message_views(slices: Sequence[ShardSlice], buffer: torch.Tensor, start: int = 0) -> list[torch.Tensor]:
     """One view for each cut into a message that lies in `buffer` from byte `start` on."""
     return _views(buffer, ((cut, start + cut.offset_bytes, cut.region.sizes) for cut in slices))
@@ -288,8 +335,13 @@ def message_views(slices: Sequence[ShardSlice], buffer: torch.Tensor, start: int
 
 def bucket_views(slices: Sequence[ShardSlice], entries: Sequence[Entry], buffer: torch.Tensor) -> list[torch.Tensor]:
     """One view for each cut into a bucket's buffer."""
-    pairs = ((cut, entries[cut.entry]) for cut in slices)
-    return _views(buffer, ((cut, _start_bytes(entry, cut), entry.piece.region.sizes) for cut, entry in pairs))
+    return _views(buffer, (_place(cut, entries[cut.entry]) for cut in slices))
+
+
+def _place(cut: ShardSlice, entry: Entry) -> tuple[ShardSlice, int, Sequence[int]]:
+    piece = entry.piece.region
+    elements = start_elements(relative(cut.region, piece), piece.sizes)
+    return cut, entry.piece.offset_bytes + elements * ITEMSIZE_BYTES[cut.dtype], piece.sizes
 
 
 def _views(buffer: torch.Tensor, places: Iterable[tuple[ShardSlice, int, Sequence[int]]]) -> list[torch.Tensor]:
@@ -305,43 +357,6 @@ def _views(buffer: torch.Tensor, places: Iterable[tuple[ShardSlice, int, Sequenc
         offset = typed.storage_offset() + start // ITEMSIZE_BYTES[cut.dtype]
         views.append(typed.as_strided(cut.region.sizes, row_major(sizes), offset))
     return views
-
-
-def _start_bytes(entry: Entry, cut: ShardSlice) -> int:
-    """Where in its bucket the first element of a cut lies."""
-    piece = entry.piece.region
-    elements = start_elements(relative(cut.region, piece), piece.sizes)
-    return entry.piece.offset_bytes + elements * ITEMSIZE_BYTES[cut.dtype]
-
-
-class CopyRuns:
-    """Bytes that go from the staging buffer to a bucket as they are: runs, joined where they meet on both sides."""
-
-    def __init__(self) -> None:
-        self._numbers = array.array("q")
-
-    def add(self, target: int, source: int, num_bytes: int) -> None:
-        numbers = self._numbers
-        if numbers and (numbers[-3] + numbers[-1], numbers[-2] + numbers[-1]) == (target, source):
-            numbers[-1] += num_bytes
-        else:
-            numbers.extend((target, source, num_bytes))
-
-    def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        return zip(self._numbers[0::3], self._numbers[1::3], self._numbers[2::3], strict=True)
-
-    def copy(self, buffer: torch.Tensor, staging: torch.Tensor) -> None:
-        if buffer.is_cuda or staging.is_cuda:
-            # One call for all, and no views to keep: there are three for each run.
-            pairs = [(buffer[t : t + size], staging[s : s + size]) for t, s, size in self]
-            copy_all([target for target, _ in pairs], [source for _, source in pairs])
-            return
-        target, source = buffer.numpy().data, staging.numpy().data
-        for to, of, size in self:
-            if size < PLAIN_BYTES:
-                target[to : to + size] = source[of : of + size]
-            else:
-                ctypes.memmove(buffer.data_ptr() + to, staging.data_ptr() + of, size)
 
 
 def _aligned(num_bytes: int) -> int:

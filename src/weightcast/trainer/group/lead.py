@@ -16,6 +16,7 @@ from weightcast.process_group import Closable
 from weightcast.seams.source import Source
 from weightcast.trainer.group.device_senders import MultiDeviceSender, Opening, SenderFactory
 from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks
+from weightcast.trainer.group.gather import SharedBuffers
 from weightcast.trainer.group.shares import Shares
 from weightcast.trainer.publish_run import PublishInputs, PublishRun
 from weightcast.trainer.report import PublishReport
@@ -121,15 +122,22 @@ class TrainerGroup:
                 if arena is not None:
                     with ranks.error_at_next_exchange():
                         status = arena.status()
-                command, argument, is_ready = ranks.next_instruction(status)
+                is_mapped = contribution is not None and contribution.is_mapped
+                command, argument, is_ready, statuses = ranks.next_instruction(status._replace(is_mapped=is_mapped))
                 match command:
                     case Instruction.END:
                         report: PublishReport = decode(ranks.broadcast(b"", argument), PublishReport)
                         if arena is not None:
                             arena.end()
                         return report
+                    case Instruction.MAP if is_ready:
+                        buffers: SharedBuffers = decode(ranks.broadcast(b"", argument), SharedBuffers)
+                        if contribution is not None:
+                            contribution.map(buffers)
                     case Instruction.BUCKET if contribution is not None:
-                        contribution.send(argument)
+                        contribution.bring(argument, statuses[0].offset_bytes)
+                    case Instruction.DIGEST if contribution is not None:
+                        contribution.digest(argument, statuses[0].offset_bytes, statuses)
                     case Instruction.OPEN if is_ready:
                         opening: Opening = decode(ranks.broadcast(b"", argument), Opening)
                         if arena is not None:

@@ -9,22 +9,23 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
 
 from weightcast.errors import IncompatibleWeightsError
-from weightcast.format.bucket import Layout
-from weightcast.format.geometry import Region
-from weightcast.format.manifest import ITEMSIZE_BYTES, DigestKind, Manifest, RunId, TensorSpec, decode
+from weightcast.format.bucket import Layout, narrow
+from weightcast.format.geometry import Region, relative, split
+from weightcast.format.manifest import ITEMSIZE_BYTES, DigestKind, Manifest, RunId, TensorSpec, decode, encode
 from weightcast.format.plan import plan
 from weightcast.seams.source import Regions, Source
 from weightcast.trainer.group.device_senders import DeviceArenas, SenderAssignment, SenderFactory, SenderLocation
 from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks
-from weightcast.trainer.group.gather import Contribution, GatheringPacker
+from weightcast.trainer.group.gather import Contribution, GroupPacker
 from weightcast.trainer.packer import HeldRegion, SeenRegions, Shard, held_shards, require_tiling
 
+_MIN_SPLIT_BYTES = 1 << 20
 _TOGETHER = "the ranks of trainer_group together must hold every element: pass the group of all ranks of the model"
 
 
@@ -35,21 +36,20 @@ class _HeldPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _HeldShards(msgspec.Struct, frozen=True):
-    """A rank to the publishing one: the regions that it holds, by number of the specs, and where an arena could be."""
+    """A rank to all: the regions that it holds, by number of the specs, and where it and an arena of its own are."""
 
     parts: tuple[_HeldPart, ...]
     location: SenderLocation
 
 
-class ShardAssignment(msgspec.Struct, frozen=True):
-    """The publishing rank to another: which of its parts it brings, and all that it takes to make the same plan."""
+class Settings(msgspec.Struct, frozen=True):
+    """The publishing rank to all: what it takes to make the same plan."""
 
     run: RunId
     bucket_size_bytes: int
     digest_kind: DigestKind
     manifest_digest: str
     backend: Literal["gloo", "nccl"]
-    parts: tuple[int, ...]
     assignment: SenderAssignment
 
 
@@ -65,10 +65,10 @@ class Shares:
         self._digest = (0, 0)
         self._shards: list[Shard] = []
         self._parts: list[HeldRegion] = []
-        self._assigned: Sequence[int] = ()
+        self._assigned: Sequence[AssignedPart] = ()
         self._is_settled = False
         self._contribution: Contribution | None = None
-        self._packer: GatheringPacker | None = None
+        self._packer: GroupPacker | None = None
         self._layout: Layout | None = None
         self._others: list[list[HeldRegion]] = []
         self._via = torch.device("cpu")
@@ -124,7 +124,37 @@ class Shares:
             self._packer.forget_views()
 
     def _own_shards(self) -> list[Shard]:
-        return [self._shards[index] for index in self._assigned]
+        """What this rank brings."""
+        own = []
+        for part, region in self._assigned:
+            shard = self._shards[part]
+            data = shard.data if region == shard.region else narrow(shard.data, relative(region, shard.region))
+            own.append(Shard(shard.tensor, region, data))
+        return own
+
+    def _settle(self, device: torch.device) -> tuple[list[list[HeldRegion]], list[SenderLocation]]:
+        """Have every rank know what all hold, and so who brings what. `device`: where this rank's arena would be.
+
+        Returns what each rank brings, and where each is; what goes wrong is raised at the next exchange.
+        """
+        ranks = self._ranks
+        held = tuple(_HeldPart(part.tensor, part.region.offsets, part.region.sizes) for part in self._parts)
+        rows = ranks.gather(encode(_HeldShards(held, self.arenas.location(device))))
+        brought: list[list[HeldRegion]] = [[] for _ in rows]
+        locations: list[SenderLocation] = []
+        with ranks.error_at_next_exchange():
+            holdings: list[_HeldShards] = [decode(row, _HeldShards) for row in rows]
+            locations = [holding.location for holding in holdings]
+            held_by_all = [[HeldRegion(p.tensor, Region(p.offsets, p.sizes)) for p in each.parts] for each in holdings]
+            first = locations[0]
+            near = [location.host == first.host and first.device_type == "cpu" for location in locations]
+            assigned = assign(self._specs, held_by_all, [True, *near[1:]])
+            self._assigned = assigned[ranks.group_rank]
+            brought = [
+                [HeldRegion(regions[part].tensor, region) for part, region in parts]
+                for regions, parts in zip(held_by_all, assigned, strict=True)
+            ]
+        return brought, locations
 
     # --- the publishing rank ---
 
@@ -138,39 +168,26 @@ class Shares:
         self._compare(statuses)
         if not any(status.news for status in statuses):
             return
-        self._is_settled = False
-        ranks, others = self._ranks, range(1, self._ranks.size)
-        holdings: list[_HeldShards] = [ranks.receive_message(_HeldShards, group_rank) for group_rank in others]
-        held: list[list[HeldRegion]] = [self._parts]
-        assigned: list[list[int]] = []
-        with ranks.error_at_next_exchange():
-            held += [[HeldRegion(p.tensor, Region(p.offsets, p.sizes)) for p in each.parts] for each in holdings]
-            assigned = assign(self._specs, held)
+        self._is_settled, ranks = False, self._ranks
+        brought, locations = self._settle(device)
         ranks.announce(Instruction.SETTLE)
         gpus = {status.device for status in statuses}
         is_nccl = 0 not in gpus and len(gpus) == len(statuses)
         backend: Literal["gloo", "nccl"] = "nccl" if is_nccl else "gloo"
-        manifest = layout.manifest
-        kind, digest = manifest.digest_kind, manifest.digest()
-        locations = [self.arenas.location(device), *(holding.location for holding in holdings)]
-        arenas = self.arenas.assignment(locations)
-        for group_rank in others:
-            parts = tuple(assigned[group_rank])
-            share = ShardAssignment(run, bucket_size_bytes, kind, digest, backend, parts, arenas)
-            ranks.send_message(share, group_rank)
-        self._assigned, self._layout = assigned[0], layout
-        self._others = [[held[group_rank][index] for index in assigned[group_rank]] for group_rank in others]
-        self._via = self._connected(backend)
+        arenas, manifest = self.arenas.assignment(locations), layout.manifest
+        settings = Settings(run, bucket_size_bytes, manifest.digest_kind, manifest.digest(), backend, arenas)
+        ranks.announce_when_idle(Instruction.SETTLE, data=encode(settings))
+        self._layout, self._others, self._via = layout, brought[1:], self._connected(backend)
         self.arenas.lead(arenas, locations, device)
         if self._packer is not None:
             self._packer.forget_views()
         self._packer = None
 
-    def packer(self) -> GatheringPacker:
+    def packer(self) -> GroupPacker:
         """What fills buckets in this publish."""
         if self._packer is None:
             assert self._layout is not None
-            self._packer = GatheringPacker(self._ranks, self._layout, self._own_shards(), self._others, via=self._via)
+            self._packer = GroupPacker(self._ranks, self._layout, self._own_shards(), self._others, via=self._via)
             self._is_settled = True
         return self._packer
 
@@ -187,20 +204,18 @@ class Shares:
         if self._contribution is not None and not any(status.news for status in statuses):
             return self._contribution
         self._is_settled, ranks, device = False, self._ranks, self._device()
-        held = tuple(_HeldPart(part.tensor, part.region.offsets, part.region.sizes) for part in self._parts)
-        ranks.send_message(_HeldShards(held, self.arenas.location(device)), 0)
+        self._settle(device)
         ranks.next_instruction()
-        share: ShardAssignment = ranks.receive_message(ShardAssignment, 0)
-        self._assigned, self.run = share.parts, share.run
-        via = self._connected(share.backend)
-        self.arenas.follow(share.assignment, share.run, device)
+        settings: Settings = decode(ranks.broadcast(b"", ranks.next_instruction().argument), Settings)
+        self.run, via = settings.run, self._connected(settings.backend)
+        self.arenas.follow(settings.assignment, settings.run, device)
         contribution = None
         with ranks.error_at_next_exchange():
-            manifest = plan(self._specs, share.bucket_size_bytes, digest_kind=share.digest_kind)
-            if manifest.digest() != share.manifest_digest:
+            manifest = plan(self._specs, settings.bucket_size_bytes, digest_kind=settings.digest_kind)
+            if manifest.digest() != settings.manifest_digest:
                 raise IncompatibleWeightsError(
                     f"this rank's plan of buckets has the digest {manifest.digest()[:16]}, the publishing rank's "
-                    f"{share.manifest_digest[:16]}: install the same weightcast on every trainer rank"
+                    f"{settings.manifest_digest[:16]}: install the same weightcast on every trainer rank"
                 )
             self._layout = Layout(manifest)
             self._contribution = contribution = Contribution(ranks, self._layout, self._own_shards(), via=via)
@@ -246,25 +261,38 @@ class Shares:
         return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
-def assign(specs: Sequence[TensorSpec], held: Sequence[Sequence[HeldRegion]]) -> list[list[int]]:
-    """Who brings what: for each rank, the indices into `held[rank]`. The first rank brings all that it holds.
+class AssignedPart(NamedTuple):
+    """What a rank brings: `region`, which is in part number `part` of those that it holds."""
 
-    What several others hold goes to the one that has the least to send. Raises IncompatibleWeightsError unless the
-    regions, replicas counted once, tile every tensor.
+    part: int
+    region: Region
+
+
+def assign(
+    specs: Sequence[TensorSpec], held: Sequence[Sequence[HeldRegion]], near: Sequence[bool]
+) -> list[list[AssignedPart]]:
+    """Who brings what, by group rank; every rank computes the same. `near`: who can reach the memory of the buckets.
+
+    Of a region that several ranks hold, each of those that are near brings a block, or each of all where none is; a
+    small region goes to the rank that has the least to bring. Raises IncompatibleWeightsError unless the regions,
+    replicas counted once, tile every tensor.
     """
     holders: list[dict[Region, list[tuple[int, int]]]] = [{} for _ in specs]
     for group_rank, parts in enumerate(held):
         for index, part in enumerate(parts):
             holders[part.tensor].setdefault(part.region, []).append((group_rank, index))
     require_tiling(specs, holders, _TOGETHER)
-    assigned: list[list[int]] = [[] for _ in held]
+    assigned: list[list[AssignedPart]] = [[] for _ in held]
     loads = [0] * len(held)
     for spec, found in zip(specs, holders, strict=True):
         for region, candidates in found.items():
-            group_rank, index = min(candidates, key=lambda c: (c[0] != 0, loads[c[0]], c[0]))
-            assigned[group_rank].append(index)
-            loads[group_rank] += region.numel * ITEMSIZE_BYTES[spec.dtype]
-    return [sorted(indices) for indices in assigned]
+            chosen = [candidate for candidate in candidates if near[candidate[0]]] or candidates
+            if region.numel * ITEMSIZE_BYTES[spec.dtype] < _MIN_SPLIT_BYTES:
+                chosen = [min(chosen, key=lambda candidate: (loads[candidate[0]], candidate[0]))]
+            for (group_rank, index), block in zip(chosen, split(region, len(chosen)), strict=False):
+                assigned[group_rank].append(AssignedPart(index, block))
+                loads[group_rank] += block.numel * ITEMSIZE_BYTES[spec.dtype]
+    return assigned
 
 
 def _difference(

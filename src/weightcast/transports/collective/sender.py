@@ -15,6 +15,7 @@ from weightcast import process_group
 from weightcast.errors import PeerError, UnsupportedError
 from weightcast.format.bucket import TRAILER_BYTES, place
 from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.host.shared_memory import SharedMemory
 from weightcast.transports.collective.broadcast_group import send_to_all
 from weightcast.transports.collective.membership import GroupSender, GroupUpdate
 from weightcast.transports.collective.records import Address, UpdateAborted, parse_endpoint
@@ -49,7 +50,11 @@ class CollectiveSender(GroupSender):
             what = f"{url!r} can't be listened at: {exc.strerror}; write an address of this host and a free port, or 0"
             raise OSError(exc.errno, what) from exc
         self.address = Address(backend, host, self.listener.port, self.listener.secret).url
-        self._slots = KeptMemory(lambda size: torch.empty(size, dtype=torch.uint8, device=device))
+        self._slots = KeptMemory(
+            (lambda size: SharedMemory.allocate(size).tensor())
+            if device.type == "cpu"
+            else (lambda size: torch.empty(size, dtype=torch.uint8, device=device))
+        )
         process_group.close_at_exit(self)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:

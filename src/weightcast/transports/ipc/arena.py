@@ -15,12 +15,10 @@ import torch
 
 from weightcast.errors import InsufficientMemoryError, ManifestError
 from weightcast.format.bucket import Buffers, pages
-from weightcast.host import memory as host_memory
 from weightcast.host.closing import on_failure
+from weightcast.host.shared_memory import SEALS, SharedMemory
 from weightcast.transports.ipc.records import SharedArena
 from weightcast.transports.sending import OwnedArena
-
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class OwnedSharedArena(OwnedArena):
@@ -28,32 +26,20 @@ class OwnedSharedArena(OwnedArena):
 
     def __init__(self, generation: int, size_bytes: int) -> None:
         """Raises InsufficientMemoryError if the host or a cgroup hasn't that much left."""
-        size_bytes = pages(size_bytes)
-        host_memory.require(size_bytes, "the arena of this update", host_memory.LESS_AT_ONCE)
-        try:
-            self._descriptor = os.memfd_create("weightcast", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            with on_failure(lambda: os.close(self._descriptor)):
-                os.ftruncate(self._descriptor, size_bytes)
-                fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
-                self._mapping = mmap.mmap(self._descriptor, size_bytes)
-        except OSError as exc:
-            raise InsufficientMemoryError(f"{size_bytes} bytes of shared memory could not be had: {exc}") from exc
-        super().__init__(generation, torch.frombuffer(self._mapping, dtype=torch.uint8), torch.device("cpu"))
+        self._memory = SharedMemory.allocate(size_bytes, "the arena of this update")
+        super().__init__(generation, self._memory.tensor(), torch.device("cpu"))
 
     def announcement(self) -> tuple[SharedArena, int]:
-        return SharedArena(self.generation, self.size_bytes), self._descriptor
+        return SharedArena(self.generation, self.size_bytes), self._memory.location.descriptor
 
     def mark_ready(self, slot: int) -> str:
         """Nothing to mark: who is told of a bucket sees its bytes."""
         return ""
 
     def close(self, *, free: bool) -> None:
-        """With `free`, a process that still has it mapped reads zeros from then on."""
-        if free:
-            self._mapping.madvise(mmap.MADV_REMOVE)
-        os.close(self._descriptor)
         # Not unmapped here: views that the publisher keeps still point into it.
-        del self._mapping
+        self._memory.release(free=free)
+        del self._memory
         super().close(free=free)
 
 
@@ -103,5 +89,5 @@ class MappedSharedArena:
             raise ManifestError(f"the arena's descriptor is no anonymous shared memory: {exc}", fault="type") from exc
         if size != record.size_bytes or not size:
             raise ManifestError(f"the arena has {size} bytes, {record.size_bytes} were announced", fault="size")
-        if seals & _SEALS != _SEALS:
+        if seals & SEALS != SEALS:
             raise ManifestError(f"the arena can be resized, its seals are {seals:#x}: not safe to map", fault="type")
