@@ -152,9 +152,12 @@ def test_sum_64x2_is_what_the_wire_format_says(num_words: int, fill: str) -> Non
     assert payload_digest(payload, "sum-64x2") == expected
 
 
-def test_xxh3_digest_is_of_the_payload() -> None:
-    payload = random_tensor("uint8", (5000,), 3)
-    assert payload_digest(payload, "xxh3-128") == xxhash.xxh3_128(raw_bytes(payload)).digest()
+@pytest.mark.parametrize("num_bytes", [8, 5000, 256 << 10, (256 << 10) + 8, 1_000_000])
+def test_xxh3_digest_is_of_the_blocks_digests(num_bytes: int) -> None:
+    payload = random_tensor("uint8", (num_bytes,), 3)
+    data = raw_bytes(payload)
+    blocks = [xxhash.xxh3_128(data[at : at + (256 << 10)]).digest() for at in range(0, num_bytes, 256 << 10)]
+    assert payload_digest(payload, "xxh3-128") == xxhash.xxh3_128(b"".join(blocks)).digest()
 
 
 def test_packing_digests_in_steps_as_in_one() -> None:

@@ -269,7 +269,7 @@ class Rank:
         self.source = ShardedSource(model, cut, place, len(members), masters=masters)
         if self.rank == members[0]:
             self.engines = [DirectEngine(f"engine-{n}", RecordingEngine()) for n in range(num_engines)]
-        options = {"transport": "memory://", "bucket_size_bytes": 4096, "deadline_seconds": 20.0, **options}
+        options = {"transport": "ipc://", "bucket_size_bytes": 4096, "deadline_seconds": 20.0, **options}
         self.publisher = publisher_of(self.source, engines=self.engines, **options)
 
     def unmake(self) -> None:
@@ -343,17 +343,17 @@ class Rank:
         self._at(bucket, fail)
 
     def _at(self, bucket: int, call: Callable[[], None]) -> None:
-        from weightcast.trainer.group.gather import Contribution
+        from weightcast.trainer.packer import PartPacker
 
-        original = Contribution._sources_of
+        original = PartPacker.sources
 
-        def calling(contribution: Any, index: int) -> Any:
+        def calling(part: PartPacker, index: int) -> list[torch.Tensor]:
             if index == bucket:
-                Contribution._sources_of = original  # type: ignore[method-assign]
+                PartPacker.sources = original  # type: ignore[method-assign]
                 call()
-            return original(contribution, index)
+            return original(part, index)
 
-        Contribution._sources_of = calling  # type: ignore[method-assign]
+        PartPacker.sources = calling  # type: ignore[method-assign]
 
     def rewind(self, at: int, to: int) -> None:
         """Once, lose the buckets from `to` on, notice it at bucket `at`, and ask for them again."""

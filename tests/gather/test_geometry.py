@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,10 @@ from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, decode, encod
 from weightcast.format.plan import plan
 from weightcast.host.copy import copy_all
 from weightcast.trainer.group.exchange import Failure
-from weightcast.trainer.group.gather import Contribution, ShardSlices, bucket_views, message_views
+from weightcast.trainer.group.gather import message_order, message_views
 from weightcast.trainer.group.shares import assign
-from weightcast.trainer.packer import HeldRegion, Shard, held_shards
+from weightcast.trainer.held_regions import HeldRegion, Shard, held_shards
+from weightcast.trainer.packer import PartPacker, bucket_views
 
 SPEC = TensorSpec("w", "float32", (6, 4))
 
@@ -106,19 +106,19 @@ def test_what_lies_in_one_run(piece: tuple[int, ...], region: tuple[int, ...], e
 @pytest.mark.parametrize("cut", ["rows", "columns", "strided"])
 def test_what_the_ranks_bring_fills_every_bucket(cut: str, bucket_size_bytes: int) -> None:
     """Packed in place, and by way of messages, which are dense."""
-    model, size, cpu = MODELS["table"](1), 3, torch.device("cpu")
+    model, size = MODELS["table"](1), 3
     specs = [TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in model.items()]
     layout = Layout(plan(specs, bucket_size_bytes))
     held = [held_shards(specs, {n: CUTS[cut](t, rank, size) for n, t in model.items()}) for rank in range(size)]
     assigned = assign(specs, held, [True] * size)
     brought = [[held[rank][part] for part, _ in parts] for rank, parts in enumerate(assigned)]
     assert sum(_bytes(specs, shard) for shards in brought for shard in shards) == layout.manifest.num_bytes
-    ends = [(ShardSlices(layout, shards), Contribution(NO_RANKS, layout, shards, via=cpu)) for shards in brought]
+    ends = [PartPacker(layout, shards) for shards in brought]
     for index, num_bytes in enumerate(layout.manifest.buckets):
         packed, moved, expected = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(3))
-        for cuts, contribution in ends:
-            contribution.pack(index, packed)
-            _move(layout, cuts, contribution, index, moved)
+        for part in ends:
+            part.pack(index, packed, None)
+            _move(layout, part, index, moved)
         for entry, view in zip(layout.entries[index], layout.views(index, expected), strict=True):
             where = zip(entry.piece.region.offsets, entry.piece.region.sizes, strict=True)
             view.copy_(model[entry.record.name][tuple(slice(o, o + s) for o, s in where)])
@@ -127,23 +127,20 @@ def test_what_the_ranks_bring_fills_every_bucket(cut: str, bucket_size_bytes: in
         layout.forget_views()
 
 
-NO_RANKS: Any = None
-"""Nothing is exchanged."""
-
-
 def _bytes(specs: Sequence[TensorSpec], shard: Shard) -> int:
     return shard.region.numel * ITEMSIZE_BYTES[specs[shard.tensor].dtype]
 
 
-def _move(layout: Layout, cuts: ShardSlices, packer: Contribution, index: int, bucket: torch.Tensor) -> None:
+def _move(layout: Layout, part: PartPacker, index: int, bucket: torch.Tensor) -> None:
     """As a message: packed on one side, taken apart on the other."""
-    found = cuts.of(index)
-    ends = list(itertools.accumulate((cut.num_bytes for cut in found), initial=0))
-    assert [cut.offset_bytes for cut in found] == ends[:-1]
-    assert ends[-1] == cuts.sizes[index]
-    message = torch.zeros(-(-ends[-1] // 16) * 16, dtype=torch.uint8)
-    copy_all(message_views(found, message), packer._sources_of(index))
-    copy_all(bucket_views(found, layout.entries[index], bucket), message_views(found, message))
+    cuts = part.slices.of(index)
+    assert sum(cut.num_bytes for cut in cuts) == part.slices.sizes[index]
+    message = torch.zeros(-(-part.slices.sizes[index] // 16) * 16, dtype=torch.uint8)
+    views = message_views(cuts, message)
+    starts = [views[number].storage_offset() * views[number].itemsize for number in message_order(cuts)]
+    assert starts == list(itertools.accumulate((cuts[n].num_bytes for n in message_order(cuts)), initial=0))[:-1]
+    copy_all(views, part.sources(index))
+    copy_all(bucket_views(cuts, layout.entries[index], bucket), message_views(cuts, message))
 
 
 @pytest.mark.parametrize(

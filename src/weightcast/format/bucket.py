@@ -27,7 +27,8 @@ TRAILER = struct.Struct("<8s16sQQQ16s")
 TRAILER_BYTES = TRAILER.size
 TRAILER_MAGIC = b"wcbuckt1"
 DIGEST_BYTES = 16
-DIGEST_BLOCK_BYTES = 1 << 20
+DIGEST_BLOCK_BYTES = 256 << 10
+"""`xxh3-128` of a payload is that of the digests of its blocks, which several processes can so share out."""
 _SUM_COLUMNS = 4096
 
 
@@ -108,6 +109,10 @@ class Entry:
     def is_whole(self) -> bool:
         return len(self.record.pieces) == 1
 
+    @property
+    def num_bytes(self) -> int:
+        return self.piece.region.numel * ITEMSIZE_BYTES[self.record.dtype]
+
 
 class Layout:
     """The buckets of a manifest as tensors: entries of each bucket in order of offset, and views of any buffer."""
@@ -160,40 +165,9 @@ def narrow(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 def payload_digest(payload: torch.Tensor, kind: DigestKind) -> bytes:
     """The 16-byte digest of a contiguous uint8 payload whose length is a multiple of 8."""
     if kind == "xxh3-128":
-        hasher = BlockHasher()
-        hasher.update(payload.numpy().data)
-        return hasher.digest()
+        data, starts = payload.numpy().data, range(0, payload.numel(), DIGEST_BLOCK_BYTES)
+        return blocks_digest(b"".join(xxhash.xxh3_128_digest(data[at : at + DIGEST_BLOCK_BYTES]) for at in starts))
     return device_sums(payload).cpu().numpy().tobytes()
-
-
-class BlockHasher:
-    """`xxh3-128` of a payload that comes in parts: the digest of the digests of its blocks of DIGEST_BLOCK_BYTES.
-
-    Blocks can so be digested by several processes; `blocks_digest` puts their digests together.
-    """
-
-    def __init__(self) -> None:
-        self._digests: list[bytes] = []
-        self._block = xxhash.xxh3_128()
-        self._num_missing = DIGEST_BLOCK_BYTES
-
-    def update(self, data: memoryview) -> None:
-        """The payload's next bytes."""
-        while len(data) >= self._num_missing:
-            self._block.update(data[: self._num_missing])
-            data = data[self._num_missing :]
-            self._digests.append(self._block.digest())
-            self._block.reset()
-            self._num_missing = DIGEST_BLOCK_BYTES
-        if len(data):
-            self._block.update(data)
-            self._num_missing -= len(data)
-
-    def digest(self) -> bytes:
-        """Of all that came; nothing can follow."""
-        if self._num_missing < DIGEST_BLOCK_BYTES:
-            self._digests.append(self._block.digest())
-        return blocks_digest(b"".join(self._digests))
 
 
 def blocks_digest(digests: bytes | memoryview) -> bytes:

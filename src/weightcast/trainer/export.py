@@ -10,7 +10,7 @@ from weightcast.errors import IncompatibleWeightsError
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.closing import on_failure
 from weightcast.seams.source import Source
-from weightcast.trainer.packer import joined, tiling
+from weightcast.trainer.held_regions import joined, tiling
 
 
 def export(source: Source, directory: Path, *, max_shard_bytes: int = 5_000_000_000) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a rank holds of the source's tensors, and its copy into buckets, cast to the manifest's dtypes and digested.
+"""The copy of a source's tensors into buckets, cast to the manifest's dtypes and digested.
 
 Invariants: what is packed tiles every tensor, each element once; packing a bucket is a few calls however many tensors
 it holds; on a CPU it is digested while it is in the cache, on a GPU nothing waits for the device.
@@ -6,34 +6,49 @@ it holds; on a CPU it is digested while it is in the cache, on a GPU nothing wai
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, TypeAlias
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
+import xxhash
 
-from weightcast.checkpoint.live import is_memory
-from weightcast.errors import IncompatibleWeightsError, ManifestError, listed
-from weightcast.format.bucket import TORCH_DTYPES, BlockHasher, Entry, Layout, narrow, put_trailer, write_trailer
-from weightcast.format.geometry import Region, check_tiling, common, is_inside, relative
-from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, WeightVersion
-from weightcast.host.copy import copy_all, copy_plain, is_plain
-from weightcast.seams.source import Held, Regions
-
-_HASH_STEP_BYTES = 512 << 10
-_ALONE = (
-    "this rank publishes alone and does not hold all of these: a model that is sharded over ranks (FSDP, HSDP, tensor "
-    "parallelism) is published by all of them; call publish on every rank, with trainer_group='auto' or their group"
+from weightcast.format.bucket import (
+    DIGEST_BLOCK_BYTES,
+    DIGEST_BYTES,
+    TORCH_DTYPES,
+    Entry,
+    Layout,
+    blocks_digest,
+    narrow,
+    put_trailer,
+    write_trailer,
 )
+from weightcast.format.geometry import (
+    Region,
+    common,
+    is_run,
+    relative,
+    row_major,
+    start_elements,
+    whole,
+)
+from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec, WeightVersion
+from weightcast.host.copy import copy_all, copy_plain, is_plain
+from weightcast.seams.source import Regions
+from weightcast.trainer.held_regions import HeldRegion, Parts, SeenRegions, Shard, tiling
 
-Parts: TypeAlias = torch.Tensor | Sequence[tuple[Region, torch.Tensor]]
-"""A tensor's memory: all of it, or what lies at each of several regions."""
+_STEP_BYTES = 512 << 10
 
 
 class BucketPacker(Protocol):
-    """Fills buckets: a Packer, or with several trainer ranks a GatheringPacker."""
+    """Fills buckets: a Packer, or with several trainer ranks a GroupPacker."""
 
     def pack(self, index: int, buffer: torch.Tensor, version: WeightVersion) -> bytes | torch.Tensor: ...
+
+    def forget_views(self) -> None:
+        """Drop every view of the transport's buffers."""
 
 
 class PackPlan:
@@ -56,6 +71,11 @@ class PackPlan:
         """Have `packer` pack these regions, which other trainer ranks complete."""
         self._regions, self._packer = SeenRegions(regions), packer
 
+    def forget_views(self) -> None:
+        """Drop every view of the transport's buffers."""
+        if self._packer is not None:
+            self._packer.forget_views()
+
     def packer(self, regions: Regions) -> BucketPacker:
         """Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile every tensor."""
         if self._packer is None or self._regions is None or self._regions.regions is not regions:
@@ -65,211 +85,260 @@ class PackPlan:
 
 
 class Packer:
-    """Copies source tensors into buckets, casting to the manifest's dtypes on the way.
+    """Implements `BucketPacker` for a rank that brings all of every tensor.
 
     Holds views of the sources only; make a new one when a source's storage has changed.
     """
 
-    @torch.no_grad()
     def __init__(self, layout: Layout, tensors: Mapping[str, Parts]) -> None:
         """`tensors`: each whole, or as regions that tile it, which the caller has proven."""
+        shards = []
+        for number, record in enumerate(layout.manifest.tensors):
+            parts = tensors[record.name] if record.pieces else ()
+            held = [(whole(record.shape), parts)] if isinstance(parts, torch.Tensor) else parts
+            shards += [Shard(number, region, data) for region, data in held]
         self._layout = layout
-        self._sources: list[list[torch.Tensor]] = []
-        self._cuts: list[list[tuple[int, Region | None]]] = []
-        """For each bucket with a piece that takes several copies: each copy's entry, and its part of the piece."""
-        for entries in layout.entries:
-            parts = [part for number, entry in enumerate(entries) for part in _parts(number, entry, tensors)]
-            self._sources.append([source for _, _, source in parts])
-            is_cut = any(region is not None for _, region, _ in parts)
-            self._cuts.append([(number, region) for number, region, _ in parts] if is_cut else [])
-        self._known_steps: list[list[tuple[int, int, int]] | None] = [None] * len(layout.entries)
+        self._part = PartPacker(layout, shards)
+        self._digests = BlockDigests(torch.zeros(BlockDigests.size_bytes(layout.manifest), dtype=torch.uint8))
 
-    @torch.no_grad()
     def pack(self, index: int, buffer: torch.Tensor, version: WeightVersion) -> bytes | torch.Tensor:
         """Fill `buffer` with bucket `index` and its trailer; return the digest, on a GPU as two int64 still to come.
 
-        On a CPU the payload is digested in steps while each is hot in cache. On a GPU everything is queued on the
+        On a CPU the payload is digested in blocks while each is hot in cache. On a GPU everything is queued on the
         current stream and nothing waits.
         """
-        layout, sources, cuts = self._layout, self._sources[index], self._cuts[index]
-        # Parts of pieces are not kept: they are few, and the layout can't forget them.
-        views = layout.views(index, buffer)
-        targets = [views[n] if region is None else narrow(views[n], region) for n, region in cuts] if cuts else views
-        num_bytes = layout.manifest.buckets[index]
-        if layout.manifest.digest_kind != "xxh3-128":
-            torch._foreach_copy_(targets, sources)
-            return write_trailer(buffer, num_bytes, version, index, layout.manifest.digest_kind)
-        copy = copy_all if cuts else torch._foreach_copy_
-        hasher, data, start = BlockHasher(), buffer.numpy().data, 0
-        for first, last, end in self._steps(index, targets):
-            target = targets[first]
-            if last - first == 1 and is_plain(target, sources[first]):
-                begin = end - target.nbytes
-                for done in range(0, target.nbytes, _HASH_STEP_BYTES):
-                    size = min(_HASH_STEP_BYTES, target.nbytes - done)
-                    copy_plain(target, sources[first], done, size)
-                    hasher.update(data[start : begin + done + size])
-                    start = begin + done + size
-            else:
-                copy(targets[first:last], sources[first:last])
-            hasher.update(data[start:end])
-            start = end
-        hasher.update(data[start:num_bytes])
-        digest = hasher.digest()
+        num_bytes, kind = self._layout.manifest.buckets[index], self._layout.manifest.digest_kind
+        if kind != "xxh3-128":
+            self._part.pack(index, buffer, None)
+            return write_trailer(buffer, num_bytes, version, index, kind)
+        self._digests.reset(num_bytes)
+        self._part.pack(index, buffer, self._digests)
+        self._digests.add(buffer, self._digests.missing())
+        digest = self._digests.whole()
         put_trailer(buffer, num_bytes, version, index, digest)
         return digest
 
-    def _steps(self, index: int, targets: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
-        """Runs of copies, large plain ones alone, others of about _HASH_STEP_BYTES: (first, last, end in bytes)."""
-        known = self._known_steps[index]
-        if known is not None:
-            return known
-        entries, cuts = self._layout.entries[index], self._cuts[index]
-        numbers = [number for number, _ in cuts] if cuts else range(len(entries))
-        alone = [is_plain(*pair) for pair in zip(targets, self._sources[index], strict=True)]
-        steps, first, start = [], 0, 0
-        for last, number in enumerate(numbers, start=1):
-            is_last = last == len(numbers)
-            if not is_last and numbers[last] == number:
-                continue  # in the middle of a piece
-            piece, dtype = entries[number].piece, entries[number].record.dtype
-            end = piece.offset_bytes + piece.region.numel * ITEMSIZE_BYTES[dtype]
-            if is_last or alone[last - 1] or alone[last] or end - start >= _HASH_STEP_BYTES:
-                steps.append((first, last, end))
-                first, start = last, end
-        self._known_steps[index] = steps
+    def forget_views(self) -> None:
+        self._part.forget_views()
+
+
+class BlockDigests:
+    """The digests of a bucket's blocks, in memory that several processes may share.
+
+    The memory: DIGEST_BYTES for each block of the largest bucket, then a mark of a byte for each: one rank has filled
+    it alone and has digested it.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        """`memory`: at least `size_bytes(manifest)` bytes of host memory, uint8."""
+        num_blocks = memory.numel() // (DIGEST_BYTES + 1)
+        self._digests = memory.numpy().data[: num_blocks * DIGEST_BYTES]
+        self._marks = memory.numpy().data[num_blocks * DIGEST_BYTES :][:num_blocks]
+        self._num_bytes = 0
+
+    @staticmethod
+    def size_bytes(manifest: Manifest) -> int:
+        return -(-manifest.max_bucket_bytes // DIGEST_BLOCK_BYTES) * (DIGEST_BYTES + 1)
+
+    def reset(self, num_bytes: int) -> None:
+        """No block of a bucket of that many bytes has a digest."""
+        self.begin(num_bytes)
+        self._marks[: self._num_blocks] = bytes(self._num_blocks)
+
+    def begin(self, num_bytes: int) -> None:
+        """A bucket of that many bytes is next; what is marked stays."""
+        self._num_bytes, self._num_blocks = num_bytes, -(-num_bytes // DIGEST_BLOCK_BYTES)
+
+    def add(self, buffer: torch.Tensor, blocks: Iterable[int]) -> None:
+        """Digest these blocks of the payload in `buffer`."""
+        data = buffer.numpy().data
+        for block in blocks:
+            start = block * DIGEST_BLOCK_BYTES
+            digest = xxhash.xxh3_128_digest(data[start : min(start + DIGEST_BLOCK_BYTES, self._num_bytes)])
+            self._digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES] = digest
+
+    def mark(self, blocks: Iterable[int]) -> None:
+        """These have a digest."""
+        for block in blocks:
+            self._marks[block] = 1
+
+    def missing(self) -> list[int]:
+        """The blocks that are not marked."""
+        return [block for block, mark in enumerate(self._marks[: self._num_blocks]) if not mark]
+
+    def whole(self) -> bytes:
+        """The payload's digest, once all blocks have theirs."""
+        return blocks_digest(self._digests[: self._num_blocks * DIGEST_BYTES])
+
+
+class ShardSlice(NamedTuple):
+    """What of one piece a part brings: `region` of the tensor, from part number `part`, at `start` of the bucket.
+
+    `entry`: the piece's number in its bucket. `is_run`: its elements follow one another there.
+    """
+
+    entry: int
+    part: int
+    region: Region
+    dtype: str
+    start: int
+    num_bytes: int
+    is_run: bool
+
+
+class ShardSlices:
+    """One rank's parts, cut at the pieces of each bucket; the same on the rank itself and on the publishing rank."""
+
+    def __init__(self, layout: Layout, parts: Sequence[HeldRegion]) -> None:
+        self._layout = layout
+        self._parts: defaultdict[int, list[tuple[int, Region]]] = defaultdict(list)
+        for number, part in enumerate(parts):
+            self._parts[part.tensor].append((number, part.region))
+        self.sizes = [sum(cut.num_bytes for cut in self._found(index)) for index in range(len(layout.entries))]
+        """Bytes of the rank's part of each bucket."""
+
+    def of(self, index: int) -> list[ShardSlice]:
+        """The cuts of bucket `index`, in the order of their places. Not kept: there may be many."""
+        return sorted(self._found(index), key=operator.attrgetter("start"))
+
+    def _found(self, index: int) -> Iterator[ShardSlice]:
+        for number, entry in enumerate(self._layout.entries[index]):
+            piece, dtype = entry.piece.region, entry.record.dtype
+            itemsize, offset_bytes = ITEMSIZE_BYTES[dtype], entry.piece.offset_bytes
+            for part, region in self._parts.get(entry.tensor, ()):
+                if region == piece:
+                    yield ShardSlice(number, part, piece, dtype, offset_bytes, piece.numel * itemsize, True)
+                elif (shared := common(piece, region)) is not None:
+                    inner = relative(shared, piece)
+                    start = offset_bytes + start_elements(inner, piece.sizes) * itemsize
+                    num_bytes = shared.numel * itemsize
+                    yield ShardSlice(number, part, shared, dtype, start, num_bytes, is_run(inner, piece.sizes))
+
+
+class PartPacker:
+    """Copies what one rank brings to its places in buckets, cast to the manifest's dtypes.
+
+    On a CPU it digests on the way, while they are in the cache, the blocks of a bucket that it fills alone.
+    """
+
+    def __init__(self, layout: Layout, shards: Sequence[Shard]) -> None:
+        self.slices = ShardSlices(layout, shards)
+        self._layout = layout
+        self._shards = shards
+        self._sources: dict[int, list[torch.Tensor]] = {}
+        self._targets: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._steps: dict[int, list[_Step]] = {}
+
+    def rebind(self, shards: Sequence[Shard]) -> None:
+        """The same regions lie in other memory now."""
+        self._shards = shards
+        self._sources.clear()
+        self._steps.clear()
+
+    def forget_views(self) -> None:
+        """Drop every view of a bucket."""
+        self._targets.clear()
+
+    @torch.no_grad()
+    def pack(self, index: int, buffer: torch.Tensor, digests: BlockDigests | None) -> None:
+        """Copy this rank's part of bucket `index` into `buffer`; `digests`: where those of its blocks are wanted."""
+        sources, known = self.sources(index), self._targets.get(index)
+        if known is None or known[0] is not buffer:
+            views = bucket_views(self.slices.of(index), self._layout.entries[index], buffer)
+            known = self._targets[index] = buffer, views
+        targets = known[1]
+        if digests is None:
+            copy_all(targets, sources)
+            return
+        if index not in self._steps:
+            self._steps[index] = self._planned(index, targets)
+        for first, last, start, size, blocks in self._steps[index]:
+            if size:
+                copy_plain(targets[first], sources[first], start, size)
+            else:
+                torch._foreach_copy_(targets[first:last], sources[first:last])
+            digests.add(buffer, blocks)
+            digests.mark(blocks)
+
+    def sources(self, index: int) -> list[torch.Tensor]:
+        """Views of this rank's own memory, one for each cut of bucket `index`."""
+        views = self._sources.get(index)
+        if views is None:
+            pairs = [(self._shards[cut.part], cut.region) for cut in self.slices.of(index)]
+            views = self._sources[index] = [
+                shard.data if region == shard.region else narrow(shard.data, relative(region, shard.region))
+                for shard, region in pairs
+            ]
+        return views
+
+    def _planned(self, index: int, targets: Sequence[torch.Tensor]) -> list[_Step]:
+        """The copies of a bucket in the order of their places: large plain ones block by block, others in batches."""
+        cuts, sources, num_bytes = self.slices.of(index), self.sources(index), self._layout.manifest.buckets[index]
+        others_bytes = [0] * -(-num_bytes // DIGEST_BLOCK_BYTES)
+        """For each block, how much of it this rank does not bring in one run."""
+        for start, size, sign in (
+            *((e.piece.offset_bytes, e.num_bytes, 1) for e in self._layout.entries[index]),
+            *((cut.start, cut.num_bytes, -1) for cut in cuts if cut.is_run),
+        ):
+            for block in range(start // DIGEST_BLOCK_BYTES, (start + size - 1) // DIGEST_BLOCK_BYTES + 1):
+                first = max(start, block * DIGEST_BLOCK_BYTES)
+                others_bytes[block] += sign * (min(start + size, (block + 1) * DIGEST_BLOCK_BYTES) - first)
+        own = [block for block, other_bytes in enumerate(others_bytes) if not other_bytes]
+        own.reverse()
+
+        def digestible(end: int) -> list[int]:
+            """The blocks that this rank fills alone, and that are whole with the bytes before `end`."""
+            blocks = []
+            while own and min((own[-1] + 1) * DIGEST_BLOCK_BYTES, num_bytes) <= end:
+                blocks.append(own.pop())
+            return blocks
+
+        steps: list[_Step] = []
+        first = 0
+        for last, cut in enumerate(cuts, start=1):
+            end = cuts[last].start if last < len(cuts) else num_bytes
+            if is_plain(targets[last - 1], sources[last - 1]):
+                done = 0
+                while done < cut.num_bytes:
+                    room = DIGEST_BLOCK_BYTES - (cut.start + done) % DIGEST_BLOCK_BYTES
+                    size = min(room, cut.num_bytes - done)
+                    is_last = done + size == cut.num_bytes
+                    steps.append(
+                        _Step(last - 1, last, done, size, digestible(end if is_last else cut.start + done + size))
+                    )
+                    done += size
+                first = last
+            elif last == len(cuts) or end - cuts[first].start >= _STEP_BYTES or is_plain(targets[last], sources[last]):
+                steps.append(_Step(first, last, 0, 0, digestible(end)))
+                first = last
         return steps
 
 
-def _parts(
-    number: int, entry: Entry, tensors: Mapping[str, Parts]
-) -> Iterator[tuple[int, Region | None, torch.Tensor]]:
-    """What copies a piece takes: the entry's number, which part of the piece (None: all of it), from which memory."""
-    held, piece = tensors[entry.record.name], entry.piece.region
-    if isinstance(held, torch.Tensor):
-        yield number, None, narrow(held, piece)
-        return
-    for region, data in held:
-        shared = common(piece, region)
-        if shared is not None:
-            part = None if shared == piece else relative(shared, piece)
-            yield number, part, narrow(data, relative(shared, region))
+class _Step(NamedTuple):
+    """Copy the cuts from `first` to `last`, or `size` bytes of one from its byte `start`; then digest `blocks`."""
+
+    first: int
+    last: int
+    start: int
+    size: int
+    blocks: list[int]
 
 
-@torch.no_grad()
-def joined(spec: TensorSpec, parts: Parts) -> torch.Tensor:
-    """A contiguous tensor of what lies in its parts: its own memory if that is all of it and contiguous."""
-    if isinstance(parts, torch.Tensor):
-        return parts.contiguous()
-    tensor = torch.empty(spec.shape, dtype=parts[0][1].dtype if parts else TORCH_DTYPES[spec.dtype])
-    for region, part in parts:
-        narrow(tensor, region).copy_(part)
-    return tensor
+def bucket_views(slices: Sequence[ShardSlice], entries: Sequence[Entry], buffer: torch.Tensor) -> list[torch.Tensor]:
+    """One view for each cut into a bucket's buffer."""
+    return typed_views(buffer, ((cut, cut.start, entries[cut.entry].piece.region.sizes) for cut in slices))
 
 
-# --- what a rank holds ---
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HeldRegion:
-    """A region of tensor number `tensor` of the specs."""
-
-    tensor: int
-    region: Region
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Shard(HeldRegion):
-    """A part that this rank holds, and its memory."""
-
-    data: torch.Tensor
-
-
-class SeenRegions:
-    """Regions that a source gave, and where the memory of their views was."""
-
-    def __init__(self, regions: Regions) -> None:
-        self.regions, self._addresses = regions, _addresses(regions)
-
-    def is_of(self, regions: Regions) -> bool:
-        """Whether the source gives the same object again. Raises IncompatibleWeightsError if its views have moved."""
-        if regions is not self.regions:
-            return False
-        if (addresses := _addresses(regions)) != self._addresses:
-            names = [name for name, held in regions.items() for _ in held]
-            moved = [
-                f"{name!r}: found a view at {address:#x}, expected it at {former:#x}"
-                for name, address, former in zip(names, addresses, self._addresses, strict=False)
-                if address != former
-            ] or [f"found {len(addresses)} views, expected {len(self._addresses)}"]
-            raise _misfit(moved, "where tensors move, have regions() return another object")
-        return True
-
-
-def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
-    """What a rank holds, without empty regions, in the order of the specs.
-
-    Raises IncompatibleWeightsError for regions that are not of these specs.
-    """
-    problems = [f"{name!r} is not in the specs" for name in regions.keys() - {spec.name for spec in specs}]
-    shards: list[Shard] = []
-    for number, spec in enumerate(specs):
-        dtype = TORCH_DTYPES.get(spec.dtype)
-        for region, data in regions.get(spec.name, ()):
-            # Plain floating point is cast to plain floating point.
-            is_cast = dtype is not None and all(d.is_floating_point and d.itemsize > 1 for d in (dtype, data.dtype))
-            is_fitting = tuple(data.shape) == region.sizes and (data.dtype == dtype or is_cast)
-            if not is_inside(region, spec.shape):
-                problems.append(
-                    f"{spec.name!r}: found a region at {list(region.offsets)} of sizes {list(region.sizes)}, expected "
-                    f"one inside of the shape {list(spec.shape)}"
-                )
-            elif not is_fitting or data.is_meta or not is_memory(data):
-                problems.append(
-                    f"{spec.name!r}: found a view of {list(data.shape)}, {data.dtype} on {data.device}"
-                    f"{'' if is_memory(data) else ' without memory'}, expected {list(region.sizes)}, {spec.dtype} in "
-                    f"memory, for the region at {list(region.offsets)} of the shape {list(spec.shape)}"
-                )
-            elif region.numel:
-                shards.append(Shard(number, region, data))
-    if problems:
-        raise _misfit(problems, "have regions() return views of the sizes and dtypes that it and specs() declare")
-    return shards
-
-
-def tiling(specs: Sequence[TensorSpec], regions: Regions) -> dict[str, torch.Tensor | list[Held]]:
-    """What a rank that is alone brings: each tensor whole, or in regions that tile it, equal ones once.
-
-    Raises IncompatibleWeightsError.
-    """
-    found: list[dict[Region, torch.Tensor]] = [{} for _ in specs]
-    for shard in held_shards(specs, regions):
-        found[shard.tensor].setdefault(shard.region, shard.data)
-    require_tiling(specs, found, _ALONE)
-    held = {spec.name: list(parts.items()) for spec, parts in zip(specs, found, strict=True) if parts}
-    return {name: parts[0][1] if len(parts) == 1 else parts for name, parts in held.items()}
-
-
-def require_tiling(specs: Sequence[TensorSpec], found: Sequence[Mapping[Region, object]], remedy: str) -> None:
-    """Raises IncompatibleWeightsError unless the regions that were found of each tensor tile it."""
-    problems = []
-    for spec, by_region in zip(specs, found, strict=True):
-        regions = list(by_region)
-        if len(regions) == 1 and regions[0].covers(spec.shape):
-            continue
-        try:
-            check_tiling(regions, spec.shape, spec.name)
-        except ManifestError as exc:
-            where = listed([f"{list(r.offsets)}+{list(r.sizes)}" for r in regions], separator=", ") or "none"
-            problems.append(f"{spec.name!r} of shape {list(spec.shape)} from the regions {where}: {exc}")
-    if problems:
-        raise _misfit(problems, remedy)
-
-
-def _addresses(regions: Regions) -> list[int]:
-    return [data.data_ptr() for held in regions.values() for _, data in held]
-
-
-def _misfit(problems: Sequence[str], remedy: str) -> IncompatibleWeightsError:
-    shown = listed(problems)
-    return IncompatibleWeightsError(f"the source's regions do not fit: {shown}. Remedy: {remedy}", problems)
+def typed_views(buffer: torch.Tensor, places: Iterable[tuple[ShardSlice, int, Sequence[int]]]) -> list[torch.Tensor]:
+    """A view of each cut: at which byte its first element lies, and within a block of which sizes its rows lie."""
+    # The widest element has 16 bytes; a trailer, or unused room, lies behind every payload.
+    whole_buffer = buffer[: buffer.numel() // 16 * 16]
+    by_dtype: dict[str, torch.Tensor] = {}
+    views = []
+    for cut, start, sizes in places:
+        typed = by_dtype.get(cut.dtype)
+        if typed is None:
+            typed = by_dtype[cut.dtype] = whole_buffer.view(TORCH_DTYPES[cut.dtype])
+        offset = typed.storage_offset() + start // ITEMSIZE_BYTES[cut.dtype]
+        views.append(typed.as_strided(cut.region.sizes, row_major(sizes), offset))
+    return views

@@ -155,8 +155,8 @@ class Publisher:
             if self._connections is not None:
                 self._connections.close()
             if self._pack_plan is not None:
-                # An exception that somebody keeps may hold on to the layout; its views would keep the arena mapped.
-                self._pack_plan.layout.forget_views()
+                # An exception that somebody keeps may hold on to the packer; its views would keep the arena mapped.
+                self._pack_plan.forget_views()
             self._fleet.close()
             self._watchdog.close()
 

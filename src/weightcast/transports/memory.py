@@ -14,7 +14,7 @@ import torch
 
 from weightcast.errors import PeerDiedError, StaleVersionError, WeightcastError
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.host.shared_memory import SharedMemory
+from weightcast.host import memory as host_memory
 from weightcast.seams.transport import Bucket, Transport
 from weightcast.transports.receiving import PUBLISHER, ReceivingEnd, WantedUpdate
 from weightcast.transports.sending import ArenaSender, ArenaUpdate, ConnectedPeer, OwnedArena
@@ -124,7 +124,7 @@ class MemorySender(ArenaSender[MemoryPeer, OwnedArena]):
 
     def _make_arena(self, generation: int, size_bytes: int, device: torch.device) -> OwnedArena:
         if device.type == "cpu":
-            return OwnedArena(generation, SharedMemory.allocate(size_bytes, "sending this update").tensor(), device)
+            host_memory.require(size_bytes, "sending this update", host_memory.LESS_AT_ONCE)
         return OwnedArena(generation, torch.empty(size_bytes, dtype=torch.uint8, device=device), device)
 
     def _drop(self, peer: MemoryPeer, error: WeightcastError, *, may_be_reading: bool) -> None:

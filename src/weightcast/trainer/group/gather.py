@@ -8,35 +8,27 @@ sent before every rank has digested its blocks; once a rank has said so, it writ
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 import torch
-import xxhash
 from torch.distributed import Work
 
-from weightcast.format.bucket import (
-    DIGEST_BLOCK_BYTES,
-    DIGEST_BYTES,
-    TORCH_DTYPES,
-    Buffers,
-    Entry,
-    Layout,
-    blocks_digest,
-    buffer_size_bytes,
-    narrow,
-    put_trailer,
-    write_trailer,
-)
-from weightcast.format.geometry import Region, common, relative, row_major, start_elements
+from weightcast.format.bucket import Buffers, Layout, buffer_size_bytes, put_trailer, write_trailer
 from weightcast.format.manifest import ITEMSIZE_BYTES, WeightVersion, encode
 from weightcast.host.copy import copy_all
 from weightcast.host.shared_memory import MemoryLocation, SharedMemory, map_shared, shared_memory_of
 from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks
-from weightcast.trainer.packer import HeldRegion, Shard
+from weightcast.trainer.held_regions import HeldRegion, Shard
+from weightcast.trainer.packer import (
+    BlockDigests,
+    PartPacker,
+    ShardSlice,
+    ShardSlices,
+    bucket_views,
+    typed_views,
+)
 
 _ALIGNMENT_BYTES = 64
 """Of each rank's place in the staging buffer; what one rank sends has no gaps."""
@@ -53,24 +45,21 @@ class SharedBuffers(msgspec.Struct, frozen=True):
 
 
 class Contribution:
-    """A rank's part of each bucket. Memory: where it has to be sent, the largest of these parts, or twice that."""
+    """What another rank brings. Memory: where it has to be sent, the largest part of a bucket, or twice that."""
 
     def __init__(self, ranks: TrainerRanks, layout: Layout, shards: Sequence[Shard], *, via: torch.device) -> None:
         """`shards`: what was assigned to this rank. `via`: where messages lie."""
         self._ranks, self._layout, self._via = ranks, layout, via
-        self._slices = ShardSlices(layout, shards)
-        self._shards = shards
-        self._sources: dict[int, list[torch.Tensor]] = {}
-        self._targets: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        self._mapped: tuple[Buffers, torch.Tensor] | None = None
-        """The publishing rank's buckets, and where the digests of blocks go."""
+        self._part = PartPacker(layout, shards)
+        self._device = shards[0].data.device if shards else via
+        self._mapped: tuple[Buffers, BlockDigests] | None = None
+        """The publishing rank's buckets, and the digests of the present one's blocks."""
         self._packed: torch.Tensor | None = None
         self._message: torch.Tensor | None = None
 
     def rebind(self, shards: Sequence[Shard]) -> None:
         """The same regions lie in other memory now."""
-        self._shards = shards
-        self._sources.clear()
+        self._part.rebind(shards)
 
     @property
     def is_mapped(self) -> bool:
@@ -79,72 +68,52 @@ class Contribution:
 
     def map(self, buffers: SharedBuffers) -> None:
         """Pack into these buckets from now on, if this rank can map them."""
-        self.forget_views()
+        self._part.forget_views()
         self._mapped = None
         if buffers.buckets is not None:
             buckets, digests = map_shared(buffers.buckets), map_shared(buffers.digests)
             if buckets is not None and digests is not None:
-                self._mapped = Buffers(buckets), digests
+                self._mapped = Buffers(buckets), BlockDigests(digests)
 
     def bring(self, index: int, offset_bytes: int) -> None:
         """Pack this rank's part of bucket `index`, which begins at that byte; or send it, and block until it has gone.
 
         What goes wrong in packing is raised at the next exchange. Raises PeerError.
         """
-        size = self._slices.sizes[index]
+        manifest, num_bytes = self._layout.manifest, self._part.slices.sizes[index]
         if self._mapped is not None:
             with self._ranks.error_at_next_exchange():
-                self.pack(index, self._bucket(index, offset_bytes))
-        elif size:
+                buckets, digests = self._mapped
+                digests.begin(manifest.buckets[index])
+                buffer = buckets.get(index, offset_bytes, buffer_size_bytes(manifest, index))
+                self._part.pack(index, buffer, digests if manifest.digest_kind == "xxh3-128" else None)
+        elif num_bytes:
             with self._ranks.error_at_next_exchange():
-                self._pack_message(index, size)
-            message = _pinned(size, self._via) if self._message is None else self._message
-            self._ranks.send(message[:size], 0)
+                self._pack_message(index, num_bytes)
+            message = _pinned(num_bytes, self._via) if self._message is None else self._message
+            self._ranks.send(message[:num_bytes], 0)
 
     def digest(self, index: int, offset_bytes: int, statuses: Sequence[RankStatus]) -> None:
-        """Digest this rank's blocks of bucket `index`, which is whole; an error is raised at the next exchange."""
+        """Digest this rank's share of the blocks of bucket `index` that several ranks filled.
+
+        What goes wrong is raised at the next exchange.
+        """
         if self._mapped is not None:
             with self._ranks.error_at_next_exchange():
-                payload = self._bucket(index, offset_bytes)[: self._layout.manifest.buckets[index]]
-                digest_blocks(payload, self._mapped[1], mapping_ranks(statuses), self._ranks.group_rank)
-
-    def _bucket(self, index: int, offset_bytes: int) -> torch.Tensor:
-        assert self._mapped is not None
-        return self._mapped[0].get(index, offset_bytes, buffer_size_bytes(self._layout.manifest, index))
+                buckets, digests = self._mapped
+                buffer = buckets.get(index, offset_bytes, buffer_size_bytes(self._layout.manifest, index))
+                ranks = mapping_ranks(statuses)
+                digests.add(buffer, digests.missing()[ranks.index(self._ranks.group_rank) :: len(ranks)])
 
     @torch.no_grad()
-    def pack(self, index: int, buffer: torch.Tensor) -> None:
-        """Copy this rank's slices of bucket `index` to their places in `buffer`."""
-        known = self._targets.get(index)
-        if known is None or known[0] is not buffer:
-            views = bucket_views(self._slices.of(index), self._layout.entries[index], buffer)
-            known = self._targets[index] = buffer, views
-        copy_all(known[1], self._sources_of(index))
-
-    @torch.no_grad()
-    def _pack_message(self, index: int, size: int) -> None:
+    def _pack_message(self, index: int, num_bytes: int) -> None:
         if self._packed is None or self._message is None:
-            largest = max(self._slices.sizes)
-            device = self._shards[0].data.device
-            self._packed = torch.empty(_aligned(largest), dtype=torch.uint8, device=device)
-            self._message = self._packed if device.type == self._via.type else _pinned(_aligned(largest), self._via)
-        copy_all(message_views(self._slices.of(index), self._packed), self._sources_of(index))
+            largest = _aligned(max(self._part.slices.sizes))
+            self._packed = torch.empty(largest, dtype=torch.uint8, device=self._device)
+            self._message = self._packed if self._device.type == self._via.type else _pinned(largest, self._via)
+        copy_all(message_views(self._part.slices.of(index), self._packed), self._part.sources(index))
         if self._message is not self._packed:
-            self._message[:size].copy_(self._packed[:size])
-
-    def _sources_of(self, index: int) -> list[torch.Tensor]:
-        views = self._sources.get(index)
-        if views is None:
-            pairs = [(self._shards[cut.part], cut.region) for cut in self._slices.of(index)]
-            views = self._sources[index] = [
-                shard.data if region == shard.region else narrow(shard.data, relative(region, shard.region))
-                for shard, region in pairs
-            ]
-        return views
-
-    def forget_views(self) -> None:
-        """Drop every view of the buckets."""
-        self._targets.clear()
+            self._message[:num_bytes].copy_(self._packed[:num_bytes])
 
 
 class GroupPacker:
@@ -165,11 +134,12 @@ class GroupPacker:
     ) -> None:
         """`others[r]`: what was assigned to group rank r + 1. `via`: where messages arrive."""
         self._ranks, self._layout, self._via = ranks, layout, via
-        self._own = Contribution(ranks, layout, shards, via=via)
+        self._own = PartPacker(layout, shards)
         self._others = [ShardSlices(layout, parts) for parts in others]
         self._shared: MemoryLocation | None = None
         """What the other ranks were told to map."""
-        self._digests: SharedMemory | None = None
+        self._digest_memory: SharedMemory | None = None
+        self._digests: BlockDigests | None = None
         self._staging: torch.Tensor | None = None
         self._landed: torch.Tensor | None = None
         """The staging buffer's bytes on the buckets' device."""
@@ -190,18 +160,24 @@ class GroupPacker:
         num_bytes, kind, offset_bytes = manifest.buckets[index], manifest.digest_kind, int(buffer.storage_offset())
         ranks.version = version.number
         self._share(buffer)
+        digests = None if kind != "xxh3-128" else self._digests
+        if digests is not None:
+            digests.reset(num_bytes)
         statuses = ranks.announce(Instruction.BUCKET, index, offset_bytes)
         messages = self._receive(index, statuses)
-        self._own.pack(index, buffer)
+        self._own.pack(index, buffer, digests)
         self._unpack(index, buffer, messages)
-        if kind != "xxh3-128" or self._digests is None or len(mapping_ranks(statuses)) == 1:
-            ranks.announce(Instruction.WAIT)
-            return write_trailer(buffer, num_bytes, version, index, kind)
-        digests = self._digests.tensor()
-        ranks.announce(Instruction.DIGEST, index, offset_bytes)
-        digest_blocks(buffer[:num_bytes], digests, mapping_ranks(statuses), 0)
         ranks.announce(Instruction.WAIT)
-        digest = blocks_digest(digests.numpy().data[: -(-num_bytes // DIGEST_BLOCK_BYTES) * DIGEST_BYTES])
+        if digests is None:
+            return write_trailer(buffer, num_bytes, version, index, kind)
+        missing, group_ranks = digests.missing(), mapping_ranks(statuses)
+        if len(missing) > len(group_ranks) > 1:
+            ranks.announce(Instruction.DIGEST, index, offset_bytes)
+            digests.add(buffer, missing[:: len(group_ranks)])
+            ranks.announce(Instruction.WAIT)
+        else:
+            digests.add(buffer, missing)
+        digest = digests.whole()
         put_trailer(buffer, num_bytes, version, index, digest)
         return digest
 
@@ -217,12 +193,12 @@ class GroupPacker:
         """Have the other ranks map the memory of the buckets, if it can be shared, unless they have it."""
         shared = shared_memory_of(buffer)
         location = None if shared is None else shared.location
-        if location == self._shared:
+        if self._digest_memory is None:
+            self._digest_memory = SharedMemory.allocate(BlockDigests.size_bytes(self._layout.manifest))
+            self._digests = BlockDigests(self._digest_memory.tensor())
+        elif location == self._shared:
             return
-        if self._digests is None:
-            num_blocks = -(-self._layout.manifest.max_bucket_bytes // DIGEST_BLOCK_BYTES)
-            self._digests = SharedMemory.allocate(num_blocks * DIGEST_BYTES)
-        buffers = SharedBuffers(location, self._digests.location)
+        buffers = SharedBuffers(location, self._digest_memory.location)
         self._ranks.announce_when_idle(Instruction.MAP, data=encode(buffers))
         self._shared = location
 
@@ -253,8 +229,8 @@ class GroupPacker:
             num_bytes = messages[-1].start + messages[-1].slices.sizes[index]
             staging = self._landed[:num_bytes].copy_(staging[:num_bytes])
         for _, slices, start in messages:
-            found = slices.of(index)
-            copy_all(bucket_views(found, self._layout.entries[index], buffer), message_views(found, staging, start))
+            cuts = slices.of(index)
+            copy_all(bucket_views(cuts, self._layout.entries[index], buffer), message_views(cuts, staging, start))
 
 
 class _Message(NamedTuple):
@@ -270,93 +246,17 @@ def mapping_ranks(statuses: Sequence[RankStatus]) -> list[int]:
     return [group_rank for group_rank, status in enumerate(statuses) if not group_rank or status.is_mapped]
 
 
-def digest_blocks(payload: torch.Tensor, digests: torch.Tensor, ranks: Sequence[int], group_rank: int) -> None:
-    """Write the digests of this rank's blocks to their places in `digests`; `ranks` take one block each in turn."""
-    data, target = payload.numpy().data, digests.numpy().data
-    for block in range(ranks.index(group_rank), -(-len(data) // DIGEST_BLOCK_BYTES), len(ranks)):
-        start = block * DIGEST_BLOCK_BYTES
-        digest = xxhash.xxh3_128_digest(data[start : start + DIGEST_BLOCK_BYTES])
-        target[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES] = digest
+def message_order(cuts: Sequence[ShardSlice]) -> list[int]:
+    """The numbers of the cuts in the order of a message: wide dtypes first, so that all lie aligned without gaps."""
+    return sorted(range(len(cuts)), key=lambda number: -ITEMSIZE_BYTES[cuts[number].dtype])
 
 
-# --- geometry, from the plan and the regions alone ---
-
-
-class ShardSlice(NamedTuple):
-    """What of one piece a part brings: `region` of the tensor, from part number `part`, at `offset_bytes` of a message.
-
-    `entry`: the piece's number in its bucket.
-    """
-
-    entry: int
-    part: int
-    region: Region
-    dtype: str
-    num_bytes: int
-    offset_bytes: int = 0
-
-
-class ShardSlices:
-    """One rank's parts, cut at the pieces of each bucket; the same on the rank itself and on the publishing rank."""
-
-    def __init__(self, layout: Layout, parts: Sequence[HeldRegion]) -> None:
-        self._layout = layout
-        self._parts: defaultdict[int, list[tuple[int, Region]]] = defaultdict(list)
-        for number, part in enumerate(parts):
-            self._parts[part.tensor].append((number, part.region))
-        self.sizes = [sum(cut.num_bytes for cut in self._found(index)) for index in range(len(layout.entries))]
-        """Bytes of the rank's part of each bucket."""
-        self._last: tuple[int, list[ShardSlice]] = (-1, [])
-
-    def of(self, index: int) -> list[ShardSlice]:
-        """The cuts of bucket `index` in the order of a message: wide dtypes first, so that all lie aligned.
-
-        Only the last bucket's are kept: views are made of them once, and there may be many.
-        """
-        if self._last[0] != index:
-            found = sorted(self._found(index), key=lambda cut: -ITEMSIZE_BYTES[cut.dtype])
-            ends = itertools.accumulate((cut.num_bytes for cut in found), initial=0)
-            self._last = index, [cut._replace(offset_bytes=end) for cut, end in zip(found, ends, strict=False)]
-        return self._last[1]
-
-    def _found(self, index: int) -> Iterator[ShardSlice]:
-        for number, entry in enumerate(self._layout.entries[index]):
-            piece, dtype = entry.piece.region, entry.record.dtype
-            for part, region in self._parts.get(entry.tensor, ()):
-                shared = piece if region == piece else common(piece, region)
-                if shared is not None:
-                    yield ShardSlice(number, part, shared, dtype, shared.numel * ITEMSIZE_BYTES[dtype])
-
-
-def message_views(slices: Sequence[ShardSlice], buffer: torch.Tensor, start: int = 0) -> list[torch.Tensor]:
-    """One view for each cut into a message that lies in `buffer` from byte `start` on."""
-    return _views(buffer, ((cut, start + cut.offset_bytes, cut.region.sizes) for cut in slices))
-
-
-def bucket_views(slices: Sequence[ShardSlice], entries: Sequence[Entry], buffer: torch.Tensor) -> list[torch.Tensor]:
-    """One view for each cut into a bucket's buffer."""
-    return _views(buffer, (_place(cut, entries[cut.entry]) for cut in slices))
-
-
-def _place(cut: ShardSlice, entry: Entry) -> tuple[ShardSlice, int, Sequence[int]]:
-    piece = entry.piece.region
-    elements = start_elements(relative(cut.region, piece), piece.sizes)
-    return cut, entry.piece.offset_bytes + elements * ITEMSIZE_BYTES[cut.dtype], piece.sizes
-
-
-def _views(buffer: torch.Tensor, places: Iterable[tuple[ShardSlice, int, Sequence[int]]]) -> list[torch.Tensor]:
-    """A view of each cut: at which byte its first element lies, and within a block of which sizes its rows lie."""
-    # The widest element has 16 bytes; a trailer, or unused room, lies behind every payload.
-    whole = buffer[: buffer.numel() // 16 * 16]
-    by_dtype: dict[str, torch.Tensor] = {}
-    views = []
-    for cut, start, sizes in places:
-        typed = by_dtype.get(cut.dtype)
-        if typed is None:
-            typed = by_dtype[cut.dtype] = whole.view(TORCH_DTYPES[cut.dtype])
-        offset = typed.storage_offset() + start // ITEMSIZE_BYTES[cut.dtype]
-        views.append(typed.as_strided(cut.region.sizes, row_major(sizes), offset))
-    return views
+def message_views(cuts: Sequence[ShardSlice], buffer: torch.Tensor, start: int = 0) -> list[torch.Tensor]:
+    """One view for each cut into a message that lies in `buffer` from byte `start` on, in the order of the cuts."""
+    starts = [0] * len(cuts)
+    for number in message_order(cuts):
+        starts[number], start = start, start + cuts[number].num_bytes
+    return typed_views(buffer, ((cut, at, cut.region.sizes) for cut, at in zip(cuts, starts, strict=True)))
 
 
 def _aligned(num_bytes: int) -> int:
