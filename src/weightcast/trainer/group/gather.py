@@ -34,6 +34,10 @@ _ALIGNMENT_BYTES = 64
 """Of each rank's place in the staging buffer; what one rank sends has no gaps."""
 
 
+_MAX_DIGESTED_ALONE = 64
+"""Blocks that the publishing rank digests sooner than another exchange takes."""
+
+
 class SharedBuffers(msgspec.Struct, frozen=True):
     """The publishing rank to all: the memory of its buckets, and where the digests of a bucket's blocks are written.
 
@@ -140,6 +144,8 @@ class GroupPacker:
         """What the other ranks were told to map."""
         self._digest_memory: SharedMemory | None = None
         self._digests: BlockDigests | None = None
+        self._num_missing: dict[int, int] = {}
+        """For each bucket, how many blocks no rank filled alone when it was packed last."""
         self._staging: torch.Tensor | None = None
         self._landed: torch.Tensor | None = None
         """The staging buffer's bytes on the buckets' device."""
@@ -167,13 +173,15 @@ class GroupPacker:
         messages = self._receive(index, statuses)
         self._own.pack(index, buffer, digests)
         self._unpack(index, buffer, messages)
-        ranks.announce(Instruction.WAIT)
         if digests is None:
+            ranks.announce(Instruction.WAIT)
             return write_trailer(buffer, num_bytes, version, index, kind)
-        missing, group_ranks = digests.missing(), mapping_ranks(statuses)
-        if len(missing) > len(group_ranks) > 1:
-            ranks.announce(Instruction.DIGEST, index, offset_bytes)
-            digests.add(buffer, missing[:: len(group_ranks)])
+        is_shared_out = self._num_missing.get(index, num_bytes) > _MAX_DIGESTED_ALONE
+        ranks.announce(Instruction.DIGEST if is_shared_out else Instruction.WAIT, index, offset_bytes)
+        missing = digests.missing()
+        self._num_missing[index] = len(missing)
+        if is_shared_out:
+            digests.add(buffer, missing[:: len(mapping_ranks(statuses))])
             ranks.announce(Instruction.WAIT)
         else:
             digests.add(buffer, missing)
