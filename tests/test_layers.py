@@ -41,7 +41,7 @@ SEES = {("trainer.rollback", "sources.store")}
 FOREIGN: dict[str, tuple[str, ...]] = {
     "msgspec": ("*",),
     "torch": (
-        *("host.copy", "format.bucket", "format.tensor_digest", "process_group", "seams.*"),
+        *("host.copy", "host.shared_memory", "format.bucket", "format.tensor_digest", "process_group", "seams.*"),
         *("checkpoint.*", "store.reading", "sources.*", "engines.*", "transports.*"),
         *("serving.load_plan", "trainer.*", "integrations.*", "testing.*", "bench.*", "demo.*", "cli.serve"),
     ),

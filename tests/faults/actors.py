@@ -160,10 +160,13 @@ class Actor:
         self.pipe.close()
 
 
-def arenas(pid: int) -> set[str]:
-    """The arenas in shared memory that a process has mapped, by what is the same for all who share them."""
+def arenas(pid: int, owner: str = "") -> set[str]:
+    """The arenas in shared memory that a process has mapped, by what is the same for all who share them.
+
+    `owner`: only those of the process of this id.
+    """
     with open(f"/proc/{pid}/maps") as f:
-        return {line.split()[4] for line in f if "memfd:weightcast" in line}
+        return {line.split()[4] for line in f if f"memfd:weightcast-buckets-{owner}" in line}
 
 
 _POOLS = ("weightcast-control", "weightcast-fleet", "AnyIO worker")

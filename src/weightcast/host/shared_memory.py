@@ -32,21 +32,22 @@ class MemoryLocation(msgspec.Struct, frozen=True):
     size_bytes: int
 
 
-class SharedMemory(mmap.mmap):
+class SealedMemory(mmap.mmap):
     """The process's own; `allocate` makes it. Whoever has a tensor of it keeps it mapped."""
 
     location: MemoryLocation
     _close_descriptor: weakref.finalize  # type: ignore[type-arg]
 
     @classmethod
-    def allocate(cls, size_bytes: int, what: str = "a buffer of this update") -> SharedMemory:
-        """Zeros, in whole pages, which cost memory when they are first written; `what` is for an error's text.
+    def allocate(cls, size_bytes: int, what: str = "a buffer of this update", kind: str = "buckets") -> SealedMemory:
+        """Zeros, in whole pages, which cost memory when they are first written.
 
+        `what` needs them, for an error's text; `kind` and this process's id are in the name that /proc/PID/maps shows.
         Raises InsufficientMemoryError if the host or a cgroup hasn't that much left.
         """
         size_bytes = max(1, -(-size_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
         host_memory.require(size_bytes, what, host_memory.LESS_AT_ONCE)
-        name = f"weightcast-{secrets.token_hex(16)}"
+        name = f"weightcast-{kind}-{os.getpid()}-{secrets.token_hex(16)}"
         try:
             descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
@@ -75,11 +76,11 @@ class SharedMemory(mmap.mmap):
         self._close_descriptor()
 
 
-_allocated: weakref.WeakValueDictionary[int, SharedMemory] = weakref.WeakValueDictionary()
+_allocated: weakref.WeakValueDictionary[int, SealedMemory] = weakref.WeakValueDictionary()
 """By the address of the first byte."""
 
 
-def shared_memory_of(tensor: torch.Tensor) -> SharedMemory | None:
+def shared_memory_of(tensor: torch.Tensor) -> SealedMemory | None:
     """The shared memory of this process that a tensor is a view of, if it is one."""
     return _allocated.get(tensor.untyped_storage().data_ptr()) if tensor.device.type == "cpu" else None
 

@@ -170,6 +170,11 @@ class BlockDigests:
         """The payload's digest, once all blocks have theirs."""
         return blocks_digest(self._digests[: self._num_blocks * DIGEST_BYTES])
 
+    def close(self) -> None:
+        """Let the memory go, also where an error's traceback keeps this object."""
+        self._digests.release()
+        self._marks.release()
+
 
 class ShardSlice(NamedTuple):
     """What of one piece a part brings: `region` of the tensor, from part number `part`, at `start` of the bucket.

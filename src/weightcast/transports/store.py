@@ -28,7 +28,7 @@ from weightcast.errors import (
 from weightcast.format.bucket import DIGEST_BYTES, TRAILER_BYTES, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import memory as host_memory
-from weightcast.host.shared_memory import SharedMemory
+from weightcast.host.shared_memory import SealedMemory
 from weightcast.seams.transport import Bucket, StoredVersion, Transport
 from weightcast.store.address import MAX_BUFFERS, StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader
@@ -63,7 +63,7 @@ class StoreSender:
         self._ring = KeptMemory(
             (lambda size: torch.zeros(size, dtype=torch.uint8, pin_memory=True))
             if is_pinned
-            else (lambda size: SharedMemory.allocate(size).tensor())
+            else (lambda size: SealedMemory.allocate(size).tensor())
         )
         self._manifest: Manifest | None = None
         self._digests: list[bytes] = []

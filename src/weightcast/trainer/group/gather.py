@@ -18,7 +18,7 @@ from torch.distributed import Work
 from weightcast.format.bucket import Buffers, Layout, buffer_size_bytes, put_trailer, write_trailer
 from weightcast.format.manifest import ITEMSIZE_BYTES, WeightVersion, encode
 from weightcast.host.copy import copy_all
-from weightcast.host.shared_memory import MemoryLocation, SharedMemory, map_shared, shared_memory_of
+from weightcast.host.shared_memory import MemoryLocation, SealedMemory, map_shared, shared_memory_of
 from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks
 from weightcast.trainer.held_regions import HeldRegion, Shard
 from weightcast.trainer.packer import (
@@ -72,12 +72,18 @@ class Contribution:
 
     def map(self, buffers: SharedBuffers) -> None:
         """Pack into these buckets from now on, if this rank can map them."""
-        self._part.forget_views()
-        self._mapped = None
+        self.close()
         if buffers.buckets is not None:
             buckets, digests = map_shared(buffers.buckets), map_shared(buffers.digests)
             if buckets is not None and digests is not None:
                 self._mapped = Buffers(buckets), BlockDigests(digests)
+
+    def close(self) -> None:
+        """Let the publishing rank's memory go."""
+        self._part.forget_views()
+        mapped, self._mapped = self._mapped, None
+        if mapped is not None:
+            mapped[1].close()
 
     def bring(self, index: int, offset_bytes: int) -> None:
         """Pack this rank's part of bucket `index`, which begins at that byte; or send it, and block until it has gone.
@@ -142,7 +148,7 @@ class GroupPacker:
         self._others = [ShardSlices(layout, parts) for parts in others]
         self._shared: MemoryLocation | None = None
         """What the other ranks were told to map."""
-        self._digest_memory: SharedMemory | None = None
+        self._digest_memory: SealedMemory | None = None
         self._digests: BlockDigests | None = None
         self._num_missing: dict[int, int] = {}
         """For each bucket, how many blocks no rank filled alone when it was packed last."""
@@ -197,12 +203,21 @@ class GroupPacker:
         """Drop every view of the transport's buffers."""
         self._own.forget_views()
 
+    def close(self) -> None:
+        """Drop them, and free what the other ranks have mapped besides."""
+        self.forget_views()
+        if self._digests is not None and self._digest_memory is not None:
+            self._digests.close()
+            self._digest_memory.release(free=False)
+        self._digests = self._digest_memory = None
+
     def _share(self, buffer: torch.Tensor) -> None:
         """Have the other ranks map the memory of the buckets, if it can be shared, unless they have it."""
         shared = shared_memory_of(buffer)
         location = None if shared is None else shared.location
         if self._digest_memory is None:
-            self._digest_memory = SharedMemory.allocate(BlockDigests.size_bytes(self._layout.manifest))
+            size_bytes = BlockDigests.size_bytes(self._layout.manifest)
+            self._digest_memory = SealedMemory.allocate(size_bytes, kind="digests")
             self._digests = BlockDigests(self._digest_memory.tensor())
         elif location == self._shared:
             return

@@ -120,8 +120,9 @@ class Shares:
     def close(self) -> None:
         """Free this rank's arena, and drop what holds on to the transport's buffers."""
         self.arenas.close()
-        if self._packer is not None:
-            self._packer.forget_views()
+        for part in (self._packer, self._contribution):
+            if part is not None:
+                part.close()
 
     def _own_shards(self) -> list[Shard]:
         """What this rank brings."""
@@ -180,7 +181,7 @@ class Shares:
         self._layout, self._others, self._via = layout, brought[1:], self._connected(backend)
         self.arenas.lead(arenas, locations, device)
         if self._packer is not None:
-            self._packer.forget_views()
+            self._packer.close()
         self._packer = None
 
     def packer(self) -> GroupPacker:
@@ -209,6 +210,8 @@ class Shares:
         settings: Settings = decode(ranks.broadcast(b"", ranks.next_instruction().argument), Settings)
         self.run, via = settings.run, self._connected(settings.backend)
         self.arenas.follow(settings.assignment, settings.run, device)
+        if self._contribution is not None:
+            self._contribution.close()
         contribution = None
         with ranks.error_at_next_exchange():
             manifest = plan(self._specs, settings.bucket_size_bytes, digest_kind=settings.digest_kind)

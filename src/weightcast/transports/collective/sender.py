@@ -15,7 +15,7 @@ from weightcast import process_group
 from weightcast.errors import PeerError, UnsupportedError
 from weightcast.format.bucket import TRAILER_BYTES, place
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.host.shared_memory import SharedMemory
+from weightcast.host.shared_memory import SealedMemory
 from weightcast.transports.collective.broadcast_group import send_to_all
 from weightcast.transports.collective.membership import GroupSender, GroupUpdate
 from weightcast.transports.collective.records import Address, UpdateAborted, parse_endpoint
@@ -51,7 +51,7 @@ class CollectiveSender(GroupSender):
             raise OSError(exc.errno, what) from exc
         self.address = Address(backend, host, self.listener.port, self.listener.secret).url
         self._slots = KeptMemory(
-            (lambda size: SharedMemory.allocate(size).tensor())
+            (lambda size: SealedMemory.allocate(size).tensor())
             if device.type == "cpu"
             else (lambda size: torch.empty(size, dtype=torch.uint8, device=device))
         )

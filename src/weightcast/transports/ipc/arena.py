@@ -16,7 +16,7 @@ import torch
 from weightcast.errors import InsufficientMemoryError, ManifestError
 from weightcast.format.bucket import Buffers, pages
 from weightcast.host.closing import on_failure
-from weightcast.host.shared_memory import SEALS, SharedMemory
+from weightcast.host.shared_memory import SEALS, SealedMemory
 from weightcast.transports.ipc.records import SharedArena
 from weightcast.transports.sending import OwnedArena
 
@@ -26,7 +26,7 @@ class OwnedSharedArena(OwnedArena):
 
     def __init__(self, generation: int, size_bytes: int) -> None:
         """Raises InsufficientMemoryError if the host or a cgroup hasn't that much left."""
-        self._memory = SharedMemory.allocate(size_bytes, "the arena of this update")
+        self._memory = SealedMemory.allocate(size_bytes, "the arena of this update")
         super().__init__(generation, self._memory.tensor(), torch.device("cpu"))
 
     def announcement(self) -> tuple[SharedArena, int]:
