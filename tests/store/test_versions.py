@@ -34,6 +34,7 @@ from weightcast.errors import (
     StaleVersionError,
     UpdateAbortedError,
 )
+from weightcast.format.bucket import HEADER_BYTES
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host import memory as host_memory
@@ -281,7 +282,7 @@ def test_an_aborted_version_leaves_the_one_before(tmp_path: Path) -> None:
         manifest = manifest_of(model(2))
         sender.open(manifest, WeightVersion(RUN, 2), peers=[], staged=True)
         sender.buffer(0)
-        sender.send(0)
+        sender.send(0, HEADER_BYTES)
         sender.abort("changed my mind")
         with pytest.raises(UpdateAbortedError):
             sender.buffer(1)

@@ -15,9 +15,20 @@ import xxhash
 
 from weightcast.checkpoint.live import is_memory
 from weightcast.errors import IncompatibleWeightsError, ManifestError, listed
-from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow, put_trailer, write_trailer
+from weightcast.format.bucket import (
+    HEADER_BYTES,
+    TORCH_DTYPES,
+    BucketBuffer,
+    Digest,
+    Entry,
+    Layout,
+    narrow,
+    queued_digest,
+    write_header,
+)
+from weightcast.format.codec import Codec
 from weightcast.format.geometry import Region, check_tiling, common, is_inside, relative
-from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, WeightVersion
+from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec, WeightVersion
 from weightcast.host.copy import copy_all, copy_plain, is_plain
 from weightcast.seams.source import Held, Regions
 
@@ -31,10 +42,29 @@ Parts: TypeAlias = torch.Tensor | Sequence[tuple[Region, torch.Tensor]]
 """A tensor's memory: all of it, or what lies at each of several regions."""
 
 
-class BucketPacker(Protocol):
-    """Fills buckets: a Packer, or with several trainer ranks a GatheringPacker."""
+class Fill(Protocol):
+    """Writes the raw payloads of buckets: a Packer, or with several trainer ranks a GatheringPacker."""
 
-    def pack(self, index: int, buffer: torch.Tensor, version: WeightVersion) -> bytes | torch.Tensor: ...
+    def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
+        """Write the raw payload of bucket `index` to the beginning of `payload`; return its digest."""
+
+
+def pack(
+    fill: Fill, codec: Codec, manifest: Manifest, version: WeightVersion, index: int, buffer: BucketBuffer
+) -> tuple[int, Digest]:
+    """Make bucket `index` ready to be sent: fill and encode its payload, write its header; on a GPU this is queued.
+
+    Returns how many bytes of `buffer` are to be sent, and the digest that the header names.
+    """
+    raw_bytes = manifest.buckets[index]
+    digest = fill.fill(index, buffer.payload, version)
+    encoded_bytes = codec.encode(index, buffer.payload, raw_bytes)
+    if codec.name != "raw":
+        digest = queued_digest(buffer.payload[:encoded_bytes], manifest.digest_kind)
+    write_header(
+        buffer.header, version, index, digest, raw_bytes=raw_bytes, encoded_bytes=encoded_bytes, codec=codec.name
+    )
+    return HEADER_BYTES + encoded_bytes, digest
 
 
 class PackPlan:
@@ -47,17 +77,17 @@ class PackPlan:
         self.manifest_digest = layout.manifest.digest()
         self.num_bytes = layout.manifest.num_bytes
         self._regions: SeenRegions | None = None
-        self._packer: BucketPacker | None = None
+        self._packer: Fill | None = None
 
     def is_of(self, regions: Regions) -> bool:
         """Whether the packer was made for these very views, with which the specs can't have changed either."""
         return self._regions is not None and self._regions.is_of(regions)
 
-    def use(self, regions: Regions, packer: BucketPacker) -> None:
+    def use(self, regions: Regions, packer: Fill) -> None:
         """Have `packer` pack these regions, which other trainer ranks complete."""
         self._regions, self._packer = SeenRegions(regions), packer
 
-    def packer(self, regions: Regions) -> BucketPacker:
+    def packer(self, regions: Regions) -> Fill:
         """Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile every tensor."""
         if self._packer is None or self._regions is None or self._regions.regions is not regions:
             self.use(regions, Packer(self.layout, tiling(self.specs, regions)))
@@ -86,22 +116,22 @@ class Packer:
         self._known_steps: list[list[tuple[int, int, int]] | None] = [None] * len(layout.entries)
 
     @torch.no_grad()
-    def pack(self, index: int, buffer: torch.Tensor, version: WeightVersion) -> bytes | torch.Tensor:
-        """Fill `buffer` with bucket `index` and its trailer; return the digest, on a GPU as two int64 still to come.
+    def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
+        """Write the payload of bucket `index`; return its digest, on a GPU as two int64 still to come.
 
         On a CPU the payload is digested in steps while each is hot in cache. On a GPU everything is queued on the
         current stream and nothing waits.
         """
         layout, sources, cuts = self._layout, self._sources[index], self._cuts[index]
         # Parts of pieces are not kept: they are few, and the layout can't forget them.
-        views = layout.views(index, buffer)
+        views = layout.views(index, payload)
         targets = [views[n] if region is None else narrow(views[n], region) for n, region in cuts] if cuts else views
         num_bytes = layout.manifest.buckets[index]
         if layout.manifest.digest_kind != "xxh3-128":
             torch._foreach_copy_(targets, sources)
-            return write_trailer(buffer, num_bytes, version, index, layout.manifest.digest_kind)
+            return queued_digest(payload[:num_bytes], layout.manifest.digest_kind)
         copy = copy_all if cuts else torch._foreach_copy_
-        hasher, data, start = xxhash.xxh3_128(), buffer.numpy().data, 0
+        hasher, data, start = xxhash.xxh3_128(), payload.numpy().data, 0
         for first, last, end in self._steps(index, targets):
             target = targets[first]
             if last - first == 1 and is_plain(target, sources[first]):
@@ -116,9 +146,7 @@ class Packer:
             hasher.update(data[start:end])
             start = end
         hasher.update(data[start:num_bytes])
-        digest = hasher.digest()
-        put_trailer(buffer, num_bytes, version, index, digest)
-        return digest
+        return hasher.digest()
 
     def _steps(self, index: int, targets: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
         """Runs of copies, large plain ones alone, others of about _HASH_STEP_BYTES: (first, last, end in bytes)."""

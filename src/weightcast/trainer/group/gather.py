@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed import Work
 
-from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow, write_trailer
+from weightcast.format.bucket import TORCH_DTYPES, Digest, Entry, Layout, narrow, queued_digest
 from weightcast.format.geometry import Region, common, is_run, relative, row_major, start_elements
 from weightcast.format.manifest import ITEMSIZE_BYTES, WeightVersion
 from weightcast.host.copy import PLAIN_BYTES, copy_all
@@ -136,8 +136,8 @@ class GatheringPacker:
         self._sources = SliceSources(self._own, shards)
 
     @torch.no_grad()
-    def pack(self, index: int, buffer: torch.Tensor, version: WeightVersion) -> bytes | torch.Tensor:
-        """Fill `buffer` with bucket `index` and its trailer; return the digest, as `Packer.pack` does.
+    def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
+        """Write the payload of bucket `index`; return its digest, as `Packer.fill` does.
 
         Blocks until every rank's part is here, each wait at most for the deadline. When it returns, every rank has said
         that its part is right. Raises what any rank raised, on all of them, and PeerError.
@@ -145,15 +145,15 @@ class GatheringPacker:
         self._ranks.version = version.number
         if self._coming != index:
             self._call(index)
-        copy_all(self._moves_of(index, buffer).own_targets, self._sources.of(index))
+        copy_all(self._moves_of(index, payload).own_targets, self._sources.of(index))
         self.drain()
-        self._unpack(index, buffer)
+        self._unpack(index, payload)
         if index + 1 < len(self._layout.entries):
             self._call(index + 1)
         else:
             self._ranks.announce(Instruction.WAIT)
         manifest = self._layout.manifest
-        return write_trailer(buffer, manifest.buckets[index], version, index, manifest.digest_kind)
+        return queued_digest(payload[: manifest.buckets[index]], manifest.digest_kind)
 
     def drain(self) -> None:
         """Take what is still under way: the ranks are then in step. Raises PeerError."""
@@ -294,7 +294,7 @@ def bucket_views(slices: Sequence[ShardSlice], entries: Sequence[Entry], buffer:
 
 def _views(buffer: torch.Tensor, places: Iterable[tuple[ShardSlice, int, Sequence[int]]]) -> list[torch.Tensor]:
     """A view of each cut: at which byte its first element lies, and within a block of which sizes its rows lie."""
-    # The widest element has 16 bytes; a trailer, or unused room, lies behind every payload.
+    # The widest element has 16 bytes.
     whole = buffer[: buffer.numel() // 16 * 16]
     by_dtype: dict[str, torch.Tensor] = {}
     views = []
