@@ -63,7 +63,7 @@ def test_error_in_mid_publish_leaves_nobody_paused_and_the_next_publish_works(
         assert wire is not None
         send = wire.sender.send
 
-        def fail_once(index: int) -> None:
+        def fail_once(index: int, num_bytes: int) -> None:
             wire.sender.send = send  # type: ignore[method-assign]
             raise error("in the middle")
 
