@@ -1,6 +1,8 @@
-"""Bytes to tensors and back: identity over the payload table, casts, digests against oracles, trailers."""
+"""Bytes to tensors and back: identity over the payload table, casts, digests against oracles, headers."""
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 import pytest
@@ -10,38 +12,49 @@ import xxhash
 from weightcast.errors import IntegrityError
 from weightcast.format import bucket
 from weightcast.format.bucket import (
-    TRAILER_BYTES,
+    HEADER_BYTES,
+    BucketBuffer,
+    Buffers,
     Layout,
-    check_trailer,
+    check_bucket,
+    decoded,
     device_sums,
     narrow,
     payload_digest,
+    place,
     root_digest,
     slot_size_bytes,
-    write_trailer,
+    write_header,
 )
+from weightcast.format.codec import CODECS, RAW
 from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import DigestKind, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.testing.payloads import DTYPES, PAYLOADS, Payload, random_tensor, raw_bytes
-from weightcast.trainer.packer import Packer
+from weightcast.testing.transport_kit import write_raw_header
+from weightcast.trainer.packer import Packer, pack
 
 VERSION = WeightVersion("0123456789abcdef" * 2, 7)
 KINDS: tuple[DigestKind, ...] = ("xxh3-128", "sum-64x2")
 
 
-def pack_all(payload: Payload, kind: DigestKind = "xxh3-128") -> tuple[Layout, list[torch.Tensor]]:
+def buffer_for(layout: Layout, filled_with: int = 0xAA) -> BucketBuffer:
+    return BucketBuffer.of(torch.full((slot_size_bytes(layout.manifest),), filled_with, dtype=torch.uint8))
+
+
+def pack_all(payload: Payload, kind: DigestKind = "xxh3-128") -> tuple[Layout, list[BucketBuffer]]:
     layout = Layout(payload.manifest(digest_kind=kind))
     packer = Packer(layout, payload.tensors())
     buffers = []
-    for index in range(len(layout.manifest.buckets)):
-        buffer = torch.full((slot_size_bytes(layout.manifest),), 0xAA, dtype=torch.uint8)
-        assert packer.pack(index, buffer, VERSION) is not None
+    for index, size in enumerate(layout.manifest.buckets):
+        buffer = buffer_for(layout)
+        num_bytes, _ = pack(packer, RAW, layout.manifest, VERSION, index, buffer)
+        assert num_bytes == HEADER_BYTES + size
         buffers.append(buffer)
     return layout, buffers
 
 
-def unpack_by_hand(layout: Layout, buffers: list[torch.Tensor]) -> dict[str, bytes]:
+def unpack_by_hand(layout: Layout, buffers: list[BucketBuffer]) -> dict[str, bytes]:
     """Reads the buffers with numpy and the manifest alone, element by element region."""
     found: dict[str, bytes] = {}
     for record in layout.manifest.tensors:
@@ -49,7 +62,7 @@ def unpack_by_hand(layout: Layout, buffers: list[torch.Tensor]) -> dict[str, byt
         out = np.zeros((*record.shape, itemsize), dtype=np.uint8)
         for piece in record.pieces:
             region, start = piece.region, piece.offset_bytes
-            data = buffers[piece.bucket].numpy()[start : start + region.numel * itemsize]
+            data = buffers[piece.bucket].payload.numpy()[start : start + region.numel * itemsize]
             where = tuple(slice(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True))
             out[where] = data.reshape((*region.sizes, itemsize))
         found |= dict.fromkeys(record.names, out.tobytes())
@@ -67,7 +80,7 @@ def test_views_give_the_tensors_back(payload: Payload) -> None:
     layout, buffers = pack_all(payload)
     out = {r.name: torch.zeros(r.shape, dtype=DTYPES[r.dtype]) for r in layout.manifest.tensors}
     for index, entries in enumerate(layout.entries):
-        for entry, view in zip(entries, layout.views(index, buffers[index]), strict=True):
+        for entry, view in zip(entries, layout.views(index, buffers[index].payload), strict=True):
             assert view.shape == entry.piece.region.sizes
             narrow(out[entry.record.name], entry.piece.region).copy_(view)
     expected = payload.expected()
@@ -76,11 +89,14 @@ def test_views_give_the_tensors_back(payload: Payload) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("payload", PAYLOADS, ids=str)
-def test_every_trailer_is_accepted(payload: Payload, kind: DigestKind) -> None:
+def test_every_bucket_is_accepted(payload: Payload, kind: DigestKind) -> None:
     layout, buffers = pack_all(payload, kind)
     for index, buffer in enumerate(buffers):
         size = layout.manifest.buckets[index]
-        assert check_trailer(buffer, size, VERSION, index, kind) == payload_digest(buffer[:size], kind)
+        header = check_bucket(buffer, size, VERSION, index, kind)
+        assert header.digest == payload_digest(buffer.payload[:size], kind)
+        assert (header.codec_name, header.raw_bytes, header.encoded_bytes) == ("raw", size, size)
+        assert decoded(buffer, header) is buffer.payload
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,52 +104,116 @@ def test_any_changed_byte_is_noticed(kind: DigestKind) -> None:
     payload = PAYLOADS[0]
     layout, buffers = pack_all(payload, kind)
     size, buffer = layout.manifest.buckets[0], buffers[0]
-    for position in range(size + TRAILER_BYTES):
-        buffer[position] ^= 0x10
+    whole = buffer.flat(HEADER_BYTES + size)
+    for position in range(HEADER_BYTES + size):
+        whole[position] ^= 0x10
         with pytest.raises(IntegrityError, match="bucket 0"):
-            check_trailer(buffer, size, VERSION, 0, kind)
-        buffer[position] ^= 0x10
-    check_trailer(buffer, size, VERSION, 0, kind)
+            check_bucket(buffer, size, VERSION, 0, kind)
+        whole[position] ^= 0x10
+    check_bucket(buffer, size, VERSION, 0, kind)
+
+
+def raw_bucket(size: int = 512, index: int = 1, kind: DigestKind = "xxh3-128") -> BucketBuffer:
+    """A bucket whose payload counts up."""
+    buffer = BucketBuffer.of(torch.arange(HEADER_BYTES + size, dtype=torch.int16).to(torch.uint8))
+    assert write_raw_header(buffer, size, VERSION, index, kind) == HEADER_BYTES + size
+    return buffer
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_exchanged_words_are_noticed(kind: DigestKind) -> None:
-    buffer = torch.arange(1024 + TRAILER_BYTES, dtype=torch.int16).to(torch.uint8)
-    write_trailer(buffer, 1024, VERSION, 0, kind)
-    words = buffer[:1024].view(torch.int64)
+    buffer = raw_bucket(1024, 0, kind)
+    words = buffer.payload.view(torch.int64)
     words[3], words[9] = int(words[9]), int(words[3])
     with pytest.raises(IntegrityError, match=kind):
-        check_trailer(buffer, 1024, VERSION, 0, kind)
+        check_bucket(buffer, 1024, VERSION, 0, kind)
 
 
 @pytest.mark.parametrize(
-    ("version", "index", "size"),
+    ("version", "index", "size", "message"),
     [
-        (WeightVersion(VERSION.run, 8), 1, 512),
-        (WeightVersion("f" * 32, 7), 1, 512),
-        (VERSION, 2, 512),
-        (VERSION, 1, 256),
+        (WeightVersion(VERSION.run, 8), 1, 512, "version 7, expected version 8"),
+        (WeightVersion("f" * 32, 7), 1, 512, f"run {VERSION.run}, expected run {'f' * 32}"),
+        (VERSION, 2, 512, "index 1, expected index 2"),
+        (VERSION, 1, 256, "raw length 512, encoded length 512, expected raw length 256, encoded length 256"),
     ],
     ids=["other version", "other run", "other bucket", "other length"],
 )
-def test_a_trailer_of_another_bucket_is_refused(version: WeightVersion, index: int, size: int) -> None:
-    buffer = torch.zeros(1024, dtype=torch.uint8)
-    write_trailer(buffer, 512, VERSION, 1, "xxh3-128")
-    with pytest.raises(IntegrityError):
-        check_trailer(buffer, size, version, index, "xxh3-128")
+def test_a_header_of_another_bucket_is_refused(version: WeightVersion, index: int, size: int, message: str) -> None:
+    with pytest.raises(IntegrityError, match=f"^bucket {index}: its header says {message}$"):
+        check_bucket(raw_bucket(), size, version, index, "xxh3-128")
+
+
+@pytest.mark.parametrize(
+    ("start", "data", "message"),
+    [
+        (0, b"wcbuckt1", "magic b'wcbuckt1', expected magic b'wcbucket': update one end"),
+        (8, b"\1\0\0\0", "protocol 1, expected protocol 2: update one end"),
+        (8, b"\3\0\0\0", "protocol 3, expected protocol 2: update one end"),
+        (12, b"\1", "origin 1, expected origin 0"),
+        (48, b"zstd", "codec b'zstd', expected codec b'raw'"),
+        (48, b"\0\0\0", "codec b'', expected codec b'raw'"),
+        (48, b"\xff", r"codec b'\\xffaw', expected codec b'raw'"),
+        (52, b"x", r"codec b'raw\\x00x', expected codec b'raw'"),
+        (56, b"\xff" * 8, f"raw length {2**64 - 1}, expected raw length 512"),
+        (64, b"\0\0", "encoded length 0, expected encoded length 512"),
+        (64, b"\xff" * 8, f"encoded length {2**64 - 1}, expected encoded length 512"),
+        (255, b"\1", "reserved bytes that are not zero, expected reserved bytes that are zero"),
+    ],
+)
+def test_a_header_is_refused_by_the_field_that_is_wrong(start: int, data: bytes, message: str) -> None:
+    buffer = raw_bucket()
+    buffer.header[start : start + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    with pytest.raises(IntegrityError, match=f"^bucket 1: its header says {message}$"):
+        check_bucket(buffer, 512, VERSION, 1, "xxh3-128")
 
 
 def test_a_short_buffer_is_refused() -> None:
-    with pytest.raises(IntegrityError, match="1000 bytes arrived, 1088 were expected"):
-        check_trailer(torch.zeros(1000, dtype=torch.uint8), 1024, VERSION, 0, "xxh3-128")
+    with pytest.raises(IntegrityError, match="100 bytes arrived, a header of 256 was expected"):
+        check_bucket(BucketBuffer.of(torch.zeros(100, dtype=torch.uint8)), 1024, VERSION, 0, "xxh3-128")
+    whole = raw_bucket()
+    short = BucketBuffer(whole.header, whole.payload[:500])
+    with pytest.raises(IntegrityError, match="500 bytes arrived behind its header, 512 were expected"):
+        check_bucket(short, 512, VERSION, 1, "xxh3-128")
 
 
 def test_the_message_of_a_wrong_digest_says_what_to_do() -> None:
-    buffer = torch.zeros(1024, dtype=torch.uint8)
-    write_trailer(buffer, 512, VERSION, 0, "xxh3-128")
-    buffer[5] = 1
-    with pytest.raises(IntegrityError, match=r"its trailer says [0-9a-f]{32}: bytes were changed on the way; publish"):
-        check_trailer(buffer, 512, VERSION, 0, "xxh3-128")
+    buffer = raw_bucket()
+    buffer.payload[5] ^= 1
+    with pytest.raises(IntegrityError, match=r"its header says [0-9a-f]{32}: bytes were changed on the way; publish"):
+        check_bucket(buffer, 512, VERSION, 1, "xxh3-128")
+
+
+class Halves:
+    """A codec for this test: keeps every second byte of a payload whose bytes come in equal pairs."""
+
+    name = "halves"
+
+    def encode(self, index: int, payload: torch.Tensor, raw_bytes: int) -> int:
+        payload[: raw_bytes // 2] = payload[:raw_bytes:2].clone()
+        return raw_bytes // 2
+
+    def decode(self, index: int, payload: torch.Tensor, encoded_bytes: int, raw_bytes: int) -> torch.Tensor:
+        return payload[:encoded_bytes].repeat_interleave(2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_codec_is_one_entry(monkeypatch: pytest.MonkeyPatch, kind: DigestKind) -> None:
+    """Encoded in place after it was filled, digested as encoded, and decoded after the check: by its name."""
+    source = random_tensor("uint8", (1024,), 5).repeat_interleave(2)
+    layout = Layout(plan([TensorSpec("w", "uint8", (2048,))], 4096, digest_kind=kind))
+    buffer = buffer_for(layout)
+    num_bytes, digest = pack(Packer(layout, {"w": source}), Halves(), layout.manifest, VERSION, 0, buffer)
+    assert num_bytes == HEADER_BYTES + 1024
+    with pytest.raises(IntegrityError, match="codec b'halves', expected codec b'raw'"):
+        check_bucket(buffer, 2048, VERSION, 0, kind)
+    monkeypatch.setitem(CODECS, "halves", Halves())  # type: ignore[arg-type]
+    header = check_bucket(buffer, 2048, VERSION, 0, kind)
+    assert header.digest == digest == payload_digest(buffer.payload[:1024], kind)
+    assert torch.equal(layout.views(0, decoded(buffer, header))[0], source)
+    write_header(buffer.header, VERSION, 0, digest, raw_bytes=2048, encoded_bytes=2049, codec="halves")
+    with pytest.raises(IntegrityError, match="encoded length 2049, expected encoded length 2048"):
+        check_bucket(buffer, 2048, VERSION, 0, kind)
 
 
 # sizes around the 4096 columns of 8 bytes that the sum's matrix has
@@ -164,11 +244,9 @@ def test_packing_digests_in_steps_as_in_one() -> None:
     """A bucket larger than one hashing step, with gaps of alignment at every step's end."""
     specs = [TensorSpec(f"t{i}", "uint8", ((1 << 20) + i,)) for i in range(12)]
     layout = Layout(plan(specs, 16 << 20))
-    buffer = torch.full((slot_size_bytes(layout.manifest),), 0x55, dtype=torch.uint8)
-    digest = Packer(layout, {s.name: random_tensor("uint8", s.shape, 1) for s in specs}).pack(0, buffer, VERSION)
-    size = layout.manifest.buckets[0]
-    assert digest == xxhash.xxh3_128(raw_bytes(buffer[:size])).digest()
-    assert check_trailer(buffer, size, VERSION, 0, "xxh3-128") == digest
+    payload = torch.full((layout.manifest.buckets[0],), 0x55, dtype=torch.uint8)
+    digest = Packer(layout, {s.name: random_tensor("uint8", s.shape, 1) for s in specs}).fill(0, payload, VERSION)
+    assert digest == xxhash.xxh3_128(raw_bytes(payload)).digest()
 
 
 def test_root_digest_depends_on_manifest_and_order() -> None:
@@ -183,9 +261,9 @@ def test_packing_casts_to_the_manifest_dtype(dtype: str) -> None:
     source = torch.arange(-40, 41, dtype=torch.float32).reshape(9, 9)
     specs = [TensorSpec("w", dtype, (9, 9)), TensorSpec("w_t", dtype, (9, 9))]
     layout = Layout(plan(specs, 4096))
-    buffer = torch.zeros(slot_size_bytes(layout.manifest), dtype=torch.uint8)
-    Packer(layout, {"w": source, "w_t": source.t()}).pack(0, buffer, VERSION)
-    straight, turned = layout.views(0, buffer)
+    payload = torch.zeros(layout.manifest.buckets[0], dtype=torch.uint8)
+    Packer(layout, {"w": source, "w_t": source.t()}).fill(0, payload, VERSION)
+    straight, turned = layout.views(0, payload)
     assert raw_bytes(straight) == raw_bytes(source.to(DTYPES[dtype]))
     assert raw_bytes(turned) == raw_bytes(source.t().to(DTYPES[dtype]))
 
@@ -194,18 +272,18 @@ def test_packing_sees_the_source_as_it_is_now_and_leaves_it_alone() -> None:
     source = torch.nn.Parameter(torch.ones(10))
     layout = Layout(plan([TensorSpec("w", "float32", (10,))], 4096))
     packer = Packer(layout, {"w": source})
-    buffer = torch.zeros(slot_size_bytes(layout.manifest), dtype=torch.uint8)
+    payload = torch.zeros(layout.manifest.buckets[0], dtype=torch.uint8)
     with torch.no_grad():
         source.mul_(3)
-    packer.pack(0, buffer, VERSION)
-    assert layout.views(0, buffer)[0].tolist() == [3.0] * 10
+    packer.fill(0, payload, VERSION)
+    assert layout.views(0, payload)[0].tolist() == [3.0] * 10
     assert source.requires_grad
     assert source.grad is None
 
 
-def test_views_are_kept_for_the_same_buffer_only() -> None:
+def test_views_are_kept_for_the_same_payload_only() -> None:
     layout = Layout(PAYLOADS[0].manifest())
-    one, two = (torch.zeros(slot_size_bytes(layout.manifest), dtype=torch.uint8) for _ in range(2))
+    one, two = (torch.zeros(layout.manifest.buckets[0], dtype=torch.uint8) for _ in range(2))
     first = layout.views(0, one)
     assert layout.views(0, one) is first
     assert layout.views(0, two)[0].untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
@@ -216,12 +294,35 @@ def test_views_are_kept_for_the_same_buffer_only() -> None:
 def test_views_into_a_slot_in_the_middle_of_an_arena() -> None:
     payload = next(p for p in PAYLOADS if p.name == "every_dtype")
     layout = Layout(payload.manifest())
-    slot = slot_size_bytes(layout.manifest)
+    slot, size = slot_size_bytes(layout.manifest), layout.manifest.buckets[0]
     arena = torch.zeros(3 * slot, dtype=torch.uint8)
-    Packer(layout, payload.tensors()).pack(0, arena[slot : 2 * slot], VERSION)
+    buffer = Buffers(arena).get(0, slot, slot + HEADER_BYTES, size)
+    pack(Packer(layout, payload.tensors()), RAW, layout.manifest, VERSION, 0, buffer)
     assert not arena[:slot].any()
     assert not arena[2 * slot :].any()
-    check_trailer(arena[slot : 2 * slot], layout.manifest.buckets[0], VERSION, 0, "xxh3-128")
+    check_bucket(buffer, size, VERSION, 0, "xxh3-128")
+
+
+@pytest.mark.parametrize(("staged", "adjoining"), [(False, False), (True, False), (True, True)])
+def test_buckets_are_placed_apart_and_aligned(staged: bool, adjoining: bool) -> None:
+    manifest = plan([TensorSpec(f"t{i}", "uint8", (300 + 2000 * i,)) for i in range(20)], 8192)
+    layout = place(manifest, num_slots=3, staged=staged, adjoining=adjoining)
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for slot, header, payload, size in zip(
+        layout.slots, layout.headers, layout.payloads, layout.sizes_bytes, strict=True
+    ):
+        assert header % 256 == payload % 256 == 0
+        assert adjoining or (header % 4096 == 0 and payload == header + HEADER_BYTES)
+        spans.setdefault(slot, []).extend([(header, header + HEADER_BYTES), (payload, payload + size)])
+    by_start = sorted((min(parts)[0], slot) for slot, parts in spans.items())
+    assert max(end for parts in spans.values() for _, end in parts) == layout.size_bytes
+    if adjoining:
+        ends = [payload + size for payload, size in zip(layout.payloads, layout.sizes_bytes, strict=True)]
+        assert list(layout.payloads[1:]) == ends[:-1]
+        assert layout.payloads[0] % 4096 == 0
+        assert max(layout.headers) + HEADER_BYTES <= layout.payloads[0]
+    else:
+        assert all(max(e for _, e in spans[slot]) <= start for (_, slot), (start, _) in itertools.pairwise(by_start))
 
 
 def test_narrow_is_the_region() -> None:
@@ -231,12 +332,12 @@ def test_narrow_is_the_region() -> None:
     assert narrow(tensor, whole((3, 4, 5))) is tensor
 
 
-def test_a_slot_holds_any_bucket_and_its_trailer() -> None:
+def test_a_slot_holds_any_bucket_and_its_header() -> None:
     for payload in PAYLOADS:
         manifest = payload.manifest()
         size = slot_size_bytes(manifest)
         assert size % 256 == 0
-        assert size >= manifest.max_bucket_bytes + TRAILER_BYTES
+        assert size >= manifest.max_bucket_bytes + HEADER_BYTES
 
 
 def test_a_dtype_that_this_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

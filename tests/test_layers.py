@@ -41,9 +41,26 @@ SEES = {("trainer.rollback", "sources.store")}
 FOREIGN: dict[str, tuple[str, ...]] = {
     "msgspec": ("*",),
     "torch": (
-        *("host.copy", "host.shared_memory", "format.bucket", "format.tensor_digest", "process_group", "seams.*"),
+        *(
+            "host.copy",
+            "host.shared_memory",
+            "format.bucket",
+            "format.codec",
+            "format.tensor_digest",
+            "process_group",
+            "seams.*",
+        ),
         *("checkpoint.*", "store.reading", "sources.*", "engines.*", "transports.*"),
-        *("serving.load_plan", "trainer.*", "integrations.*", "testing.*", "bench.*", "demo.*", "cli.serve"),
+        *(
+            "serving.load_plan",
+            "serving.update",
+            "trainer.*",
+            "integrations.*",
+            "testing.*",
+            "bench.*",
+            "demo.*",
+            "cli.serve",
+        ),
     ),
     "numpy": ("format.tensor_digest", "bench.*", "demo.*", "testing.*"),
     "xxhash": ("format.bucket", "trainer.packer"),

@@ -50,7 +50,7 @@ class ManifestError(WeightcastError):
 
 
 class IntegrityError(WeightcastError):
-    """A bucket's trailer, length or digest does not match its payload, or the root digest differs."""
+    """A bucket's header, length or digest does not match what was expected, or the root digest differs."""
 
 
 class RefusedError(WeightcastError):

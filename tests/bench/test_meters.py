@@ -64,7 +64,7 @@ def test_shared_memory_counts_where_it_is_mapped() -> None:
     meter.begin()
     before = meter.status_bytes("RssShmem")
     shared = OwnedSharedArena(0, 32 * MIB)
-    shared.buffers.get(0, 0, 32 * MIB).fill_(1)
+    shared.buffers.get(0, 0, 0, 32 * MIB).payload.fill_(1)
     assert meter.status_bytes("RssShmem") - before == 32 * MIB
     assert 32 * MIB <= meter.extra_bytes() < 32 * MIB + SLACK_BYTES
     shared.close(free=True)

@@ -17,6 +17,7 @@ from weightcast.bench.channel import BenchChannel, Done, await_done
 from weightcast.bench.model import build_model, fill, local_tensors
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import IntegrityError, PeerDiedError, PeerTimeoutError
+from weightcast.format.bucket import HEADER_BYTES
 from weightcast.format.manifest import TensorSpec
 from weightcast.transports.ipc.arena import MappedSharedArena
 from weightcast.transports.ipc.records import SharedArena
@@ -76,8 +77,8 @@ def _load(model: torch.nn.Module, bench: BenchChannel) -> None:
     record, descriptor = bench.receive_command(SharedArena)
     assert descriptor is not None
     arena = MappedSharedArena(record, descriptor)
-    memory = arena.buffers.get(0, 0, record.size_bytes)
-    load_each(ModuleEngine(model), bench, partial(take_from_slot, memory))
+    buffer = arena.buffers.get(0, 0, HEADER_BYTES, record.size_bytes - HEADER_BYTES)
+    load_each(ModuleEngine(model), bench, partial(take_from_slot, buffer))
     arena.close()
     bench.close()
 
@@ -88,10 +89,10 @@ def test_a_tensor_that_was_changed_on_the_way_is_refused(ends: tuple[BenchChanne
     theirs.send(Done())  # answers before it has looked
     slot.publish({"a": torch.ones(2)}, [ours])
     message = theirs.receive(TensorMessage)
-    assert take_from_slot(slot.memory, message).tolist() == [1, 1]
-    slot.memory[0] += 1
+    assert take_from_slot(slot.buffer, message).tolist() == [1, 1]
+    slot.buffer.payload[0] += 1
     with pytest.raises(IntegrityError):
-        take_from_slot(slot.memory, message)
+        take_from_slot(slot.buffer, message)
     slot.close()
 
 

@@ -10,7 +10,7 @@ import torch
 
 from weightcast import TensorSource
 from weightcast.errors import PeerDiedError, PublishError, WeightcastError
-from weightcast.format.bucket import slot_size_bytes
+from weightcast.format.bucket import BucketBuffer, slot_size_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import WeightInfo
 from weightcast.links.watchdog import RecoveryRequest
@@ -35,10 +35,10 @@ class ListedSender:
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
         self.failures, self._manifest = {}, manifest
 
-    def buffer(self, index: int) -> torch.Tensor:
-        return torch.empty(slot_size_bytes(self._manifest), dtype=torch.uint8)
+    def buffer(self, index: int) -> BucketBuffer:
+        return BucketBuffer.of(torch.empty(slot_size_bytes(self._manifest), dtype=torch.uint8))
 
-    def send(self, index: int) -> int:
+    def send(self, index: int, num_bytes: int) -> int:
         raises, self.raises = self.raises, None
         if isinstance(raises, WeightcastError):
             self.failures = {"engine": raises}

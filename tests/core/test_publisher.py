@@ -63,7 +63,7 @@ def test_error_in_mid_publish_leaves_nobody_paused_and_the_next_publish_works(
         assert wire is not None
         send = wire.sender.send
 
-        def fail_once(index: int) -> None:
+        def fail_once(index: int, num_bytes: int) -> None:
             wire.sender.send = send  # type: ignore[method-assign]
             raise error("in the middle")
 
@@ -215,8 +215,8 @@ def test_worker_refuses_what_is_not_its_runs() -> None:
             worker.update(Abort("f" * 32, 5, "malice"))
         with pytest.raises(UnsupportedError, match="no transport"):
             worker.init(InitInfo(publisher.run, "x", "pigeon://", "unix:@n", digest, 5.0))
-        with pytest.raises(UnsupportedError, match="protocol 2"):
-            worker.init(InitInfo(publisher.run, "x", "ipc://@n", "unix:@n", digest, 5.0, protocol=2))
+        with pytest.raises(UnsupportedError, match="protocol 1, this engine speaks 2"):
+            worker.init(InitInfo(publisher.run, "x", "ipc://@n", "unix:@n", digest, 5.0, protocol=1))
         with pytest.raises(UnsupportedError, match="delta"):
             worker.update(Offer(publisher.run, 60, digest, base=5))
         worker.finish(5)  # installed already: idempotent

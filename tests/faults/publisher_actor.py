@@ -19,6 +19,7 @@ from torch import nn
 import weightcast
 from faults.actors import WIDTH, Actor, Stops, bucket_size_bytes, build_model, fill, footprint, settle_in
 from weightcast import registry
+from weightcast.format.bucket import BucketBuffer
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import Offer, Seal
@@ -118,16 +119,16 @@ class Senders:
         sender = self._transport.sender(url.replace("stopping", self._scheme), **options)
         send, buffer = sender.send, sender.buffer
 
-        def slow_buffer(index: int) -> torch.Tensor:
-            found: torch.Tensor = buffer(index)
+        def slow_buffer(index: int) -> BucketBuffer:
+            found: BucketBuffer = buffer(index)
             time.sleep(self._pack_seconds)
             return found
 
-        def stopping_send(index: int) -> int:
+        def stopping_send(index: int, num_bytes: int) -> int:
             if self.corrupts and index == 1:
                 self.corrupts = False
-                buffer(index)[7] ^= 255
-            following: int = send(index)
+                buffer(index).payload[7] ^= 255
+            following: int = send(index, num_bytes)
             if index == 1:
                 self._stops.reach("mid-bucket")
             return following

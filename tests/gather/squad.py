@@ -357,18 +357,19 @@ class Rank:
 
     def rewind(self, at: int, to: int) -> None:
         """Once, lose the buckets from `to` on, notice it at bucket `at`, and ask for them again."""
-        from weightcast.format.bucket import slot_size_bytes
+        from weightcast.format.bucket import BucketBuffer, slot_size_bytes
 
         sender = self.publisher._connections.sender
         buffer, send = sender.buffer, sender.send
-        lost = torch.empty(slot_size_bytes(self.publisher._pack_plan.layout.manifest), dtype=torch.uint8)
+        manifest = self.publisher._pack_plan.layout.manifest
+        lost = BucketBuffer.of(torch.empty(slot_size_bytes(manifest), dtype=torch.uint8))
 
-        def losing_buffer(index: int) -> torch.Tensor:
+        def losing_buffer(index: int) -> BucketBuffer:
             return lost if index >= to else buffer(index)
 
-        def losing_send(index: int) -> int:
+        def losing_send(index: int, num_bytes: int) -> int:
             if index < to:
-                return int(send(index))
+                return int(send(index, num_bytes))
             if index < at:
                 return index + 1
             sender.buffer, sender.send = buffer, send

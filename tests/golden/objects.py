@@ -1,12 +1,15 @@
-"""The messages whose bytes are kept in this folder: file name -> (object, the type it is decoded as)."""
+"""What the bytes in this folder are of: messages, file name -> (object, the type it is decoded as), and a bucket."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from weightcast.errors import ErrorRecord
+from weightcast.format.bucket import HEADER_BYTES, BucketBuffer
 from weightcast.format.geometry import Region
-from weightcast.format.manifest import Manifest, Piece, TensorRecord, WeightVersion
+from weightcast.format.manifest import DigestKind, Manifest, Piece, TensorRecord, WeightVersion
 from weightcast.format.messages import (
     Abort,
     Accepted,
@@ -22,12 +25,14 @@ from weightcast.format.messages import (
     UpdateInfo,
     WeightInfo,
 )
+from weightcast.testing.transport_kit import write_raw_header
 
 RUN = "0123456789abcdeffedcba9876543210"
 VERSION = WeightVersion(RUN, 7)
+DIGEST_KINDS: tuple[DigestKind, ...] = ("xxh3-128", "sum-64x2")
 
 MANIFEST = Manifest(
-    protocol=1,
+    protocol=2,
     digest_kind="xxh3-128",
     buckets=(1024, 512),
     tensors=(
@@ -72,3 +77,16 @@ MESSAGES: dict[str, tuple[Any, Any]] = {
         LinkMessage,
     ),
 }
+
+
+def payload() -> torch.Tensor:
+    """1,024 bytes that count up, modulo 251."""
+    return torch.tensor([i % 251 for i in range(1024)], dtype=torch.uint8)
+
+
+def bucket(kind: DigestKind) -> BucketBuffer:
+    """Bucket 5 of the version, with that payload."""
+    buffer = BucketBuffer.of(torch.full((2048,), 0xAA, dtype=torch.uint8)[: HEADER_BYTES + 1024])
+    buffer.payload.copy_(payload())
+    write_raw_header(buffer, 1024, VERSION, 5, kind)
+    return buffer

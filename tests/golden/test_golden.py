@@ -11,26 +11,14 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from golden.objects import MANIFEST, MESSAGES, VERSION
+from golden.objects import DIGEST_KINDS, MANIFEST, MESSAGES, VERSION, bucket, payload
 
-from weightcast.format.bucket import (
-    TRAILER_BYTES,
-    DigestKind,
-    check_trailer,
-    payload_digest,
-    root_digest,
-    write_trailer,
-)
-from weightcast.format.manifest import Manifest, decode, encode
+from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, check_bucket, payload_digest, root_digest
+from weightcast.format.manifest import DigestKind, Manifest, decode, encode
 from weightcast.links.link import Frames, frame
 
 HERE = Path(__file__).parent
 DIGESTS = json.loads((HERE / "digests.json").read_text())
-
-
-def payload() -> torch.Tensor:
-    """1,024 bytes that count up, modulo 251."""
-    return torch.tensor([i % 251 for i in range(1024)], dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("name", MESSAGES)
@@ -61,7 +49,7 @@ def test_the_manifest_is_a_valid_one_and_has_its_digest() -> None:
     assert MANIFEST.digest() == hashlib.sha256(data).hexdigest() == DIGESTS["manifest"]
 
 
-@pytest.mark.parametrize("kind", ["xxh3-128", "sum-64x2"])
+@pytest.mark.parametrize("kind", DIGEST_KINDS)
 def test_digest_of_a_payload(kind: DigestKind) -> None:
     assert payload_digest(payload(), kind).hex() == DIGESTS[kind]
 
@@ -72,28 +60,21 @@ def test_sum_64x2_by_its_definition() -> None:
     assert b"".join((s % (1 << 64)).to_bytes(8, "little") for s in sums).hex() == DIGESTS["sum-64x2"]
 
 
-@pytest.mark.parametrize("kind", ["xxh3-128", "sum-64x2"])
-def test_trailer(kind: DigestKind) -> None:
+@pytest.mark.parametrize("kind", DIGEST_KINDS)
+def test_header(kind: DigestKind) -> None:
     """Written: the file's bytes. Read: accepted, and nothing else is."""
-    file = (HERE / f"trailer.{kind}.bin").read_bytes()
-    assert len(file) == TRAILER_BYTES == 64
-    buffer = torch.zeros(2048, dtype=torch.uint8)
-    buffer[:1024] = payload()
-    write_trailer(buffer, 1024, VERSION, 5, kind)
-    assert bytes(buffer[1024 : 1024 + 64].tolist()) == file
+    file = (HERE / f"header.{kind}.bin").read_bytes()
+    assert len(file) == HEADER_BYTES == 256
+    assert bytes(bucket(kind).header.tolist()) == file
 
-    buffer[1024:] = 0
-    buffer[1024 : 1024 + 64] = torch.tensor(list(file), dtype=torch.uint8)
-    assert check_trailer(buffer, 1024, VERSION, 5, kind).hex() == DIGESTS[kind]
-    magic, run, number, index, length, digest = struct.unpack("<8s16sQQQ16s", file)
-    assert (magic, run.hex(), number, index, length, digest.hex()) == (
-        b"wcbuckt1",
-        VERSION.run,
-        7,
-        5,
-        1024,
-        DIGESTS[kind],
+    buffer = BucketBuffer.of(torch.cat([torch.tensor(list(file), dtype=torch.uint8), payload()]))
+    assert check_bucket(buffer, 1024, VERSION, 5, kind).digest.hex() == DIGESTS[kind]
+    magic, protocol, origin, run, number, index, codec, raw, encoded, digest = struct.unpack(
+        "<8sII16sQQ8sQQ16s", file[:88]
     )
+    assert (magic, protocol, origin, run.hex(), number, index) == (b"wcbucket", 2, 0, VERSION.run, 7, 5)
+    assert (codec, raw, encoded, digest.hex()) == (b"raw\0\0\0\0\0", 1024, 1024, DIGESTS[kind])
+    assert file[88:] == bytes(168)
 
 
 def test_root_digest() -> None:

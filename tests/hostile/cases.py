@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from weightcast.format import manifest as m
@@ -13,9 +14,11 @@ Json = dict[str, Any]
 Case = tuple[bytes, str, str]
 
 RUN = "0123456789abcdef" * 2
+PROTOCOL_1 = (Path(__file__).parent / "protocol_1" / "manifest.json").read_bytes()
+"""The manifest of the golden files before protocol 2."""
 
 VALID: Json = {
-    "protocol": 1,
+    "protocol": 2,
     "digest_kind": "xxh3-128",
     "buckets": [1024, 512],
     "tensors": [
@@ -91,7 +94,7 @@ def _piece(bucket: int, offset_bytes: int, offsets: list[int], sizes: list[int])
 
 def _many_tensors() -> bytes:
     one = '{"name":"","dtype":"int8","shape":[0]}'
-    head = '{"protocol":1,"digest_kind":"xxh3-128","buckets":[],"tensors":['
+    head = '{"protocol":2,"digest_kind":"xxh3-128","buckets":[],"tensors":['
     return (head + ",".join([one] * (m.MAX_TENSORS + 1)) + "]}").encode()
 
 
@@ -147,7 +150,7 @@ MANIFESTS: dict[str, Case] = {
     "deep nesting in an unknown field": (b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}", "depth", "nested too deep"),
     "deep objects in an unknown field": (b'{"x":' * 100_000 + b"1" + b"}" * 100_000, "depth", "nested too deep"),
     # types
-    "a list": (b"[]", "type", "Manifest of protocol 1.*array"),
+    "a list": (b"[]", "type", "Manifest of protocol 2.*array"),
     "null": (b"null", "type", "null"),
     "tensors missing": (without("tensors"), "type", "missing required field `tensors`"),
     "dtype missing": (without("tensors", NORM, "dtype"), "type", "missing required field `dtype`"),
@@ -162,7 +165,8 @@ MANIFESTS: dict[str, Case] = {
     "unknown digest": (with_("digest_kind", value="md5"), "type", "Invalid enum value 'md5'"),
     "size of 5000 digits": (raw_replace('"shape": [16]', f'"shape": [{"9" * 5000}]'), "type", "out of range"),
     # protocol
-    "newer protocol": (with_("protocol", value=2), "protocol", "protocol 2 was offered, 1 is spoken here: update"),
+    "newer protocol": (with_("protocol", value=3), "protocol", "protocol 3 was offered, 2 is spoken here: update"),
+    "protocol 1": (PROTOCOL_1, "protocol", "protocol 1 was offered, 2 is spoken here: update"),
     "protocol zero": (with_("protocol", value=0), "protocol", "protocol 0"),
     # counts
     "too many tensors": (_many_tensors(), "count", f"{m.MAX_TENSORS + 1} tensors; the limit is {m.MAX_TENSORS}"),

@@ -1,6 +1,6 @@
 """Feeds mutated messages to every decoder. Run as a program it does so for a given time: scripts/fuzz 3600.
 
-A decoder may give a valid message or raise ManifestError (a trailer: IntegrityError), soon. What it accepts
+A decoder may give a valid message or raise ManifestError (a header: IntegrityError), soon. What it accepts
 must encode, decode again to the same, and, for a manifest, be laid out over a buffer.
 """
 
@@ -23,10 +23,11 @@ from golden.objects import MESSAGES
 from hostile.cases import VALID
 
 from weightcast.errors import ErrorRecord, IntegrityError, ManifestError, WeightcastError, from_record
-from weightcast.format.bucket import TRAILER_BYTES, Layout, check_trailer, slot_size_bytes, write_trailer
+from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Layout, check_bucket
 from weightcast.format.manifest import Manifest, WeightVersion, decode, encode
 from weightcast.format.messages import InitInfo, LinkMessage, Offer, UpdateInfo, WeightInfo
 from weightcast.links.link import Frames, frame
+from weightcast.testing.transport_kit import write_raw_header
 from weightcast.transports.ipc.records import MAX_RECORD_BYTES, ToReceiver, ToSender
 
 SLOW_SECONDS = 5.0
@@ -44,9 +45,9 @@ def manifest(data: bytes) -> bool:
     assert found.num_bytes <= sum(found.buckets)
     if sum(found.buckets) < _LAID_OUT_BYTES:
         layout = Layout(found)
-        buffer = torch.empty(slot_size_bytes(found), dtype=torch.uint8)
+        payload = torch.empty(found.max_bucket_bytes, dtype=torch.uint8)
         for index, entries in enumerate(layout.entries):
-            for entry, view in zip(entries, layout.views(index, buffer), strict=True):
+            for entry, view in zip(entries, layout.views(index, payload), strict=True):
                 assert view.shape == entry.piece.region.sizes
         for record in found.tensors:
             torch.empty(record.shape, dtype=torch.uint8, device="meta")
@@ -88,20 +89,19 @@ def frames(data: bytes) -> bool:
 
 
 _VERSION = WeightVersion("0123456789abcdef" * 2, 7)
-_BUCKET = torch.zeros(512 + TRAILER_BYTES, dtype=torch.uint8)
-write_trailer(_BUCKET, 512, _VERSION, 3, "xxh3-128")
-_TRAILER = bytes(_BUCKET[512:].tolist())
+_BUCKET = BucketBuffer.of(torch.zeros(HEADER_BYTES + 512, dtype=torch.uint8))
+write_raw_header(_BUCKET, 512, _VERSION, 3, "xxh3-128")
+_HEADER = bytes(_BUCKET.header.tolist())
 
 
-def trailer(data: bytes) -> bool:
-    """Only the one right trailer is accepted."""
-    buffer = _BUCKET.clone()[: 512 + len(data)]
-    buffer[512:] = torch.frombuffer(bytearray(data[:TRAILER_BYTES].ljust(1)), dtype=torch.uint8)[: buffer.numel() - 512]
+def header(data: bytes) -> bool:
+    """Only the one right header is accepted."""
+    found = torch.frombuffer(bytearray(data[:HEADER_BYTES].ljust(1)), dtype=torch.uint8)
     try:
-        check_trailer(buffer, 512, _VERSION, 3, "xxh3-128")
+        check_bucket(BucketBuffer(found, _BUCKET.payload), 512, _VERSION, 3, "xxh3-128")
     except IntegrityError:
         return False
-    assert data[:TRAILER_BYTES] == _TRAILER
+    assert data[:HEADER_BYTES] == _HEADER
     return True
 
 
@@ -114,18 +114,27 @@ TARGETS: dict[str, Target] = {
     "frames": frames,
     "ipc to sender": _message(ToSender, MAX_RECORD_BYTES),
     "ipc to receiver": _message(ToReceiver, MAX_RECORD_BYTES),
-    "trailer": trailer,
+    "header": header,
 }
 
 _GOLDEN = {name: encode(message) for name, (message, _) in MESSAGES.items()}
 _IPC_SENDER = [
-    {"kind": "hello", "run": "a" * 32, "peer": "e", "protocol": 1},
+    {"kind": "hello", "run": "a" * 32, "peer": "e", "protocol": 2},
     {"kind": "released", "version": 1, "update": 1, "generation": 1, "index": 0},
 ]
 _IPC_RECEIVER = [
     {"kind": "shared_arena", "generation": 1, "size_bytes": 4096},
     {"kind": "begin", "version": 1, "update": 1, "staged": True, "num_buckets": 2},
-    {"kind": "ready", "version": 1, "update": 1, "generation": 1, "index": 0, "offset_bytes": 0, "event": ""},
+    {
+        "kind": "ready",
+        "version": 1,
+        "update": 1,
+        "generation": 1,
+        "index": 0,
+        "offset_bytes": 0,
+        "num_bytes": 256,
+        "event": "",
+    },
     {"kind": "refused", "error": {"kind": "StaleVersionError", "message": "m"}},
 ]
 
@@ -138,7 +147,7 @@ SEEDS: dict[str, list[bytes]] = {
     "frames": [frame(MESSAGES["hello.json"][0]) + frame(MESSAGES["failed.json"][0])],
     "ipc to sender": [json.dumps(m).encode() for m in _IPC_SENDER],
     "ipc to receiver": [json.dumps(m).encode() for m in _IPC_RECEIVER],
-    "trailer": [_TRAILER],
+    "header": [_HEADER],
 }
 
 _ODD_VALUES: list[Any] = [

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from weightcast import TensorSource
 from weightcast.errors import ManifestError
-from weightcast.format.bucket import TORCH_DTYPES, Layout, slot_size_bytes
+from weightcast.format.bucket import TORCH_DTYPES, Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.integrations.sglang.stock.buckets import FlatBuckets, buckets, lay_out
@@ -143,7 +143,7 @@ def test_a_publishers_buckets_become_flattened_ones(specs: list[TensorSpec]) -> 
     held = {spec.name: random_tensor(spec) for spec in specs}
     layout = Layout(manifest)
     packer, flat = Packer(layout, held), FlatBuckets(manifest, (), memory)
-    buffer = torch.empty(slot_size_bytes(manifest), dtype=torch.uint8)
+    payload = torch.empty(manifest.max_bucket_bytes, dtype=torch.uint8)
     seen: dict[str, bytes] = {}
 
     def take(number: int) -> None:
@@ -151,12 +151,12 @@ def test_a_publishers_buckets_become_flattened_ones(specs: list[TensorSpec]) -> 
 
     current = 0
     for index in range(len(manifest.buckets)):
-        packer.pack(index, buffer, VERSION)
+        packer.fill(index, payload, VERSION)
         for number in flat.parts[index]:
             while current < number:
                 take(current)
                 current += 1
-            flat.fill(number, index, buffer)
+            flat.fill(number, index, payload)
     for number in range(current, len(flat.places)):
         take(number)
     assert seen == {name: bits(tensor) for name, tensor in held.items()}

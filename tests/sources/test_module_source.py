@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from weightcast.format.bucket import DTYPE_NAMES, TRAILER_BYTES, Layout
+from weightcast.format.bucket import DTYPE_NAMES, Layout
 from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.plan import plan
@@ -87,9 +87,9 @@ def test_only_floating_point_tensors_are_cast() -> None:
 def test_a_cast_source_is_packed_cast() -> None:
     source = ModuleSource(make_net(), dtype=torch.bfloat16)
     layout = Layout(plan(source.specs(), 1 << 16))
-    buffer = torch.zeros(layout.manifest.buckets[0] + TRAILER_BYTES, dtype=torch.uint8)
-    Packer(layout, {name: view for name, ((_, view),) in source.regions().items()}).pack(0, buffer, VERSION)
-    packed = {e.record.name: v for e, v in zip(layout.entries[0], layout.views(0, buffer), strict=True)}
+    payload = torch.zeros(layout.manifest.buckets[0], dtype=torch.uint8)
+    Packer(layout, {name: view for name, ((_, view),) in source.regions().items()}).fill(0, payload, VERSION)
+    packed = {e.record.name: v for e, v in zip(layout.entries[0], layout.views(0, payload), strict=True)}
     for name, ((_, view),) in source.regions().items():
         assert torch.equal(packed[name], view.bfloat16() if view.is_floating_point() else view)
 

@@ -14,6 +14,7 @@ from weightcast.errors import IncompleteUpdateError
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
+from weightcast.testing.transport_kit import pack_and_send
 from weightcast.trainer.packer import Packer
 from weightcast.transports.store import StoreSender
 
@@ -42,8 +43,7 @@ def send(sender: StoreSender, manifest: Manifest, version: WeightVersion, tensor
     sender.open(manifest, version, peers=[], staged=True)
     packer = Packer(Layout(manifest), tensors)
     for index in range(len(manifest.buckets)):
-        packer.pack(index, sender.buffer(index), version)
-        sender.send(index)
+        pack_and_send(sender, packer, manifest, version, index)
     sender.commit()
 
 

@@ -27,6 +27,7 @@ from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
 from weightcast.store.reading import StoreReader, pinned
 from weightcast.store.records import FORMAT, Commit, seal
+from weightcast.testing.transport_kit import pack_and_send
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import Packer
 from weightcast.trainer.publisher import Publisher
@@ -334,8 +335,7 @@ def test_a_sealed_version_that_is_not_committed_is_given_up(tmp_path: Path, endi
             sender.commit()
         packer = Packer(Layout(manifest), model(2))
         for index in range(len(manifest.buckets)):
-            packer.pack(index, sender.buffer(index), version)
-            sender.send(index)
+            pack_and_send(sender, packer, manifest, version, index)
         assert len(list(receiver)) == len(manifest.buckets)
         receiver.end()
         assert newest(tmp_path) == WeightVersion(RUN, 1)

@@ -31,6 +31,7 @@ from store.store_kit import (
 
 from weightcast import TensorSource
 from weightcast.errors import ClosedError, EngineBusyError, InsufficientMemoryError, IntegrityError, ManifestError
+from weightcast.format.bucket import HEADER_BYTES
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.serving.follower import Follower
@@ -339,7 +340,7 @@ def test_a_child_that_was_forked_in_the_middle_leaves_the_update_alone(tmp_path:
         manifest = manifest_of(model(2))
         sender.open(manifest, WeightVersion(RUN, 2), peers=[], staged=True)
         sender.buffer(0)
-        sender.send(0)
+        sender.send(0, HEADER_BYTES)
         before = {path: data for path, data in content_of(tmp_path).items() if not path.name.startswith("data")}
 
         def in_the_child() -> str:

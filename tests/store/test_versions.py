@@ -34,6 +34,7 @@ from weightcast.errors import (
     StaleVersionError,
     UpdateAbortedError,
 )
+from weightcast.format.bucket import HEADER_BYTES, BucketBuffer
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host import memory as host_memory
@@ -190,7 +191,7 @@ def test_what_is_pinned_is_never_touched(tmp_path: Path) -> None:
     with pinned(tmp_path, label="slow reader") as held, sender_of(tmp_path) as sender:
         for number in range(2, 8):
             publish(sender, number)
-        buffer = torch.empty(1 << 17, dtype=torch.uint8)
+        buffer = BucketBuffer.of(torch.empty(1 << 17, dtype=torch.uint8))
         for index in range(len(held.manifest.buckets)):
             held.read_checked(index, buffer)
     assert slots(tmp_path) == {"0", "1", "2"}
@@ -281,7 +282,7 @@ def test_an_aborted_version_leaves_the_one_before(tmp_path: Path) -> None:
         manifest = manifest_of(model(2))
         sender.open(manifest, WeightVersion(RUN, 2), peers=[], staged=True)
         sender.buffer(0)
-        sender.send(0)
+        sender.send(0, HEADER_BYTES)
         sender.abort("changed my mind")
         with pytest.raises(UpdateAbortedError):
             sender.buffer(1)
@@ -384,12 +385,12 @@ def test_specs_keep_their_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "num_columns", "is_view"), [("", 16, True), ("", 5, False), ("?num_threads=3", 16, False)]
+    ("options", "num_columns", "is_view"), [("", 16, True), ("", 5, False), ("?num_threads=3", 16, True)]
 )
 def test_a_cut_tensor_is_whole_and_where_it_was_read_if_it_can_be(
     tmp_path: Path, options: str, num_columns: int, is_view: bool
 ) -> None:
-    """Rows of 64 bytes leave no gap between two buckets, rows of 20 do; threads read ahead, into places apart."""
+    """Rows of 64 bytes leave no gap between two buckets, rows of 20 do."""
     tensors = {
         "small": torch.arange(1000, dtype=torch.int32),
         "cut": torch.arange(100_000 * num_columns, dtype=torch.int32).view(-1, num_columns),

@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 
 from weightcast import registry
-from weightcast.format.bucket import write_trailer
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.plan import plan
+from weightcast.testing.transport_kit import write_raw_header
 
 BUCKET_BYTES = 32 << 20
 EXIT_STATUS = 7
@@ -35,8 +35,7 @@ def send(deadline_seconds: float) -> None:
         if index == 1:
             say("sent")
         buffer, num_bytes = sender.buffer(index), MANIFEST.buckets[index]
-        write_trailer(buffer, num_bytes, VERSION, index, MANIFEST.digest_kind)
-        sender.send(index)
+        sender.send(index, write_raw_header(buffer, num_bytes, VERSION, index, MANIFEST.digest_kind))
 
 
 def receive(address: str) -> None:

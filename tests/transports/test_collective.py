@@ -21,7 +21,7 @@ from weightcast.errors import (
     UnsupportedError,
     UpdateAbortedError,
 )
-from weightcast.format.bucket import pages, slot_size_bytes, write_trailer
+from weightcast.format.bucket import BucketBuffer, pages, slot_size_bytes
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host import memory as host_memory
@@ -29,7 +29,7 @@ from weightcast.links.link import frame
 from weightcast.process_group import ProcessGroup, require
 from weightcast.seams.transport import Receiver
 from weightcast.testing.leftovers import nothing_left
-from weightcast.testing.transport_kit import Reader
+from weightcast.testing.transport_kit import Reader, write_raw_header
 from weightcast.transports.collective import broadcast_group
 from weightcast.transports.collective.broadcast_group import BroadcastGroup, GroupSettings
 from weightcast.transports.collective.broadcast_reader import BucketTarget
@@ -78,15 +78,16 @@ class Hall:
         index = 0
         while index < len(self.manifest.buckets):
             self.before_bucket(index)
-            fill(self.sender.buffer(index), self.manifest, number, index)
+            num_bytes = fill(self.sender.buffer(index), self.manifest, number, index)
             self.num_packed += 1
-            index = self.sender.send(index)
+            index = self.sender.send(index, num_bytes)
 
 
-def fill(buffer: torch.Tensor, manifest: Manifest, number: int, index: int) -> None:
+def fill(buffer: BucketBuffer, manifest: Manifest, number: int, index: int) -> int:
+    """Returns how many bytes are to be sent."""
     size = manifest.buckets[index]
-    buffer[:size].fill_((number * 7 + index) % 251)
-    write_trailer(buffer, size, version(number), index, manifest.digest_kind)
+    buffer.payload[:size].fill_((number * 7 + index) % 251)
+    return write_raw_header(buffer, size, version(number), index, manifest.digest_kind)
 
 
 def _nothing(bucket: object) -> None:
@@ -251,10 +252,11 @@ def test_late_bytes_of_a_group_that_was_left_never_land_in_another_manifests_buc
     supply.prepare(small, staged=True)
     for index in range(16):
         place = supply.target(2, small, version(2), index, is_here=False).buffer
-        place.fill_(7)
+        for part in (place.header, place.payload):
+            part.fill_(7)
         for target in stream.targets:
-            target.buffer.fill_(255)
-        assert bool((place == 7).all())
+            target.flat.fill_(255)
+        assert all(bool((part == 7).all()) for part in (place.header, place.payload))
 
 
 class StillReceiving:
@@ -397,9 +399,9 @@ def test_a_bucket_that_is_delivered_twice_to_those_who_read_along_counts_once() 
             readers = [Reader(receiver, manifest, version(number), staged=True) for receiver in receivers]
             shared.begin(number, manifest, version(number))
             for index in range(4):
-                fill(shared.buffer(index), manifest, number, index)
+                num_bytes = fill(shared.buffer(index), manifest, number, index)
                 for _ in range(2):
-                    shared.deliver(index)
+                    shared.deliver(index, num_bytes)
                 assert shared.has(index)
             assert all(whole(reader, manifest, number) for reader in readers)
             for receiver in receivers:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import os
 import socket
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import torch
 from transports.conftest import Ends
 
 from weightcast.errors import ManifestError, PeerDiedError
-from weightcast.format.bucket import place
+from weightcast.format.bucket import HEADER_BYTES
 from weightcast.format.manifest import encode
 from weightcast.testing.transport_kit import (
     PATIENCE_SECONDS,
@@ -89,7 +88,7 @@ def test_what_a_receiver_writes_stays_its_own_and_is_gone_with_the_failed_update
         send_all(sender, manifest, number)
         if number == 1:
             bucket = next(iter(writer))
-            bucket.buffer.zero_()
+            bucket.buffer.payload.zero_()
             writer.end()
         else:
             assert len(read_all(writer, manifest, number)) == 5
@@ -100,7 +99,8 @@ def test_what_a_receiver_writes_stays_its_own_and_is_gone_with_the_failed_update
 def test_pages_are_given_back_when_an_arena_is_outgrown() -> None:
     arena = OwnedSharedArena(1, SIZE_BYTES)
     _, descriptor = arena.announcement()
-    view = arena.buffers.get(0, 0, SIZE_BYTES)
+    buffer = arena.buffers.get(0, 0, HEADER_BYTES, SIZE_BYTES - HEADER_BYTES)
+    view = buffer.flat(SIZE_BYTES)
     view.fill_(7)
     kept = os.dup(descriptor)
     assert os.fstat(kept).st_blocks * 512 == SIZE_BYTES
@@ -108,17 +108,6 @@ def test_pages_are_given_back_when_an_arena_is_outgrown() -> None:
     assert os.fstat(kept).st_blocks == 0
     assert not view.any()
     os.close(kept)
-
-
-@pytest.mark.parametrize("staged", [False, True])
-def test_places_do_not_overlap_where_they_must_not(staged: bool) -> None:
-    manifest = numbered(7, 5000 // 256 * 256)
-    places = place(manifest, num_slots=3, staged=staged)
-    assert len(set(places.slots)) == (7 if staged else 3)
-    spans = sorted({(offset, slot) for offset, slot in zip(places.offsets, places.slots, strict=True)})
-    for (offset, _), (following, _) in itertools.pairwise(spans):
-        assert offset + max(places.sizes_bytes) <= following
-    assert places.size_bytes == max(o + s for o, s in zip(places.offsets, places.sizes_bytes, strict=True))
 
 
 # --- a sender that breaks the rules ---
@@ -163,7 +152,14 @@ BEGIN = IpcBegin(version=1, update=1, staged=True, num_buckets=5)
 
 
 def _ready(**changes: int) -> BucketReady:
-    fields = {"version": 1, "update": 1, "generation": 1, "index": 0, "offset_bytes": 0}
+    fields = {
+        "version": 1,
+        "update": 1,
+        "generation": 1,
+        "index": 0,
+        "offset_bytes": 0,
+        "num_bytes": HEADER_BYTES + 8192,
+    }
     return BucketReady(**{**fields, **changes})
 
 
@@ -174,13 +170,27 @@ def _ready(**changes: int) -> BucketReady:
         _ready(index=1),
         _ready(offset_bytes=SIZE_BYTES),
         _ready(offset_bytes=1 << 55),
+        _ready(num_bytes=HEADER_BYTES - 1),
+        _ready(num_bytes=HEADER_BYTES + 8193),
         SharedArena(2, SIZE_BYTES),
         b"garbage",
         b" " * (1 << 17),
-        b'{"kind":"ready","version":1,"update":1,"generation":1,"index":0,"offset_bytes":-8}',
+        b'{"kind":"ready","version":1,"update":1,"generation":1,"index":0,"offset_bytes":-8,"num_bytes":8448}',
         b'{"kind":"released","version":1,"update":1,"generation":1,"index":0}',
     ],
-    ids=["generation", "index", "behind", "overflow", "no descriptor", "garbage", "oversized", "negative", "direction"],
+    ids=[
+        "generation",
+        "index",
+        "behind",
+        "overflow",
+        "no header",
+        "too long",
+        "no descriptor",
+        "garbage",
+        "oversized",
+        "negative",
+        "direction",
+    ],
 )
 def test_a_receiver_trusts_no_record(fake: tuple[IpcReceiver, socket.socket], record: object) -> None:
     receiver, sock = fake
@@ -232,13 +242,13 @@ def test_buckets_of_an_arena_that_was_replaced_are_still_read(fake: tuple[IpcRec
         arena = OwnedSharedArena(index + 1, SIZE_BYTES)
         record, descriptor = arena.announcement()
         socket.send_fds(sock, [encode(record)], [descriptor])
-        arena.buffers.get(0, 0, SIZE_BYTES).fill_(index + 1)
+        arena.buffers.get(0, 0, HEADER_BYTES, SIZE_BYTES - HEADER_BYTES).payload.fill_(index + 1)
         sock.send(encode(_ready(generation=index + 1, index=index)))
         arenas.append(arena)
     buckets = iter(receiver)
     for index in range(2):
         bucket = next(buckets)
-        assert torch.equal(bucket.buffer, torch.full_like(bucket.buffer, index + 1))
+        assert torch.equal(bucket.buffer.payload, torch.full_like(bucket.buffer.payload, index + 1))
     for arena in arenas:
         arena.close(free=False)
 
@@ -249,15 +259,16 @@ def test_buckets_of_a_former_attempt_are_ignored(fake: tuple[IpcReceiver, socket
     arena = OwnedSharedArena(1, SIZE_BYTES)
     record, descriptor = arena.announcement()
     socket.send_fds(sock, [encode(record)], [descriptor])
-    arena.buffers.get(0, 0, SIZE_BYTES // 2).fill_(1)
-    arena.buffers.get(1, SIZE_BYTES // 2, SIZE_BYTES // 2).fill_(2)
+    for index in range(2):
+        start = index * SIZE_BYTES // 2
+        arena.buffers.get(index, start, start + HEADER_BYTES, 8192).payload.fill_(index + 1)
     sock.send(encode(BEGIN))
     sock.send(encode(_ready()))
     sock.send(encode(IpcBegin(version=1, update=2, staged=True, num_buckets=5)))
     sock.send(encode(_ready()))
     sock.send(encode(_ready(update=2, offset_bytes=SIZE_BYTES // 2)))
     bucket = next(iter(receiver))
-    assert torch.equal(bucket.buffer, torch.full_like(bucket.buffer, 2))
+    assert torch.equal(bucket.buffer.payload, torch.full_like(bucket.buffer.payload, 2))
     arena.close(free=False)
 
 

@@ -10,10 +10,10 @@ from transports.conftest import Ends
 from transports.ipc_children import Child
 
 from weightcast.errors import PeerDiedError, PeerTimeoutError
-from weightcast.format.bucket import Layout, check_trailer
+from weightcast.format.bucket import Layout, check_bucket
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.plan import plan
-from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, value_of, version
+from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, pack_and_send, value_of, version
 from weightcast.trainer.packer import Packer
 from weightcast.transports.ipc import IpcReceiver
 
@@ -39,11 +39,11 @@ def receive_on_gpu(pipe: multiprocessing.connection.Connection, address: str, pe
         receiver.open(MANIFEST, version(number), staged=staged)
         pipe.send("open")
         for bucket in receiver:
-            assert bucket.buffer.device.type == device.type
+            assert bucket.buffer.payload.device.type == device.type
             size = MANIFEST.buckets[bucket.index]
-            check_trailer(bucket.buffer, size, version(number), bucket.index, MANIFEST.digest_kind)
+            check_bucket(bucket.buffer, size, version(number), bucket.index, MANIFEST.digest_kind)
             for entry, view in zip(
-                layout.entries[bucket.index], layout.views(bucket.index, bucket.buffer), strict=True
+                layout.entries[bucket.index], layout.views(bucket.index, bucket.buffer.payload), strict=True
             ):
                 weights[entry.tensor].copy_(view)
             pipe.send(bucket.index)
@@ -74,8 +74,7 @@ def test_two_processes_on_one_gpu(ipc_ends: Ends, staged: bool) -> None:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for index in range(len(MANIFEST.buckets)):
-                    packer.pack(index, sender.buffer(index), version(number))
-                    sender.send(index)
+                    pack_and_send(sender, packer, MANIFEST, version(number), index)
             for child in (a, b):
                 assert [child.hear() for _ in range(NUM_BUCKETS)] == list(range(NUM_BUCKETS))
                 assert child.hear() is True
@@ -104,8 +103,7 @@ def test_a_lost_process_does_not_hold_the_others_up(ipc_ends: Ends, how: str) ->
         sender.open(MANIFEST, version(1), peers=["victim", "lively"], staged=False)
         getattr(victim, how)()
         for index in range(len(MANIFEST.buckets)):
-            packer.pack(index, sender.buffer(index), version(1))
-            sender.send(index)
+            pack_and_send(sender, packer, MANIFEST, version(1), index)
         assert [lively.hear() for _ in range(NUM_BUCKETS)] == list(range(NUM_BUCKETS))
         assert lively.hear() is True
         expected = PeerDiedError if how == "kill" else PeerTimeoutError

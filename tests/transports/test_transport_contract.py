@@ -12,7 +12,7 @@ from weightcast.errors import (
     StaleVersionError,
     UpdateAbortedError,
 )
-from weightcast.format.bucket import slot_size_bytes
+from weightcast.format.bucket import HEADER_BYTES
 from weightcast.format.manifest import Manifest
 from weightcast.host import memory as host_memory
 from weightcast.seams.transport import Bucket, Receiver
@@ -46,7 +46,7 @@ class SameHostContract(TransportContract):
         sender, manifest = self.sender(num_slots=2), numbered(6)
         reader = Reader(self.receiver(sender), manifest, version(1), staged=False)
         sender.open(manifest, version(1), peers=["a"], staged=False)
-        places = {send(sender, manifest, 1, index).data_ptr() for index in range(6)}
+        places = {send(sender, manifest, 1, index).header.data_ptr() for index in range(6)}
         reader.result()
         assert len(places) == 2
 
@@ -85,7 +85,8 @@ class SameHostContract(TransportContract):
     def test_every_buffer_is_a_whole_slot(self, staged: bool) -> None:
         sender, manifest = self.sender(), numbered(2)
         sender.open(manifest, version(1), peers=[], staged=staged)
-        assert sender.buffer(0).shape == (slot_size_bytes(manifest),)
+        buffer = sender.buffer(0)
+        assert (buffer.header.numel(), buffer.payload.numel()) == (HEADER_BYTES, manifest.max_bucket_bytes)
 
     def test_a_stalled_receiver_sees_its_end_at_once(self) -> None:
         sender, manifest = self.sender(SHORT_SECONDS), numbered(6)

@@ -19,7 +19,15 @@ from torch.distributed import Work
 
 from weightcast.bench.channel import ANSWER_SECONDS, BenchChannel, Done, await_done, tell
 from weightcast.bench.result import BenchSettings
-from weightcast.format.bucket import DTYPE_NAMES, TORCH_DTYPES, TRAILER_BYTES, check_trailer, write_trailer
+from weightcast.format.bucket import (
+    DTYPE_NAMES,
+    HEADER_BYTES,
+    TORCH_DTYPES,
+    BucketBuffer,
+    check_bucket,
+    payload_digest,
+    write_header,
+)
 from weightcast.format.manifest import WeightVersion
 from weightcast.process_group import ProcessGroup, Store, serve_store, wait
 from weightcast.seams.engine import Engine
@@ -109,15 +117,15 @@ class TensorSlot:
     """Warm shared memory of one tensor: the way of one round trip over a local socket for every tensor.
 
     It proves as much as a publish does, with the same parts: the publisher copies a tensor into the slot, writes its
-    trailer and tells every engine; each engine checks trailer and digest, loads the tensor and answers; then the next.
+    header and tells every engine; each engine checks header and digest, loads the tensor and answers; then the next.
     The channel is lean (one packet each way, no threads, no HTTP), so what it costs is the round trip.
     """
 
     def __init__(self, largest_bytes: int) -> None:
         """Raises InsufficientMemoryError if the host or a cgroup hasn't that much left."""
-        num_bytes = largest_bytes + TRAILER_BYTES
-        self._arena = OwnedSharedArena(0, num_bytes)
-        self.memory = self._arena.buffers.get(0, 0, num_bytes).zero_()
+        self._arena = OwnedSharedArena(0, HEADER_BYTES + largest_bytes)
+        self.buffer = self._arena.buffers.get(0, 0, HEADER_BYTES, largest_bytes)
+        self.buffer.payload.zero_()
 
     def lend(self, engines: Channels) -> None:
         """Let every engine map the slot; they wait for tensors until `end`."""
@@ -128,8 +136,10 @@ class TensorSlot:
         """Send every tensor to every engine, one round trip each; return the seconds it took."""
         start = time.perf_counter()
         for index, (name, tensor) in enumerate(tensors.items()):
-            _view(self.memory, tensor.dtype, tensor.shape).copy_(tensor)
-            write_trailer(self.memory, tensor.nbytes, VERSION, index, "xxh3-128")
+            payload, size = self.buffer.payload, tensor.nbytes
+            _view(payload, tensor.dtype, tensor.shape).copy_(tensor)
+            digest = payload_digest(payload[:size], "xxh3-128")
+            write_header(self.buffer.header, VERSION, index, digest, raw_bytes=size, encoded_bytes=size, codec="raw")
             tell(engines, TensorMessage(name, index, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
             await_done(engines)
         return time.perf_counter() - start
@@ -142,10 +152,10 @@ class TensorSlot:
         self._arena.close(free=True)
 
 
-def take_from_slot(memory: torch.Tensor, message: TensorMessage) -> torch.Tensor:
+def take_from_slot(buffer: BucketBuffer, message: TensorMessage) -> torch.Tensor:
     """The engine's end of `TensorSlot.publish`: the checked tensor, a view. Raises IntegrityError."""
-    tensor = _view(memory, TORCH_DTYPES[message.dtype], message.shape)
-    check_trailer(memory, tensor.nbytes, VERSION, message.index, "xxh3-128")
+    tensor = _view(buffer.payload, TORCH_DTYPES[message.dtype], message.shape)
+    check_bucket(buffer, tensor.nbytes, VERSION, message.index, "xxh3-128")
     return tensor
 
 

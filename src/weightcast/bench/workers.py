@@ -29,6 +29,7 @@ from weightcast.control.server.app import EngineServer
 from weightcast.engines.gate import Gate
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import PeerDiedError, WeightcastError
+from weightcast.format.bucket import HEADER_BYTES
 from weightcast.format.manifest import TensorSpec, decode
 from weightcast.process_group import join_store, serve_store
 from weightcast.transports.ipc.arena import MappedSharedArena
@@ -79,8 +80,8 @@ def serve_engine(job: Job, bench: BenchChannel) -> None:
             match command:
                 case SharedArena() if descriptor is not None:
                     with contextlib.closing(MappedSharedArena(command, descriptor)) as arena:
-                        memory = arena.buffers.get(0, 0, command.size_bytes)
-                        load_each(engine, bench, functools.partial(take_from_slot, memory))
+                        buffer = arena.buffers.get(0, 0, HEADER_BYTES, command.size_bytes - HEADER_BYTES)
+                        load_each(engine, bench, functools.partial(take_from_slot, buffer))
                 case JoinGroup():
                     store = join_store(job.settings.host, command.port, ANSWER_SECONDS)
                     group = BaselineGroup(job.settings, num_bytes, store, job.number + 1)

@@ -29,7 +29,7 @@ examples:
   weightcast verify file:///mnt/weights --engine http://127.0.0.1:8000
 
 A digest of each tensor's elements as they are stored is computed on both sides: an engine that casts to another dtype
-does not hold this checkpoint, and differs. In a store's newest version every bucket's trailer and digest is checked.
+does not hold this checkpoint, and differs. In a store's newest version every bucket's header and digest is checked.
 """
 
 ENGINE_TIMEOUT_SECONDS = 600.0

@@ -1,8 +1,8 @@
-"""Turns (manifest, bytes) into tensors and back: arenas, buffers, views, digests, trailers. No other file does.
+"""Turns (manifest, bytes) into tensors and back: arenas, buffers, views, digests, headers. No other file does.
 
-A bucket's buffer is one uint8 tensor: the payload, then a trailer of TRAILER_BYTES. Invariants: a view is made once
-for each buffer and kept; packing a bucket is a few calls however many tensors it holds; a payload is handed out only
-after `check_trailer` has accepted it. The formats are those of `docs/wire-format.md`.
+A bucket is a header of HEADER_BYTES and a payload, each a flat uint8 tensor. Invariants: a view is made once for each
+payload and kept; packing a bucket is a few calls however many tensors it holds; a payload is handed out only after
+`check_bucket` has accepted it. The formats are those of `docs/wire-format.md`.
 """
 
 from __future__ import annotations
@@ -12,65 +12,107 @@ import itertools
 import mmap
 import struct
 from collections.abc import Sequence
+from typing import TypeAlias
 
+import msgspec
 import torch
 import xxhash
 
 from weightcast.errors import IntegrityError
-from weightcast.format.geometry import Region, align, row_major
-from weightcast.format.manifest import ITEMSIZE_BYTES, DigestKind, Manifest, Piece, TensorRecord, WeightVersion
+from weightcast.format.codec import CODECS
+from weightcast.format.geometry import Region, row_major
+from weightcast.format.manifest import (
+    ITEMSIZE_BYTES,
+    PROTOCOL,
+    DigestKind,
+    Manifest,
+    Piece,
+    TensorRecord,
+    WeightVersion,
+)
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE_BYTES if hasattr(torch, name)}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
-TRAILER = struct.Struct("<8s16sQQQ16s")
-TRAILER_BYTES = TRAILER.size
-TRAILER_MAGIC = b"wcbuckt1"
 DIGEST_BYTES = 16
 DIGEST_BLOCK_BYTES = 256 << 10
 """`xxh3-128` of a payload is that of the digests of its blocks, which several processes can so share out."""
+
+HEADER_BYTES = 256
+"""As large as the alignment, so that a payload that lies behind its header is aligned."""
+_HEADER = struct.Struct("<8sII16sQQ8sQQ16s168s")
+_MAGIC = b"wcbucket"
+_RESERVED = bytes(168)
+_DIGEST = slice(72, 88)
 _SUM_COLUMNS = 4096
+
+Digest: TypeAlias = bytes | torch.Tensor
+"""Of a payload: 16 bytes; on a GPU two int64, which may still be being computed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class BucketBuffer:
+    """Memory of one bucket: flat uint8 tensors. The payload lies behind its header, unless an arena keeps them apart.
+
+    `payload` has at least the bytes of the bucket's raw payload.
+    """
+
+    header: torch.Tensor
+    payload: torch.Tensor
+
+    @classmethod
+    def of(cls, memory: torch.Tensor) -> BucketBuffer:
+        """A header, and a payload in what is left of a flat uint8 tensor."""
+        return cls(memory[:HEADER_BYTES], memory[HEADER_BYTES:])
+
+    def flat(self, num_bytes: int) -> torch.Tensor:
+        """The first `num_bytes` of header and payload as one tensor. The payload must lie behind its header."""
+        assert self.payload.data_ptr() == self.header.data_ptr() + HEADER_BYTES
+        return self.header.as_strided((num_bytes,), (1,))
 
 
 def slot_size_bytes(manifest: Manifest) -> int:
-    """Bytes of a buffer that can hold any bucket of the manifest with its trailer, aligned."""
-    return align(manifest.max_bucket_bytes + TRAILER_BYTES)
-
-
-def buffer_size_bytes(manifest: Manifest, index: int) -> int:
-    """Bytes of bucket `index` with its trailer, aligned."""
-    return align(manifest.buckets[index] + TRAILER_BYTES)
+    """Bytes of memory that can hold any bucket of the manifest, header and payload."""
+    return HEADER_BYTES + manifest.max_bucket_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """Where the buckets of a manifest lie in an arena: bucket k in slot `slots[k]`, from byte `offsets[k]`."""
+    """Where the buckets of a manifest lie in an arena: bucket k in slot `slots[k]`.
+
+    Its header begins at byte `headers[k]`, its payload of `sizes_bytes[k]` at `payloads[k]`.
+    """
 
     slots: tuple[int, ...]
-    offsets: tuple[int, ...]
+    headers: tuple[int, ...]
+    payloads: tuple[int, ...]
     sizes_bytes: tuple[int, ...]
 
     @property
     def size_bytes(self) -> int:
         """The arena that they need."""
-        return max((offset + size for offset, size in zip(self.offsets, self.sizes_bytes, strict=True)), default=0)
+        return max((start + size for start, size in zip(self.payloads, self.sizes_bytes, strict=True)), default=0)
 
 
 def place(manifest: Manifest, *, num_slots: int, staged: bool, adjoining: bool = False) -> ArenaLayout:
     """Staged: every bucket has a slot of its own. Streaming: bucket k goes into slot k % num_slots. Page-aligned.
 
-    `adjoining`, for what is staged: payloads lie end to end, so that a tensor that is cut over several is one piece of
-    memory. A trailer is where the next payload will be: it must have been checked before that is read.
+    A payload lies behind its header. With `adjoining`, for what is staged, all headers come first, and the payloads
+    lie end to end behind them, so that a tensor that is cut over several is one piece of memory.
     """
-    indices = range(len(manifest.buckets))
-    sizes = tuple(buffer_size_bytes(manifest, index) for index in indices)
+    sizes, num_buckets = manifest.buckets, len(manifest.buckets)
+    slots = tuple(range(num_buckets)) if staged else tuple(index % num_slots for index in range(num_buckets))
+    if staged and adjoining:
+        ends = itertools.accumulate(sizes, initial=pages(num_buckets * HEADER_BYTES))
+        headers = tuple(index * HEADER_BYTES for index in range(num_buckets))
+        return ArenaLayout(slots, headers, tuple(itertools.islice(ends, num_buckets)), sizes)
     if staged:
-        steps = map(align, manifest.buckets) if adjoining else map(pages, sizes)
-        starts = itertools.accumulate(steps, initial=0)
-        return ArenaLayout(tuple(indices), tuple(start for start, _ in zip(starts, sizes, strict=False)), sizes)
-    slots = tuple(index % num_slots for index in indices)
-    stride = pages(slot_size_bytes(manifest))
-    return ArenaLayout(slots, tuple(slot * stride for slot in slots), sizes)
+        ends = itertools.accumulate((pages(HEADER_BYTES + size) for size in sizes), initial=0)
+        headers = tuple(itertools.islice(ends, num_buckets))
+    else:
+        stride = pages(slot_size_bytes(manifest))
+        headers = tuple(slot * stride for slot in slots)
+    return ArenaLayout(slots, headers, tuple(start + HEADER_BYTES for start in headers), sizes)
 
 
 def pages(num_bytes: int) -> int:
@@ -79,22 +121,28 @@ def pages(num_bytes: int) -> int:
 
 
 class Buffers:
-    """Slices of an arena, one for each bucket index, made once."""
+    """Buffers in an arena, one for each bucket index, made once."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         self._whole = whole
-        self._slices: dict[int, tuple[int, int, torch.Tensor]] = {}
+        self._buffers: dict[int, tuple[tuple[int, int, int], BucketBuffer]] = {}
 
-    def get(self, index: int, offset_bytes: int, size_bytes: int) -> torch.Tensor:
-        known = self._slices.get(index)
-        if known is None or known[:2] != (offset_bytes, size_bytes):
-            known = offset_bytes, size_bytes, self._whole[offset_bytes : offset_bytes + size_bytes]
-            self._slices[index] = known
-        return known[2]
+    def get(self, index: int, header: int, payload: int, size_bytes: int) -> BucketBuffer:
+        """The buffer whose header begins at byte `header`, its payload of `size_bytes` at `payload`."""
+        known, where = self._buffers.get(index), (header, payload, size_bytes)
+        if known is None or known[0] != where:
+            whole = self._whole
+            buffer = BucketBuffer(whole[header : header + HEADER_BYTES], whole[payload : payload + size_bytes])
+            known = self._buffers[index] = where, buffer
+        return known[1]
+
+    def at(self, layout: ArenaLayout, index: int) -> BucketBuffer:
+        """The buffer of bucket `index` where a layout places it."""
+        return self.get(index, layout.headers[index], layout.payloads[index], layout.sizes_bytes[index])
 
     def forget_above(self, num_buckets: int) -> None:
-        """Drop the slices of indices that a new manifest does not have."""
-        self._slices = {index: known for index, known in self._slices.items() if index < num_buckets}
+        """Drop the buffers of indices that a new manifest does not have."""
+        self._buffers = {index: known for index, known in self._buffers.items() if index < num_buckets}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,27 +178,27 @@ class Layout:
             entries.sort(key=lambda e: e.piece.offset_bytes)
         self._views: list[tuple[torch.Tensor, list[torch.Tensor]] | None] = [None] * len(manifest.buckets)
 
-    def views(self, index: int, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """One view for each entry of bucket `index`, of its region's shape and dtype, into `buffer`.
+    def views(self, index: int, payload: torch.Tensor) -> list[torch.Tensor]:
+        """One view for each entry of bucket `index`, of its region's shape and dtype, into `payload`.
 
-        The views of the last buffer seen for a bucket are kept, so a transport that recycles its buffers (the same
+        The views of the last payload seen for a bucket are kept, so a transport that recycles its buffers (the same
         tensor objects) pays for them once.
         """
         cached = self._views[index]
-        if cached is not None and cached[0] is buffer:
+        if cached is not None and cached[0] is payload:
             return cached[1]
-        entries, payload = self.entries[index], buffer[: self.manifest.buckets[index]]
+        whole, entries, payload = payload, self.entries[index], payload[: self.manifest.buckets[index]]
         typed = {dtype: payload.view(TORCH_DTYPES[dtype]) for dtype in {entry.record.dtype for entry in entries}}
         views = []
         for entry in entries:
             dtype, sizes = entry.record.dtype, entry.piece.region.sizes
             offset = int(typed[dtype].storage_offset()) + entry.piece.offset_bytes // ITEMSIZE_BYTES[dtype]
             views.append(typed[dtype].as_strided(sizes, row_major(sizes), offset))
-        self._views[index] = (buffer, views)
+        self._views[index] = (whole, views)
         return views
 
     def forget_views(self) -> None:
-        """Drop every kept view, and with them the references to their buffers."""
+        """Drop every kept view, and with them the references to their payloads."""
         self._views = [None] * len(self._views)
 
 
@@ -163,7 +211,7 @@ def narrow(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 def payload_digest(payload: torch.Tensor, kind: DigestKind) -> bytes:
-    """The 16-byte digest of a contiguous uint8 payload whose length is a multiple of 8."""
+    """The 16-byte digest of a contiguous uint8 payload whose length is a multiple of 8. Waits for a GPU."""
     if kind == "xxh3-128":
         data, starts = payload.numpy().data, range(0, payload.numel(), DIGEST_BLOCK_BYTES)
         return blocks_digest(b"".join(xxhash.xxh3_128_digest(data[at : at + DIGEST_BLOCK_BYTES]) for at in starts))
@@ -173,6 +221,11 @@ def payload_digest(payload: torch.Tensor, kind: DigestKind) -> bytes:
 def blocks_digest(digests: bytes | memoryview) -> bytes:
     """The digest of a payload whose blocks have these digests of DIGEST_BYTES, in order."""
     return xxhash.xxh3_128_digest(digests)
+
+
+def queued_digest(payload: torch.Tensor, kind: DigestKind) -> Digest:
+    """As `payload_digest`, but on a GPU, where `kind` is `sum-64x2`, only queued on the current stream."""
+    return device_sums(payload) if payload.is_cuda else payload_digest(payload, kind)
 
 
 def device_sums(payload: torch.Tensor) -> torch.Tensor:
@@ -197,58 +250,136 @@ def _matrix_sums(matrix: torch.Tensor, first: int) -> torch.Tensor:
     return torch.stack([by_column.sum(), (by_column * columns).sum() + (by_row * rows).sum()])
 
 
-def write_trailer(
-    buffer: torch.Tensor, num_bytes: int, version: WeightVersion, index: int, kind: DigestKind
-) -> bytes | torch.Tensor:
-    """Digest the payload and write the trailer behind it; on a GPU both are only queued."""
-    if buffer.is_cuda:
-        put_trailer(buffer, num_bytes, version, index, bytes(DIGEST_BYTES))
-        end = num_bytes + TRAILER_BYTES
-        sums = device_sums(buffer[:num_bytes])
-        buffer[end - DIGEST_BYTES : end].view(torch.int64).copy_(sums)
-        return sums
-    digest = payload_digest(buffer[:num_bytes], kind)
-    put_trailer(buffer, num_bytes, version, index, digest)
-    return digest
+class BucketHeader(msgspec.Struct, frozen=True):
+    """The fields of a header, in order. `raw_bytes`, `encoded_bytes`: of the payload, before and after its codec.
 
-
-def put_trailer(buffer: torch.Tensor, num_bytes: int, version: WeightVersion, index: int, digest: bytes) -> None:
-    data = TRAILER.pack(TRAILER_MAGIC, bytes.fromhex(version.run), version.number, index, num_bytes, digest)
-    trailer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    if buffer.is_cuda:
-        trailer = trailer.pin_memory()
-    buffer[num_bytes : num_bytes + TRAILER_BYTES].copy_(trailer, non_blocking=True)
-
-
-def check_trailer(buffer: torch.Tensor, num_bytes: int, version: WeightVersion, index: int, kind: DigestKind) -> bytes:
-    """Prove that `buffer` holds bucket `index` of `version`, unharmed; return its digest.
-
-    Raises IntegrityError, which says what was found and what was expected.
+    `digest`: of the encoded payload. `origin`: which of the memories that bytes leave from; there is only 0.
     """
-    if buffer.numel() < num_bytes + TRAILER_BYTES:
+
+    magic: bytes
+    protocol: int
+    origin: int
+    run: bytes
+    version: int
+    index: int
+    codec: bytes
+    raw_bytes: int
+    encoded_bytes: int
+    digest: bytes
+    reserved: bytes = _RESERVED
+
+    @property
+    def codec_name(self) -> str:
+        return self.codec.rstrip(b"\0").decode("ascii", "backslashreplace")
+
+
+def write_header(
+    header: torch.Tensor,
+    version: WeightVersion,
+    index: int,
+    digest: Digest,
+    *,
+    raw_bytes: int,
+    encoded_bytes: int,
+    codec: str,
+) -> None:
+    """Write the header of a bucket whose encoded payload has this digest; on a GPU this is only queued."""
+    data = _HEADER.pack(
+        _MAGIC,
+        PROTOCOL,
+        0,
+        bytes.fromhex(version.run),
+        version.number,
+        index,
+        codec.encode("ascii"),
+        raw_bytes,
+        encoded_bytes,
+        digest if isinstance(digest, bytes) else b"",
+        _RESERVED,
+    )
+    if header.is_cuda:
+        header.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).pin_memory(), non_blocking=True)
+    else:
+        header.numpy().data[:] = data
+    if isinstance(digest, torch.Tensor):
+        header[_DIGEST].view(torch.int64).copy_(digest)
+
+
+def header_digest(header: torch.Tensor) -> bytes:
+    """The digest that a written header names."""
+    return bytes(header[_DIGEST].cpu().numpy())
+
+
+def check_bucket(
+    buffer: BucketBuffer, num_bytes: int, version: WeightVersion, index: int, kind: DigestKind
+) -> BucketHeader:
+    """Prove that `buffer` holds bucket `index` of `version`, unharmed; return its header. Waits for a GPU.
+
+    `num_bytes`: of the raw payload, by the plan. Raises IntegrityError, which names what was found and expected.
+    """
+    if buffer.header.numel() < HEADER_BYTES:
         raise IntegrityError(
-            f"bucket {index}: {buffer.numel()} bytes arrived, {num_bytes + TRAILER_BYTES} were expected"
+            f"bucket {index}: {buffer.header.numel()} bytes arrived, a header of {HEADER_BYTES} was expected"
         )
-    raw = bytes(buffer[num_bytes : num_bytes + TRAILER_BYTES].cpu().numpy())
-    magic, run, number, found_index, length, digest = TRAILER.unpack(raw)
-    found = (magic, run.hex(), number, found_index, length)
-    expected = (TRAILER_MAGIC, version.run, version.number, index, num_bytes)
+    found = BucketHeader(*_HEADER.unpack_from(buffer.header.cpu().numpy().data))
+    codec = found.codec_name
+    encoded_bytes = num_bytes if codec == "raw" else min(found.encoded_bytes // 8 * 8, num_bytes)
+    expected = BucketHeader(
+        _MAGIC,
+        PROTOCOL,
+        0,
+        bytes.fromhex(version.run),
+        version.number,
+        index,
+        found.codec if codec in CODECS else b"raw".ljust(8, b"\0"),
+        num_bytes,
+        encoded_bytes,
+        found.digest,
+    )
     if found != expected:
-        said, wanted = (
-            f"{magic!r} run {run[:8]} version {number} bucket {index} of {length} bytes"
-            for magic, run, number, index, length in (found, expected)
-        )
-        raise IntegrityError(f"bucket {index}: its trailer says {said}, expected {wanted}")
-    actual = payload_digest(buffer[:num_bytes], kind)
-    if actual != digest:
+        raise IntegrityError(f"bucket {index}: its header says {_differing(found, expected)}")
+    if buffer.payload.numel() < encoded_bytes:
         raise IntegrityError(
-            f"bucket {index}: the {kind} of its {num_bytes} bytes is {actual.hex()}, its trailer says {digest.hex()}: "
-            "bytes were changed on the way; publish again"
+            f"bucket {index}: {buffer.payload.numel()} bytes arrived behind its header, {encoded_bytes} were expected"
         )
-    return actual
+    actual = payload_digest(buffer.payload[:encoded_bytes], kind)
+    if actual != found.digest:
+        raise IntegrityError(
+            f"bucket {index}: the {kind} of its {encoded_bytes} bytes is {actual.hex()}, its header says "
+            f"{found.digest.hex()}: bytes were changed on the way; publish again"
+        )
+    return found
 
 
-def root_digest(manifest_digest: str, digests: Sequence[bytes | torch.Tensor]) -> str:
+def decoded(buffer: BucketBuffer, header: BucketHeader) -> torch.Tensor:
+    """The raw payload of a bucket that `check_bucket` has accepted; of codec raw it is the buffer's own."""
+    codec = CODECS[header.codec_name]
+    return codec.decode(header.index, buffer.payload, header.encoded_bytes, header.raw_bytes)
+
+
+def _differing(found: BucketHeader, expected: BucketHeader) -> str:
+    """The fields that differ, as found and as expected. Without the magic no other field means anything."""
+    fields = [name for name in found.__struct_fields__ if getattr(found, name) != getattr(expected, name)]
+    fields = fields[:1] if fields[0] == "magic" else fields
+    said, wanted = (", ".join(_shown(header, field) for field in fields) for header in (found, expected))
+    what = f"{said}, expected {wanted}"
+    return f"{what}: update one end" if fields[0] in ("magic", "protocol") else what
+
+
+def _shown(header: BucketHeader, field: str) -> str:
+    value = getattr(header, field)
+    match field:
+        case "run":
+            return f"run {value.hex()}"
+        case "reserved":
+            return "reserved bytes that are zero" if value == _RESERVED else "reserved bytes that are not zero"
+        case "codec" | "magic":
+            return f"{field} {value.rstrip(bytes(1))!r}"
+        case _:
+            return f"{field.replace('_bytes', ' length')} {value}"
+
+
+def root_digest(manifest_digest: str, digests: Sequence[Digest]) -> str:
     """The digest of a whole update in hex: xxh3-128 of the manifest's digest and every bucket's, in order."""
     parts = (d if isinstance(d, bytes) else d.cpu().numpy().tobytes() for d in digests)
     return xxhash.xxh3_128_hexdigest(bytes.fromhex(manifest_digest) + b"".join(parts))

@@ -18,7 +18,7 @@ import msgspec
 from weightcast.errors import malformed
 from weightcast.format.geometry import ALIGNMENT_BYTES, Region, check_tiling, is_inside
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 MAX_MESSAGE_BYTES = 256 << 20
 MAX_TENSORS = 1 << 20
@@ -118,7 +118,7 @@ class TensorRecord(TensorSpec, frozen=True, omit_defaults=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """All tensors of an update and the plan of its buckets (`buckets[i]`: payload bytes of bucket i, no trailer).
+    """All tensors of an update and the plan of its buckets (`buckets[i]`: raw payload bytes of bucket i).
 
     A manifest says nothing of version or run: publishing the same model again repeats it, so that a peer that knows
     its `digest()` need not be sent it again.
@@ -131,7 +131,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of tensor data, without padding and trailers."""
+        """Bytes of tensor data, without padding and headers."""
         return sum(t.num_bytes for t in self.tensors)
 
     @property

@@ -440,7 +440,10 @@ class LinkListener:
     def _take(self, link: Link, message: LinkMessage) -> None:
         if isinstance(message, Hello):
             if message.protocol != PROTOCOL or message.run != self.run or link.engine:
-                raise ManifestError(f"a hello of protocol {message.protocol} for run {message.run[:8]}")
+                raise ManifestError(
+                    f"a hello of protocol {message.protocol} for run {message.run[:8]}, expected one hello of protocol "
+                    f"{PROTOCOL} for run {self.run[:8]}"
+                )
             if not hmac.compare_digest(message.secret, self.secret):
                 raise ManifestError("a hello with a wrong secret")
             key = message.engine, message.engine_rank

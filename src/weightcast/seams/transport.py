@@ -4,7 +4,7 @@ One update. P: the publisher, on the trainer. W: a worker, in the engine's proce
 
     W  Receiver.open(...)                when the version is offered
     P  Sender.open(...)                  waits until the peers' receivers are there
-    P  for each bucket k                 Sender.buffer(k), fill, Sender.send(k), which says what comes next
+    P  for each bucket k                 Sender.buffer(k), fill, encode, Sender.send(k, n), which says what comes next
     W                                    next(Receiver) -> Bucket k
     W  Receiver.end()                    when it has installed the version, or given it up
     P  VersionedSender.commit()          if an engine has installed it, or there are none; else Sender.abort(reason)
@@ -22,15 +22,16 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from weightcast.errors import WeightcastError
+from weightcast.format.bucket import BucketBuffer
 from weightcast.format.manifest import Manifest, WeightVersion
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bucket:
-    """`buffer` is a flat uint8 tensor, the payload and its trailer (see `bucket.check_trailer`)."""
+    """A header and a payload that have arrived, unchecked (see `bucket.check_bucket`)."""
 
     index: int
-    buffer: torch.Tensor
+    buffer: BucketBuffer
 
 
 class Sender(Protocol):
@@ -48,16 +49,17 @@ class Sender(Protocol):
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
         """Begin an update for these peers. Raises InsufficientMemoryError before any byte moves."""
 
-    def buffer(self, index: int) -> torch.Tensor:
-        """Where bucket `index` is to be packed: `slot_size_bytes(manifest)` bytes, or just enough for this bucket.
+    def buffer(self, index: int) -> BucketBuffer:
+        """Where bucket `index` is to be packed: room for its header and its raw payload, or for any bucket's.
 
-        Waits until every living peer has released it. While the manifest stays, an index has the same tensor object.
+        Waits until every living peer has released it. While the manifest stays, an index has the same object.
         """
 
-    def send(self, index: int) -> int:
-        """Tell the peers that the bucket in `buffer(index)` is whole. A peer's failure is noted, not raised.
+    def send(self, index: int, num_bytes: int) -> int:
+        """Send the first `num_bytes` of `buffer(index)`, header and encoded payload. A peer's failure is only noted.
 
-        Returns the bucket to send next: index + 1, or an earlier one again (same bytes) if others lost it with a peer.
+        Raises ValueError for a length that can't be sent. Returns the bucket to send next: index + 1, or an earlier
+        one again (same bytes) if others lost it with a peer.
         """
 
     def connected(self, peers: Sequence[str]) -> Sequence[str]:
@@ -77,7 +79,7 @@ class Receiver(Protocol):
         """Prepare for an update. Does not wait for the sender."""
 
     def __iter__(self) -> Iterator[Bucket]:
-        """Every bucket in order, once, valid until the next is asked for; when staged, its payload until `end`.
+        """Every bucket in order, once, valid until the next is asked for; when staged, until `end`.
 
         Raises PeerDiedError, PeerTimeoutError or UpdateAbortedError.
         """

@@ -21,7 +21,6 @@ from weightcast.format.geometry import is_run, row_major, start_elements
 from weightcast.format.manifest import Manifest, TensorRecord, TensorSpec
 from weightcast.host import memory as host_memory
 from weightcast.seams.engine import Casting, Engine, RegionLoader, Undoable, Validating
-from weightcast.seams.transport import Bucket
 
 Named = tuple[str, torch.Tensor]
 
@@ -65,22 +64,22 @@ class LoadPlan:
                     load.partial.append((position, entry))
                     self._num_partial[entry.record.load_group] += 1
 
-    def load_all(self, buckets: Sequence[Bucket]) -> None:
-        """Staged: one call of `load` with everything, then the regions of what was cut."""
+    def load_all(self, payloads: Sequence[torch.Tensor]) -> None:
+        """Staged: one call of `load` with everything, then the regions of what was cut. `payloads[k]`: of bucket k."""
         parts = self.assembly(keeps_views=True)
-        complete = (self._complete(bucket, parts) for bucket in buckets)
+        complete = (self._complete(index, payload, parts) for index, payload in enumerate(payloads))
         self.engine.load(itertools.chain(*complete, self._empty()))
-        for bucket in buckets:
-            self._load_regions(bucket)
+        for index, payload in enumerate(payloads):
+            self._load_regions(index, payload)
 
     def assembly(self, *, keeps_views: bool = False) -> Assembly:
         """What `load_bucket` carries from bucket to bucket of one update. `keeps_views`: the buckets stay."""
         return Assembly(self._num_partial, keeps_views=keeps_views)
 
-    def load_bucket(self, bucket: Bucket, parts: Assembly) -> None:
+    def load_bucket(self, index: int, payload: torch.Tensor, parts: Assembly) -> None:
         """Streaming: load what this bucket completes; `parts` carries what is cut over to the next."""
-        self._load(self._complete(bucket, parts))
-        self._load_regions(bucket)
+        self._load(self._complete(index, payload, parts))
+        self._load_regions(index, payload)
 
     def load_end(self) -> None:
         """Streaming, after the last bucket: tensors without elements."""
@@ -91,9 +90,9 @@ class LoadPlan:
         if named:
             self.engine.load(named)
 
-    def _complete(self, bucket: Bucket, parts: Assembly) -> Iterator[Named]:
+    def _complete(self, index: int, payload: torch.Tensor, parts: Assembly) -> Iterator[Named]:
         """Every tensor that is whole with this bucket, with its load group."""
-        load, views = self._loads[bucket.index], self.layout.views(bucket.index, bucket.buffer)
+        load, views = self._loads[index], self.layout.views(index, payload)
         yield from zip(load.names, map(views.__getitem__, load.positions), strict=True)
         for position, entry in load.partial:
             for record, tensor in parts.add(entry, views[position]):
@@ -105,12 +104,12 @@ class LoadPlan:
             tensor = torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype])
             yield from ((name, tensor) for name in self._names(record))
 
-    def _load_regions(self, bucket: Bucket) -> None:
-        regions = self._loads[bucket.index].regions
+    def _load_regions(self, index: int, payload: torch.Tensor) -> None:
+        regions = self._loads[index].regions
         if not regions:
             return
         assert isinstance(self.engine, RegionLoader)
-        views = self.layout.views(bucket.index, bucket.buffer)
+        views = self.layout.views(index, payload)
         for name, position, entry in regions:
             self.engine.load_region(name, entry.piece.region, views[position])
 

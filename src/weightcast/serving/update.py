@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import torch
+
 from weightcast.engines.gate import Gate
 from weightcast.errors import (
     IncompleteUpdateError,
@@ -23,7 +25,7 @@ from weightcast.errors import (
     WeightcastError,
     detached,
 )
-from weightcast.format.bucket import check_trailer, root_digest
+from weightcast.format.bucket import BucketHeader, check_bucket, decoded, root_digest
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Offer, Seal
 from weightcast.host.closing import on_failure
@@ -78,7 +80,7 @@ class Update:
         self._former: tuple[WeightVersion | None, str] = (None, "")
         self._restore: Callable[[], None] | None = None
         self._touched = False
-        self._buckets: list[Bucket] = []
+        self._payloads: list[torch.Tensor] = []
         self._root = ""
         # Held while the engine is being written, so that an abort waits for it.
         self._writing = threading.Lock()
@@ -119,14 +121,16 @@ class Update:
         digests: list[bytes] = []
         parts = self._load_plan.assembly() if self._streaming else None
         # An abort may come while this thread holds a bucket, and have released the others already.
-        with on_failure(self._buckets.clear):
+        with on_failure(self._payloads.clear):
             for bucket in self._receiver:
-                digests.append(self._check(bucket, len(digests)))
+                header = self._check(bucket, len(digests))
+                digests.append(header.digest)
+                payload = decoded(bucket.buffer, header)
                 if parts is None:
-                    self._buckets.append(bucket)
+                    self._payloads.append(payload)
                 else:
                     with self._loading():
-                        self._load_plan.load_bucket(bucket, parts)
+                        self._load_plan.load_bucket(header.index, payload, parts)
             if len(digests) != self.num_buckets:
                 raise IncompleteUpdateError(f"{len(digests)} of {self.num_buckets} buckets arrived")
             if self._streaming:
@@ -136,17 +140,17 @@ class Update:
         self._move(State.RECEIVING, State.RECEIVED)
         return self._root
 
-    def _check(self, bucket: Bucket, index: int) -> bytes:
+    def _check(self, bucket: Bucket, index: int) -> BucketHeader:
         if bucket.index != index or index >= self.num_buckets:
             raise IntegrityError(f"bucket {bucket.index} arrived, bucket {index} was expected")
         num_bytes, kind = self._manifest.buckets[index], self._manifest.digest_kind
         try:
-            return check_trailer(bucket.buffer, num_bytes, self.version, index, kind)
+            return check_bucket(bucket.buffer, num_bytes, self.version, index, kind)
         except IntegrityError:
             # A loader that writes into the tensors it is given may have spoilt this process's view of the bucket.
             if not self._receiver.reread(bucket):
                 raise
-        return check_trailer(bucket.buffer, num_bytes, self.version, index, kind)
+        return check_bucket(bucket.buffer, num_bytes, self.version, index, kind)
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
@@ -202,7 +206,7 @@ class Update:
                 try:
                     self._touch()
                     if not self._streaming:
-                        self._load_plan.load_all(self._buckets)
+                        self._load_plan.load_all(self._payloads)
                     self._engine.commit(self.version)
                 except BaseException as exc:
                     # No error that is raised is kept: its frames would keep views of the transport's memory alive.
@@ -273,7 +277,7 @@ class Update:
         return False
 
     def _release(self) -> None:
-        self._buckets.clear()
+        self._payloads.clear()
         if self.state is not State.INSTALLED or not self._settles:
             self._restore = None
         try:

@@ -122,7 +122,9 @@ class Worker:
         Raises UnsupportedError (protocol, transport), EngineBusyError if another run holds it and `takeover` is off.
         """
         if info.protocol != PROTOCOL:
-            raise UnsupportedError(f"the publisher speaks protocol {info.protocol}, this engine {PROTOCOL}")
+            raise UnsupportedError(
+                f"the publisher speaks protocol {info.protocol}, this engine speaks {PROTOCOL}: update one end"
+            )
         try:
             registry.transport(info.transport)
         except (ValueError, ImportError) as exc:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from weightcast.errors import InsufficientMemoryError, IntegrityError
-from weightcast.format.bucket import TRAILER_BYTES
+from weightcast.format.bucket import HEADER_BYTES
 from weightcast.format.manifest import Manifest
 from weightcast.host.closing import on_failure
 
@@ -136,7 +136,7 @@ class FileLayout:
         self.offsets: list[int] = []
         for index, size in enumerate(manifest.buckets):
             self.offsets.append(self.sizes_bytes[index % num_files])
-            end = self.offsets[-1] + size + TRAILER_BYTES
+            end = self.offsets[-1] + HEADER_BYTES + size
             self.sizes_bytes[index % num_files] = -(-end // PLACE_BYTES) * PLACE_BYTES
 
     def at(self, index: int) -> tuple[int, int]:
@@ -214,17 +214,21 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def read_at(descriptor: int, data: memoryview, offset: int, path: Path) -> None:
-    """Fill `data`. Raises IntegrityError if the file ends before, or can't be read."""
-    start, size = offset, len(data)
+def read_at(descriptor: int, parts: Sequence[memoryview], offset: int, path: Path) -> None:
+    """Fill `parts`, one after the other. Raises IntegrityError if the file ends before, or can't be read."""
+    left, end = list(parts), offset + sum(map(len, parts))
     try:
-        while data:
-            num_bytes = os.preadv(descriptor, [data], offset)
+        while left:
+            num_bytes = os.preadv(descriptor, left, offset)
             if not num_bytes:
                 raise IntegrityError(
-                    f"{path} ends after {offset} bytes, {start + size} were expected: it was cut short; publish again"
+                    f"{path} ends after {offset} bytes, {end} were expected: it was cut short; publish again"
                 )
-            data, offset = data[num_bytes:], offset + num_bytes
+            offset += num_bytes
+            while left and num_bytes >= len(left[0]):
+                num_bytes -= len(left.pop(0))
+            if num_bytes:
+                left[0] = left[0][num_bytes:]
     except OSError as exc:
         raise IntegrityError(f"{path} can't be read from byte {offset} on: {exc.strerror}") from exc
 

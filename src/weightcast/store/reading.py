@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from weightcast.errors import ClosedError, IntegrityError
-from weightcast.format.bucket import TRAILER_BYTES, check_trailer, root_digest, slot_size_bytes
+from weightcast.format.bucket import BucketBuffer, check_bucket, decoded, root_digest, slot_size_bytes
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, Manifest, WeightVersion
 from weightcast.host.closing import on_failure
 from weightcast.host.deadline import Deadline
@@ -173,23 +173,24 @@ class PinnedVersion:
                 with files.must_read(path):
                     self._descriptors.append(files.open_file(path, os.O_RDONLY))
 
-    def read(self, index: int, buffer: torch.Tensor) -> None:
-        """Read bucket `index` with its trailer into the beginning of `buffer`, unchecked. Raises IntegrityError."""
+    def read(self, index: int, buffer: BucketBuffer) -> None:
+        """Read header and payload of bucket `index` into `buffer`, unchecked. Raises IntegrityError."""
         file, offset = self._layout.at(index)
-        size = self.manifest.buckets[index] + TRAILER_BYTES
-        files.read_at(self._descriptors[file], buffer.numpy().data[:size], offset, self._paths[file])
+        payload = buffer.payload.numpy().data[: self.manifest.buckets[index]]
+        files.read_at(self._descriptors[file], (buffer.header.numpy().data, payload), offset, self._paths[file])
 
-    def read_checked(self, index: int, buffer: torch.Tensor) -> bytes:
-        """Read bucket `index` and check its trailer and digest, which is returned. Raises IntegrityError."""
+    def read_checked(self, index: int, buffer: BucketBuffer) -> tuple[torch.Tensor, bytes]:
+        """Read, check and decode bucket `index`: its payload and digest. Raises IntegrityError."""
         self.read(index, buffer)
         num_bytes, kind = self.manifest.buckets[index], self.manifest.digest_kind
-        return check_trailer(buffer, num_bytes, self.stored.version, index, kind)
+        header = check_bucket(buffer, num_bytes, self.stored.version, index, kind)
+        return decoded(buffer, header), header.digest
 
     def check(self, step: Callable[[int], None]) -> None:
         """Read and check everything in the memory of one bucket; `step` gets the bytes of each. IntegrityError."""
-        buffer, digests = torch.empty(slot_size_bytes(self.manifest), dtype=torch.uint8), []
+        buffer, digests = BucketBuffer.of(torch.empty(slot_size_bytes(self.manifest), dtype=torch.uint8)), []
         for index, num_bytes in enumerate(self.manifest.buckets):
-            digests.append(self.read_checked(index, buffer))
+            digests.append(self.read_checked(index, buffer)[1])
             step(num_bytes)
         self.check_root(digests)
 

@@ -14,11 +14,11 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from weightcast.errors import IntegrityError, ManifestError
-from weightcast.format.manifest import MAX_BUCKETS, RunId, VersionNumber, WeightVersion, decode, encode
+from weightcast.format.manifest import MAX_BUCKETS, PROTOCOL, RunId, VersionNumber, WeightVersion, decode, encode
 from weightcast.format.messages import Digest128, Digest256
 from weightcast.store.files import MAX_STORED_SLOTS, read_file
 
-FORMAT = "weightcast-store-1"
+FORMAT = f"weightcast-store-{PROTOCOL}"
 MAX_RECORD_BYTES = 64 << 10
 MAX_REASON_CHARACTERS = 2000
 _REMEDY = "close the publishers, remove this file, and publish again: the next version is the newest then"
@@ -117,8 +117,8 @@ def unseal(data: bytes, kind: type[R], path: Path) -> R:
         raise IntegrityError(f"{path} is not a record of a weightcast store: {exc}; {_REMEDY}") from exc
     if record.format != FORMAT:
         raise IntegrityError(
-            f"{path} says it is {record.format!r}, expected {FORMAT!r}: of another program or version; use that one, "
-            "or another directory"
+            f"{path} says it is {record.format!r}, expected {FORMAT!r}: another program or protocol wrote this store; "
+            "read it with that one, and publish into an empty directory"
         )
     if record.digest != _digest(record):
         raise IntegrityError(f"{path} was changed: its digest does not fit; {_REMEDY}")

@@ -177,7 +177,7 @@ class StoreWriter:
             self._attempt = _Attempt(version, digest, layout, slot)
 
     def write(self, index: int, data: memoryview) -> None:
-        """Write bucket `index` with its trailer. Raises InsufficientMemoryError, OSError."""
+        """Write header and payload of bucket `index`. Raises InsufficientMemoryError, OSError."""
         attempt = self._attempt
         assert attempt is not None
         file, offset = attempt.layout.at(index)

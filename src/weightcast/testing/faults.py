@@ -11,9 +11,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-import torch
-
 from weightcast.errors import WeightcastError
+from weightcast.format.bucket import HEADER_BYTES, BucketBuffer
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.seams.transport import Bucket, Receiver, Sender, Transport
 
@@ -26,19 +25,22 @@ class Fault:
 
     at: int
 
-    def strike(self, buffer: torch.Tensor) -> None:
+    def strike(self, buffer: BucketBuffer) -> None:
         """Called with the bucket's bytes before it goes on. Drop, Duplicate and Reorder leave them as they are."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Corrupt(Fault):
-    """One bit of the bucket is turned over."""
+    """One bit of the bucket is turned over. `byte` counts from the beginning of its header on."""
 
     byte: int = 0
     bit: int = 0
 
-    def strike(self, buffer: torch.Tensor) -> None:
-        buffer[self.byte] ^= 1 << self.bit
+    def strike(self, buffer: BucketBuffer) -> None:
+        part, byte = (buffer.header, self.byte)
+        if byte >= HEADER_BYTES:
+            part, byte = buffer.payload, byte - HEADER_BYTES
+        part[byte] ^= 1 << self.bit
 
 
 class Drop(Fault):
@@ -60,7 +62,7 @@ class Stall(Fault):
     until: threading.Event
     deadline_seconds: float = 60.0
 
-    def strike(self, buffer: torch.Tensor) -> None:
+    def strike(self, buffer: BucketBuffer) -> None:
         self.until.wait(self.deadline_seconds)
 
 
@@ -70,7 +72,7 @@ class Kill(Fault):
 
     action: Callable[[], object]
 
-    def strike(self, buffer: torch.Tensor) -> None:
+    def strike(self, buffer: BucketBuffer) -> None:
         self.action()
 
 
@@ -84,8 +86,8 @@ class FaultySender:
         self.inner = inner
         self.fault = fault
         self.address = inner.address
-        self._buffers: dict[int, torch.Tensor] = {}
-        self._before: dict[int, torch.Tensor] = {}
+        self._buffers: dict[int, BucketBuffer] = {}
+        self._before: dict[int, BucketBuffer] = {}
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]:
@@ -96,24 +98,25 @@ class FaultySender:
         self._before.clear()
         self.inner.open(manifest, version, peers=peers, staged=staged)
 
-    def buffer(self, index: int) -> torch.Tensor:
+    def buffer(self, index: int) -> BucketBuffer:
         self._buffers[index] = buffer = self.inner.buffer(index)
         if isinstance(self.fault, Drop) and self.fault.at == index:
-            self._before[index] = buffer.clone()
+            self._before[index] = _clone(buffer)
         return buffer
 
-    def send(self, index: int) -> int:
+    def send(self, index: int, num_bytes: int) -> int:
         fault = self.fault
         if isinstance(fault, Duplicate) and index == fault.at:
-            self._before[index] = self._buffers[index].clone()
+            self._before[index] = _clone(self._buffers[index])
         if fault is not None and index == fault.at + isinstance(fault, Duplicate):
             self.fault, buffer = None, self._buffers[index]
             fault.strike(buffer)
             if isinstance(fault, (Drop, Duplicate)):
                 came = self._before[fault.at]
-                num_bytes = min(came.numel(), buffer.numel())
-                buffer[:num_bytes] = came[:num_bytes]
-        return self.inner.send(index)
+                num_payload_bytes = min(came.payload.numel(), buffer.payload.numel())
+                buffer.header.copy_(came.header)
+                buffer.payload[:num_payload_bytes] = came.payload[:num_payload_bytes]
+        return self.inner.send(index, num_bytes)
 
     def connected(self, peers: Sequence[str]) -> Sequence[str]:
         return self.inner.connected(peers)
@@ -150,7 +153,7 @@ class FaultyReceiver:
             else:
                 self.fault = None
                 if isinstance(fault, (Corrupt, Reorder)):  # a copy, for what another bucket's turn must not take away
-                    bucket = Bucket(bucket.index, bucket.buffer.clone())
+                    bucket = Bucket(bucket.index, _clone(bucket.buffer))
                 fault.strike(bucket.buffer)
                 if isinstance(fault, Reorder):
                     held = bucket
@@ -198,3 +201,7 @@ class FaultyTransport:
         inner = self._inner.receiver(url.removeprefix(f"{SCHEME}://"), peer=peer, **options)
         self.receivers[peer] = FaultyReceiver(inner, self.receiver_faults.pop(peer, None))
         return self.receivers[peer]
+
+
+def _clone(buffer: BucketBuffer) -> BucketBuffer:
+    return BucketBuffer(buffer.header.clone(), buffer.payload.clone())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from weightcast.format.bucket import Layout, slot_size_bytes
+from weightcast.format.bucket import Layout
 from weightcast.format.geometry import check_tiling
 from weightcast.format.plan import plan
 from weightcast.seams.source import Source
@@ -66,8 +66,8 @@ class SourceContract(OverPayloads):
         packer = Packer(Layout(manifest), tiling(source.specs(), source.regions()))
         packed = []
         for index, num_bytes in enumerate(manifest.buckets):
-            buffer = torch.zeros(slot_size_bytes(manifest), dtype=torch.uint8)
-            packer.pack(index, buffer, version(1))
-            packed.append(raw_bytes(buffer[:num_bytes]))
+            payload_bytes = torch.zeros(num_bytes, dtype=torch.uint8)
+            packer.fill(index, payload_bytes, version(1))
+            packed.append(raw_bytes(payload_bytes))
         expected = payload.expected()
         assert unpack(manifest, packed) == {name: expected[name] for r in manifest.tensors for name in r.names}

@@ -12,7 +12,6 @@ from weightcast.testing.transport_kit import (
     Background,
     Reader,
     check,
-    check_payload,
     numbered,
     read_all,
     send,
@@ -68,7 +67,7 @@ class TransportContract(VersionedTransportContract):
             goes_on.end()
         assert failed(sender) == {"stalls": PeerTimeoutError}
         for bucket in held:
-            check_payload(bucket, manifest, 1)
+            check(bucket, manifest, 1)
 
     def test_a_receiver_that_goes_is_named_and_stops_nobody(self, staged: bool) -> None:
         sender, manifest = self.sender(), numbered(6)
@@ -148,7 +147,7 @@ class TransportContract(VersionedTransportContract):
         held = read_all(old, manifest, 1)
         self.update(sender, {"a": self.receiver(sender)}, manifest, 2, True)
         for bucket in held:
-            check_payload(bucket, manifest, 1)
+            check(bucket, manifest, 1)
         with pytest.raises(PeerDiedError):
             self.fail_to_begin(old, manifest, 2, staged=True)
 
@@ -202,6 +201,6 @@ class TransportContract(VersionedTransportContract):
         else:
             # A receiver may hand out what it has whole in memory of its own, and nothing less.
             assert num_sent == len(manifest.buckets)
-        check_payload(held, manifest, 1)
+        check(held, manifest, 1)
         with pytest.raises(PeerDiedError):
             self.fail_to_begin(receiver, manifest, 2, staged=True)

@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
-import torch
 
 from weightcast.errors import IntegrityError
-from weightcast.format.bucket import Layout, check_trailer, write_trailer
-from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
+from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Layout, check_bucket, queued_digest, write_header
+from weightcast.format.codec import RAW
+from weightcast.format.manifest import DigestKind, Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host.closing import on_failure
 from weightcast.seams.transport import Bucket, Receiver, Sender
 from weightcast.testing.payloads import DTYPES, Payload, region_slices
-from weightcast.trainer.packer import Packer
+from weightcast.trainer.packer import Fill, Packer, pack
 
 RUN, OTHER_RUN = "5e" * 16, "a7" * 16
 PATIENCE_SECONDS = 60.0
@@ -39,14 +39,21 @@ def value_of(number: int, index: int) -> int:
     return (number * 37 + index * 11 + 1) % 251
 
 
-def send(sender: Sender, manifest: Manifest, number: int, index: int) -> torch.Tensor:
+def write_raw_header(buffer: BucketBuffer, raw_bytes: int, version: WeightVersion, index: int, kind: DigestKind) -> int:
+    """Write the header of a payload that is in its place already; return how many bytes are to be sent."""
+    digest = queued_digest(buffer.payload[:raw_bytes], kind)
+    write_header(buffer.header, version, index, digest, raw_bytes=raw_bytes, encoded_bytes=raw_bytes, codec="raw")
+    return HEADER_BYTES + raw_bytes
+
+
+def send(sender: Sender, manifest: Manifest, number: int, index: int) -> BucketBuffer:
     """Send up to and with bucket `index`, again if the sender asks for earlier ones; return its buffer."""
     position = index
     while position <= index:
         buffer, size = sender.buffer(position), manifest.buckets[position]
-        buffer[:size].fill_(value_of(number, position))
-        write_trailer(buffer, size, version(number), position, manifest.digest_kind)
-        position = sender.send(position)
+        buffer.payload[:size].fill_(value_of(number, position))
+        num_bytes = write_raw_header(buffer, size, version(number), position, manifest.digest_kind)
+        position = sender.send(position, num_bytes)
     return buffer
 
 
@@ -59,21 +66,20 @@ def send_payload(sender: Sender, payload: Payload, manifest: Manifest, version: 
     """Pack and send every bucket of a payload, as a publisher does."""
     packer, index = Packer(Layout(manifest), payload.tensors()), 0
     while index < len(manifest.buckets):
-        packer.pack(index, sender.buffer(index), version)
-        index = sender.send(index)
+        index = pack_and_send(sender, packer, manifest, version, index)
+
+
+def pack_and_send(sender: Sender, fill: Fill, manifest: Manifest, version: WeightVersion, index: int) -> int:
+    """Pack and send a bucket, as a publisher does; return the next."""
+    num_bytes, _ = pack(fill, RAW, manifest, version, index, sender.buffer(index))
+    return sender.send(index, num_bytes)
 
 
 def check(bucket: Bucket, manifest: Manifest, number: int) -> None:
     """The bucket is whole, and what `send` has sent in that version."""
-    check_payload(bucket, manifest, number)
     size = manifest.buckets[bucket.index]
-    check_trailer(bucket.buffer, size, version(number), bucket.index, manifest.digest_kind)
-
-
-def check_payload(bucket: Bucket, manifest: Manifest, number: int) -> None:
-    """As `check`, for a staged bucket after its turn, when its trailer need not be there any more."""
-    payload = bucket.buffer[: manifest.buckets[bucket.index]]
-    assert set(payload.tolist()) <= {value_of(number, bucket.index)}
+    assert set(bucket.buffer.payload[:size].tolist()) <= {value_of(number, bucket.index)}
+    check_bucket(bucket.buffer, size, version(number), bucket.index, manifest.digest_kind)
 
 
 def read_all(receiver: Receiver, manifest: Manifest, number: int) -> list[Bucket]:
@@ -160,8 +166,8 @@ class Reader(Background[list[bytes]]):
                     if bucket.index != index:
                         raise IntegrityError(f"bucket {bucket.index} came, bucket {index} is the next")
                     size = manifest.buckets[index]
-                    check_trailer(bucket.buffer, size, version, index, manifest.digest_kind)
-                    payloads.append(bytes(bucket.buffer[:size].cpu().numpy()))
+                    check_bucket(bucket.buffer, size, version, index, manifest.digest_kind)
+                    payloads.append(bytes(bucket.buffer.payload[:size].cpu().numpy()))
                     on_bucket(bucket)
                 if len(payloads) != len(manifest.buckets):
                     raise IntegrityError(f"{len(payloads)} of {len(manifest.buckets)} buckets came")

@@ -13,11 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from weightcast import registry
 from weightcast.errors import PeerDiedError, UpdateAbortedError, WeightcastError
-from weightcast.format.bucket import Layout
+from weightcast.format.bucket import HEADER_BYTES, Layout
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.seams.transport import Receiver, Sender
 from weightcast.testing.payloads import PAYLOADS, Payload
-from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, Reader, unpack, version
+from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, Reader, pack_and_send, unpack, version
 from weightcast.trainer.packer import Packer
 
 _PEERS = ("a", "b")
@@ -49,10 +49,10 @@ class Rig:
 
     def send(self, index: int, version: WeightVersion) -> None:
         """Send up to and with bucket `index`, again if the sender asks for earlier ones."""
+        assert self._layout is not None
         position = index
         while position <= index:
-            self._packer.pack(position, self.sender.buffer(position), version)
-            position = self.sender.send(position)
+            position = pack_and_send(self.sender, self._packer, self._layout.manifest, version, position)
 
     def outcome(self, peer: str) -> list[bytes] | str:
         """The buckets that the peer has received, or how its update ended; which of both is left open."""
@@ -115,7 +115,7 @@ class TransportMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.manifest is not None)
     @rule(skip=st.integers(1, 3))
     def send_out_of_turn(self, skip: int) -> None:
-        self.both(lambda rig: rig.sender.send(self.num_sent + skip))
+        self.both(lambda rig: rig.sender.send(self.num_sent + skip, HEADER_BYTES))
 
     @precondition(lambda self: self.manifest is not None and self.num_sent == len(self.manifest.buckets))
     @rule()

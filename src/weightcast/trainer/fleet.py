@@ -24,11 +24,12 @@ from weightcast.errors import (
     PeerError,
     PeerTimeoutError,
     RefusedError,
+    UnsupportedError,
     WeightcastError,
     detached,
     to_record,
 )
-from weightcast.format.manifest import MAX_VERSION
+from weightcast.format.manifest import MAX_VERSION, PROTOCOL
 from weightcast.format.messages import Accepted, Failed, InitInfo, Installed, Offer, Received, WeightInfo
 from weightcast.links.link import Link, LinkListener
 from weightcast.links.watchdog import Watchdog
@@ -114,6 +115,9 @@ class FleetMember:
         self._connection = Connection.LOST
         self.client = self._given.connect()
         self.info = self.client.info()
+        if self.info.protocol != PROTOCOL:
+            found = f"{self.name} speaks protocol {self.info.protocol}, this publisher speaks {PROTOCOL}"
+            raise UnsupportedError(f"{found}: update one end")
         self.instance = "" if self.info.instance is UNSET else self.info.instance
 
     def join(self, listener: LinkListener, init: InitInfo) -> None:

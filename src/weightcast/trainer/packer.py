@@ -17,14 +17,18 @@ import xxhash
 from weightcast.format.bucket import (
     DIGEST_BLOCK_BYTES,
     DIGEST_BYTES,
+    HEADER_BYTES,
     TORCH_DTYPES,
+    BucketBuffer,
+    Digest,
     Entry,
     Layout,
     blocks_digest,
     narrow,
-    put_trailer,
-    write_trailer,
+    queued_digest,
+    write_header,
 )
+from weightcast.format.codec import Codec
 from weightcast.format.geometry import (
     Region,
     common,
@@ -42,13 +46,32 @@ from weightcast.trainer.held_regions import HeldRegion, Parts, SeenRegions, Shar
 _STEP_BYTES = 512 << 10
 
 
-class BucketPacker(Protocol):
-    """Fills buckets: a Packer, or with several trainer ranks a GroupPacker."""
+class Fill(Protocol):
+    """Writes the raw payloads of buckets: a Packer, or with several trainer ranks a GroupPacker."""
 
-    def pack(self, index: int, buffer: torch.Tensor, version: WeightVersion) -> bytes | torch.Tensor: ...
+    def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
+        """Write the raw payload of bucket `index` to the beginning of `payload`; return its digest."""
 
     def forget_views(self) -> None:
         """Drop every view of the transport's buffers."""
+
+
+def pack(
+    fill: Fill, codec: Codec, manifest: Manifest, version: WeightVersion, index: int, buffer: BucketBuffer
+) -> tuple[int, Digest]:
+    """Make bucket `index` ready to be sent: fill and encode its payload, write its header; on a GPU this is queued.
+
+    Returns how many bytes of `buffer` are to be sent, and the digest that the header names.
+    """
+    raw_bytes = manifest.buckets[index]
+    digest = fill.fill(index, buffer.payload, version)
+    encoded_bytes = codec.encode(index, buffer.payload, raw_bytes)
+    if codec.name != "raw":
+        digest = queued_digest(buffer.payload[:encoded_bytes], manifest.digest_kind)
+    write_header(
+        buffer.header, version, index, digest, raw_bytes=raw_bytes, encoded_bytes=encoded_bytes, codec=codec.name
+    )
+    return HEADER_BYTES + encoded_bytes, digest
 
 
 class PackPlan:
@@ -61,13 +84,13 @@ class PackPlan:
         self.manifest_digest = layout.manifest.digest()
         self.num_bytes = layout.manifest.num_bytes
         self._regions: SeenRegions | None = None
-        self._packer: BucketPacker | None = None
+        self._packer: Fill | None = None
 
     def is_of(self, regions: Regions) -> bool:
         """Whether the packer was made for these very views, with which the specs can't have changed either."""
         return self._regions is not None and self._regions.is_of(regions)
 
-    def use(self, regions: Regions, packer: BucketPacker) -> None:
+    def use(self, regions: Regions, packer: Fill) -> None:
         """Have `packer` pack these regions, which other trainer ranks complete."""
         self._regions, self._packer = SeenRegions(regions), packer
 
@@ -76,7 +99,7 @@ class PackPlan:
         if self._packer is not None:
             self._packer.forget_views()
 
-    def packer(self, regions: Regions) -> BucketPacker:
+    def packer(self, regions: Regions) -> Fill:
         """Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile every tensor."""
         if self._packer is None or self._regions is None or self._regions.regions is not regions:
             self.use(regions, Packer(self.layout, tiling(self.specs, regions)))
@@ -85,7 +108,7 @@ class PackPlan:
 
 
 class Packer:
-    """Implements `BucketPacker` for a rank that brings all of every tensor.
+    """Implements `Fill` for a rank that brings all of every tensor.
 
     Holds views of the sources only; make a new one when a source's storage has changed.
     """
@@ -101,22 +124,20 @@ class Packer:
         self._part = PartPacker(layout, shards)
         self._digests = BlockDigests(torch.zeros(BlockDigests.size_bytes(layout.manifest), dtype=torch.uint8))
 
-    def pack(self, index: int, buffer: torch.Tensor, version: WeightVersion) -> bytes | torch.Tensor:
-        """Fill `buffer` with bucket `index` and its trailer; return the digest, on a GPU as two int64 still to come.
+    def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
+        """Write the payload of bucket `index`; return its digest, on a GPU as two int64 still to come.
 
         On a CPU the payload is digested in blocks while each is hot in cache. On a GPU everything is queued on the
         current stream and nothing waits.
         """
         num_bytes, kind = self._layout.manifest.buckets[index], self._layout.manifest.digest_kind
         if kind != "xxh3-128":
-            self._part.pack(index, buffer, None)
-            return write_trailer(buffer, num_bytes, version, index, kind)
+            self._part.pack(index, payload, None)
+            return queued_digest(payload[:num_bytes], kind)
         self._digests.reset(num_bytes)
-        self._part.pack(index, buffer, self._digests)
-        self._digests.add(buffer, self._digests.missing())
-        digest = self._digests.whole()
-        put_trailer(buffer, num_bytes, version, index, digest)
-        return digest
+        self._part.pack(index, payload, self._digests)
+        self._digests.add(payload, self._digests.missing())
+        return self._digests.whole()
 
     def forget_views(self) -> None:
         self._part.forget_views()
@@ -149,9 +170,9 @@ class BlockDigests:
         """A bucket of that many bytes is next; what is marked stays."""
         self._num_bytes, self._num_blocks = num_bytes, -(-num_bytes // DIGEST_BLOCK_BYTES)
 
-    def add(self, buffer: torch.Tensor, blocks: Iterable[int]) -> None:
-        """Digest these blocks of the payload in `buffer`."""
-        data = buffer.numpy().data
+    def add(self, payload: torch.Tensor, blocks: Iterable[int]) -> None:
+        """Digest these blocks of `payload`."""
+        data = payload.numpy().data
         for block in blocks:
             start = block * DIGEST_BLOCK_BYTES
             digest = xxhash.xxh3_128_digest(data[start : min(start + DIGEST_BLOCK_BYTES, self._num_bytes)])
@@ -177,7 +198,7 @@ class BlockDigests:
 
 
 class ShardSlice(NamedTuple):
-    """What of one piece a part brings: `region` of the tensor, from part number `part`, at `start` of the bucket.
+    """What of one piece a part brings: `region` of the tensor, from part number `part`, at byte `start` of the payload.
 
     `entry`: the piece's number in its bucket. `is_run`: its elements follow one another there.
     """
@@ -245,12 +266,12 @@ class PartPacker:
         self._targets.clear()
 
     @torch.no_grad()
-    def pack(self, index: int, buffer: torch.Tensor, digests: BlockDigests | None) -> None:
-        """Copy this rank's part of bucket `index` into `buffer`; `digests`: where those of its blocks are wanted."""
+    def pack(self, index: int, payload: torch.Tensor, digests: BlockDigests | None) -> None:
+        """Copy this rank's part of bucket `index` into `payload`; `digests`: where those of its blocks are wanted."""
         sources, known = self.sources(index), self._targets.get(index)
-        if known is None or known[0] is not buffer:
-            views = bucket_views(self.slices.of(index), self._layout.entries[index], buffer)
-            known = self._targets[index] = buffer, views
+        if known is None or known[0] is not payload:
+            views = bucket_views(self.slices.of(index), self._layout.entries[index], payload)
+            known = self._targets[index] = payload, views
         targets = known[1]
         if digests is None:
             copy_all(targets, sources)
@@ -262,7 +283,7 @@ class PartPacker:
                 copy_plain(targets[first], sources[first], start, size)
             else:
                 torch._foreach_copy_(targets[first:last], sources[first:last])
-            digests.add(buffer, blocks)
+            digests.add(payload, blocks)
             digests.mark(blocks)
 
     def sources(self, index: int) -> list[torch.Tensor]:
@@ -330,13 +351,13 @@ class _Step(NamedTuple):
 
 
 def bucket_views(slices: Sequence[ShardSlice], entries: Sequence[Entry], buffer: torch.Tensor) -> list[torch.Tensor]:
-    """One view for each cut into a bucket's buffer."""
+    """One view for each cut into a bucket's payload."""
     return typed_views(buffer, ((cut, cut.start, entries[cut.entry].piece.region.sizes) for cut in slices))
 
 
 def typed_views(buffer: torch.Tensor, places: Iterable[tuple[ShardSlice, int, Sequence[int]]]) -> list[torch.Tensor]:
     """A view of each cut: at which byte its first element lies, and within a block of which sizes its rows lie."""
-    # The widest element has 16 bytes; a trailer, or unused room, lies behind every payload.
+    # The widest element has 16 bytes.
     whole_buffer = buffer[: buffer.numel() // 16 * 16]
     by_dtype: dict[str, torch.Tensor] = {}
     views = []

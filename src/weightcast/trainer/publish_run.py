@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from weightcast.errors import PeerDiedError, PeerError
-from weightcast.format.bucket import root_digest
+from weightcast.format.bucket import Digest, root_digest
+from weightcast.format.codec import RAW
 from weightcast.format.manifest import MAX_VERSION, Manifest, WeightVersion
 from weightcast.format.messages import Abort, InitInfo, Offer, Seal
 from weightcast.links.link import LinkListener
@@ -29,7 +30,7 @@ from weightcast.seams.source import Regions
 from weightcast.seams.transport import Sender, VersionedSender
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
-from weightcast.trainer.packer import BucketPacker, PackPlan
+from weightcast.trainer.packer import Fill, PackPlan, pack
 from weightcast.trainer.report import PublishReport, StageSeconds
 
 OnProgress = Callable[[int, int], None]
@@ -207,7 +208,7 @@ class PublishRun:
         self._connections, self._pack_plan = inputs.connections, inputs.pack_plan
         self._manifest = manifest = inputs.pack_plan.layout.manifest
         options, secret = self._options, inputs.connections.listener.secret
-        packer = inputs.pack_plan.packer(inputs.regions)
+        fill = inputs.pack_plan.packer(inputs.regions)
         for member in self._fleet:
             member.begin(self._run, options.deadline_seconds, self._watchdog)
         try:
@@ -230,7 +231,7 @@ class PublishRun:
                     secret=secret,
                 )
                 self._fleet.each(lambda member: member.offer(offer))
-            root = self._send(route, packer)
+            root = self._send(route, fill)
             with self._timed("seal"):
                 seal = Seal(self._run, self.number, len(manifest.buckets), root, secret)
                 self._fleet.each(lambda member: member.client.update(seal))
@@ -240,7 +241,7 @@ class PublishRun:
                 try:
                     if not brought.is_staged:
                         brought.pause()
-                    self._send(brought, packer)
+                    self._send(brought, fill)
                     brought.install(self._fingerprints)
                 finally:
                     brought.resume()
@@ -313,7 +314,7 @@ class PublishRun:
             member, SenderContext(address, self._run, connections.device, options.deadline_seconds, self._watchdog)
         )
 
-    def _send(self, route: FleetRoute, packer: BucketPacker) -> str:
+    def _send(self, route: FleetRoute, fill: Fill) -> str:
         """Pack and send every bucket, or until a route's peers are all lost, and wait until the others have them.
 
         Returns the root digest; empty if no engine takes the version, or for a sender of clients'.
@@ -324,16 +325,16 @@ class PublishRun:
             peers = route.open(self._manifest, version)
         if peers is None:
             return ""
-        digests: list[bytes | torch.Tensor] = [b""] * num_buckets
+        digests: list[Digest] = [b""] * num_buckets
         index, ends = 0, list(itertools.accumulate(self._manifest.buckets, initial=0))
         with self._connections.packing_stream():
             while index < num_buckets:
                 with self._timed("send"):
                     buffer = sender.buffer(index)
                 with self._timed("pack"):
-                    digests[index] = packer.pack(index, buffer, version)
+                    num_bytes, digests[index] = pack(fill, RAW, self._manifest, version, index, buffer)
                 with self._timed("send"):
-                    index = sender.send(index)
+                    index = sender.send(index, num_bytes)
                 if self._on_progress is not None:
                     self._on_progress(ends[index], ends[-1])
                 if peers and sender.failures.keys() >= peers:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from weightcast.format.bucket import ArenaLayout, Buffers
+from weightcast.format.bucket import ArenaLayout, BucketBuffer, Buffers
 
 
 class KeptMemory:
-    """Kept while it is large enough; the same index is the same tensor while the manifest stays."""
+    """Kept while it is large enough; the same index is the same buffer while the manifest stays."""
 
     size_bytes: int
     arena_layout: ArenaLayout
@@ -29,12 +29,11 @@ class KeptMemory:
         self.arena_layout = arena_layout
         self._buffers.forget_above(len(arena_layout.slots))
 
-    def buffer(self, index: int) -> torch.Tensor:
-        at = self.arena_layout
-        return self._buffers.get(index, at.offsets[index], at.sizes_bytes[index])
+    def buffer(self, index: int) -> BucketBuffer:
+        return self._buffers.at(self.arena_layout, index)
 
     def free(self) -> None:
         """What was handed out stays as long as it is referred to."""
         self.size_bytes = 0
-        self.arena_layout = ArenaLayout((), (), ())
+        self.arena_layout = ArenaLayout((), (), (), ())
         self._buffers = Buffers(torch.empty(0, dtype=torch.uint8))

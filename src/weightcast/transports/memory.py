@@ -13,6 +13,7 @@ import time
 import torch
 
 from weightcast.errors import PeerDiedError, StaleVersionError, WeightcastError
+from weightcast.format.bucket import BucketBuffer
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import memory as host_memory
 from weightcast.seams.transport import Bucket, Transport
@@ -50,7 +51,7 @@ class MemorySender(ArenaSender[MemoryPeer, OwnedArena]):
         super().__init__(run, deadline_seconds=deadline_seconds, num_slots=num_slots, device=device)
         self.run = run
         self.address = f"{_SCHEME}{secrets.token_hex(16)}"
-        self.sent: list[tuple[int, torch.Tensor]] = []
+        self.sent: list[tuple[int, BucketBuffer]] = []
         """The buckets of the present update, each with the generation of its arena."""
         self.alive_at = time.monotonic()
         _senders[self.address] = self
@@ -112,11 +113,10 @@ class MemorySender(ArenaSender[MemoryPeer, OwnedArena]):
             self._peers[name].invited = update.number
         self._wake()
 
-    def _tell_ready(self, update: ArenaUpdate, index: int, arena: OwnedArena) -> None:
-        arena_layout = update.arena_layout
-        buffer = arena.buffers.get(index, arena_layout.offsets[index], arena_layout.sizes_bytes[index])
-        self.sent.append((arena.generation, buffer))
-        self._readers.setdefault(arena_layout.slots[index], set()).update(update.peers)
+    def _tell_ready(self, update: ArenaUpdate, index: int, num_bytes: int, arena: OwnedArena) -> None:
+        # Receivers have the buffer itself: its header says how long the bucket is.
+        self.sent.append((arena.generation, arena.buffers.at(update.arena_layout, index)))
+        self._readers.setdefault(update.arena_layout.slots[index], set()).update(update.peers)
         self._wake()
 
     def _tell_aborted(self, update: ArenaUpdate) -> None:

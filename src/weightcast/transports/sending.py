@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 import torch
 
 from weightcast.errors import ClosedError, PeerDiedError, PeerTimeoutError, UpdateAbortedError, WeightcastError
-from weightcast.format.bucket import ArenaLayout, Buffers, place
+from weightcast.format.bucket import HEADER_BYTES, ArenaLayout, BucketBuffer, Buffers, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host.deadline import Deadline
 
@@ -54,6 +54,13 @@ class SentUpdate:
         """Raises ValueError unless bucket `index` is the next one."""
         if index != self.next or self.is_whole:
             raise ValueError(f"bucket {index} of {self.num_buckets}: bucket {self.next} is the next")
+
+
+def check_length(manifest: Manifest, index: int, num_bytes: int) -> None:
+    """Raises ValueError unless that many bytes are a header and at most the raw payload of bucket `index`."""
+    largest = HEADER_BYTES + manifest.buckets[index]
+    if not HEADER_BYTES <= num_bytes <= largest:
+        raise ValueError(f"{num_bytes} bytes of bucket {index} were to be sent, expected {HEADER_BYTES} to {largest}")
 
 
 U = TypeVar("U", bound=SentUpdate)
@@ -269,7 +276,7 @@ class ArenaSender(SendingEnd[ArenaUpdate], Generic[P, A]):
             self._waiting = update.peers
             self._tell_begun(update)
 
-    def buffer(self, index: int) -> torch.Tensor:
+    def buffer(self, index: int) -> BucketBuffer:
         """Where bucket `index`, the next one, is to be packed. Waits until its slot is free."""
         with self.condition:
             update = self._require_update()
@@ -280,16 +287,17 @@ class ArenaSender(SendingEnd[ArenaUpdate], Generic[P, A]):
             if self._arena is None or arena_layout.slots[index] in self._lost_slots:
                 self._replace_arena(arena_layout.size_bytes, update.device)
             assert self._arena is not None
-            return self._arena.buffers.get(index, arena_layout.offsets[index], arena_layout.sizes_bytes[index])
+            return self._arena.buffers.at(arena_layout, index)
 
-    def send(self, index: int) -> int:
+    def send(self, index: int, num_bytes: int) -> int:
         """Tell the peers of bucket `index`; the next follows. Waits only for a peer hundreds of buckets behind."""
         with self.condition:
             update = self._require_update()
             update.check_next(index)
+            check_length(update.manifest, index, num_bytes)
             assert self._arena is not None
             update.next = index + 1
-            self._tell_ready(update, index, self._arena)
+            self._tell_ready(update, index, num_bytes, self._arena)
         return index + 1
 
     def abort(self, reason: str) -> None:
@@ -308,8 +316,8 @@ class ArenaSender(SendingEnd[ArenaUpdate], Generic[P, A]):
     def _tell_begun(self, update: ArenaUpdate) -> None: ...
 
     @abc.abstractmethod
-    def _tell_ready(self, update: ArenaUpdate, index: int, arena: A) -> None:
-        """Tell the update's peers of a bucket, and note in `_readers` who was told."""
+    def _tell_ready(self, update: ArenaUpdate, index: int, num_bytes: int, arena: A) -> None:
+        """Tell the update's peers of a bucket and its length, and note in `_readers` who was told."""
 
     @abc.abstractmethod
     def _make_arena(self, generation: int, size_bytes: int, device: torch.device) -> A:

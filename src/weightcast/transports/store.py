@@ -25,7 +25,7 @@ from weightcast.errors import (
     UpdateAbortedError,
     WeightcastError,
 )
-from weightcast.format.bucket import DIGEST_BYTES, TRAILER_BYTES, place
+from weightcast.format.bucket import BucketBuffer, header_digest, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import memory as host_memory
 from weightcast.host.shared_memory import SealedMemory
@@ -35,6 +35,7 @@ from weightcast.store.reading import PinnedVersion, StoreReader
 from weightcast.store.writing import StoreWriter
 from weightcast.transports.kept_memory import KeptMemory
 from weightcast.transports.receiving import PUBLISHER, ReceivingEnd, WantedUpdate
+from weightcast.transports.sending import check_length
 
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.05
@@ -100,18 +101,18 @@ class StoreSender:
         if not manifest.buckets:
             self._seal()
 
-    def buffer(self, index: int) -> torch.Tensor:
+    def buffer(self, index: int) -> BucketBuffer:
         """Where bucket `index`, the next one, is to be packed. Waits until the former one there was written."""
         self._require_update(index)
         self._finish(index % self._num_buffers)
         return self._ring.buffer(index)
 
-    def send(self, index: int) -> int:
+    def send(self, index: int, num_bytes: int) -> int:
         """Write bucket `index`; seal with the last. Raises InsufficientMemoryError, StaleVersionError, OSError."""
-        manifest = self._require_update(index)
-        size = manifest.buckets[index] + TRAILER_BYTES
-        data = self._ring.buffer(index).numpy().data[:size]
-        self._digests.append(bytes(data[size - DIGEST_BYTES :]))
+        manifest, buffer = self._require_update(index), self._ring.buffer(index)
+        check_length(manifest, index, num_bytes)
+        data = buffer.flat(num_bytes).numpy().data
+        self._digests.append(header_digest(buffer.header))
         if self._pool is None or self._num_buffers == 1:
             self._writer.write(index, data)
         else:
@@ -243,11 +244,9 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         with self._condition:
             self._require_open()
             super().end()
-            # Reads ahead of what was checked would overwrite its trailer.
             num_ahead = self._num_ahead if staged else min(self._num_ahead, MAX_BUFFERS - 1)
             num_ahead = num_ahead if len(manifest.buckets) > 1 else 0
-            adjoining = num_ahead == 0
-            self._arena.prepare(place(manifest, num_slots=num_ahead + 1, staged=staged, adjoining=adjoining))
+            self._arena.prepare(place(manifest, num_slots=num_ahead + 1, staged=staged, adjoining=True))
             record = self._reader.writer().record
             attempt = 0 if record is None else record.attempt
             self._wanted = wanted = StoreUpdate(manifest, version, staged, attempt=attempt, num_ahead=num_ahead)

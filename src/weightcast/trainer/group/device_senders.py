@@ -1,6 +1,6 @@
 """Arenas of several trainer ranks: one sender for each device of the publishing rank's host, and one that drives them.
 
-A bucket is gathered and packed once, on the publishing rank, and then broadcast as it is, with its trailer: every arena
+A bucket is gathered and packed once, on the publishing rank, and then broadcast as it is, with its header: every arena
 holds the same bytes under the same digest, and a worker's check covers this way as well. Invariants: the publishing
 rank decides which ranks have an arena, and without a second device nothing is connected; all ranks join and leave the
 group of arenas together, in one agreement; a sender that was made is kept, with the workers that are connected to it,
@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from weightcast.errors import ErrorRecord, WeightcastError, from_record, to_record
+from weightcast.format.bucket import HEADER_BYTES, BucketBuffer
 from weightcast.format.manifest import Manifest, WeightVersion, encode
 from weightcast.host.memory import host_identity
 from weightcast.seams.transport import PerDevice, Sender
@@ -174,8 +175,9 @@ class RankArena:
         self._task: futures.Future[None] | None = None
         self._is_open = False
         self._failures: dict[str, WeightcastError] = {}
-        self._num_buckets = 0
-        self._buffer: torch.Tensor | None = None
+        self._lengths: tuple[int, ...] = ()
+        """Of the buckets, with their headers."""
+        self._buffer: BucketBuffer | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def status(self) -> RankStatus:
@@ -192,7 +194,7 @@ class RankArena:
 
     def open(self, manifest: Manifest, opening: Opening) -> None:
         """Say which peers are here, be told which of them to serve, and begin the update. Raises PeerError."""
-        self._is_open, self._num_buckets = True, len(manifest.buckets)
+        self._is_open, self._lengths = True, tuple(HEADER_BYTES + size for size in manifest.buckets)
         self._ranks.send_message(ConnectedPeers(tuple(self._sender.connected(opening.peers))), 0)
         served: ConnectedPeers = self._ranks.receive_message(ConnectedPeers, 0)
 
@@ -210,8 +212,8 @@ class RankArena:
         def take() -> None:
             buffer, self._buffer = self._buffer, None
             assert buffer is not None
-            self._ranks.receive_bucket(buffer)
-            self._sender.send(index)
+            self._ranks.receive_bucket(buffer.flat(self._lengths[index]))
+            self._sender.send(index, self._lengths[index])
             self._ready(index + 1)
 
         self._begin(take)
@@ -256,7 +258,7 @@ class RankArena:
 
     def _ready(self, index: int) -> None:
         """Wait already for the place of the next bucket, while it is being gathered."""
-        if index < self._num_buckets:
+        if index < len(self._lengths):
             self._buffer = self._sender.buffer(index)
 
 
@@ -278,7 +280,7 @@ class MultiDeviceSender:
         """By group rank."""
         self._num_buckets = 0
         self._is_whole = False
-        self._buffer: torch.Tensor | None = None
+        self._buffer: BucketBuffer | None = None
 
     def use(self, arenas: Sequence[DeviceArena]) -> None:
         """Speak for these from now on; their ranks are connected."""
@@ -317,19 +319,19 @@ class MultiDeviceSender:
         self._own.open(manifest, version, peers=own, staged=staged)
         self._ranks.announce_when_idle(Instruction.WAIT)
 
-    def buffer(self, index: int) -> torch.Tensor:
+    def buffer(self, index: int) -> BucketBuffer:
         """The publishing rank's own place for bucket `index`."""
         self._buffer = self._own.buffer(index)
         return self._buffer
 
-    def send(self, index: int) -> int:
+    def send(self, index: int, num_bytes: int) -> int:
         """Have every arena rank take bucket `index`, as soon as it has a place for it; then all peers may read it."""
         buffer, self._buffer = self._buffer, None
-        following = self._own.send(index)
+        following = self._own.send(index, num_bytes)
         if self._arenas:
             assert buffer is not None
             statuses = self._ranks.announce_when_idle(Instruction.SPREAD, index)
-            self._ranks.broadcast_bucket(buffer)
+            self._ranks.broadcast_bucket(buffer.flat(num_bytes))
             if any(statuses[rank].num_failures > len(lost) for rank, lost in self._lost.items()):
                 self._ask()
             self._is_whole = following == self._num_buckets

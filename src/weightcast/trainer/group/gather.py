@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch.distributed import Work
 
-from weightcast.format.bucket import Buffers, Layout, buffer_size_bytes, put_trailer, write_trailer
+from weightcast.format.bucket import Digest, Layout, queued_digest
 from weightcast.format.manifest import ITEMSIZE_BYTES, WeightVersion, encode
 from weightcast.host.copy import copy_all
 from weightcast.host.shared_memory import MemoryLocation, SealedMemory, map_shared, shared_memory_of
@@ -56,8 +56,10 @@ class Contribution:
         self._ranks, self._layout, self._via = ranks, layout, via
         self._part = PartPacker(layout, shards)
         self._device = shards[0].data.device if shards else via
-        self._mapped: tuple[Buffers, BlockDigests] | None = None
-        """The publishing rank's buckets, and the digests of the present one's blocks."""
+        self._mapped: tuple[torch.Tensor, BlockDigests] | None = None
+        """The memory of the publishing rank's buckets, and the digests of the present one's blocks."""
+        self._payloads: dict[int, tuple[int, torch.Tensor]] = {}
+        """Of buckets in that memory, each with the byte where it begins: the same tensor as long as it stays there."""
         self._packed: torch.Tensor | None = None
         self._message: torch.Tensor | None = None
 
@@ -76,27 +78,28 @@ class Contribution:
         if buffers.buckets is not None:
             buckets, digests = map_shared(buffers.buckets), map_shared(buffers.digests)
             if buckets is not None and digests is not None:
-                self._mapped = Buffers(buckets), BlockDigests(digests)
+                self._mapped = buckets, BlockDigests(digests)
 
     def close(self) -> None:
         """Let the publishing rank's memory go."""
         self._part.forget_views()
+        self._payloads.clear()
         mapped, self._mapped = self._mapped, None
         if mapped is not None:
             mapped[1].close()
 
     def bring(self, index: int, offset_bytes: int) -> None:
-        """Pack this rank's part of bucket `index`, which begins at that byte; or send it, and block until it has gone.
+        """Pack this rank's part of bucket `index`, whose payload begins at that byte; or send it.
 
-        What goes wrong in packing is raised at the next exchange. Raises PeerError.
+        Waits until it has gone. What goes wrong in packing is raised at the next exchange. Raises PeerError.
         """
         manifest, num_bytes = self._layout.manifest, self._part.slices.sizes[index]
         if self._mapped is not None:
             with self._ranks.error_at_next_exchange():
-                buckets, digests = self._mapped
+                digests = self._mapped[1]
                 digests.begin(manifest.buckets[index])
-                buffer = buckets.get(index, offset_bytes, buffer_size_bytes(manifest, index))
-                self._part.pack(index, buffer, digests if manifest.digest_kind == "xxh3-128" else None)
+                payload = self._payload(index, offset_bytes)
+                self._part.pack(index, payload, digests if manifest.digest_kind == "xxh3-128" else None)
         elif num_bytes:
             with self._ranks.error_at_next_exchange():
                 self._pack_message(index, num_bytes)
@@ -110,10 +113,17 @@ class Contribution:
         """
         if self._mapped is not None:
             with self._ranks.error_at_next_exchange():
-                buckets, digests = self._mapped
-                buffer = buckets.get(index, offset_bytes, buffer_size_bytes(self._layout.manifest, index))
-                ranks = mapping_ranks(statuses)
-                digests.add(buffer, digests.missing()[ranks.index(self._ranks.group_rank) :: len(ranks)])
+                digests, ranks = self._mapped[1], mapping_ranks(statuses)
+                blocks = digests.missing()[ranks.index(self._ranks.group_rank) :: len(ranks)]
+                digests.add(self._payload(index, offset_bytes), blocks)
+
+    def _payload(self, index: int, offset_bytes: int) -> torch.Tensor:
+        known = self._payloads.get(index)
+        if known is None or known[0] != offset_bytes:
+            assert self._mapped is not None
+            end = offset_bytes + self._layout.manifest.buckets[index]
+            known = self._payloads[index] = offset_bytes, self._mapped[0][offset_bytes:end]
+        return known[1]
 
     @torch.no_grad()
     def _pack_message(self, index: int, num_bytes: int) -> None:
@@ -162,38 +172,36 @@ class GroupPacker:
         self._own.rebind(shards)
 
     @torch.no_grad()
-    def pack(self, index: int, buffer: torch.Tensor, version: WeightVersion) -> bytes | torch.Tensor:
-        """Fill `buffer` with bucket `index` and its trailer; return the digest, as `Packer.pack` does.
+    def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
+        """Write the payload of bucket `index`; return its digest, as `Packer.fill` does.
 
-        Blocks until every rank has packed and digested its part, each wait at most for the deadline. Raises what any
+        Waits until every rank has packed and digested its part, each wait at most for the deadline. Raises what any
         rank raised, on all of them, and PeerError.
         """
         ranks, manifest = self._ranks, self._layout.manifest
-        num_bytes, kind, offset_bytes = manifest.buckets[index], manifest.digest_kind, int(buffer.storage_offset())
+        num_bytes, kind, offset_bytes = manifest.buckets[index], manifest.digest_kind, int(payload.storage_offset())
         ranks.version = version.number
-        self._share(buffer)
+        self._share(payload)
         digests = None if kind != "xxh3-128" else self._digests
         if digests is not None:
             digests.reset(num_bytes)
         statuses = ranks.announce(Instruction.BUCKET, index, offset_bytes)
         messages = self._receive(index, statuses)
-        self._own.pack(index, buffer, digests)
-        self._unpack(index, buffer, messages)
+        self._own.pack(index, payload, digests)
+        self._unpack(index, payload, messages)
         if digests is None:
             ranks.announce(Instruction.WAIT)
-            return write_trailer(buffer, num_bytes, version, index, kind)
+            return queued_digest(payload[:num_bytes], kind)
         is_shared_out = self._num_missing.get(index, num_bytes) > _MAX_DIGESTED_ALONE
         ranks.announce(Instruction.DIGEST if is_shared_out else Instruction.WAIT, index, offset_bytes)
         missing = digests.missing()
         self._num_missing[index] = len(missing)
         if is_shared_out:
-            digests.add(buffer, missing[:: len(mapping_ranks(statuses))])
+            digests.add(payload, missing[:: len(mapping_ranks(statuses))])
             ranks.announce(Instruction.WAIT)
         else:
-            digests.add(buffer, missing)
-        digest = digests.whole()
-        put_trailer(buffer, num_bytes, version, index, digest)
-        return digest
+            digests.add(payload, missing)
+        return digests.whole()
 
     def drain(self) -> None:
         """Take what is still under way: the ranks are then in step. Raises PeerError."""
@@ -211,9 +219,9 @@ class GroupPacker:
             self._digest_memory.release(free=False)
         self._digests = self._digest_memory = None
 
-    def _share(self, buffer: torch.Tensor) -> None:
+    def _share(self, payload: torch.Tensor) -> None:
         """Have the other ranks map the memory of the buckets, if it can be shared, unless they have it."""
-        shared = shared_memory_of(buffer)
+        shared = shared_memory_of(payload)
         location = None if shared is None else shared.location
         if self._digest_memory is None:
             size_bytes = BlockDigests.size_bytes(self._layout.manifest)
@@ -240,20 +248,20 @@ class GroupPacker:
             self._works.append(self._ranks.receive(self._staging[start : start + slices.sizes[index]], group_rank))
         return messages
 
-    def _unpack(self, index: int, buffer: torch.Tensor, messages: Sequence[_Message]) -> None:
+    def _unpack(self, index: int, payload: torch.Tensor, messages: Sequence[_Message]) -> None:
         """Copy what comes for bucket `index` from the staging buffer to its places."""
         self.drain()
         staging = self._staging
         if not messages or staging is None:
             return
-        if staging.device.type != buffer.device.type:
+        if staging.device.type != payload.device.type:
             if self._landed is None:
-                self._landed = torch.empty(staging.numel(), dtype=torch.uint8, device=buffer.device)
+                self._landed = torch.empty(staging.numel(), dtype=torch.uint8, device=payload.device)
             num_bytes = messages[-1].start + messages[-1].slices.sizes[index]
             staging = self._landed[:num_bytes].copy_(staging[:num_bytes])
         for _, slices, start in messages:
             cuts = slices.of(index)
-            copy_all(bucket_views(cuts, self._layout.entries[index], buffer), message_views(cuts, staging, start))
+            copy_all(bucket_views(cuts, self._layout.entries[index], payload), message_views(cuts, staging, start))
 
 
 class _Message(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import Work
 
 from weightcast.errors import WeightcastError, detached
-from weightcast.format.bucket import TRAILER_BYTES
+from weightcast.format.bucket import BucketBuffer
 from weightcast.process_group import ProcessGroup, in_background, join_store, wait
 from weightcast.transports.collective.records import Join
 
@@ -26,15 +26,20 @@ NUM_UNDER_WAY = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketTarget:
-    """Where the next bucket of `num_bytes` payload bytes goes; `staging`: and to where in host memory from there."""
+    """Where the next bucket goes, of `num_bytes` with its header; `staging`: and to where in host memory from there."""
 
     index: int
-    buffer: torch.Tensor
+    buffer: BucketBuffer
     num_bytes: int
-    staging: torch.Tensor | None = None
+    staging: BucketBuffer | None = None
 
     @property
-    def destination(self) -> torch.Tensor:
+    def flat(self) -> torch.Tensor:
+        """What is broadcast."""
+        return self.buffer.flat(self.num_bytes)
+
+    @property
+    def destination(self) -> BucketBuffer:
         """Where its bytes come to lie in the end."""
         return self.buffer if self.staging is None else self.staging
 
@@ -121,11 +126,10 @@ class BroadcastReader:
             if self._was_left():
                 return
             target = self.targets[0]
-            end = target.num_bytes + TRAILER_BYTES
             if target.staging is not None:
-                target.staging[:end].copy_(target.buffer[:end])
-            elif target.buffer.is_cuda:
-                torch.cuda.current_stream(target.buffer.device).synchronize()
+                target.staging.flat(target.num_bytes).copy_(target.flat)
+            elif target.buffer.header.is_cuda:
+                torch.cuda.current_stream(target.buffer.header.device).synchronize()
             self.targets = self.targets[1:]
             self._sink.on_received(self, target)
 
@@ -141,4 +145,4 @@ class BroadcastReader:
                 # Whoever left it may have looked for targets before.
                 return
             self._is_in_group = True
-            works.append(group.broadcast(target.buffer[: target.num_bytes + TRAILER_BYTES], root=0))
+            works.append(group.broadcast(target.flat, root=0))

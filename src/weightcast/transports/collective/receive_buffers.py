@@ -15,7 +15,7 @@ import torch
 
 from weightcast import registry
 from weightcast.errors import PeerTimeoutError, WeightcastError
-from weightcast.format.bucket import place
+from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import memory as host_memory
 from weightcast.seams.transport import Receiver, Sender
@@ -48,7 +48,7 @@ class SharedMemory:
             self._sender.open(manifest, version, peers=self.readers, staged=True)
             self._require_readers()
 
-    def buffer(self, index: int) -> torch.Tensor:
+    def buffer(self, index: int) -> BucketBuffer:
         """Where bucket `index`, the next one, is to arrive."""
         return self._sender.buffer(index)
 
@@ -56,11 +56,11 @@ class SharedMemory:
         """Whether the readers have been told of that bucket: a stream may have been left while it did."""
         return index < self._num_delivered
 
-    def deliver(self, index: int) -> None:
+    def deliver(self, index: int, num_bytes: int) -> None:
         """Bucket `index` is whole; once is enough. Raises PeerError if a reader was lost."""
         if not self.has(index):
             self._num_delivered = index + 1
-            self._sender.send(index)
+            self._sender.send(index, num_bytes)
             self._require_readers()
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class ReceiveBuffers:
         self._deadline_seconds = deadline_seconds
         self._memory = KeptMemory(self._allocate)
         self._memory_device = device
-        self._replaced: dict[int, torch.Tensor] = {}
+        self._replaced: dict[int, BucketBuffer] = {}
         """By slot: where its buckets arrive because a group that was left may still write to the slot."""
         self._shared: SharedMemory | None = None
         self._address = ""
@@ -99,11 +99,9 @@ class ReceiveBuffers:
         # Staged, a place for each bucket; streaming, slots in turn.
         self._memory.prepare(place(manifest, num_slots=NUM_SLOTS, staged=staged))
 
-    def buffer(self, index: int) -> torch.Tensor:
+    def buffer(self, index: int) -> BucketBuffer:
         """A bucket that has come in, in memory of our own."""
-        arena_layout = self._memory.arena_layout
-        replaced = self._replaced.get(arena_layout.slots[index])
-        return self._memory.buffer(index) if replaced is None else replaced[: arena_layout.sizes_bytes[index]]
+        return self._replaced.get(self._memory.arena_layout.slots[index]) or self._memory.buffer(index)
 
     def _allocate(self, size_bytes: int) -> torch.Tensor:
         if self._memory_device.type == "cpu":
@@ -168,14 +166,14 @@ class ReceiveBuffers:
 
         Raises PeerError: somebody who reads along was lost, or a broadcast that was left does not end.
         """
-        num_bytes = manifest.buckets[index]
+        num_bytes = HEADER_BYTES + manifest.buckets[index]
         buffer = None if is_here else self._place(update, manifest, version, index)
-        if buffer is None or buffer.device != self._device:
-            landing = torch.empty(num_bytes + 4096, dtype=torch.uint8, device=self._device)
+        if buffer is None or buffer.header.device != self._device:
+            landing = BucketBuffer.of(torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
             return BucketTarget(index, landing, num_bytes, staging=buffer)
         return BucketTarget(index, buffer, num_bytes)
 
-    def _place(self, update: int, manifest: Manifest, version: WeightVersion, index: int) -> torch.Tensor | None:
+    def _place(self, update: int, manifest: Manifest, version: WeightVersion, index: int) -> BucketBuffer | None:
         self._left = [stream for stream in self._left if not stream.has_ended(0)]
         if self._shared is not None:
             if not all(stream.has_ended(_STREAM_END_SECONDS) for stream in self._left):
@@ -184,18 +182,18 @@ class ReceiveBuffers:
             return None if self._shared.has(index) else self._shared.buffer(index)
         buffer = self.buffer(index)
         # Another manifest's buckets may lie across.
-        start, end = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
-        late = [target.destination for stream in self._left for target in stream.targets]
-        if any(start < other.data_ptr() + other.numel() and other.data_ptr() < end for other in late):
+        start, end = _span(buffer)
+        late = [_span(target.destination) for stream in self._left for target in stream.targets]
+        if any(start < other_end and other_start < end for other_start, other_end in late):
             slots, sizes = self._memory.arena_layout.slots, self._memory.arena_layout.sizes_bytes
             largest = max(size for slot, size in zip(slots, sizes, strict=True) if slot == slots[index])
-            self._replaced[slots[index]] = self._allocate(largest)
+            self._replaced[slots[index]] = BucketBuffer.of(self._allocate(HEADER_BYTES + largest))
         return self.buffer(index)
 
-    def deliver(self, index: int) -> None:
-        """Bucket `index` has come in, for the first time. Raises PeerError."""
+    def deliver(self, target: BucketTarget) -> None:
+        """A bucket has come in, for the first time. Raises PeerError."""
         if self._shared is not None:
-            self._shared.deliver(index)
+            self._shared.deliver(target.index, target.num_bytes)
 
     def leave(self, stream: BroadcastReader) -> None:
         """A broadcast of this stream may go on for a while."""
@@ -208,3 +206,8 @@ class ReceiveBuffers:
                 stream.has_ended(_STREAM_END_SECONDS)
         self._stop_sharing()
         self._free_memory()
+
+
+def _span(buffer: BucketBuffer) -> tuple[int, int]:
+    """The addresses from its first byte to behind its last."""
+    return buffer.header.data_ptr(), buffer.payload.data_ptr() + buffer.payload.numel()

@@ -289,7 +289,7 @@ class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
             if stream.is_left or wanted is None:
                 return
         if target.index >= wanted.num_received:
-            self._buffers.deliver(target.index)
+            self._buffers.deliver(target)
         with self._condition:
             if self._stream is not stream or self._wanted is not wanted:
                 return

@@ -13,7 +13,7 @@ import torch
 
 from weightcast import process_group
 from weightcast.errors import PeerError, UnsupportedError
-from weightcast.format.bucket import TRAILER_BYTES, place
+from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host.shared_memory import SealedMemory
 from weightcast.transports.collective.broadcast_group import send_to_all
@@ -70,7 +70,7 @@ class CollectiveSender(GroupSender):
         self._form(update)
         self._prepare_slots(update)
 
-    def buffer(self, index: int) -> torch.Tensor:
+    def buffer(self, index: int) -> BucketBuffer:
         """Where bucket `index` is to be packed. Waits until the broadcast of its slot's former content is over."""
         update, epoch = self._require_next(index), self.epoch
         if update.members and epoch is not None:
@@ -83,9 +83,14 @@ class CollectiveSender(GroupSender):
                 epoch.land(free)
         return self._slots.buffer(index)
 
-    def send(self, index: int) -> int:
-        """Begin to broadcast the bucket. The last waits until everybody has all of them."""
+    def send(self, index: int, num_bytes: int) -> int:
+        """Begin to broadcast the bucket. The last waits until everybody has all of them.
+
+        Raises ValueError unless it is as long as the plan says: receivers wait for that many bytes.
+        """
         update = self._require_next(index)
+        if num_bytes != (expected := HEADER_BYTES + update.manifest.buckets[index]):
+            raise ValueError(f"{num_bytes} bytes of bucket {index} were to be broadcast, expected {expected}")
         if not update.is_rewound:
             update.next = index + 1
             if update.members:
@@ -101,7 +106,7 @@ class CollectiveSender(GroupSender):
             return epoch.is_quiet() and all(member.whole_update == update.number for member in update.members)
 
         try:
-            epoch.send(index, self._slots.buffer(index)[: update.manifest.buckets[index] + TRAILER_BYTES])
+            epoch.send(index, self._slots.buffer(index).flat(HEADER_BYTES + update.manifest.buckets[index]))
             if update.is_whole:
                 is_late = not self._wait_for(update, is_over)
             is_lost = is_late or self._is_in_trouble(update)

@@ -14,7 +14,7 @@ import os
 import torch
 
 from weightcast.errors import InsufficientMemoryError, ManifestError
-from weightcast.format.bucket import Buffers, pages
+from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Buffers, pages
 from weightcast.host.closing import on_failure
 from weightcast.host.shared_memory import SEALS, SealedMemory
 from weightcast.transports.ipc.records import SharedArena
@@ -65,9 +65,10 @@ class MappedSharedArena:
         self._mapping = mapping
         self.buffers = Buffers(torch.frombuffer(mapping, dtype=torch.uint8))
 
-    def reread(self, buffer: torch.Tensor) -> bool:
-        """Make `buffer`, a slice of this arena, show the sender's bytes again where this process wrote over them."""
-        self._mapping.madvise(mmap.MADV_DONTNEED, int(buffer.storage_offset()), pages(buffer.numel()))
+    def reread(self, buffer: BucketBuffer) -> bool:
+        """Make `buffer`, which begins at a page, show the sender's bytes again where this process wrote over them."""
+        size_bytes = pages(HEADER_BYTES + buffer.payload.numel())
+        self._mapping.madvise(mmap.MADV_DONTNEED, int(buffer.header.storage_offset()), size_bytes)
         return True
 
     def wait_ready(self, event: str) -> None:

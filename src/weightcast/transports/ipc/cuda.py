@@ -13,7 +13,7 @@ import base64
 import torch
 
 from weightcast.errors import InsufficientMemoryError, ManifestError, UnsupportedError
-from weightcast.format.bucket import Buffers
+from weightcast.format.bucket import BucketBuffer, Buffers
 from weightcast.transports.ipc.records import CudaArena
 from weightcast.transports.sending import OwnedArena
 
@@ -99,7 +99,7 @@ class MappedCudaArena:
         """Wait until nothing on this device reads it: an update that was given up may have been loading."""
         torch.cuda.synchronize(self._device)
 
-    def reread(self, buffer: torch.Tensor) -> bool:
+    def reread(self, buffer: BucketBuffer) -> bool:
         """Device memory is shared itself: there is nothing older to go back to."""
         return False
 

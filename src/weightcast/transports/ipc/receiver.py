@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from weightcast.errors import ManifestError, PeerDiedError, PeerTimeoutError, WeightcastError, from_record
-from weightcast.format.bucket import buffer_size_bytes
+from weightcast.format.bucket import HEADER_BYTES
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host.closing import on_failure
 from weightcast.host.deadline import Deadline
@@ -131,15 +131,19 @@ class IpcReceiver(ReceivingEnd[IpcUpdate]):
         if incoming is None or not incoming.ready:
             return None
         ready, arena = wanted.taken = incoming.ready.popleft()
-        size_bytes = buffer_size_bytes(wanted.manifest, index)
+        size_bytes = wanted.manifest.buckets[index]
+        largest, payload = HEADER_BYTES + size_bytes, ready.offset_bytes + HEADER_BYTES
         if ready.index != index:
             raise ManifestError(f"bucket {ready.index} was announced, bucket {index} is the next")
-        if ready.offset_bytes + size_bytes > arena.size_bytes:
-            raise ManifestError(f"bucket {index} of {size_bytes} bytes would end behind the arena", fault="offset")
+        if not HEADER_BYTES <= ready.num_bytes <= largest:
+            what = f"bucket {index} of {ready.num_bytes} bytes was announced, expected {HEADER_BYTES} to {largest}"
+            raise ManifestError(what, fault="size")
+        if ready.offset_bytes + largest > arena.size_bytes:
+            raise ManifestError(f"bucket {index} of {largest} bytes would end behind the arena", fault="offset")
         arena.wait_ready(ready.event)
         if index == 0:
             arena.buffers.forget_above(wanted.num_buckets)
-        return Bucket(index, arena.buffers.get(index, ready.offset_bytes, size_bytes))
+        return Bucket(index, arena.buffers.get(index, ready.offset_bytes, payload, size_bytes))
 
     def _release(self, wanted: IpcUpdate, index: int) -> None:
         if not wanted.staged and wanted.taken is not None:

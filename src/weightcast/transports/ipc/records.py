@@ -99,13 +99,17 @@ class IpcBegin(msgspec.Struct, frozen=True, tag="begin", tag_field="kind"):
 
 
 class BucketReady(msgspec.Struct, frozen=True, tag="ready", tag_field="kind"):
-    """Sender to receiver: a bucket is whole. `event`: base64 handle of the CUDA event that says so, or empty."""
+    """Sender to receiver: a bucket is whole, `num_bytes` of header and encoded payload from `offset_bytes` on.
+
+    `event`: base64 handle of the CUDA event that says so, or empty.
+    """
 
     version: VersionNumber
     update: Count
     generation: Count
     index: Count
     offset_bytes: Size
+    num_bytes: Size
     event: Handle = ""
 
 

@@ -66,10 +66,19 @@ class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
         for name in sorted(update.peers):
             self._post(name, begin)
 
-    def _tell_ready(self, update: ArenaUpdate, index: int, arena: OwnedSharedArena | OwnedCudaArena) -> None:
-        slot, offset_bytes = update.arena_layout.slots[index], update.arena_layout.offsets[index]
-        event = arena.mark_ready(slot)
-        ready = records.BucketReady(update.version.number, update.number, arena.generation, index, offset_bytes, event)
+    def _tell_ready(
+        self, update: ArenaUpdate, index: int, num_bytes: int, arena: OwnedSharedArena | OwnedCudaArena
+    ) -> None:
+        slot, offset_bytes = update.arena_layout.slots[index], update.arena_layout.headers[index]
+        ready = records.BucketReady(
+            update.version.number,
+            update.number,
+            arena.generation,
+            index,
+            offset_bytes,
+            num_bytes,
+            event=arena.mark_ready(slot),
+        )
         for name in sorted(update.peers):
             peer = self._peers.get(name)
             if peer is not None and peer.generation != arena.generation:

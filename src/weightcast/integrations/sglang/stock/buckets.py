@@ -108,12 +108,12 @@ class FlatBuckets:
         return self._slots[number % len(self._slots)][: self._sizes[number]]
 
     @torch.no_grad()
-    def fill(self, number: int, index: int, buffer: torch.Tensor) -> None:
-        """Copy what the publisher's bucket `index`, packed in `buffer`, brings for it. On a GPU this is only queued."""
+    def fill(self, number: int, index: int, payload: torch.Tensor) -> None:
+        """Copy what the publisher's bucket `index`, with this payload, brings for it. On a GPU this is only queued."""
         parts, entries, views = (
             self.parts[index][number],
             self._layout.entries[index],
-            self._layout.views(index, buffer),
+            self._layout.views(index, payload),
         )
         targets = self._targets.get((number, index))
         if targets is None:

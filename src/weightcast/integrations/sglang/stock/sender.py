@@ -14,7 +14,7 @@ import torch
 
 from weightcast import registry
 from weightcast.errors import ClosedError, UnsupportedError, UpdateAbortedError, WeightcastError
-from weightcast.format.bucket import slot_size_bytes
+from weightcast.format.bucket import BucketBuffer, slot_size_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.integrations.sglang.stock.buckets import FlatBuckets, FlatTensor
 from weightcast.integrations.sglang.stock.route_disk import DiskRoute
@@ -64,7 +64,7 @@ class StockSender:
         self._shipper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-ship")
         self._servers = Servers((), self._pool)
         self._flat: FlatBuckets | None = None
-        self._buffer: torch.Tensor | None = None
+        self._buffer: BucketBuffer | None = None
         self._flight: Future[None] | None = None
         self._current = -1
         self._is_open = False
@@ -91,25 +91,26 @@ class StockSender:
         names = frozenset(name for server in self._servers.living for name in server.wanted_names)
         if self._flat is None or (self._flat.manifest, self._flat.names) != (manifest, names):
             self._flat = self._buffer = None
-            self._buffer = torch.empty(slot_size_bytes(manifest), dtype=torch.uint8, device=self._route.device)
+            memory = torch.empty(slot_size_bytes(manifest), dtype=torch.uint8, device=self._route.device)
+            self._buffer = BucketBuffer.of(memory)
             self._flat = FlatBuckets(manifest, names, self._route.allocate)
         self._route.open(self._servers, version.number)
         if not self._route.is_staged:
             self._servers.each(SglangStockServer.begin)
         self._current, self._is_open = -1, True
 
-    def buffer(self, index: int) -> torch.Tensor:
+    def buffer(self, index: int) -> BucketBuffer:
         """Where the publisher's bucket is to be packed: the same for all, since `send` copies it on."""
         return self._require_open()[1]
 
-    def send(self, index: int) -> int:
+    def send(self, index: int, num_bytes: int) -> int:
         """Copy the bucket on, and ship what is full. The last waits until every server has all of it."""
         flat, buffer = self._require_open()
         for number in flat.parts[index]:
             while self._current < number:
                 self._ship(self._current)
                 self._current += 1
-            flat.fill(number, index, buffer)
+            flat.fill(number, index, buffer.payload)
         if index + 1 == len(flat.parts):
             for number in range(self._current, len(flat.places)):
                 self._ship(number)
@@ -164,7 +165,7 @@ class StockSender:
         self._pool.shutdown()
         self._flat = self._buffer = None
 
-    def _require_open(self) -> tuple[FlatBuckets, torch.Tensor]:
+    def _require_open(self) -> tuple[FlatBuckets, BucketBuffer]:
         if not self._is_open or self._flat is None or self._buffer is None:
             raise UpdateAbortedError("no update is open: it was aborted, or open() was not called")
         return self._flat, self._buffer
