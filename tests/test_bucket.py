@@ -246,7 +246,7 @@ def test_packing_digests_in_steps_as_in_one() -> None:
     layout = Layout(plan(specs, 16 << 20))
     payload = torch.full((layout.manifest.buckets[0],), 0x55, dtype=torch.uint8)
     digest = Packer(layout, {s.name: random_tensor("uint8", s.shape, 1) for s in specs}).fill(0, payload, VERSION)
-    assert digest == xxhash.xxh3_128(raw_bytes(payload)).digest()
+    assert digest == payload_digest(payload, "xxh3-128")
 
 
 def test_root_digest_depends_on_manifest_and_order() -> None:
