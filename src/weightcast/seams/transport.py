@@ -50,10 +50,7 @@ class Sender(Protocol):
         """Begin an update for these peers. Raises InsufficientMemoryError before any byte moves."""
 
     def buffer(self, index: int) -> BucketBuffer:
-        """Where bucket `index` is to be packed: room for its header and its raw payload, or for any bucket's.
-
-        Waits until every living peer has released it. While the manifest stays, an index has the same object.
-        """
+        """Room for bucket `index`, one object while the manifest stays. Waits until every living peer released it."""
 
     def send(self, index: int, num_bytes: int) -> int:
         """Send the first `num_bytes` of `buffer(index)`, header and encoded payload. A peer's failure is only noted.
