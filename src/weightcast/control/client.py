@@ -113,7 +113,7 @@ class HttpEngine(EngineClient, ServesTraffic):
         """
         body, run = _encode({"weight_version": str(version)}), f"&run={self._run}" if self._run else ""
         path = f"/finish_weight_update?mode={self._pause_mode}{run}"
-        return self._routes.post_for(path, body, _Finished).pause_seconds
+        return self._routes.decoded(path, self._routes.request("POST", path, body)[1], _Finished).pause_seconds
 
     def pause(self, run: str) -> None:
         """POST /pause; the pause ends with the run's lease where the engine has that ability."""
@@ -205,22 +205,22 @@ class HttpRoutes:
 
     def get(self, path: str, kind: type[T]) -> T:
         """GET, decoded. Raises PeerError, or the engine's own error; ControlError for a reply of another form."""
-        return self._decoded(path, self._request("GET", path)[1], kind)
+        return self.decoded(path, self.request("GET", path)[1], kind)
 
     def post(self, path: str, body: bytes = b"", *, once: bool = False) -> bytes:
         """POST, and the reply's bytes. Raises PeerError, or the engine's own error.
 
         `once`: for what a server must not be asked twice; it goes over a connection of its own and is never repeated.
         """
-        return self._request("POST", path, body, once=once)[1]
+        return self.request("POST", path, body, once=once)[1]
 
     def post_for(self, path: str, body: bytes, kind: type[T]) -> T:
         """POST, and the reply decoded. Raises what `get` does."""
-        return self._decoded(path, self._request("POST", path, body)[1], kind)
+        return self.decoded(path, self.request("POST", path, body)[1], kind)
 
     def probe(self, path: str, kind: type[T]) -> T | None:
         """GET; None if the server has no such route or answers in another form. Raises the other errors of `get`."""
-        status, content = self._request("GET", path, expected=(200, 404, 405))
+        status, content = self.request("GET", path, expected=(200, 404, 405))
         try:
             return decode(content, kind) if status == 200 else None
         except WeightcastError:
@@ -234,13 +234,14 @@ class HttpRoutes:
         for connection, _ in idle:
             connection.close()
 
-    def _decoded(self, path: str, content: bytes, kind: type[T]) -> T:
+    def decoded(self, path: str, content: bytes, kind: type[T]) -> T:
+        """What a route has answered. Raises ControlError for a reply of another form."""
         try:
             return decode(content, kind)
         except WeightcastError as exc:
             raise ControlError(f"{self.name}{path} did not answer as an engine: {exc}", peer=self.name) from exc
 
-    def _request(
+    def request(
         self,
         method: str,
         path: str,

@@ -311,7 +311,10 @@ class Worker:
     def _offer(self, session: PublisherSession, offer: Offer) -> None:
         receiver = session.require_receiver()
         served = self.gate.version
-        newest = max(session.last_offered, served.number if served and served.run == offer.run else -1)
+        has_served = served is not None and served.run == offer.run and not self.gate.torn
+        # A publisher that has connected again since may offer its last version again: nothing of it is on its way then.
+        was_offered = session.last_offered if session.update is not None else session.last_offered - 1
+        newest = max(was_offered, served.number if served is not None and has_served else -1)
         if offer.version <= newest:
             raise StaleVersionError(f"version {offer.version} was offered, version {newest} has been seen: replayed?")
         if offer.install not in self._installs:

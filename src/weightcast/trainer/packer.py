@@ -97,6 +97,7 @@ class Packer:
         views = layout.views(index, buffer)
         targets = [views[n] if region is None else narrow(views[n], region) for n, region in cuts] if cuts else views
         num_bytes = layout.manifest.buckets[index]
+        layout.clear_gaps(index, buffer)
         if layout.manifest.digest_kind != "xxh3-128":
             torch._foreach_copy_(targets, sources)
             return write_trailer(buffer, num_bytes, version, index, layout.manifest.digest_kind)

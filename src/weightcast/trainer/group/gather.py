@@ -153,6 +153,7 @@ class GatheringPacker:
         else:
             self._ranks.announce(Instruction.WAIT)
         manifest = self._layout.manifest
+        self._layout.clear_gaps(index, buffer)
         return write_trailer(buffer, manifest.buckets[index], version, index, manifest.digest_kind)
 
     def drain(self) -> None:
