@@ -43,7 +43,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "torch": (
         *("host.copy", "format.bucket", "format.tensor_digest", "process_group", "seams.*"),
         *("checkpoint.*", "store.reading", "sources.*", "engines.*", "transports.*"),
-        *("serving.load_plan", "trainer.*", "integrations.*", "testing.*", "bench.*", "demo.*", "cli.serve"),
+        *("serving.*", "trainer.*", "integrations.*", "testing.*", "bench.*", "demo.*", "cli.serve"),
     ),
     "numpy": ("format.tensor_digest", "bench.*", "demo.*", "testing.*"),
     "xxhash": ("format.bucket", "trainer.packer"),

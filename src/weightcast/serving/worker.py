@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from weightcast import registry
 from weightcast.engines.gate import Gate
 from weightcast.errors import (
@@ -44,7 +46,7 @@ from weightcast.format.messages import (
     UpdateInfo,
     WeightInfo,
 )
-from weightcast.seams.engine import Engine, ExposesTensors, Undoable
+from weightcast.seams.engine import Engine, ExposesTensors, OnDevice, Undoable
 from weightcast.serving.load_plan import LoadPlan, admit, check_undo
 from weightcast.serving.session import PublisherSession
 from weightcast.serving.update import State, Update
@@ -128,7 +130,8 @@ class Worker:
         except (ValueError, ImportError) as exc:
             raise UnsupportedError(f"this engine has no such transport: {exc}") from exc
         with self._init_lock:
-            former, session = self._session, PublisherSession(info, self._engine_rank, self._on_end)
+            device = self.engine.device if isinstance(self.engine, OnDevice) else torch.device("cpu")
+            former, session = self._session, PublisherSession(info, self._engine_rank, device, self._on_end)
             if former is not None:
                 # Its secret as well: the run's id alone is known to anybody who asks.
                 is_same = info.run == former.info.run and former.is_of(info.secret)

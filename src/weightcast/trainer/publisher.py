@@ -381,8 +381,7 @@ def _close_all(owned: list[Closable]) -> None:
 
 
 def _make_sender(transport: Transport, url: str, deadline_seconds: float, run: str, device: torch.device) -> Sender:
-    made: Sender = transport.sender(url, run=run, deadline_seconds=deadline_seconds, device=device)
-    return made
+    return transport.sender(url, run=run, device=device, deadline_seconds=deadline_seconds)
 
 
 def _require_source(source: object) -> None:
