@@ -13,11 +13,12 @@ import threading
 import traceback
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-import httpx
 import torch
 
 import weightcast
+from weightcast.control.client import HttpConnection
 
 PACKAGE = Path(weightcast.__file__).parent
 MAX_FRAMES, MAX_FILES = 14, 30
@@ -57,11 +58,12 @@ def main() -> None:
             thread.extend([*ours(), "engines/module.py:commit"])
             super().commit(version)
 
-    class Client(httpx.Client):
-        def stream(self, method: str, url: str, **options: object) -> object:  # type: ignore[override]
-            if "/finish_weight_update" in str(url):
-                publisher_side.extend(ours())
-            return super().stream(method, url, **options)  # type: ignore[arg-type]
+    request = HttpConnection.request
+
+    def recording(connection: HttpConnection, method: str, target: str, *others: Any) -> tuple[int, bytes]:
+        if "/finish_weight_update" in target:
+            publisher_side.extend(ours())
+        return request(connection, method, target, *others)
 
     class Pool(concurrent.futures.ThreadPoolExecutor):
         def submit(self, *args: object, **options: object) -> object:  # type: ignore[override]
@@ -70,7 +72,7 @@ def main() -> None:
                 route[:] = [frame for frame in ours() if not frame.startswith("control/server/")]
             return super().submit(*args, **options)  # type: ignore[arg-type]
 
-    httpx.Client = Client  # type: ignore[misc]
+    HttpConnection.request = recording  # type: ignore[method-assign]
     # The server makes its pool of threads by this name.
     concurrent.futures.ThreadPoolExecutor = Pool  # type: ignore[misc]
     model = torch.nn.Linear(4, 4)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 SERVER = ("fastapi", "starlette", "uvicorn", "transformers", "prometheus_client", "weightcast.control.server.app")
-CLIENT = ("httpx", "weightcast.trainer.publisher", "weightcast.control.client")
+CLIENT = ("httpx", "h11", "weightcast.trainer.publisher", "weightcast.control.client")
 TOOLS = ("rich", "matplotlib", "weightcast.cli", "weightcast.demo", "weightcast.bench", "weightcast.testing")
 ENGINES = ("vllm", "sglang", "torchrl", "ray", "megatron")
 

@@ -296,9 +296,22 @@ class Rank:
             self.engines[0].engine.fail_after = after
 
     def publish(self, version: int | None = None) -> dict[str, Any]:
+        return self._outcome(lambda: self.publisher.publish(version))
+
+    def sync(self, engine: str, *, is_new: bool = False) -> dict[str, Any]:
+        """Bring one engine to the last version; `is_new`: one that is added for it."""
+        from core.direct import DirectEngine, RecordingEngine
+
+        if is_new:
+            client = DirectEngine(engine, RecordingEngine())
+            self.engines += [client] * (self.rank == 0)
+            self.publisher.add_engine(client)
+        return self._outcome(lambda: self.publisher.sync(engine))
+
+    def _outcome(self, call: Callable[[], Any]) -> dict[str, Any]:
         self.counts.clear()
         try:
-            report = self.publisher.publish(version)
+            report = call()
             outcome = {"report": report.to_json(), "error": None}
         except BaseException as exc:
             outcome = {"report": None, "error": (type(exc).__name__, str(exc))}

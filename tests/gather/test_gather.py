@@ -147,6 +147,24 @@ def test_the_last_bucket_may_be_sent_again(ranks: Squad) -> None:
     assert ranks[0].ask("check", 21) == []
 
 
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+def test_every_rank_brings_a_late_engine_to_the_version_of_the_others(ranks: Squad, install: str) -> None:
+    ranks.all("make", "table", "rows", install=install, transport="gloo://127.0.0.1:0")
+    published(ranks.publish(1))
+    report = published(ranks.all("sync", "late", is_new=True))
+    assert (report["version"], list(report["engines"])) == (0, ["late"])
+    assert ranks[0].ask("check", 1) == []
+    assert published(ranks.all("sync", "late"))["version"] == 0, "it serves it already"
+    ranks.all("fill", 2)
+    for name in ("later", "unknown"):
+        is_new = name == "later"
+        errors = failed(ranks.all("sync", name, is_new=is_new))
+        assert all(("weights have changed since" if is_new else "is not in the fleet") in text for _, text in errors)
+    assert published(ranks.publish(2))["version"] == 1
+    assert ranks[0].ask("check", 2) == []
+    assert ranks[0].ask("serves") == [1, 1, 1]
+
+
 def test_versions_are_those_of_the_publishing_rank(ranks: Squad) -> None:
     ranks.all("make", "many", "rows")
     ranks.all("fill", 1)

@@ -241,7 +241,7 @@ def test_a_server_that_closes_a_connection_after_an_error_lives() -> None:
                 with pytest.raises(ControlError, match="out of order"):
                     engine.specs()
                 assert engine.info().weight_version == "7"
-                assert engine.info().weight_version == "7", "nor is a connection used twice that nothing went wrong on"
+                assert engine.info().weight_version == "7", "nor is one lost that nothing went wrong on"
         finally:
             engine.close()
             server.shutdown()

@@ -13,6 +13,7 @@ from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, Background, 
 from weightcast.transports.ipc import IpcReceiver, IpcSender
 from weightcast.transports.ipc import devices as ipc_devices
 
+CPU = torch.device("cpu")
 DEFAULT = "ipc://@weightcast-0"
 ADDRESSES = {"a": "ipc://@weightcast-1", "b & c?": "ipc://@weightcast-2"}
 
@@ -20,20 +21,20 @@ ADDRESSES = {"a": "ipc://@weightcast-1", "b & c?": "ipc://@weightcast-2"}
 def test_without_other_devices_the_address_is_the_senders_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ipc_devices.LABEL_VARIABLE, "a")
     assert ipc_devices.join(DEFAULT, {}) == DEFAULT
-    assert ipc_devices.choose(DEFAULT) == DEFAULT
+    assert ipc_devices.choose(DEFAULT, CPU) == DEFAULT
 
 
 @pytest.mark.parametrize(("own", "expected"), [*ADDRESSES.items(), ("d", DEFAULT), ("", DEFAULT)])
 def test_a_receiver_reads_from_its_own_device(monkeypatch: pytest.MonkeyPatch, own: str, expected: str) -> None:
     monkeypatch.setenv(ipc_devices.LABEL_VARIABLE, own)
     assert ipc_devices.label(torch.device("cpu")) == own
-    assert ipc_devices.choose(ipc_devices.join(DEFAULT, ADDRESSES)) == expected
+    assert ipc_devices.choose(ipc_devices.join(DEFAULT, ADDRESSES), CPU) == expected
 
 
 def test_a_process_without_the_variable_has_no_label(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ipc_devices.LABEL_VARIABLE, raising=False)
     assert ipc_devices.label(torch.device("cpu")) == ""
-    assert ipc_devices.choose(ipc_devices.join(DEFAULT, ADDRESSES)) == DEFAULT
+    assert ipc_devices.choose(ipc_devices.join(DEFAULT, ADDRESSES), CPU) == DEFAULT
 
 
 @pytest.mark.parametrize(
@@ -75,14 +76,11 @@ def test_receivers_of_two_devices_connect_to_two_senders(ipc_ends: Ends, monkeyp
 
 
 def choose_on_gpu(pipe: multiprocessing.connection.Connection, url: str) -> None:
-    """The address that a process takes which holds nothing on a GPU, something on the last one, more on the first."""
-    addresses = [ipc_devices.choose(url)]
-    last = torch.ones(1 << 20, device=f"cuda:{torch.cuda.device_count() - 1}")
-    addresses.append(ipc_devices.choose(url))
+    """The address that a process takes for host memory, its last GPU and its first, whatever is on these."""
     first = torch.ones(1 << 22, device="cuda:0")
-    addresses.append(ipc_devices.choose(url))
-    pipe.send(addresses)
-    del last, first
+    gpus = torch.device("cuda", torch.cuda.device_count() - 1), torch.device("cuda", 0)
+    pipe.send([ipc_devices.choose(url, device) for device in (CPU, *gpus)])
+    del first
 
 
 @pytest.mark.gpu

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from weightcast import registry
 from weightcast.errors import (
     InsufficientMemoryError,
     ManifestError,
@@ -43,7 +46,7 @@ class SameHostContract(TransportContract):
         raise AssertionError("a lost receiver has opened an update")
 
     def test_streaming_reuses_its_slots(self) -> None:
-        sender, manifest = self.sender(num_slots=2), numbered(6)
+        sender, manifest = self.sender(), numbered(6)
         reader = Reader(self.receiver(sender), manifest, version(1), staged=False)
         sender.open(manifest, version(1), peers=["a"], staged=False)
         places = {send(sender, manifest, 1, index).header.data_ptr() for index in range(6)}
@@ -51,7 +54,7 @@ class SameHostContract(TransportContract):
         assert len(places) == 2
 
     def test_a_slot_is_rewritten_only_after_its_release(self) -> None:
-        sender, manifest = self.sender(num_slots=2), numbered(3)
+        sender, manifest = self.sender(), numbered(3)
         receiver = self.receiver(sender)
         receiver.open(manifest, version(1), staged=False)
         sender.open(manifest, version(1), peers=["a"], staged=False)
@@ -170,8 +173,9 @@ class SameHostContract(TransportContract):
         send_all(sender, manifest, 1)
         with pytest.raises(ValueError, match="bucket 2"):
             sender.buffer(2)
+        make_sender: Any = registry.transport(self.url).sender
         with pytest.raises(ValueError, match="num_slots"):
-            self.sender(num_slots=0)
+            make_sender(self.url, run=RUN, device=self.device, deadline_seconds=SHORT_SECONDS, num_slots=0)
         with pytest.raises(StaleVersionError, match=OTHER_RUN):
             self.receiver(sender, run=OTHER_RUN)
         with pytest.raises(UpdateAbortedError, match="open"):

@@ -1,18 +1,26 @@
 """The trainer's side of the control protocol: one engine behind vLLM's four-phase routes, over HTTP.
 
-Invariants: every request has a deadline, a connection of its own, and is sent once (the protocol's own idempotence
-heals lost replies, not retries here); no reply is read beyond what a message may be; errors name the engine, and are of
-the class that it raised; requests go straight to it, never through a proxy of the environment. What kind of server
-answers at a URL is asked whenever a publisher connects, and never configured.
+Invariants: every request has a deadline; connections are kept between requests, and a request is sent again only, and
+once, if a kept one was closed before any byte of the answer came (a lost reply is healed by the protocol's own
+idempotence); no reply is read beyond what a message may be; errors name the engine, and are of the class that it
+raised; requests go straight to it, never through a proxy of the environment. What kind of server answers at a URL is
+asked whenever a publisher connects, and never configured.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import select
+import socket
+import ssl
+import threading
+import time
+import urllib.parse
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar, get_args
 
+import h11
 import msgspec
 
 from weightcast import registry
@@ -29,11 +37,15 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, TensorSpec, decode
 from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
+from weightcast.host.closing import close_in_child, on_failure
 from weightcast.host.deadline import Deadline
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import EngineClient, Fingerprint, ServesTraffic
 
 T = TypeVar("T")
+_MAX_IDLE_SECONDS = 4.0
+"""Below the 5 s after which uvicorn, and with it vLLM and SGLang, closes an idle connection by default."""
+_READ_BYTES = 1 << 16
 _encode = msgspec.json.encode
 
 
@@ -101,7 +113,7 @@ class HttpEngine(EngineClient, ServesTraffic):
         """
         body, run = _encode({"weight_version": str(version)}), f"&run={self._run}" if self._run else ""
         path = f"/finish_weight_update?mode={self._pause_mode}{run}"
-        return self._routes.post_for(path, body, _Finished).pause_seconds
+        return self._routes.decoded(path, self._routes.request("POST", path, body)[1], _Finished).pause_seconds
 
     def pause(self, run: str) -> None:
         """POST /pause; the pause ends with the run's lease where the engine has that ability."""
@@ -170,8 +182,6 @@ class HttpRoutes:
     """
 
     def __init__(self, url: str, *, token: str | None, timeout_seconds: float) -> None:
-        import httpx  # Here, since it imports rich where that is installed, and takes long.
-
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{url!r} is not the URL of an engine; write one like http://127.0.0.1:8000")
         self.name = url.rstrip("/")
@@ -181,72 +191,120 @@ class HttpRoutes:
             self.headers["authorization"] = f"Bearer {token}"
         self._timeout_seconds = timeout_seconds
         try:
-            # A server may close a connection that is idle, or that it has answered an error on, while the next
-            # request is on its way: no connection is used twice.
-            self._client = httpx.Client(
-                base_url=self.name,
-                headers=self.headers,
-                timeout=timeout_seconds,
-                limits=httpx.Limits(max_keepalive_connections=0),
-                trust_env=False,
-            )
-        except httpx.InvalidURL as exc:
+            self._url = urllib.parse.urlsplit(self.name)
+            if not self._url.hostname or self._url.port == 0 or " " in self._url.netloc:
+                raise ValueError("it has no host, or a port that can't be connected to")
+            if "@" in self._url.netloc:
+                raise ValueError("a user and a password are not sent: pass token=")
+        except ValueError as exc:
             raise ValueError(f"{url!r} is not the URL of an engine: {exc}") from exc
-        self._httpx = httpx
+        self._lock = threading.Lock()
+        self._idle: list[tuple[HttpConnection, float]] = []
+        """Kept connections, and when each had its last answer, by `time.monotonic`; the last one used is at the end."""
+        self._closed = False
 
     def get(self, path: str, kind: type[T]) -> T:
         """GET, decoded. Raises PeerError, or the engine's own error; ControlError for a reply of another form."""
-        return self._decoded(path, self._request("GET", path)[1], kind)
+        return self.decoded(path, self.request("GET", path)[1], kind)
 
-    def post(self, path: str, body: bytes | None = None) -> bytes:
-        """POST, and the reply's bytes. Raises PeerError, or the engine's own error."""
-        return self._request("POST", path, body)[1]
+    def post(self, path: str, body: bytes = b"", *, once: bool = False) -> bytes:
+        """POST, and the reply's bytes. Raises PeerError, or the engine's own error.
+
+        `once`: for what a server must not be asked twice; it goes over a connection of its own and is never repeated.
+        """
+        return self.request("POST", path, body, once=once)[1]
 
     def post_for(self, path: str, body: bytes, kind: type[T]) -> T:
         """POST, and the reply decoded. Raises what `get` does."""
-        return self._decoded(path, self._request("POST", path, body)[1], kind)
+        return self.decoded(path, self.request("POST", path, body)[1], kind)
 
     def probe(self, path: str, kind: type[T]) -> T | None:
         """GET; None if the server has no such route or answers in another form. Raises the other errors of `get`."""
-        status, content = self._request("GET", path, expected=(200, 404, 405))
+        status, content = self.request("GET", path, expected=(200, 404, 405))
         try:
             return decode(content, kind) if status == 200 else None
         except WeightcastError:
             return None
 
     def close(self) -> None:
-        """Close the connections. Idempotent."""
-        self._client.close()
+        """Close the connections; one with a request under way is closed when that ends. Idempotent."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection, _ in idle:
+            connection.close()
 
-    def _decoded(self, path: str, content: bytes, kind: type[T]) -> T:
+    def decoded(self, path: str, content: bytes, kind: type[T]) -> T:
+        """What a route has answered. Raises ControlError for a reply of another form."""
         try:
             return decode(content, kind)
         except WeightcastError as exc:
             raise ControlError(f"{self.name}{path} did not answer as an engine: {exc}", peer=self.name) from exc
 
-    def _request(
-        self, method: str, path: str, body: bytes | None = None, *, expected: Collection[int] = (200,)
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        expected: Collection[int] = (200,),
+        once: bool = False,
     ) -> tuple[int, bytes]:
-        """The status, one of those expected, and the whole reply: by the deadline, no larger than a message may be."""
-        if self._client.is_closed:
-            raise ClosedError(f"the connections to {self.name} were closed")
-        deadline, content = Deadline(self._timeout_seconds), bytearray()
+        """The status, one of those expected, and the whole reply: by the deadline, no larger than a message may be.
+
+        A kept connection that the server closed before any byte of the answer came is replaced, once: the server closed
+        it while it was idle, or has died, and the request reached nobody. Should it have been acted on all the same,
+        nothing is done twice: control calls are idempotent for a (run, version). (An offer that was taken is refused as
+        stale then; the engine's update fails, as it does without an answer.) All else goes out with `once`.
+        """
+        deadline = Deadline(self._timeout_seconds)
+        connection = None if once else self._kept()
+        is_kept = connection is not None
         try:
-            with self._client.stream(method, path, content=body) as reply:
-                for chunk in reply.iter_bytes():
-                    content += chunk
-                    if deadline.has_passed:
-                        raise PeerTimeoutError(f"{self.name}{path} did not end its answer in time", peer=self.name)
-                    if len(content) > MAX_MESSAGE_BYTES:
-                        message = f"{self.name}{path} answered with over {MAX_MESSAGE_BYTES} bytes"
-                        raise ControlError(message, peer=self.name)
-        except self._httpx.TimeoutException as exc:
-            raise PeerTimeoutError(f"{self.name}{path} gave no answer in time: {exc}", peer=self.name) from exc
-        except self._httpx.HTTPError as exc:
+            while True:
+                connection = connection or HttpConnection(self._url, deadline)
+                try:
+                    target = f"{self._url.path}{path}"
+                    status, content = connection.request(method, target, self.headers, body, deadline)
+                    break
+                except BaseException as exc:
+                    connection.close()
+                    is_closed = isinstance(exc, (ConnectionResetError, BrokenPipeError))
+                    if not (is_kept and is_closed) or connection.has_answered:
+                        raise
+                connection, is_kept = None, False
+        except TimeoutError as exc:
+            has_begun = connection is not None and connection.has_answered
+            what = "did not end its answer in time" if has_begun else "gave no answer in time"
+            raise PeerTimeoutError(f"{self.name}{path} {what}", peer=self.name) from exc
+        except (OSError, h11.ProtocolError, UnicodeError) as exc:
             raise PeerDiedError(f"{self.name}{path} can't be reached: {exc}", peer=self.name) from exc
-        if reply.status_code not in expected:
-            raise self._error(path, reply.status_code, bytes(content))
-        return reply.status_code, bytes(content)
+        self._keep(connection)
+        if len(content) > MAX_MESSAGE_BYTES:
+            raise ControlError(f"{self.name}{path} answered with over {MAX_MESSAGE_BYTES} bytes", peer=self.name)
+        if status not in expected:
+            raise self._error(path, status, content)
+        return status, content
+
+    def _kept(self) -> HttpConnection | None:
+        """A connection that can be used again, if there is one. Raises ClosedError."""
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise ClosedError(f"the connections to {self.name} were closed")
+                if not self._idle:
+                    return None
+                connection, used_at = self._idle.pop()
+            if time.monotonic() - used_at < _MAX_IDLE_SECONDS and connection.is_reusable:
+                return connection
+            connection.close()
+
+    def _keep(self, connection: HttpConnection) -> None:
+        with self._lock:
+            if not self._closed and connection.is_reusable:
+                self._idle.append((connection, time.monotonic()))
+                return
+        connection.close()
 
     def _error(self, path: str, status: int, content: bytes) -> WeightcastError:
         """The error inside a reply: weightcast's own record where there is one, else the text that came.
@@ -273,3 +331,85 @@ class HttpRoutes:
             404: ": is this an engine server?",
         }.get(status, "")
         return ControlError(f"{self.name}{path} answered {status}{hint}: {text}", peer=self.name)
+
+
+class HttpConnection:
+    """One HTTP/1.1 connection, for one request at a time. Connected when it is made; no forked child has the socket.
+
+    A request ends by its deadline, however slowly bytes come. Raises OSError; TimeoutError, which is one, at the
+    deadline.
+    """
+
+    def __init__(self, url: urllib.parse.SplitResult, deadline: Deadline) -> None:
+        """`url` has a host; its port is by default that of its scheme, http or https."""
+        assert url.hostname is not None
+        port = url.port or (443 if url.scheme == "https" else 80)
+        sock = socket.create_connection((url.hostname, port), _remaining_seconds(deadline))
+        with on_failure(sock.close):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if url.scheme == "https":
+                sock = ssl.create_default_context().wrap_socket(sock, server_hostname=url.hostname)
+        self._socket = close_in_child(sock)
+        self._host = url.netloc.rpartition("@")[2]
+        self._protocol = h11.Connection(h11.CLIENT)
+        self.has_answered = False
+        """Whether a byte of the present request's answer came."""
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether another request may be sent: the last answer is complete, and nothing came after it, nor the end."""
+        is_idle = self._protocol.our_state is h11.IDLE and not self._protocol.trailing_data[0]
+        if not is_idle or self._socket.fileno() < 0:  # closed, in a forked child
+            return False
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        return not poller.poll(0)
+
+    def request(
+        self, method: str, target: str, headers: Mapping[str, str], body: bytes, deadline: Deadline
+    ) -> tuple[int, bytes]:
+        """Send a request; return the answer's status and content, which is read on only up to `MAX_MESSAGE_BYTES`.
+
+        Raises OSError if the connection breaks, TimeoutError at the deadline, h11.ProtocolError for what is no HTTP.
+        """
+        self.has_answered = False
+        fields = {"host": self._host, "content-length": str(len(body)), **headers}
+        parts = [h11.Request(method=method, target=target, headers=list(fields.items())), h11.Data(body)]
+        data = b"".join(self._protocol.send(part) or b"" for part in (*parts, h11.EndOfMessage()))
+        # A server may refuse a request before it has read all of it, and close: its answer is still to be read.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._socket.settimeout(_remaining_seconds(deadline))
+            self._socket.sendall(data)
+        status, content = 0, bytearray()
+        while len(content) <= MAX_MESSAGE_BYTES:
+            event = self._protocol.next_event()
+            if event is h11.NEED_DATA:
+                self._socket.settimeout(_remaining_seconds(deadline))
+                # A server without TCP_NODELAY sends the rest only once it has an acknowledgement of the header, which
+                # Linux delays by 40 ms on a connection that is not new; the option does not stay.
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+                received = self._socket.recv(_READ_BYTES)
+                self.has_answered |= bool(received)
+                if not received and not status:
+                    raise ConnectionResetError("the server closed the connection without an answer")
+                self._protocol.receive_data(received)
+            elif isinstance(event, h11.Response):
+                status = event.status_code
+            elif isinstance(event, h11.Data):
+                content += event.data
+            elif isinstance(event, h11.EndOfMessage):
+                if self._protocol.our_state is h11.DONE and self._protocol.their_state is h11.DONE:
+                    self._protocol.start_next_cycle()
+                break
+        return status, bytes(content)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._socket.close()
+
+
+def _remaining_seconds(deadline: Deadline) -> float:
+    """For a socket's timeout. Raises TimeoutError: zero would have it not block at all."""
+    if deadline.has_passed:
+        raise TimeoutError("timed out")
+    return deadline.remaining_seconds or 1e-6

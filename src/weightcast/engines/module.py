@@ -34,6 +34,7 @@ class ModuleEngine:
         self, model: nn.Module, *, cast: bool = False, buffers: Buffers = "persistent", names: Names | None = None
     ) -> None:
         self.version: WeightVersion | None = None
+        self._model = model
         self._cast = cast
         self._live = LiveCheckpoint(model, buffers=buffers, names=names)
         self._live.require_memory()
@@ -48,6 +49,12 @@ class ModuleEngine:
     def snapshot_bytes(self) -> int:
         """Host memory that `snapshot` takes."""
         return sum(spec.num_bytes for spec in self._live.specs)
+
+    @property
+    def device(self) -> torch.device:
+        """That of the module's weights; of several the first that is no host memory."""
+        devices = {tensor.device for tensor in self._model.state_dict().values()}
+        return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
 
     def specs(self) -> Sequence[TensorSpec]:
         if not self._updating:

@@ -177,6 +177,7 @@ class Layout:
         for entries in self.entries:
             entries.sort(key=lambda e: e.piece.offset_bytes)
         self._views: list[tuple[torch.Tensor, list[torch.Tensor]] | None] = [None] * len(manifest.buckets)
+        self._gaps: dict[int, list[tuple[int, int]]] = {}
 
     def views(self, index: int, payload: torch.Tensor) -> list[torch.Tensor]:
         """One view for each entry of bucket `index`, of its region's shape and dtype, into `payload`.
@@ -196,6 +197,29 @@ class Layout:
             views.append(typed[dtype].as_strided(sizes, row_major(sizes), offset))
         self._views[index] = (whole, views)
         return views
+
+    def clear_gaps(self, index: int, buffer: torch.Tensor) -> None:
+        """Zero what lies between the pieces of bucket `index` and behind the last, as alignment has left it.
+
+        So equal weights make equal buckets, whatever was in the buffer before. On a GPU it is only queued.
+        """
+        gaps = self._gaps.get(index)
+        if gaps is None:
+            end, gaps = 0, []
+            for entry in self.entries[index]:
+                gaps.append((end, entry.piece.offset_bytes))
+                itemsize = ITEMSIZE_BYTES[entry.record.dtype]
+                end = max(end, entry.piece.offset_bytes + entry.piece.region.numel * itemsize)
+            gaps.append((end, self.manifest.buckets[index]))
+            gaps = self._gaps[index] = [(start, end) for start, end in gaps if start < end]
+        if not gaps:
+            return
+        if buffer.is_cuda:
+            torch._foreach_zero_([buffer[start:end] for start, end in gaps])
+            return
+        data = buffer.numpy().data
+        for start, end in gaps:
+            data[start:end] = bytes(end - start)
 
     def forget_views(self) -> None:
         """Drop every kept view, and with them the references to their payloads."""
@@ -381,5 +405,9 @@ def _shown(header: BucketHeader, field: str) -> str:
 
 def root_digest(manifest_digest: str, digests: Sequence[Digest]) -> str:
     """The digest of a whole update in hex: xxh3-128 of the manifest's digest and every bucket's, in order."""
-    parts = (d if isinstance(d, bytes) else d.cpu().numpy().tobytes() for d in digests)
-    return xxhash.xxh3_128_hexdigest(bytes.fromhex(manifest_digest) + b"".join(parts))
+    return xxhash.xxh3_128_hexdigest(bytes.fromhex(manifest_digest) + b"".join(map(as_bytes, digests)))
+
+
+def as_bytes(digest: bytes | torch.Tensor) -> bytes:
+    """A bucket's digest; waits for one that a GPU is still to compute."""
+    return digest if isinstance(digest, bytes) else digest.cpu().numpy().tobytes()

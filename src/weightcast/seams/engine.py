@@ -7,7 +7,7 @@ One update, called by the worker:
     Engine.commit(version)               every tensor was loaded: serve the version
     Engine.discard()                     any failure
 
-Optional abilities are Protocols of one method, asked with `isinstance`.
+Optional abilities are Protocols of one member, asked with `isinstance`.
 """
 
 from __future__ import annotations
@@ -74,6 +74,14 @@ class Undoable(Protocol):
     """An engine that can go back: `snapshot` copies the live weights to host memory and returns what restores them."""
 
     def snapshot(self) -> Callable[[], None]: ...
+
+
+@runtime_checkable
+class OnDevice(Protocol):
+    """An engine that says where its weights are, so that receivers use this device; of any other: host memory."""
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 @runtime_checkable

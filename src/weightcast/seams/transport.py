@@ -16,7 +16,7 @@ Any failure: P Sender.abort(reason); W Receiver.end(). Optional abilities are Pr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -138,12 +138,28 @@ class PerDevice(Protocol):
         """The URL for receivers: each connects to the address of its own device's label, else to `default`."""
 
 
+class MakeSender(Protocol):
+    """Makes the publisher's end for the URL that the user gave. `run`: the publisher's; `device`: of the weights."""
+
+    def __call__(self, url: str, *, run: str, device: torch.device, deadline_seconds: float) -> Sender: ...
+
+
+class MakeReceiver(Protocol):
+    """Makes a worker's end for a sender's address, connected. Called in a background thread.
+
+    `run`: the publisher's, or empty for any, where the transport keeps versions. `peer`: how the sender calls this
+    receiver. `device`: of the engine rank that it works for; the thread's own current device means nothing.
+    """
+
+    def __call__(self, url: str, *, run: str, peer: str, device: torch.device, deadline_seconds: float) -> Receiver: ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transport:
-    """A registered pair: `sender(url, deadline_seconds=...)` and `receiver(url, peer=..., deadline_seconds=...)`."""
+    """What is registered for a URL's scheme."""
 
-    sender: Callable[..., Sender]
-    receiver: Callable[..., Receiver]
+    sender: MakeSender
+    receiver: MakeReceiver
     default_bucket_size_bytes: Mapping[str, int]  # by device type: "cpu", "cuda"
     same_host: bool  # whether both ends must share one
     per_device: PerDevice | None = None

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
+import torch
 
 from weightcast import registry
 from weightcast.engines.gate import Gate
@@ -72,7 +73,10 @@ class Follower:
         """
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error is {on_error!r}; it must be 'raise' or 'skip'")
-        receiver: Receiver = registry.transport(url).receiver(url, peer=label, run=None)
+        # Versions are staged, in host memory.
+        device, deadline_seconds = torch.device("cpu"), install_deadline_seconds
+        make = registry.transport(url).receiver
+        receiver = make(url, run="", peer=label, device=device, deadline_seconds=deadline_seconds)
         if not isinstance(receiver, VersionedReceiver):
             receiver.close()
             raise ValueError(f"{url} keeps no versions to follow: give a store, file:///dir")

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import torch
 from msgspec import UNSET
 
 from weightcast import registry
@@ -30,7 +31,14 @@ _MIN_PATIENCE_SECONDS = 60.0
 class PublisherSession:
     """A run's hold on the worker: its link, its receiver, the layouts it has sent."""
 
-    def __init__(self, info: InitInfo, engine_rank: int, on_end: Callable[[PublisherSession, str], None]) -> None:
+    def __init__(
+        self,
+        info: InitInfo,
+        engine_rank: int,
+        device: torch.device,
+        on_end: Callable[[PublisherSession, str], None],
+    ) -> None:
+        """`device`: of the engine's weights."""
         self.info = info
         self.ended: WeightcastError | None = None
         """Why it has ended, once it has."""
@@ -44,6 +52,7 @@ class PublisherSession:
         self._began = time.monotonic()
         self._on_end = on_end
         self._engine_rank = engine_rank
+        self._device = device
         self._connected = threading.Event()
         self._receiving: threading.Thread | None = None
 
@@ -101,6 +110,7 @@ class PublisherSession:
                 info.transport,
                 peer=f"{info.engine}#{rank}" if rank else info.engine,
                 run=info.run,
+                device=self._device,
                 deadline_seconds=max(info.deadline_seconds, _MIN_PATIENCE_SECONDS),
             )
             if self.ended is None:

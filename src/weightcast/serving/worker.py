@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from weightcast import registry
 from weightcast.engines.gate import Gate
 from weightcast.errors import (
@@ -44,7 +46,7 @@ from weightcast.format.messages import (
     UpdateInfo,
     WeightInfo,
 )
-from weightcast.seams.engine import Engine, ExposesTensors, Undoable
+from weightcast.seams.engine import Engine, ExposesTensors, OnDevice, Undoable
 from weightcast.serving.load_plan import LoadPlan, admit, check_undo
 from weightcast.serving.session import PublisherSession
 from weightcast.serving.update import State, Update
@@ -130,7 +132,8 @@ class Worker:
         except (ValueError, ImportError) as exc:
             raise UnsupportedError(f"this engine has no such transport: {exc}") from exc
         with self._init_lock:
-            former, session = self._session, PublisherSession(info, self._engine_rank, self._on_end)
+            device = self.engine.device if isinstance(self.engine, OnDevice) else torch.device("cpu")
+            former, session = self._session, PublisherSession(info, self._engine_rank, device, self._on_end)
             if former is not None:
                 # Its secret as well: the run's id alone is known to anybody who asks.
                 is_same = info.run == former.info.run and former.is_of(info.secret)
@@ -313,7 +316,10 @@ class Worker:
     def _offer(self, session: PublisherSession, offer: Offer) -> None:
         receiver = session.require_receiver()
         served = self.gate.version
-        newest = max(session.last_offered, served.number if served and served.run == offer.run else -1)
+        has_served = served is not None and served.run == offer.run and not self.gate.torn
+        # A publisher that has connected again since may offer its last version again: nothing of it is on its way then.
+        was_offered = session.last_offered if session.update is not None else session.last_offered - 1
+        newest = max(was_offered, served.number if served is not None and has_served else -1)
         if offer.version <= newest:
             raise StaleVersionError(f"version {offer.version} was offered, version {newest} has been seen: replayed?")
         if offer.install not in self._installs:

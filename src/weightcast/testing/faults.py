@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
+import torch
+
 from weightcast.errors import WeightcastError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer
 from weightcast.format.manifest import Manifest, WeightVersion
@@ -190,15 +192,19 @@ class FaultyTransport:
     def transport(self) -> Transport:
         return dataclasses.replace(self._inner, sender=self._make_sender, receiver=self._make_receiver)
 
-    def _make_sender(self, _url: str, **options: object) -> Sender:
-        sender = FaultySender(self._inner.sender(self._url, **options), self.sender_fault)
+    def _make_sender(self, url: str, *, run: str, device: torch.device, deadline_seconds: float) -> Sender:
+        inner = self._inner.sender(self._url, run=run, device=device, deadline_seconds=deadline_seconds)
+        sender = FaultySender(inner, self.sender_fault)
         # Receivers must come by way of the wrapper as well.
         sender.address = f"{SCHEME}://{sender.inner.address}"
         self.senders.append(sender)
         return sender
 
-    def _make_receiver(self, url: str, *, peer: str, **options: object) -> Receiver:
-        inner = self._inner.receiver(url.removeprefix(f"{SCHEME}://"), peer=peer, **options)
+    def _make_receiver(
+        self, url: str, *, run: str, peer: str, device: torch.device, deadline_seconds: float
+    ) -> Receiver:
+        address = url.removeprefix(f"{SCHEME}://")
+        inner = self._inner.receiver(address, run=run, peer=peer, device=device, deadline_seconds=deadline_seconds)
         self.receivers[peer] = FaultyReceiver(inner, self.receiver_faults.pop(peer, None))
         return self.receivers[peer]
 

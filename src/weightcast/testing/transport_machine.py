@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -15,7 +16,7 @@ from weightcast import registry
 from weightcast.errors import PeerDiedError, UpdateAbortedError, WeightcastError
 from weightcast.format.bucket import HEADER_BYTES, Layout
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.seams.transport import Receiver, Sender
+from weightcast.seams.transport import Receiver
 from weightcast.testing.payloads import PAYLOADS, Payload
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, Reader, pack_and_send, unpack, version
 from weightcast.trainer.packer import Packer
@@ -30,7 +31,8 @@ class Rig:
 
     def __init__(self, url: str) -> None:
         self._transport = registry.transport(url)
-        self.sender: Sender = self._transport.sender(url, run=RUN, deadline_seconds=PATIENCE_SECONDS)
+        device = torch.device("cpu")
+        self.sender = self._transport.sender(url, run=RUN, device=device, deadline_seconds=PATIENCE_SECONDS)
         self.receivers: dict[str, Receiver] = {}
         self.readers: dict[str, Reader] = {}
         self._layout: Layout | None = None
@@ -38,8 +40,8 @@ class Rig:
             self.connect(peer)
 
     def connect(self, peer: str) -> None:
-        make = self._transport.receiver
-        self.receivers[peer] = make(self.sender.address, peer=peer, run=RUN, deadline_seconds=PATIENCE_SECONDS)
+        make, address, device = self._transport.receiver, self.sender.address, torch.device("cpu")
+        self.receivers[peer] = make(address, run=RUN, peer=peer, device=device, deadline_seconds=PATIENCE_SECONDS)
 
     def open(self, payload: Payload, manifest: Manifest, version: WeightVersion, staged: bool) -> None:
         self.readers = {p: Reader(r, manifest, version, staged=staged) for p, r in self.receivers.items()}

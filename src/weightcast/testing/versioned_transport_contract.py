@@ -54,6 +54,8 @@ class VersionedTransportContract(OverPayloads):
 
     url: str
     """What a `Publisher` is given as `transport`."""
+    device = torch.device("cpu")
+    """Of the weights, at both ends."""
 
     @pytest.fixture(autouse=True)
     def _close_what_was_made(self) -> Iterator[None]:
@@ -66,9 +68,9 @@ class VersionedTransportContract(OverPayloads):
     def staged(self, request: pytest.FixtureRequest) -> bool:
         return bool(request.param)
 
-    def sender(self, deadline_seconds: float = PATIENCE_SECONDS, **options: object) -> Sender:
+    def sender(self, deadline_seconds: float = PATIENCE_SECONDS) -> Sender:
         make = registry.transport(self.url).sender
-        sender: Sender = make(self.url, run=RUN, deadline_seconds=deadline_seconds, **options)
+        sender = make(self.url, run=RUN, device=self.device, deadline_seconds=deadline_seconds)
         self._stack.callback(sender.close)
         return sender
 
@@ -76,7 +78,7 @@ class VersionedTransportContract(OverPayloads):
         self, sender: Sender, peer: str = "a", *, run: str = RUN, deadline_seconds: float = PATIENCE_SECONDS
     ) -> Receiver:
         make = registry.transport(sender.address).receiver
-        receiver: Receiver = make(sender.address, peer=peer, run=run, deadline_seconds=deadline_seconds)
+        receiver = make(sender.address, run=run, peer=peer, device=self.device, deadline_seconds=deadline_seconds)
         self._stack.callback(receiver.close)
         return receiver
 

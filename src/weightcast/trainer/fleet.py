@@ -7,6 +7,7 @@ path, by this process or, where the engine has no lease, by the watchdog.
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -308,11 +309,16 @@ class FleetMember:
     def _can(self, ability: str) -> bool:
         return self.info is not None and ability in self.info.abilities
 
+    def notice(self, version: int) -> None:
+        """If the engine serves this version of the run already, that is its result in the update in progress."""
+        self.version = version
+        self.result.ok = self._serves()
+
     def _serves(self) -> bool:
-        """Whether the engine says that it serves the version that was offered."""
+        """Whether the engine says that it serves `version`."""
         with contextlib.suppress(PeerError):
             info = self.client.info()
-            return (info.run, info.weight_version) == (self._run, str(self.version))
+            return (info.run, info.weight_version) == (self._run, str(self.version)) and not info.torn
         return False
 
 
@@ -321,6 +327,8 @@ class Fleet:
 
     def __init__(self) -> None:
         self._members: dict[str, FleetMember] = {}
+        self._everybody = self._members
+        """Also where this is a part of a fleet."""
         self._pool = ThreadPoolExecutor(max_workers=_MAX_PARALLEL, thread_name_prefix="weightcast-fleet")
 
     def __iter__(self) -> Iterator[FleetMember]:
@@ -335,15 +343,26 @@ class Fleet:
             raise ValueError(f"{member.name} is in the fleet already")
         self._members[member.name] = member
 
+    def only(self, name: str) -> Fleet:
+        """The member of that name alone, for an update of its own. Raises ValueError if there is none."""
+        part = copy.copy(self)
+        part._members = {name: self._named(name)}
+        return part
+
     def pop(self, name: str) -> FleetMember:
         """Raises ValueError if there is none of that name."""
+        member = self._named(name)
+        del self._members[name]
+        return member
+
+    def _named(self, name: str) -> FleetMember:
         if name not in self._members:
             raise ValueError(f"{name} is not in the fleet; it has {', '.join(self._members) or 'no engines'}")
-        return self._members.pop(name)
+        return self._members[name]
 
     def refuse_doubles(self, newcomers: Sequence[FleetMember]) -> None:
         """One engine under two names has one place: each init would end the other's. The first name has it."""
-        known = {member.instance: member for member in self if member.is_joined and member.instance}
+        known = {member.instance: member for member in self._everybody.values() if member.is_joined and member.instance}
         for member in newcomers:
             if member.result.error is None and member.instance:
                 first = known.setdefault(member.instance, member)
@@ -352,8 +371,8 @@ class Fleet:
                     member.fail(RefusedError(what))
 
     def healthy(self) -> list[FleetMember]:
-        """The members without a failure in this update."""
-        return [member for member in self if member.result.error is None]
+        """The members that are still to take this update: neither have they failed, nor do they serve it."""
+        return [member for member in self if member.result.error is None and not member.result.ok]
 
     def each(
         self, call: Callable[[FleetMember], None], members: Iterable[FleetMember] | None = None, *, notes: bool = True

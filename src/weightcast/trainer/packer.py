@@ -131,6 +131,7 @@ class Packer:
         current stream and nothing waits.
         """
         num_bytes, kind = self._layout.manifest.buckets[index], self._layout.manifest.digest_kind
+        self._layout.clear_gaps(index, payload)
         if kind != "xxh3-128":
             self._part.pack(index, payload, None)
             return queued_digest(payload[:num_bytes], kind)

@@ -14,12 +14,20 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from weightcast.errors import PeerDiedError, PeerError
-from weightcast.format.bucket import Digest, root_digest
+from weightcast.errors import IntegrityError, PeerDiedError, PeerError, UpdateAbortedError
+from weightcast.format.bucket import (
+    HEADER_BYTES,
+    BucketBuffer,
+    Digest,
+    as_bytes,
+    check_bucket,
+    root_digest,
+    slot_size_bytes,
+)
 from weightcast.format.codec import RAW
 from weightcast.format.manifest import MAX_VERSION, Manifest, WeightVersion
 from weightcast.format.messages import Abort, InitInfo, Offer, Seal
@@ -77,14 +85,34 @@ class Connections:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PublishedVersion:
+    """A version that was sent whole: what an engine that takes it later must get.
+
+    `digests`: of its buckets, on a GPU as tensors. `is_stored`: the transport keeps it, and readers can have it.
+    `fingerprints`: what the first engine of each kind said that it holds.
+    """
+
+    number: int
+    manifest_digest: str
+    digests: Sequence[bytes | torch.Tensor]
+    is_stored: bool
+    fingerprints: Fingerprints | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class PublishInputs:
-    """What a publish is made of on the rank that publishes. `start`: when it began, by `time.perf_counter`."""
+    """What a publish is made of on the rank that publishes. `start`: when it began, by `time.perf_counter`.
+
+    `fleet`: the engines that are to take it. `again`: not a new version, but this one once more.
+    """
 
     start: float
     version: int | None
     regions: Regions
     connections: Connections
     pack_plan: PackPlan
+    fleet: Fleet
+    again: PublishedVersion | None
 
 
 class FleetRoute:
@@ -176,36 +204,40 @@ class FleetRoute:
 
 
 class PublishRun:
-    """One version's way to every engine of a fleet. `number` is the version's, once it is known."""
+    """One version's way to every engine of a fleet.
+
+    `number` is the version's, once it is known; `published` is the version, once it was sent whole.
+    """
 
     def __init__(
-        self,
-        run: str,
-        options: PublishOptions,
-        fleet: Fleet,
-        watchdog: Watchdog,
-        *,
-        above: int,
-        on_progress: OnProgress | None,
+        self, run: str, options: PublishOptions, watchdog: Watchdog, *, above: int, on_progress: OnProgress | None
     ) -> None:
         """`above`: the number of the publisher's last version."""
         self.number = -1
+        self.published: PublishedVersion | None = None
         self._run = run
         self._options = options
-        self._fleet = fleet
         self._watchdog = watchdog
         self._above = above
         self._on_progress = on_progress
         self._seconds = StageSeconds()
         self._fingerprints: Fingerprints | None = None if options.verify is None else {}
+        self._digests: Sequence[bytes | torch.Tensor] | None = None
 
     def run(self, inputs: PublishInputs) -> PublishReport:
         """Publish under the number of the inputs, by default one above the last and above every engine's version.
+
+        A version that is published again keeps its number. It goes out only if its buckets have the digests that they
+        had: those that are staged still, or else the source's weights. Engines that serve it already are left alone.
 
         Returns a report that names each engine's failure. Raises only what ends the update for everybody.
         """
         self._seconds.gather = time.perf_counter() - inputs.start
         self._connections, self._pack_plan = inputs.connections, inputs.pack_plan
+        self._fleet, self._again = fleet, again = inputs.fleet, inputs.again
+        is_stored = again is not None and again.is_stored
+        if again is not None:
+            self._fingerprints = again.fingerprints
         self._manifest = manifest = inputs.pack_plan.layout.manifest
         options, secret = self._options, inputs.connections.listener.secret
         fill = inputs.pack_plan.packer(inputs.regions)
@@ -217,9 +249,15 @@ class PublishRun:
                 sender = self._connections.sender
                 kept = sender.newest_version() if isinstance(sender, VersionedSender) else -1
                 newest = max((kept, *(member.newest_version for member in self._fleet)))
-                self.number = _above(newest, self._above) if inputs.version is None else inputs.version
+                if again is not None:
+                    self.number = again.number
+                    fleet.each(lambda member: member.notice(again.number))
+                    if again.manifest_digest != self._pack_plan.manifest_digest:
+                        self._fail_changed(fleet.healthy())
+                else:
+                    self.number = _above(newest, self._above) if inputs.version is None else inputs.version
                 route = FleetRoute(self._fleet, sender, is_staged=options.install == "staged", is_brought=False)
-                if not route.is_staged:
+                if not route.is_staged and (is_stored or self._is_unchanged(route, fill)):
                     route.pause()
                 offer = Offer(
                     self._run,
@@ -231,7 +269,13 @@ class PublishRun:
                     secret=secret,
                 )
                 self._fleet.each(lambda member: member.offer(offer))
-            root = self._send(route, fill)
+            if again is not None and is_stored:
+                # Engines read what is there; it is not written twice.
+                root = root_digest(again.manifest_digest, again.digests)
+                with self._timed("send"):
+                    route.receive(len(manifest.buckets), root)
+            else:
+                root = self._send(route, fill)
             with self._timed("seal"):
                 seal = Seal(self._run, self.number, len(manifest.buckets), root, secret)
                 self._fleet.each(lambda member: member.client.update(seal))
@@ -239,16 +283,17 @@ class PublishRun:
             for client_sender in self._connections.client_senders:
                 brought = FleetRoute(self._fleet, client_sender, is_staged=client_sender.is_staged, is_brought=True)
                 try:
-                    if not brought.is_staged:
+                    if not brought.is_staged and self._is_unchanged(brought, fill):
                         brought.pause()
                     self._send(brought, fill)
                     brought.install(self._fingerprints)
                 finally:
                     brought.resume()
-            if isinstance(sender, VersionedSender):
+            if isinstance(sender, VersionedSender) and not is_stored:
                 with self._timed("seal"):
                     if not len(self._fleet) or any(member.result.ok for member in self._fleet):
                         sender.commit()
+                        is_stored = True
                     else:
                         sender.abort(f"no engine has installed version {self.number}")
         except BaseException as exc:
@@ -256,6 +301,9 @@ class PublishRun:
             raise
         finally:
             self._fleet.each(FleetMember.resume, list(self._fleet))
+        if self._digests is not None:
+            digest = self._pack_plan.manifest_digest
+            self.published = PublishedVersion(self.number, digest, self._digests, is_stored, self._fingerprints)
         # Engines that failed on our side, and may be alive, drop what they hold.
         failed = [member for member in self._fleet if member.result.error is not None]
         self._abort(failed, "this engine's update failed at the publisher")
@@ -281,12 +329,19 @@ class PublishRun:
             setattr(self._seconds, stage, getattr(self._seconds, stage) + time.perf_counter() - start)
 
     def _join(self) -> None:
-        """Connect each member that has no link, or whose workers' receivers are not all connected to the sender."""
+        """Connect each member that has no link, or whose workers' receivers are not all connected to the sender.
+
+        For a version that is published again, each that does not serve it: what comes late of the first time comes over
+        a link that was ended.
+        """
         sender, listener = self._connections.sender, self._connections.listener
         newcomers = []
-        for member in self._fleet:
+        if self._again is not None:
+            number = self._again.number
+            self._fleet.each(lambda member: member.notice(number), [m for m in self._fleet if m.is_joined])
+        for member in self._fleet.healthy():
             peers = [link.peer for link in member.links]
-            if not member.is_joined or len(sender.connected(peers)) != len(peers):
+            if self._again is not None or not member.is_joined or len(sender.connected(peers)) != len(peers):
                 newcomers.append(member)
         self._fleet.each(lambda member: member.ask(listener), newcomers)
         self._fleet.refuse_doubles(newcomers)
@@ -325,25 +380,74 @@ class PublishRun:
             peers = route.open(self._manifest, version)
         if peers is None:
             return ""
-        digests: list[Digest] = [b""] * num_buckets
+        again = self._again
+        digests: list[Digest] = [b""] * num_buckets if again is None else list(again.digests)
         index, ends = 0, list(itertools.accumulate(self._manifest.buckets, initial=0))
         with self._connections.packing_stream():
             while index < num_buckets:
                 with self._timed("send"):
                     buffer = sender.buffer(index)
                 with self._timed("pack"):
-                    num_bytes, digests[index] = pack(fill, RAW, self._manifest, version, index, buffer)
+                    if again is None:
+                        num_bytes, digests[index] = pack(fill, RAW, self._manifest, version, index, buffer)
+                    elif not (num_bytes := self._pack_again(index, buffer, version, fill)):
+                        self._fail_changed(route.healthy())
+                        sender.abort(f"the weights have changed since version {self.number}")
+                        return ""
                 with self._timed("send"):
                     index = sender.send(index, num_bytes)
                 if self._on_progress is not None:
                     self._on_progress(ends[index], ends[-1])
                 if peers and sender.failures.keys() >= peers:
                     break
+            else:
+                self._digests = digests
         with self._timed("send"):
             # Only our own workers say what they have: for others, nothing waits for the digests of a GPU.
             root = "" if route.is_brought else root_digest(self._pack_plan.manifest_digest, digests)
             route.receive(num_buckets, root)
         return root
+
+    # --- a version that is published again ---
+
+    def _pack_again(self, index: int, buffer: BucketBuffer, version: WeightVersion, fill: Fill) -> int:
+        """Have a buffer hold bucket `index` of the version, where it may be staged still.
+
+        Returns how many bytes are to be sent; 0 if the source's weights are others by now.
+        """
+        assert self._again is not None
+        manifest, expected = self._manifest, as_bytes(self._again.digests[index])
+        with contextlib.suppress(IntegrityError):
+            header = check_bucket(buffer, manifest.buckets[index], version, index, manifest.digest_kind)
+            if header.digest == expected:
+                return HEADER_BYTES + header.encoded_bytes
+        num_bytes, digest = pack(fill, RAW, manifest, version, index, buffer)
+        return num_bytes if as_bytes(digest) == expected else 0
+
+    def _is_unchanged(self, route: FleetRoute, fill: Fill) -> bool:
+        """Before engines are paused and written to bucket by bucket: pack all into a buffer of its own and compare.
+
+        True for a new version; else a version whose weights have changed is the failure of its engines.
+        """
+        if self._again is None or not route.healthy():
+            return True
+        device, version = self._connections.device, WeightVersion(self._run, self.number)
+        buffer = BucketBuffer.of(torch.empty(slot_size_bytes(self._manifest), dtype=torch.uint8, device=device))
+        with self._timed("pack"), self._connections.packing_stream():
+            indices = range(len(self._manifest.buckets))
+            is_same = all(self._pack_again(index, buffer, version, fill) for index in indices)
+        if not is_same:
+            self._fail_changed(route.healthy())
+        return is_same
+
+    def _fail_changed(self, members: Iterable[FleetMember]) -> None:
+        for member in members:
+            member.fail(
+                UpdateAbortedError(
+                    f"the source's weights have changed since version {self.number}, which {member.name} was to be "
+                    "brought to; it keeps what it has: publish a new version"
+                )
+            )
 
     def _give_up(self, exc: BaseException) -> None:
         """The publish itself failed: end the update everywhere. A Ctrl-C does not wait for answers."""

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
@@ -38,7 +38,7 @@ from weightcast.seams.transport import Sender, Transport, VersionedSender
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import PackPlan
-from weightcast.trainer.publish_run import Connections, OnProgress, PublishInputs, PublishRun
+from weightcast.trainer.publish_run import Connections, OnProgress, PublishedVersion, PublishInputs, PublishRun
 from weightcast.trainer.report import PublishReport
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from weightcast.trainer.group.lead import TrainerGroup
 
 _DROPPED_SECONDS = 5.0
+_NOTHING_YET = "nothing was published yet: call publish, which brings the source's weights to every engine"
 
 
 class Publisher:
@@ -94,6 +95,8 @@ class Publisher:
         self._watchdog = Watchdog()
         self._connections: Connections | None = None
         self._pack_plan: PackPlan | None = None
+        self._published: PublishedVersion | None = None
+        """The last version, if it was sent whole."""
         self._trainer_group = trainer_group
         self._group: TrainerGroup | None = None
         self._is_joined = False
@@ -113,11 +116,18 @@ class Publisher:
 
     # --- the fleet ---
 
-    def add_engine(self, engine: str | EngineClient) -> None:
-        """Add an engine; the next publish connects it. Raises ValueError if it is there already."""
+    def add_engine(self, engine: str | EngineClient, *, sync: bool = False) -> None:
+        """Add an engine; the next publish connects it, or with `sync` this call, which brings it to the last version.
+
+        Raises ValueError if it is there already; with `sync` what `sync` raises, after which it is in the fleet still.
+        """
         with self._lock:
             self._require_open()
+            if sync and self.version < 0:
+                raise ValueError(_NOTHING_YET)
             if self._is_following:
+                if sync:
+                    self.sync(engine)
                 return
             client: EngineClient = (
                 registry.http_client(engine, token=self._token, timeout_seconds=self._options.deadline_seconds)
@@ -125,10 +135,12 @@ class Publisher:
                 else engine
             )
             self._fleet.add(FleetMember(client, owned=isinstance(engine, str)))
+            if sync:
+                self.sync(engine)
 
     def remove_engine(self, engine: str | EngineClient) -> None:
         """Disconnect an engine: it keeps the version it has, and another publisher may take it. Raises ValueError."""
-        name = engine.rstrip("/") if isinstance(engine, str) else engine.name
+        name = _name_of(engine)
         with self._lock:
             if self._is_following:
                 return
@@ -212,22 +224,47 @@ class Publisher:
         self._require_here()  # first: the lock may be one that a thread of the other process holds
         with self._lock:
             self._require_open()
-            if not self._is_joined:
-                # At the first publish, not before: torch.distributed may be initialised after this publisher is made.
-                self._join_trainer_group()
-            group, last = self._group, self.version
-            run = PublishRun(self.run, self._options, self._fleet, self._watchdog, above=last, on_progress=on_progress)
-            try:
-                if group is None:
-                    report = run.run(self._inputs(version))
-                elif group.is_publishing:
-                    report = group.lead(self.run, last, lambda: self._inputs(version), run)
-                else:
-                    report = group.follow(last)
-            finally:
-                self.version = max(last, run.number)
-                if group is not None:
-                    self.version, self.run = max(self.version, group.version), group.run or self.run
+            return self._publish(lambda: self._inputs(version), on_progress)
+
+    def sync(self, engine: str | EngineClient, *, on_progress: OnProgress | None = None) -> PublishReport:
+        """Bring one engine of the fleet to the last version now, which gets no new number; blocks until it serves it.
+
+        For an engine that was added since, failed then, or was started again; the others serve on. One that serves the
+        version already is left alone. The report is of this engine alone. Its bytes are those that are staged still
+        (or, from a store, the stored version), else the source's weights, which must not have changed since: where they
+        have, the engine's update fails, it keeps what it has, and a new version must be published. Not staged
+        (`install="streaming"`, stock SGLang but for its disk route), everything is packed once more before the engine
+        is paused, to see that: one bucket of memory.
+
+        With several trainer ranks every rank calls it, as `publish`. Raises ValueError before the first publish, for an
+        engine that is not in the fleet, or if the last publish sent no whole version; otherwise what `publish` raises.
+        """
+        self._require_here()
+        with self._lock:
+            self._require_open()
+            if self.version < 0:
+                raise ValueError(_NOTHING_YET)
+            return self._publish(lambda: self._inputs(None, of=_name_of(engine)), on_progress)
+
+    def _publish(self, inputs: Callable[[], PublishInputs], on_progress: OnProgress | None) -> PublishReport:
+        """Have all ranks publish what the publishing rank's inputs say."""
+        if not self._is_joined:
+            # At the first publish, not before: torch.distributed may be initialised after this publisher is made.
+            self._join_trainer_group()
+        group, last = self._group, self.version
+        run = PublishRun(self.run, self._options, self._watchdog, above=last, on_progress=on_progress)
+        try:
+            if group is None:
+                report = run.run(inputs())
+            elif group.is_publishing:
+                report = group.lead(self.run, last, inputs, run)
+            else:
+                report = group.follow(last)
+        finally:
+            self.version = max(last, run.number)
+            if group is not None:
+                self.version, self.run = max(self.version, group.version), group.run or self.run
+            self._published = run.published or (self._published if run.number in (-1, last) else None)
         is_ok = all(result.ok for result in report.engines.values())
         if not is_ok and self._options.on_failure == "raise":
             failures = {name: from_record(r.error) for name, r in report.engines.items() if r.error is not None}
@@ -256,8 +293,10 @@ class Publisher:
                 self._owned[:0] = self._group.owned
         self._is_joined = True
 
-    def _inputs(self, version: int | None) -> PublishInputs:
+    def _inputs(self, version: int | None, *, of: str | None = None) -> PublishInputs:
         """What a publish needs of this process alone: the source's regions, connections and plan. No communication.
+
+        `of`: the name of the only engine, which is to have the last version.
 
         The sender and the listener are made at the first publish, when the device of the weights is known.
         """
@@ -268,6 +307,9 @@ class Publisher:
                 raise ValueError(f"version {version} is not from 0 to {MAX_VERSION}")
             if version <= self.version:
                 raise ValueError(f"version {version} is not above {self.version}, the last one of this publisher")
+        fleet, again = (self._fleet, None) if of is None else (self._fleet.only(of), self._published)
+        if of is not None and again is None:
+            raise ValueError(f"version {self.version} was not sent whole to any engine: publish a new version")
         regions = self._source.regions()
         device = _device_of(regions) if self._connections is None else self._connections.device
         pack_plan = self._ready_pack_plan(regions, device)
@@ -290,7 +332,7 @@ class Publisher:
                 f"there is no engine to publish to, and {self._url} keeps nothing for later: pass engines=[...], or "
                 "call add_engine first (a store, file:///DIR, needs none)"
             )
-        return PublishInputs(start, version, regions, self._connections, pack_plan)
+        return PublishInputs(start, version, regions, self._connections, pack_plan, fleet, again)
 
     def _ready_pack_plan(self, regions: Regions, device: torch.device) -> PackPlan:
         """The plan for the source's specs: made once, and again when they have changed."""
@@ -305,6 +347,10 @@ class Publisher:
             manifest = plan(specs, size, digest_kind="xxh3-128" if device.type == "cpu" else "sum-64x2")
             self._pack_plan = PackPlan(specs, Layout(manifest), size)
         return self._pack_plan
+
+
+def _name_of(engine: str | EngineClient) -> str:
+    return engine.rstrip("/") if isinstance(engine, str) else engine.name
 
 
 def _device_of(regions: Regions) -> torch.device:
@@ -335,8 +381,7 @@ def _close_all(owned: list[Closable]) -> None:
 
 
 def _make_sender(transport: Transport, url: str, deadline_seconds: float, run: str, device: torch.device) -> Sender:
-    made: Sender = transport.sender(url, run=run, deadline_seconds=deadline_seconds, device=device)
-    return made
+    return transport.sender(url, run=run, device=device, deadline_seconds=deadline_seconds)
 
 
 def _require_source(source: object) -> None:

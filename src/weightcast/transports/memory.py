@@ -142,8 +142,13 @@ class MemorySender(ArenaSender[MemoryPeer, OwnedArena]):
 class MemoryReceiver(ReceivingEnd[WantedUpdate[ArenaUpdate]]):
     """Memory: none."""
 
-    def __init__(self, url: str, *, peer: str, run: str, deadline_seconds: float = 60.0) -> None:
-        """Raises PeerDiedError if there is no such sender, StaleVersionError if it is of another run."""
+    def __init__(
+        self, url: str, *, peer: str, run: str, deadline_seconds: float = 60.0, device: torch.device | None = None
+    ) -> None:
+        """`device` changes nothing: buckets are the sender's own memory.
+
+        Raises PeerDiedError if there is no such sender, StaleVersionError if it is of another run.
+        """
         if not url.startswith(_SCHEME):
             raise ValueError(f"{url!r} is not the address of a memory sender; expected {_SCHEME}NAME")
         sender = _senders.get(url)

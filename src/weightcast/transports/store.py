@@ -198,16 +198,26 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
     several threads one more for each, but no more than there are, and at most `MAX_BUFFERS`.
     """
 
-    def __init__(self, url: str, *, peer: str, run: str | None = None, deadline_seconds: float = 60.0) -> None:
-        """`run`: the only one to be read, or None for all, also of a directory that is not there yet.
+    def __init__(
+        self,
+        url: str,
+        *,
+        peer: str,
+        run: str = "",
+        deadline_seconds: float = 60.0,
+        device: torch.device | None = None,
+    ) -> None:
+        """`run`: the only one to be read, or empty for all, also of a directory that is not there yet.
+
+        `device` changes nothing: versions are read into host memory.
 
         Raises PeerDiedError if there is no store, StaleVersionError if another run writes it.
         """
-        super().__init__(run, deadline_seconds)
+        super().__init__(run or None, deadline_seconds)
         address = StoreAddress.parse(url)
         self._directory = directory = address.directory
         self._reader = StoreReader(directory, label=peer)
-        if run is not None:
+        if run:
             record = self._reader.writer().record
             if record is None:
                 what = f"there is no store in {directory} on this host: is it mounted here?"

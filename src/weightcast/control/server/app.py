@@ -102,6 +102,9 @@ class EngineServer:
             family, address = _resolve(self._host, self._port)[0]
             both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
             self._socket = socket.create_server(address, family=family, backlog=128, dualstack_ipv6=both)
+            # Accepted connections inherit it; asyncio leaves it out here, and an answer's body would wait for an
+            # acknowledgement of its header.
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as exc:
             where = f"{self._host}:{self._port}"
             raise WeightcastError(f"can't listen on {where}: {exc}; choose a free port, or 0 for any") from exc

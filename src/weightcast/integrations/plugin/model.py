@@ -34,11 +34,13 @@ def alone(error: BaseException | None) -> None:
 
 
 class LoaderEngine(abc.ABC):
-    """An `Engine` that is `Validating` and `Undoable`. Its weights can't be read: they are held fused and sliced.
+    """An `Engine` that is `Validating`, `Undoable` and `OnDevice`. Its weights can't be read, being fused and sliced.
 
     `acceptance`: None where `unsupported` names features that keep this engine from being updated. Calls come from one
     thread at a time, between two steps of generation.
     """
+
+    device: torch.device
 
     def __init__(
         self, model: nn.Module, acceptance: Acceptance | None, unsupported: Sequence[str], agree: Agree

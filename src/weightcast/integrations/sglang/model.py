@@ -41,7 +41,7 @@ class SglangModel(LoaderEngine):
         model: nn.Module = runner.model
         self._session: Any = runner.weight_updater
         self._flush = flush
-        self._device = next(model.parameters()).device
+        self.device = next(model.parameters()).device
         if not unsupported:
             trial = functools.partial(dry_run, model, _without_memory)
             config = runner.model_config
@@ -57,8 +57,8 @@ class SglangModel(LoaderEngine):
                 loader.load_weights(tensors)
             finally:
                 self._session.end_weight_update(run_post_load=False)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return []
 
     def _drop_caches(self) -> None:

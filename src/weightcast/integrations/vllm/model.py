@@ -33,7 +33,7 @@ class VllmModel(LoaderEngine):
 
     def __init__(self, model: nn.Module, vllm_config: Any, device: torch.device, *, agree: Agree = alone) -> None:
         internals.require()
-        self._device = device
+        self.device = device
         self._reload = Reload(model, vllm_config)
         unsupported, accepts = internals.unsupported(vllm_config), None
         if not unsupported:
@@ -49,8 +49,8 @@ class VllmModel(LoaderEngine):
 
     def _install(self, tensors: Tensors, calls: Mapping[str, int]) -> list[str]:
         missing = self._reload.load(tensors, calls)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return missing
 
     def _end_load(self) -> None:

@@ -182,6 +182,7 @@ class GroupPacker:
         num_bytes, kind, offset_bytes = manifest.buckets[index], manifest.digest_kind, int(payload.storage_offset())
         ranks.version = version.number
         self._share(payload)
+        self._layout.clear_gaps(index, payload)
         digests = None if kind != "xxh3-128" else self._digests
         if digests is not None:
             digests.reset(num_bytes)

@@ -18,13 +18,13 @@ from weightcast.errors import PeerTimeoutError, WeightcastError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import memory as host_memory
-from weightcast.seams.transport import Receiver, Sender
+from weightcast.seams.transport import Receiver
 from weightcast.transports.collective.broadcast_reader import NUM_UNDER_WAY, BroadcastReader, BucketTarget
 from weightcast.transports.kept_memory import KeptMemory
 
 NUM_SLOTS = 1 + NUM_UNDER_WAY
 """Streaming: one that is read, and those that arrive."""
-_SHARED = "ipc://"
+_SHARED, _HOST_MEMORY = "ipc://", torch.device("cpu")
 _READERS_PATIENCE = 10.0
 """A reader waits that many deadlines for the worker that receives: its own link says whether the publisher lives."""
 _STREAM_END_SECONDS = 5.0
@@ -36,7 +36,7 @@ class SharedMemory:
     def __init__(self, run: str, readers: Sequence[str], deadline_seconds: float) -> None:
         self.readers = tuple(readers)
         make = registry.transport(_SHARED).sender
-        self._sender: Sender = make(_SHARED, run=run, deadline_seconds=deadline_seconds)
+        self._sender = make(_SHARED, run=run, device=_HOST_MEMORY, deadline_seconds=deadline_seconds)
         self.address: str = self._sender.address
         self._update = 0
         self._num_delivered = 0
@@ -135,7 +135,7 @@ class ReceiveBuffers:
         self._free_memory()
         patience = self._deadline_seconds * _READERS_PATIENCE
         make = registry.transport(_SHARED).receiver
-        self.reader = make(address, peer=self._peer, run=self._run, deadline_seconds=patience)
+        self.reader = make(address, run=self._run, peer=self._peer, device=_HOST_MEMORY, deadline_seconds=patience)
         self._address = address
 
     def end_reader(self) -> None:

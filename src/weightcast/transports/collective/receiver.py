@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from weightcast import process_group
-from weightcast.errors import WeightcastError
+from weightcast.errors import UnsupportedError, WeightcastError
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import Hello
 from weightcast.host.closing import on_failure
@@ -50,15 +50,23 @@ class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
     those that come again after a loss.
     """
 
-    def __init__(self, url: str, *, peer: str, run: str, deadline_seconds: float = 60.0) -> None:
-        """Connect to a sender's address, as `peer`. Raises PeerDiedError, UnsupportedError, ManifestError."""
+    def __init__(
+        self, url: str, *, peer: str, run: str, deadline_seconds: float = 60.0, device: torch.device | None = None
+    ) -> None:
+        """Connect to a sender's address, as `peer`. `device`: where NCCL's broadcasts arrive, a GPU.
+
+        Raises PeerDiedError, UnsupportedError, ManifestError.
+        """
         super().__init__(run, deadline_seconds)
         address = records.parse_address(url)
         self._backend = address.backend
         process_group.require(self._backend)
-        self._device = (
-            torch.device("cuda", torch.cuda.current_device()) if self._backend == "nccl" else torch.device("cpu")
-        )
+        if self._backend == "nccl" and (device is None or device.type != "cuda"):
+            raise UnsupportedError(
+                "nccl moves memory of GPUs, and this engine does not say that its weights are on one: give the engine "
+                "a property `device` (see weightcast.seams.engine.OnDevice), or publish over gloo://"
+            )
+        self._device = torch.device("cpu") if device is None or self._backend != "nccl" else device
         self._buffers = ReceiveBuffers(run, peer, self._device, deadline_seconds)
         self._epoch = 0
         self._pending: records.BeginUpdate | None = None

@@ -17,6 +17,7 @@ import time
 from typing import Any, TypeAlias
 
 import msgspec
+import torch
 
 from weightcast.errors import ManifestError, PeerDiedError, PeerTimeoutError, WeightcastError, from_record
 from weightcast.format.bucket import HEADER_BYTES
@@ -55,8 +56,10 @@ class IpcUpdate(WantedUpdate[IncomingUpdate]):
 class IpcReceiver(ReceivingEnd[IpcUpdate]):
     """Implements `Receiver`. Memory: none of its own, but for a bucket's pages that the engine writes to."""
 
-    def __init__(self, url: str, *, peer: str, run: str, deadline_seconds: float = 60.0) -> None:
-        """Connect as `peer` to a sender's address; of several, to that of this process's device.
+    def __init__(
+        self, url: str, *, peer: str, run: str, deadline_seconds: float = 60.0, device: torch.device | None = None
+    ) -> None:
+        """Connect as `peer` to a sender's address; of several, to that of `device`, by default host memory.
 
         Raises PeerDiedError, PeerTimeoutError, StaleVersionError.
         """
@@ -64,7 +67,7 @@ class IpcReceiver(ReceivingEnd[IpcUpdate]):
         self._num_waiting = 0
         self._arena: _Arena | None = None
         self._incoming: IncomingUpdate | None = None
-        address = devices.choose(url) if "?" in url else url
+        address = devices.choose(url, device or torch.device("cpu"))
         self._channel = _connect(address, records.IpcHello(run, peer), min(deadline_seconds, CONNECT_SECONDS))
         with on_failure(self._channel.close):
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

@@ -110,7 +110,7 @@ class SglangRoutes:
             "group_name": group,
             "backend": backend,
         }
-        self._post("/init_weights_update_group", body)
+        self._post("/init_weights_update_group", body, once=True)
 
     def leave_group(self, group: str) -> None:
         self._post("/destroy_weights_update_group", {"group_name": group})
@@ -128,12 +128,12 @@ class SglangRoutes:
             "load_format": _FLATTENED,
             "flush_cache": is_last,
         }
-        self._post("/update_weights_from_distributed", body)
+        self._post("/update_weights_from_distributed", body, once=True)
 
     def map(self, handles: Sequence[str], *, is_last: bool) -> None:
         """Have rank r load the flattened bucket that `handles[r]` leads to."""
         body = {"serialized_named_tensors": handles, "load_format": _FLATTENED, "flush_cache": is_last}
-        self._post("/update_weights_from_tensor", body)
+        self._post("/update_weights_from_tensor", body, once=True)
 
     def load_directory(self, path: str) -> None:
         """Have every rank load a checkpoint directory of the server's file system, and drop the cache."""
@@ -142,5 +142,9 @@ class SglangRoutes:
     def close(self) -> None:
         self._routes.close()
 
-    def _post(self, path: str, body: Any) -> None:
-        self._routes.post(path, _encode(body))
+    def _post(self, path: str, body: Any, *, once: bool = False) -> None:
+        """`once`: a server that has taken the call would wait for a second join or broadcast, or map a handle again.
+
+        All other routes set what is so already when they are called again, or, as `begin`, say so.
+        """
+        self._routes.post(path, _encode(body), once=once)

@@ -1,0 +1,63 @@
+"""A receiver gets the device of the engine that it works for, whatever its background thread has as its own."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import weightcast
+from core.direct import DirectEngine, RecordingEngine
+from weightcast import registry
+from weightcast.errors import UnsupportedError
+from weightcast.format.messages import InitInfo
+from weightcast.seams.transport import Receiver, Transport
+from weightcast.transports import collective
+from weightcast.transports.collective import records
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+TRANSPORT: Transport
+
+
+class OnSecondGpu(RecordingEngine):
+    device = torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("engine", "device"),
+    [
+        (OnSecondGpu(), torch.device("cuda", 1)),
+        (RecordingEngine(), torch.device("cpu")),
+        (weightcast.ModuleEngine(torch.nn.Linear(2, 2)), torch.device("cpu")),
+    ],
+    ids=["says a GPU", "says nothing", "module"],
+)
+def test_the_worker_hands_on_what_its_engine_says(
+    engine: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+    is_made = threading.Event()
+
+    def receiver(url: str, *, run: str, peer: str, device: torch.device, deadline_seconds: float) -> Receiver:
+        made.append({"url": url, "run": run, "peer": peer, "device": device, "deadline_seconds": deadline_seconds})
+        is_made.set()
+        raise UnsupportedError("enough was seen")
+
+    recording = Transport(registry.transport("memory://").sender, receiver, {"cpu": 1 << 20}, same_host=True)
+    monkeypatch.setitem(globals(), "TRANSPORT", recording)
+    monkeypatch.setitem(registry.TRANSPORTS, "recording", f"{__name__}:TRANSPORT")
+    client = DirectEngine("a", engine)
+    client.init(InitInfo("0" * 32, "a", "recording://x", "unix:@nobody", "0" * 64, 5.0, deadline_seconds=70.0))
+    assert is_made.wait(30)
+    client.close()
+    expected = {"url": "recording://x", "run": "0" * 32, "peer": "a", "device": device, "deadline_seconds": 70.0}
+    assert made == [expected]
+
+
+def test_over_nccl_an_engine_that_says_no_gpu_is_told_what_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightcast.process_group.require", lambda backend: None)
+    address = records.Address("nccl", "127.0.0.1", 1, "0" * 64).url
+    with pytest.raises(UnsupportedError, match="property `device`"):
+        collective.TRANSPORT.receiver(address, run="0" * 32, peer="a", device=torch.device("cpu"), deadline_seconds=1.0)
