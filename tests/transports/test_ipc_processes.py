@@ -107,7 +107,7 @@ def test_a_receiver_that_was_dropped_comes_back_by_connecting(ipc_ends: Ends, ch
     victim.stop()
     send_all(sender, manifest, 1, start=1)
     assert isinstance(sender.failures["engine"], PeerTimeoutError)
-    successor = ipc_ends.receiver(sender)
+    successor = ipc_ends.receiver(sender, "engine")
     successor.open(manifest, version(2), staged=False)
     sender.open(manifest, version(2), peers=["engine"], staged=False)
     reader = Background(read_all, successor, manifest, 2)
@@ -146,7 +146,7 @@ def test_a_killed_sender_wakes_its_receivers_and_leaves_nothing(
 
 def test_a_forked_child_does_not_keep_connections_up(ipc_ends: Ends) -> None:
     sender, manifest = ipc_ends.sender(), numbered()
-    receiver = ipc_ends.receiver(sender)
+    receiver = ipc_ends.receiver(sender, "engine")
     receiver.open(manifest, version(1), staged=True)
     sender.open(manifest, version(1), peers=["engine"], staged=True)
     parent_end, child_end = os.pipe()

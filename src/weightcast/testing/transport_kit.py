@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
@@ -9,6 +10,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
+from weightcast import registry
 from weightcast.errors import IntegrityError
 from weightcast.format.bucket import Layout, check_trailer, write_trailer
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
@@ -23,6 +25,29 @@ PATIENCE_SECONDS = 60.0
 SHORT_SECONDS = 0.5
 
 T = TypeVar("T")
+
+
+class TransportEnds:
+    """Makes senders and receivers of the registered transport of `url`; leaving `stack` closes them."""
+
+    url: str
+    """What a `Publisher` is given as `transport`."""
+
+    stack: contextlib.ExitStack
+
+    def sender(self, deadline_seconds: float = PATIENCE_SECONDS, **options: object) -> Sender:
+        make = registry.transport(self.url).sender
+        sender: Sender = make(self.url, run=RUN, deadline_seconds=deadline_seconds, **options)
+        self.stack.callback(sender.close)
+        return sender
+
+    def receiver(
+        self, sender: Sender, peer: str = "a", *, run: str = RUN, deadline_seconds: float = PATIENCE_SECONDS
+    ) -> Receiver:
+        make = registry.transport(sender.address).receiver
+        receiver: Receiver = make(sender.address, peer=peer, run=run, deadline_seconds=deadline_seconds)
+        self.stack.callback(receiver.close)
+        return receiver
 
 
 def version(number: int) -> WeightVersion:
