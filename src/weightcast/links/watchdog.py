@@ -169,7 +169,7 @@ class Watchdog:
     # --- groups, by name ---
 
     def share(self, group: str, listener: socket.socket) -> None:
-        """From now on, fail whoever joins it if this process dies. `listener`: its store's; it stays the caller's."""
+        """From now on, fail ranks that join it if this process dies. `listener`: its store's; it stays the caller's."""
         with self._lock:
             self._groups[group] = {"members": [], "is_failing": False}
             self._write(listener)
@@ -182,20 +182,20 @@ class Watchdog:
                 self._write()
 
     def fail(self, group: str) -> None:
-        """Fail whoever joins it, from now on until it is forgotten. Idempotent."""
+        """Fail every rank that joins it, from now on until it is forgotten. Idempotent."""
         with self._lock:
             if group in self._groups:
                 self._groups[group]["is_failing"] = True
                 self._write()
 
     def forget(self, group: str) -> None:
-        """Nobody joins it any more. Idempotent."""
+        """No rank joins it any more. Idempotent."""
         with self._lock:
             if self._groups.pop(group, None) is not None:
                 self._write()
 
     def close(self) -> None:
-        """Let the watchdog do what is still to be done, and end it. Idempotent."""
+        """Have the watchdog do what is still to be done, and end it. Idempotent."""
         with self._lock:
             process, self._process = self._process, None
             self._groups.clear()

@@ -234,7 +234,7 @@ class Worker:
         update = self._unsettled
         return None if update is None else update.version
 
-    def tell_failed(self, version: WeightVersion, error: WeightcastError) -> None:
+    def send_failed(self, version: WeightVersion, error: WeightcastError) -> None:
         """Say on the link what became of a version, where others than this worker decided it."""
         session = self._session
         if session is not None and session.info.run == version.run:

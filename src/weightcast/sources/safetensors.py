@@ -61,7 +61,7 @@ class SafetensorsSource:
         return self._regions
 
     def close(self) -> None:
-        """Let the files go; they stay mapped as long as somebody holds one of their tensors. Idempotent."""
+        """Close the files; they stay mapped as long as the caller keeps one of their tensors. Idempotent."""
         self._closed = True
         self._regions = {}
 
@@ -83,7 +83,7 @@ def _cast(spec: TensorSpec, dtype: str) -> TensorSpec:
 
 
 def _files(path: Path, weight_map: Mapping[str, str] | None) -> list[Path]:
-    """The safetensors files of a checkpoint. Raises FileNotFoundError or ValueError if they can't be told."""
+    """The safetensors files of a checkpoint. Raises FileNotFoundError for none, ValueError if several fit."""
     if path.is_file():
         return [path]
     if not path.is_dir():

@@ -216,7 +216,7 @@ class PinnedVersion:
 
 
 def store_status(directory: Path) -> StoreInfo:
-    """What is in a store, and who reads and writes it, for people. Changes nothing, and waits for nobody.
+    """What is in a store, and who reads and writes it, for people. Changes nothing and never blocks on a lock.
 
     Raises ClosedError if there is no version, IntegrityError if a record is damaged.
     """

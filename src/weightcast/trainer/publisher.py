@@ -135,7 +135,7 @@ class Publisher:
             member = self._fleet.pop(name)
             if self._connections is not None:
                 self._connections.listener.drop(name, "the engine was removed from the fleet")
-            # Only one that did not answer is paused still. Nobody asks it again after this.
+            # Only one that did not answer is paused still, and this is the last request to it.
             self._fleet.each(FleetMember.resume, [member], notes=False)
             self._watchdog.release(name)
             if member.owned:
@@ -155,7 +155,7 @@ class Publisher:
             if self._connections is not None:
                 self._connections.close()
             if self._pack_plan is not None:
-                # An exception that somebody keeps may hold on to the layout; its views would keep the arena mapped.
+                # An exception that the caller keeps may refer to the layout, whose views would keep the arena mapped.
                 self._pack_plan.layout.forget_views()
             self._fleet.close()
             self._watchdog.close()

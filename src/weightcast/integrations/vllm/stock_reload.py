@@ -3,8 +3,8 @@
 All that it has for this is `reload_weights`, a method of vLLM's workers, by `/collective_rpc`. Nothing runs there that
 could hold a link, stage or undo: a version goes from the store into a folder, and from there into the model, paused.
 
-Invariants: an offer is held against the header of the server's own checkpoint before the server is told anything, if
-that can be read here; while its weights are of no whole version the server's label says so, and it is not resumed.
+Invariants: an offer is compared with the header of the server's own checkpoint before the first request to the server,
+if that can be read here; while its weights are of no whole version the server's label says so, and it is not resumed.
 After a tensor of a wrong shape vLLM itself can't reload: that server must be started again.
 
 The folder lies in the store's own directory, which servers see under the same path; writing it takes the host memory of
@@ -177,7 +177,7 @@ class ReloadServer(EngineClient, ServesTraffic):
             require_fit(compare_specs(self._manifest.tensors, held, can_cast=self._can_cast))
 
     def _can_cast(self, offered: str, saved: str) -> bool:
-        """vLLM does at its start, if it was told a dtype; what is in that one already it takes as it is."""
+        """vLLM casts at its start, if it was given a dtype; what has that dtype already it takes as it is."""
         return offered == self._config.model_config.dtype.removeprefix("torch.") and {offered, saved} <= CASTABLE
 
     def _check_cpu(self, manifest: Manifest) -> None:
@@ -222,7 +222,7 @@ class ReloadServer(EngineClient, ServesTraffic):
                     shutil.rmtree(folder.parent, ignore_errors=True)
 
 
-# --- the checkpoint folder: a version of a store, written out while somebody needs it ---
+# --- the checkpoint folder: a version of a store, written out while a server needs it ---
 
 _lock = threading.Lock()
 _num_users: dict[Path, int] = {}

@@ -3,7 +3,7 @@
 What stock SGLang does not do for itself is done here, as far as a client can. SGLang drops names that it does not
 know, does not notice what is missing, and may end its process over a wrong shape. Invariants: nothing is sent that the
 server's checkpoint does not have in that very shape; before the first byte the server is labelled as incomplete, so
-that no answer ever carries a version that is not whole, even if somebody else resumes the server; a version is its
+that no answer ever carries a version that is not whole, even if another client resumes the server; a version is its
 label only when every bucket was loaded and the session has ended; a server whose weights are of no whole version is not
 resumed, and the next complete update heals it.
 """
