@@ -171,6 +171,7 @@ class Watchdog:
     def share(self, group: str, listener: socket.socket) -> None:
         """From now on, fail ranks that join it if this process dies. `listener`: its store's; it stays the caller's."""
         with self._lock:
+            self._start()
             self._groups[group] = {"members": [], "is_failing": False}
             self._write(listener)
 
@@ -209,15 +210,26 @@ class Watchdog:
             process.kill()
             process.wait()
 
+    def _start(self) -> None:
+        """Start it, unless it runs; one that was killed is replaced, and knows none of the groups' sockets."""
+        if self._socket is not None and self._process is not None and self._process.poll() is None:
+            return
+        if self._socket is not None:
+            self._socket.close()
+        self._groups.clear()
+        ours, theirs = socket.socketpair()
+        self._socket = close_in_child(ours)
+        with theirs:
+            # A session of its own: a Ctrl-C that ends the trainer must not end its watchdog first.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "weightcast.links.watchdog"], stdin=theirs.fileno(), start_new_session=True
+            )
+
     def _write(self, listener: socket.socket | None = None) -> None:
-        if self._process is None or self._socket is None:
-            ours, theirs = socket.socketpair()
-            self._socket = close_in_child(ours)
-            with theirs:
-                # A session of its own: a Ctrl-C that ends the trainer must not end its watchdog first.
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "weightcast.links.watchdog"], stdin=theirs.fileno(), start_new_session=True
-                )
+        """Send what is held. With `listener`, the last group's socket, the caller has called `_start` before."""
+        if listener is None:
+            self._start()
+        assert self._socket is not None
         line = json.dumps({"held": self._held, "groups": self._groups}).encode() + b"\n"
         if listener is not None:
             socket.send_fds(self._socket, [line[:1]], [listener.fileno()])
