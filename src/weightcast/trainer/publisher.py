@@ -17,7 +17,6 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -28,7 +27,7 @@ from weightcast.errors import ClosedError, PublishError, from_record
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import MAX_VERSION
 from weightcast.format.plan import fitting_bucket_size, plan
-from weightcast.host.closing import on_failure
+from weightcast.host.closing import ClosedOnExit, on_failure
 from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import Closable
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
 _DROPPED_SECONDS = 5.0
 
 
-class Publisher:
+class Publisher(ClosedOnExit):
     """Moves a source's weights into running engines.
 
     With several trainer ranks, create one on every rank (several publishers: in the same order everywhere), and call
@@ -159,14 +158,6 @@ class Publisher:
                 self._pack_plan.layout.forget_views()
             self._fleet.close()
             self._watchdog.close()
-
-    def __enter__(self) -> Publisher:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def _is_following(self) -> bool:
