@@ -21,8 +21,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from weightcast import registry
 from weightcast.checkpoint.live import CASTABLE
 from weightcast.control.client import HttpRoutes
@@ -39,7 +37,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import InitInfo, Offer, PauseMode, Seal, UpdateInfo, WeightInfo
 from weightcast.host.closing import on_failure
 from weightcast.integrations.plugin.checkpoint_header import reference
-from weightcast.integrations.vllm.http import RESUME, TransferConfig, VllmRoutes, WeightInfoReply
+from weightcast.integrations.vllm.http import RESUME, VllmConfig, VllmRoutes, WeightInfoReply, server_config
 from weightcast.integrations.vllm.plugin import OPTION
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import EngineClient, ServesTraffic
@@ -60,7 +58,7 @@ def detect(routes: HttpRoutes, pause: PauseMode) -> ReloadServer | None:
     """The client for a vLLM server with development routes; None if it is none."""
     if routes.probe("/weight_info", WeightInfoReply) is None:
         return None
-    config = _config(routes)
+    config = server_config(routes)
     return None if config is None else ReloadServer(routes, config, pause=pause)
 
 
@@ -162,7 +160,7 @@ class ReloadServer(EngineClient, ServesTraffic):
         self._manifest = offer.manifest or self._manifest
         assert self._manifest is not None, "a manifest is left out only if it was accepted before"
         # Another server may have been started here since this client was made.
-        if _config(self._routes.http) != self._config:
+        if server_config(self._routes.http) != self._config:
             raise ControlError(f"{self.name} is another server now: publish again", peer=self.name)
         num_ranks = self._routes.world_size()
         if num_ranks > 1 and self.info().torn:
@@ -229,7 +227,7 @@ _num_users: dict[Path, int] = {}
 
 
 def _hold(url: str, version: WeightVersion) -> Path:
-    """The folder of this version, which is being published: written by who asks first, shared with who asks after it.
+    """The folder of this version, which is being published: written for the first client that asks, then shared.
 
     Raises StaleVersionError if the store has got another one, IntegrityError, InsufficientMemoryError, OSError.
     """
@@ -257,40 +255,5 @@ def _empty(path: Path) -> Path:
     return path.with_name("empty")
 
 
-# --- what is asked of vLLM, and read of its answers ---
-
-
-def _config(routes: HttpRoutes) -> VllmConfig | None:
-    info = routes.probe("/server_info?config_format=json", _ServerConfig)
-    return None if info is None else info.vllm_config
-
-
 def _reload_call(folder: Path) -> Mapping[str, Any]:
     return {"method": "reload_weights", "kwargs": {"weights_path": str(folder), "is_checkpoint_format": True}}
-
-
-class _Device(msgspec.Struct):
-    device: str
-
-
-class _Model(msgspec.Struct):
-    model: str
-    dtype: str
-    revision: str | None = None
-
-
-class _Load(msgspec.Struct):
-    download_dir: str | None = None
-
-
-class VllmConfig(msgspec.Struct):
-    """What is read of vLLM's configuration."""
-
-    model_config: _Model
-    load_config: _Load
-    device_config: _Device
-    weight_transfer_config: TransferConfig | None = None
-
-
-class _ServerConfig(msgspec.Struct):
-    vllm_config: VllmConfig

@@ -21,7 +21,6 @@ from typing import Protocol
 import msgspec
 
 from weightcast.errors import (
-    ControlError,
     IncompatibleWeightsError,
     IncompleteUpdateError,
     InstallError,
@@ -150,8 +149,7 @@ class SglangStockServer(EngineClient, ServesTraffic):
         if info.manifest is not None:
             self._acceptance.accept(info.manifest)
             self._known_manifest = info.manifest_digest
-        elif info.manifest_digest != self._known_manifest:
-            raise ControlError(f"{self.name} was not offered this manifest before", peer=self.name)
+        assert info.manifest_digest == self._known_manifest, "a manifest is left out only if it was accepted before"
         self.is_whole, self.directory = False, ""
         if self._checksums is None and not self._is_torn:
             # While it serves, and not in the pause; after an update they are known.
