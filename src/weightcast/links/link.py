@@ -234,7 +234,7 @@ class Link:
         self.end(f"no {kind.__name__} for version {version} within {deadline_seconds:g} s")
         raise PeerTimeoutError(f"{self.peer} sent no {kind.__name__} within {deadline_seconds:g} s", peer=self.peer)
 
-    def hear_out(self, version: int, seconds: float) -> None:
+    def wait_for_failure(self, version: int, seconds: float) -> None:
         """Give the worker that long to say why this version failed: its word may come later than the loss itself."""
         self._await(Failed, version, seconds)
 

@@ -130,7 +130,7 @@ class Worker:
         with self._init_lock:
             former, session = self._session, PublisherSession(info, self._engine_rank, self._on_end)
             if former is not None:
-                # Its secret as well: the run's id alone is known to anybody who asks.
+                # Its secret as well: `info` gives the run's id to every client.
                 is_same = info.run == former.info.run and former.is_of(info.secret)
                 if is_same:
                     error: WeightcastError = UpdateAbortedError("its publisher connected again")
@@ -175,8 +175,8 @@ class Worker:
     def finish(self, number: int, run: str = "") -> WeightVersion:
         """Install the sealed update of that number. Idempotent; waits for the current step of generation only.
 
-        Anybody may say so: what is sealed is to be installed. Raises IncompleteUpdateError (not sealed), InstallError,
-        StaleVersionError (another number, or not of `run`, which holds the engine where none is named).
+        Any client may call it: what is sealed is to be installed. Raises IncompleteUpdateError (not sealed),
+        InstallError, StaleVersionError (another number, or not of `run`, which holds the engine where none is named).
         """
         session = self._require_session(run or None)
         version = WeightVersion(session.info.run, number)

@@ -170,7 +170,7 @@ class FleetRoute:
             if lost:
                 if isinstance(lost[0], PeerDiedError):
                     for link in member.links:
-                        link.hear_out(member.version, _LAST_WORD_SECONDS)
+                        link.wait_for_failure(member.version, _LAST_WORD_SECONDS)
                 member.fail(lost[0])
 
 
