@@ -114,6 +114,21 @@ def test_a_guard_that_was_killed_is_replaced_by_the_next_call(server: weightcast
     assert not server.gate.is_paused
 
 
+def test_a_guard_that_does_not_read_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_ATTEMPT_SECONDS", 0.5)
+    guard = Watchdog()
+    guard.hold("engine", [])
+    former = guard._process
+    assert former is not None
+    os.kill(former.pid, signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        guard.hold("other", [RecoveryRequest("http://127.0.0.1:9/resume", body="x" * (16 << 20))])
+    former.wait(60)
+    guard.release("other")
+    assert guard.pid != former.pid
+    guard.close()
+
+
 def test_half_a_line_does_not_count() -> None:
     ward = WatchedEngines()
     ward.read(b'{"held": {"a": [["http://127.0.0.1:1/x", {}, ""]]}, ')

@@ -25,7 +25,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from weightcast.host.closing import close_in_child
+from weightcast.host.closing import close_in_child, on_failure
 from weightcast.host.deadline import Deadline
 
 _ATTEMPT_SECONDS = 10.0
@@ -155,7 +155,10 @@ class Watchdog:
         return None if self._process is None else self._process.pid
 
     def hold(self, engine: str, requests: Sequence[RecoveryRequest]) -> None:
-        """From now on, send these if this process dies. Returns when the watchdog has them in its connection."""
+        """From now on, send these if this process dies. Returns when the watchdog has them in its connection.
+
+        Raises OSError if it does not read them in time.
+        """
         with self._lock:
             self._held[engine] = requests
             self._write()
@@ -219,6 +222,7 @@ class Watchdog:
         self._groups.clear()
         ours, theirs = socket.socketpair()
         self._socket = close_in_child(ours)
+        ours.settimeout(_ATTEMPT_SECONDS)
         with theirs:
             # A session of its own: a Ctrl-C that ends the trainer must not end its watchdog first.
             self._process = subprocess.Popen(
@@ -230,11 +234,14 @@ class Watchdog:
         if listener is None:
             self._start()
         assert self._socket is not None
+        assert self._process is not None
         line = json.dumps({"held": self._held, "groups": self._groups}).encode() + b"\n"
-        if listener is not None:
-            socket.send_fds(self._socket, [line[:1]], [listener.fileno()])
-            line = line[1:]
-        self._socket.sendall(line)
+        # One that does not read, or has read half a line, is of no more use: the next call starts another.
+        with on_failure(self._process.kill):
+            if listener is not None:
+                socket.send_fds(self._socket, [line[:1]], [listener.fileno()])
+                line = line[1:]
+            self._socket.sendall(line)
 
 
 class WatchedEngines:
