@@ -187,7 +187,7 @@ os.register_at_fork(after_in_child=_open.clear)
 
 
 def close_at_exit(owner: Closable) -> None:
-    """Close it at the interpreter's end, if nobody has: an operation that ends later makes torch abort the process."""
+    """Close it at the interpreter's end, if it is still open: an operation that ends later would abort the process."""
     _open.add(owner)
 
 

@@ -159,7 +159,7 @@ def test_an_error_that_is_kept_keeps_its_publisher_and_the_message_says_what_to_
     assert former in text
     assert re.search(r"\(pid \d+ on .+\) holds this engine since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+00:00", text)
     assert "the lease does not end" in text
-    assert re.search(r"at most (20|1?\d) s from now if nothing more is heard", text)
+    assert re.search(r"at most (20|1?\d) s from now if no message follows", text)
     assert "takeover=True" in text
     client.close()
 

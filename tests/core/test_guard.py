@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import textwrap
 import pytest
 
 import weightcast
+from weightcast.links import watchdog
 from weightcast.links.watchdog import RecoveryRequest, Watchdog, WatchedEngines, rescue
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -28,17 +30,20 @@ def resume_of(server: weightcast.EngineServer) -> list[RecoveryRequest]:
     return [RecoveryRequest(f"{server.url}/resume", {"content-type": "application/json"})]
 
 
-def test_killed_publisher_is_replaced_by_its_guard(server: weightcast.EngineServer) -> None:
+@pytest.mark.parametrize("forks", [False, True], ids=["", "a forked child lives on"])
+def test_killed_publisher_is_replaced_by_its_guard(server: weightcast.EngineServer, forks: bool) -> None:
     server.gate.pause()
     program = textwrap.dedent(
         f"""
+        import os, sys
         from weightcast.links.watchdog import Watchdog, RecoveryRequest
         guard = Watchdog()
         guard.hold("engine", [RecoveryRequest({server.url + "/resume"!r})])
         guard.hold("other", [RecoveryRequest({server.url + "/pause?mode=keep"!r})])
         guard.release("other")
-        print(guard.pid, flush=True)
-        input()
+        if not {forks} or os.fork():
+            print(guard.pid, flush=True)
+        sys.stdin.read()
         """
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stdin=subprocess.PIPE) as publisher:
@@ -46,7 +51,7 @@ def test_killed_publisher_is_replaced_by_its_guard(server: weightcast.EngineServ
         guard_pid = int(publisher.stdout.readline())
         assert server.gate.is_paused
         publisher.send_signal(signal.SIGKILL)
-    assert server.gate.wait_open(10), "the guard did not resume the engine"
+        assert server.gate.wait_open(60), "the guard did not resume the engine"
     descriptor = None
     try:
         descriptor = os.pidfd_open(guard_pid)
@@ -55,7 +60,7 @@ def test_killed_publisher_is_replaced_by_its_guard(server: weightcast.EngineServ
     import select
 
     try:
-        assert select.select([descriptor], [], [], 10)[0], "the guard did not end"
+        assert select.select([descriptor], [], [], 60)[0], "the guard did not end"
     finally:
         os.close(descriptor)
 
@@ -76,6 +81,52 @@ def test_closing_a_guard_sends_what_is_held(server: weightcast.EngineServer) -> 
     guard.close()
     guard.close()
     assert not server.gate.is_paused
+
+
+def test_a_guard_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = Watchdog()
+    guard.hold("engine", [])
+    pid = guard.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(watchdog, "_GIVE_UP_SECONDS", 0.1)
+    monkeypatch.setattr(watchdog, "_ATTEMPT_SECONDS", 0.1)
+    try:
+        guard.close()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_guard_that_was_killed_is_replaced_by_the_next_call(server: weightcast.EngineServer) -> None:
+    server.gate.pause()
+    guard = Watchdog()
+    guard.hold("engine", resume_of(server))
+    former = guard._process
+    assert former is not None
+    former.kill()
+    former.wait(60)
+    guard.hold("other", [])
+    assert guard.pid != former.pid
+    guard.close()
+    assert not server.gate.is_paused
+
+
+def test_a_guard_that_does_not_read_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_ATTEMPT_SECONDS", 0.5)
+    guard = Watchdog()
+    guard.hold("engine", [])
+    former = guard._process
+    assert former is not None
+    os.kill(former.pid, signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        guard.hold("other", [RecoveryRequest("http://127.0.0.1:9/resume", body="x" * (16 << 20))])
+    former.wait(60)
+    guard.release("other")
+    assert guard.pid != former.pid
+    guard.close()
 
 
 def test_half_a_line_does_not_count() -> None:

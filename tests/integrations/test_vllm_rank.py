@@ -25,6 +25,7 @@ from weightcast.errors import (
     PeerError,
     PublishError,
     RefusedError,
+    StaleVersionError,
     UnsupportedError,
     UpdateAbortedError,
     from_record,
@@ -378,6 +379,23 @@ def test_calls_out_of_order_are_errors_that_all_ranks_share(engine: Engine) -> N
     assert engine.call(Leave()) is None
     with publisher(engine) as it:
         assert it.publish().ok
+
+
+def test_another_version_than_the_sealed_one_is_installed_on_no_rank(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = engine.finish
+
+    def finish_the_wrong_one_first(version: int) -> None:
+        with pytest.raises(StaleVersionError, match="sealed is version 0"):
+            finish(version + 1)
+        assert engine.holds(ZEROS)
+        finish(version)
+
+    monkeypatch.setattr(engine, "finish", finish_the_wrong_one_first)
+    with publisher(engine) as it:
+        assert it.publish().ok
+        assert engine.holds(TENSORS)
 
 
 def test_what_is_no_call_is_answered_with_an_error(engine: Engine) -> None:

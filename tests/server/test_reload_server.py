@@ -19,6 +19,7 @@ from server.stock_vllm import StockVllm
 import weightcast
 from weightcast.control.client import HttpRoutes
 from weightcast.errors import (
+    ControlError,
     EngineTornError,
     IncompatibleWeightsError,
     InstallError,
@@ -27,6 +28,7 @@ from weightcast.errors import (
     WeightcastError,
 )
 from weightcast.integrations.vllm import stock_reload
+from weightcast.integrations.vllm.http import VllmRoutes
 from weightcast.integrations.vllm.stock_reload import FOLDER
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -101,6 +103,18 @@ def test_a_client_without_a_folder_waits_for_no_other(vllm: StockVllm) -> None:
         closing.start()
         closing.join(30)
         assert not closing.is_alive()
+
+
+def test_a_pause_that_fails_leaves_no_folder(vllm: StockVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(routes: VllmRoutes, mode: str) -> None:
+        raise ControlError("the pause failed", peer=vllm.url)
+
+    with trained(tmp_path, vllm) as it:
+        with monkeypatch.context() as patch:
+            patch.setattr(VllmRoutes, "pause", fail)
+            assert isinstance(it.failure(1.0), ControlError)
+        assert not (tmp_path / "store" / FOLDER).exists()
+        assert it.publish(2.0).ok
 
 
 def test_a_torn_server_is_cleared_before_it_reloads_again(vllm: StockVllm, tmp_path: Path) -> None:

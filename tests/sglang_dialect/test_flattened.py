@@ -15,13 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast import TensorSource
-from weightcast.errors import ManifestError
+from weightcast.errors import ClosedError, ManifestError
 from weightcast.format.bucket import TORCH_DTYPES, Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.integrations.sglang.stock.buckets import FlatBuckets, buckets, lay_out
 from weightcast.integrations.sglang.stock.foreign import read, write
 from weightcast.integrations.sglang.stock.route_tensor import handle, shared
+from weightcast.integrations.sglang.stock.sender import StockSender
+from weightcast.links.watchdog import Watchdog
+from weightcast.seams.client import SenderContext
 from weightcast.trainer.packer import Packer
 
 DTYPES = ["uint8", "bool", "bfloat16", "float16", "float32", "int64", "float8_e4m3fn"]
@@ -190,3 +193,10 @@ def test_a_handle_is_a_pickle_of_what_sglang_reads_and_of_nothing_else() -> None
     assert {module.partition(".")[0] for module, _ in found} == {"torch", "types"}
     assert len(data) < 2000
     assert math.isclose(len(data), len(base64.b64decode(handle(flat, places))), abs_tol=16)
+
+
+def test_a_closed_sender_opens_no_update() -> None:
+    sender = StockSender(SenderContext("ipc://", VERSION.run, torch.device("cpu"), 10.0, Watchdog()))
+    sender.close()
+    with pytest.raises(ClosedError):
+        sender.open(plan(TensorSource({"a": torch.zeros(1)}).specs(), 1 << 20), VERSION, peers=[], staged=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from store.store_kit import RUN, Holder, manifest_of, model, number_in, url, write
@@ -27,8 +29,9 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import WeightVersion
 from weightcast.serving.follower import Follower, follow
-from weightcast.store import files, reading
+from weightcast.store import files, locks, reading
 from weightcast.store.reading import StoreReader
+from weightcast.store.records import FORMAT, Commit, seal
 
 
 @pytest.fixture(autouse=True)
@@ -297,12 +300,6 @@ def test_only_a_store_can_be_followed() -> None:
 def test_a_manifest_that_lies_is_refused(tmp_path: Path) -> None:
     """Its digest fits, so it was made on purpose; the checks of the wire format hold."""
     write(tmp_path, 1)
-    import hashlib
-
-    import msgspec
-
-    from weightcast.store.records import FORMAT, Commit, seal
-
     slot = slot_of(tmp_path)
     manifest = manifest_of(model(0))
     lie = msgspec.json.encode(msgspec.structs.replace(manifest, buckets=(1 << 60,) * len(manifest.buckets)))
@@ -314,6 +311,47 @@ def test_a_manifest_that_lies_is_refused(tmp_path: Path) -> None:
     (tmp_path / "current.json").write_bytes(seal(Commit(FORMAT, stored)))
     with Follower(url(tmp_path), Holder()) as follower, pytest.raises(ManifestError, match=r"\[size\]"):
         follower.poll()
+
+
+def test_a_pointer_that_counts_other_buckets_than_its_manifest_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    commit = StoreReader(tmp_path).commit()
+    assert commit is not None
+    stored = msgspec.structs.replace(commit.newest, num_buckets=commit.newest.num_buckets + 1)
+    (slot_of(tmp_path) / "seal.json").write_bytes(seal(Commit(FORMAT, stored)))
+    (tmp_path / "current.json").write_bytes(seal(Commit(FORMAT, stored)))
+    with Follower(url(tmp_path), Holder()) as follower, pytest.raises(IntegrityError, match="the pointer says"):
+        follower.poll()
+
+
+def test_a_version_without_all_of_its_data_is_closed(tmp_path: Path) -> None:
+    write(tmp_path, 1, options="?num_threads=2")
+    slot, reader = slot_of(tmp_path), StoreReader(tmp_path)
+    (slot / files.data_name(1)).unlink()
+    commit = reader.commit()
+    assert commit is not None
+    with pytest.raises(IntegrityError) as caught:
+        reader.pin(commit.newest.version)
+    # While the error is kept, whose traceback refers to what was opened.
+    opened = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
+    assert not [path for path in opened if path.startswith(str(slot))], caught
+    assert locks.readers(slot / files.PINS) == []
+
+
+def test_a_file_that_can_not_be_replaced_leaves_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "current.json"
+    path.write_bytes(b"former")
+
+    def fail(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "no")
+
+    monkeypatch.setattr(files.os, "replace", fail)
+    with pytest.raises(PermissionError):
+        files.replace_file(path, b"new")
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == b"former"
 
 
 def test_a_file_that_is_stale_when_it_is_opened_is_opened_again(

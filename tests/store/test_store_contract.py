@@ -18,7 +18,7 @@ class TestStore(VersionedTransportContract):
     def _directory(self, tmp_path: Path) -> None:
         self.url = f"file://{tmp_path}/store{self.options}"
 
-    def test_a_reader_that_goes_is_not_named_and_stops_nobody(self, staged: bool) -> None:
+    def test_a_reader_that_goes_is_not_named_and_stops_no_other(self, staged: bool) -> None:
         sender, manifest = self.sender(), numbered(6)
         stays, goes = (self.receiver(sender, peer) for peer in ("stays", "goes"))
         left = Reader(goes, manifest, version(1), staged=staged, on_bucket=lambda bucket: goes.close())

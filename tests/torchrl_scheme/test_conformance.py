@@ -25,6 +25,8 @@ from weightcast import registry
 from weightcast.integrations import torchrl as ours
 from weightcast.integrations.torchrl import VLLMDoubleBufferSyncScheme as Scheme
 from weightcast.integrations.torchrl import VLLMDoubleBufferWeightReceiver as Receiver
+from weightcast.testing.transport_kit import PATIENCE_SECONDS, SHORT_SECONDS, Background
+from weightcast.trainer.publisher import Publisher
 
 tqdm.tqdm.monitor_interval = 0  # peft's bars start no thread
 tqdm.tqdm.get_lock()  # and no process in the middle of a test
@@ -106,6 +108,27 @@ def test_transports(tmp_path: Path) -> None:
     assert torch.equal(found["a.b"], torch.ones(3))
     assert transport.receive_weights() is not None
     assert transport.receive_weights() is None
+
+
+def test_closing_a_transport_waits_for_a_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, publish = Scheme(str(tmp_path / "w")).create_transport(), Publisher.publish
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    def publish_later(publisher: Publisher) -> Any:
+        has_begun.set()
+        assert may_go_on.wait(PATIENCE_SECONDS)
+        return publish(publisher)
+
+    monkeypatch.setattr(Publisher, "publish", publish_later)
+    sends = Background(transport.send_weights, "model", {"a": torch.zeros(3)})
+    assert has_begun.wait(PATIENCE_SECONDS)
+    closes = Background(transport.close)
+    assert not closes.is_done_within(SHORT_SECONDS)
+    may_go_on.set()
+    sends.result()
+    closes.result()
+    assert transport.receive_weights() is not None
+    transport.close()
 
 
 def test_remote_and_local_are_two_sights_of_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

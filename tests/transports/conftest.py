@@ -5,38 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from weightcast import registry
-from weightcast.seams.transport import Receiver, Sender
-from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN
+from weightcast.testing.transport_kit import TransportEnds
 
 
 @dataclasses.dataclass
-class Ends:
-    """Makes senders and receivers of one transport, and closes them."""
-
-    scheme: str
+class Ends(TransportEnds):
+    url: str
     stack: contextlib.ExitStack
 
-    def sender(self, *, deadline_seconds: float = PATIENCE_SECONDS, **options: Any) -> Sender:
-        url = f"{self.scheme}://"
-        sender: Sender = registry.transport(url).sender(url, run=RUN, deadline_seconds=deadline_seconds, **options)
-        self.stack.callback(sender.close)
-        return sender
 
-    def receiver(
-        self, sender: Sender, peer: str = "engine", *, run: str = RUN, deadline_seconds: float = PATIENCE_SECONDS
-    ) -> Receiver:
-        make = registry.transport(sender.address).receiver
-        receiver: Receiver = make(sender.address, peer=peer, run=run, deadline_seconds=deadline_seconds)
-        self.stack.callback(receiver.close)
-        return receiver
-
-
-@pytest.fixture(params=["memory", "ipc"])
+@pytest.fixture(params=["memory://", "ipc://"])
 def ends(request: pytest.FixtureRequest, leaves_nothing: None) -> Iterator[Ends]:
     with contextlib.ExitStack() as stack:
         yield Ends(request.param, stack)
@@ -45,4 +26,4 @@ def ends(request: pytest.FixtureRequest, leaves_nothing: None) -> Iterator[Ends]
 @pytest.fixture
 def ipc_ends(leaves_nothing: None) -> Iterator[Ends]:
     with contextlib.ExitStack() as stack:
-        yield Ends("ipc", stack)
+        yield Ends("ipc://", stack)

@@ -291,7 +291,7 @@ def test_an_abandoned_arena_is_not_reused_for_another_layout(ipc_ends: Ends) -> 
 
 def test_a_second_attempt_at_a_version_is_not_mistaken_for_the_first(ipc_ends: Ends) -> None:
     sender, manifest = ipc_ends.sender(), numbered()
-    receiver = ipc_ends.receiver(sender)
+    receiver = ipc_ends.receiver(sender, "engine")
     for _ in range(3):
         receiver.open(manifest, version(1), staged=True)
         sender.open(manifest, version(1), peers=["engine"], staged=True)

@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch.distributed import Work
 
-from weightcast.bench.channel import ANSWER_SECONDS, BenchChannel, Done, await_done, tell
+from weightcast.bench.channel import ANSWER_SECONDS, BenchChannel, Done, await_done, send_all
 from weightcast.bench.result import BenchSettings
 from weightcast.format.bucket import (
     DTYPE_NAMES,
@@ -117,7 +117,7 @@ class TensorSlot:
     """Warm shared memory of one tensor: the way of one round trip over a local socket for every tensor.
 
     It proves as much as a publish does, with the same parts: the publisher copies a tensor into the slot, writes its
-    header and tells every engine; each engine checks header and digest, loads the tensor and answers; then the next.
+    header and sends each engine a record; each checks header and digest, loads the tensor and answers; then the next.
     The channel is lean (one packet each way, no threads, no HTTP), so what it costs is the round trip.
     """
 
@@ -129,7 +129,7 @@ class TensorSlot:
 
     def lend(self, engines: Channels) -> None:
         """Let every engine map the slot; they wait for tensors until `end`."""
-        tell(engines, *self._arena.announcement())
+        send_all(engines, *self._arena.announcement())
         await_done(engines)
 
     def publish(self, tensors: Tensors, engines: Channels) -> float:
@@ -140,13 +140,13 @@ class TensorSlot:
             _view(payload, tensor.dtype, tensor.shape).copy_(tensor)
             digest = payload_digest(payload[:size], "xxh3-128")
             write_header(self.buffer.header, VERSION, index, digest, raw_bytes=size, encoded_bytes=size, codec="raw")
-            tell(engines, TensorMessage(name, index, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
+            send_all(engines, TensorMessage(name, index, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
             await_done(engines)
         return time.perf_counter() - start
 
     def end(self, engines: Channels) -> None:
         """Tell the engines that no tensor follows."""
-        tell(engines, TensorMessage(""))
+        send_all(engines, TensorMessage(""))
 
     def close(self) -> None:
         self._arena.close(free=True)
@@ -194,7 +194,7 @@ class BaselineGroup:
 
     def send_raw(self, engines: Channels) -> float:
         """Broadcast all bytes; return the seconds until every engine has them."""
-        tell(engines, Broadcasts(per_tensor=False))
+        send_all(engines, Broadcasts(per_tensor=False))
         await_done(engines)
         start = time.perf_counter()
         self._broadcast_raw()
@@ -220,15 +220,15 @@ class BaselineGroup:
 
     def publish(self, tensors: Tensors, engines: Channels) -> float:
         """Send every tensor to every engine; return the seconds until all are loaded."""
-        tell(engines, Broadcasts(per_tensor=True))
+        send_all(engines, Broadcasts(per_tensor=True))
         await_done(engines)
         start = time.perf_counter()
         for index, (name, tensor) in enumerate(tensors.items()):
-            tell(engines, TensorMessage(name, index, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
+            send_all(engines, TensorMessage(name, index, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
             wait(self._group.broadcast(tensor, root=0))
             await_done(engines)
         seconds = time.perf_counter() - start
-        tell(engines, TensorMessage(""))
+        send_all(engines, TensorMessage(""))
         return seconds
 
     def take(self, message: TensorMessage) -> torch.Tensor:
@@ -241,7 +241,7 @@ class BaselineGroup:
 def make_group(settings: BenchSettings, num_bytes: int, engines: Channels) -> BaselineGroup:
     """This process's member of the group, once every engine has joined it too."""
     store, port = serve_store(settings.host, ANSWER_SECONDS)
-    tell(engines, JoinGroup(port))
+    send_all(engines, JoinGroup(port))
     group = BaselineGroup(settings, num_bytes, store, rank=0)
     await_done(engines)
     return group

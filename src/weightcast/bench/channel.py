@@ -78,13 +78,13 @@ def _decoded(data: bytes, kind: Any) -> Any:
 
 
 class Done(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A worker has done what it was told. `error`: how it failed. `url`: an engine's control routes, at its start."""
+    """A worker has done the last command. `error`: how it failed. `url`: an engine's control routes, at its start."""
 
     error: str = ""
     url: str = ""
 
 
-def tell(workers: Sequence[BenchChannel], record: msgspec.Struct, descriptor: int | None = None) -> None:
+def send_all(workers: Sequence[BenchChannel], record: msgspec.Struct, descriptor: int | None = None) -> None:
     for worker in workers:
         worker.send(record, descriptor)
 

@@ -31,7 +31,7 @@ MAX_SLOW_RUNS = 3
 
 
 def measure(settings: BenchSettings, note: Note = lambda text: None) -> BenchResult:
-    """Run the bench; `note` is told what happens next.
+    """Run the bench; `note` is called with what happens next.
 
     Memory: the model once for the trainer and once for each engine, what the transport takes, and the two buffers of
     `Memcpy`. Raises what `publish` raises, PeerDiedError if a process of the bench ends.

@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from weightcast.bench.baselines import BaselineGroup, Broadcasts, EngineCommand, JoinGroup, load_each, take_from_slot
-from weightcast.bench.channel import ANSWER_SECONDS, BenchChannel, Done, await_done, tell
+from weightcast.bench.channel import ANSWER_SECONDS, BenchChannel, Done, await_done, send_all
 from weightcast.bench.model import TrainerRank, build_model, trainer_rank
 from weightcast.bench.result import BenchSettings
 from weightcast.control.server.app import EngineServer
@@ -163,7 +163,7 @@ class Trainer:
 
     def step(self, step: Step) -> Any:
         """Have all ranks take a step; return what rank 0 has of it. Raises PeerDiedError if another rank failed."""
-        tell(self.others, step)
+        send_all(self.others, step)
         result = getattr(self.rank_0, step.what)(*step.engines)
         await_done(self.others)
         return result

@@ -18,7 +18,7 @@ examples:
   weightcast follow file:///mnt/weights --engine http://127.0.0.1:8000
   weightcast follow file:///mnt/weights --engine http://127.0.0.1:8000 --once --json
 
-It starts with the newest version and goes on until it is interrupted or told to end (SIGTERM). A version that an
+It starts with the newest version and goes on until it is interrupted (Ctrl-C) or ended (SIGTERM). A version that an
 engine did not take is tried again, on all engines, until it is or a newer one is there. With --json each is one line.
 """
 

@@ -36,7 +36,7 @@ ENGINE_TIMEOUT_SECONDS = 600.0
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """The tensors that somebody holds: specs, and each one's digest by its first name."""
+    """The tensors of an engine or a checkpoint: specs, and each one's digest by its first name."""
 
     specs: Sequence[TensorSpec]
     digests: Mapping[str, str]

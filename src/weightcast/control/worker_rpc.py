@@ -100,8 +100,8 @@ def replies_to(values: Mapping[str, Any], answers: Any, peer: str) -> list[RankR
     # A rank of another version of weightcast may say none.
     if any(reply.serial not in ("", values["serial"]) for reply in replies):
         raise ControlError(
-            f"the workers of {peer} are out of step: a call of somebody else's (/collective_rpc?) failed on several of "
-            "them, and what it left unread is taken for the answers to later calls; start the server again",
+            f"the workers of {peer} are out of step: another client's call (/collective_rpc?) failed on several of "
+            "them, and the replies that it left unread are taken for those to later calls; start the server again",
             peer=peer,
         )
     return replies

@@ -18,7 +18,7 @@ ALIGNMENT_BYTES = 256
 _MAX_OVERLAP_TESTS = 1 << 22
 
 
-class Region(msgspec.Struct, frozen=True):
+class Region(msgspec.Struct, frozen=True, gc=False):
     """A hyper-rectangle of a tensor: `offsets[d] <= index[d] < offsets[d] + sizes[d]` for every dim d."""
 
     offsets: tuple[int, ...]

@@ -64,6 +64,9 @@ RunId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 VersionNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 
+# `gc=False`, here and for Region: a model has several of these for each tensor. They are in no reference cycle, and
+# tracked by the garbage collector they would set off collections of the whole heap in a first publish.
+
 
 class WeightVersion(msgspec.Struct, frozen=True):
     """A version of the weights: `number` grows within `run`, which is one life of a publisher."""
@@ -72,7 +75,7 @@ class WeightVersion(msgspec.Struct, frozen=True):
     number: VersionNumber
 
 
-class Piece(msgspec.Struct, frozen=True):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """One region's place: contiguous, row-major, from `offset_bytes` of bucket number `bucket`."""
 
     bucket: int
@@ -80,7 +83,7 @@ class Piece(msgspec.Struct, frozen=True):
     region: Region
 
 
-class TensorSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+class TensorSpec(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """A tensor in checkpoint form: its global shape, and `aliases`, the other names tied to the same values.
 
     Tensors of one non-empty `group` must reach the engine in one call.

@@ -6,11 +6,12 @@ inherits them, and would keep a dead trainer alive in the eyes of its engines.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 
 class Closeable(Protocol):
@@ -19,6 +20,19 @@ class Closeable(Protocol):
 
 C = TypeVar("C", bound=Closeable)
 _ours: weakref.WeakSet[Closeable] = weakref.WeakSet()
+
+
+class ClosedOnExit(abc.ABC):
+    """Leaving the `with` block of one closes it."""
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
 
 
 @contextlib.contextmanager

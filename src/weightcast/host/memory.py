@@ -27,7 +27,14 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 
     File pages that the kernel would give back first (`inactive_file`) count as available.
     """
-    rooms = list(_cgroup_rooms(proc / "self" / "cgroup", cgroups))
+    rooms: list[int] = []
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            rooms += [room for mount in (cgroups, cgroups / "unified") for room in _rooms_upwards(mount, path, _V2)]
+        elif "memory" in controllers.split(","):
+            rooms += _rooms_upwards(cgroups / "memory", path, _V1)
     host_kib = _fields(proc / "meminfo").get("MemAvailable:")
     if host_kib is not None:
         rooms.append(host_kib * 1024)
@@ -51,17 +58,6 @@ def host_identity() -> str:
         return f"{boot.read_text().strip()}/{os.readlink(namespace)}/{os.geteuid()}"
     except OSError:
         return f"process {os.getpid()}"
-
-
-def _cgroup_rooms(membership: Path, cgroups: Path) -> Iterator[int]:
-    for line in _text(membership).splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if not controllers:
-            for mount in (cgroups, cgroups / "unified"):
-                yield from _rooms_upwards(mount, path, _V2)
-        elif "memory" in controllers.split(","):
-            yield from _rooms_upwards(cgroups / "memory", path, _V1)
 
 
 def _rooms_upwards(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:

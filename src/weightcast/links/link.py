@@ -69,7 +69,7 @@ class Frames:
 
 
 def connect(address: str, timeout_seconds: float) -> socket.socket:
-    """Open a socket to a link's address. Raises ValueError for a malformed one, OSError if nobody answers."""
+    """Open a socket to a link's address. Raises ValueError for a malformed one, OSError if no process accepts."""
     kind, _, rest = address.partition(":")
     if kind == "unix" and rest.startswith("@"):
         sock = close_in_child(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -111,7 +111,7 @@ class WorkerLink:
         messages: Any = LinkMessage,
         connect_seconds: float = 30.0,
     ) -> None:
-        """Connect and say hello. Raises PeerDiedError if nobody answers at `address`."""
+        """Connect and say hello. Raises PeerDiedError if no process accepts at `address`."""
         self._lease_seconds = lease_seconds
         self._on_end = on_end
         self._on_message = on_message
@@ -234,7 +234,7 @@ class Link:
         self.end(f"no {kind.__name__} for version {version} within {deadline_seconds:g} s")
         raise PeerTimeoutError(f"{self.peer} sent no {kind.__name__} within {deadline_seconds:g} s", peer=self.peer)
 
-    def hear_out(self, version: int, seconds: float) -> None:
+    def wait_for_failure(self, version: int, seconds: float) -> None:
         """Give the worker that long to say why this version failed: its word may come later than the loss itself."""
         self._await(Failed, version, seconds)
 
@@ -285,7 +285,7 @@ class Link:
             return True
 
     def end(self, reason: str) -> None:
-        """Close the link, which tells the worker that the publisher has gone. Idempotent."""
+        """Close the link, by which the worker knows that the publisher has gone. Idempotent."""
         with self._condition:
             if self.ended:
                 return

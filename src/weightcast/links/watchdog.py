@@ -25,7 +25,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from weightcast.host.closing import close_in_child
+from weightcast.host.closing import close_in_child, on_failure
 from weightcast.host.deadline import Deadline
 
 _ATTEMPT_SECONDS = 10.0
@@ -155,7 +155,10 @@ class Watchdog:
         return None if self._process is None else self._process.pid
 
     def hold(self, engine: str, requests: Sequence[RecoveryRequest]) -> None:
-        """From now on, send these if this process dies. Returns when the watchdog has them in its connection."""
+        """From now on, send these if this process dies. Returns when the watchdog has them in its connection.
+
+        Raises OSError if it does not read them in time.
+        """
         with self._lock:
             self._held[engine] = requests
             self._write()
@@ -169,8 +172,9 @@ class Watchdog:
     # --- groups, by name ---
 
     def share(self, group: str, listener: socket.socket) -> None:
-        """From now on, fail whoever joins it if this process dies. `listener`: its store's; it stays the caller's."""
+        """From now on, fail ranks that join it if this process dies. `listener`: its store's; it stays the caller's."""
         with self._lock:
+            self._start()
             self._groups[group] = {"members": [], "is_failing": False}
             self._write(listener)
 
@@ -182,20 +186,20 @@ class Watchdog:
                 self._write()
 
     def fail(self, group: str) -> None:
-        """Fail whoever joins it, from now on until it is forgotten. Idempotent."""
+        """Fail every rank that joins it, from now on until it is forgotten. Idempotent."""
         with self._lock:
             if group in self._groups:
                 self._groups[group]["is_failing"] = True
                 self._write()
 
     def forget(self, group: str) -> None:
-        """Nobody joins it any more. Idempotent."""
+        """No rank joins it any more. Idempotent."""
         with self._lock:
             if self._groups.pop(group, None) is not None:
                 self._write()
 
     def close(self) -> None:
-        """Let the watchdog do what is still to be done, and end it. Idempotent."""
+        """Have the watchdog do what is still to be done, and end it. Idempotent."""
         with self._lock:
             process, self._process = self._process, None
             self._groups.clear()
@@ -209,20 +213,35 @@ class Watchdog:
             process.kill()
             process.wait()
 
+    def _start(self) -> None:
+        """Start it, unless it runs; one that was killed is replaced, and knows none of the groups' sockets."""
+        if self._socket is not None and self._process is not None and self._process.poll() is None:
+            return
+        if self._socket is not None:
+            self._socket.close()
+        self._groups.clear()
+        ours, theirs = socket.socketpair()
+        self._socket = close_in_child(ours)
+        ours.settimeout(_ATTEMPT_SECONDS)
+        with theirs:
+            # A session of its own: a Ctrl-C that ends the trainer must not end its watchdog first.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "weightcast.links.watchdog"], stdin=theirs.fileno(), start_new_session=True
+            )
+
     def _write(self, listener: socket.socket | None = None) -> None:
-        if self._process is None or self._socket is None:
-            ours, theirs = socket.socketpair()
-            self._socket = close_in_child(ours)
-            with theirs:
-                # A session of its own: a Ctrl-C that ends the trainer must not end its watchdog first.
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "weightcast.links.watchdog"], stdin=theirs.fileno(), start_new_session=True
-                )
+        """Send what is held. With `listener`, the last group's socket, the caller has called `_start` before."""
+        if listener is None:
+            self._start()
+        assert self._socket is not None
+        assert self._process is not None
         line = json.dumps({"held": self._held, "groups": self._groups}).encode() + b"\n"
-        if listener is not None:
-            socket.send_fds(self._socket, [line[:1]], [listener.fileno()])
-            line = line[1:]
-        self._socket.sendall(line)
+        # One that does not read, or has read half a line, is of no more use: the next call starts another.
+        with on_failure(self._process.kill):
+            if listener is not None:
+                socket.send_fds(self._socket, [line[:1]], [listener.fileno()])
+                line = line[1:]
+            self._socket.sendall(line)
 
 
 class WatchedEngines:

@@ -20,6 +20,7 @@ from weightcast.engines.gate import Gate
 from weightcast.errors import PeerTimeoutError, WeightcastError
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Offer, Seal
+from weightcast.host.closing import ClosedOnExit
 from weightcast.host.deadline import Deadline
 from weightcast.seams.engine import Engine
 from weightcast.seams.transport import Receiver, StoredVersion, VersionedReceiver
@@ -48,7 +49,7 @@ class Followed(msgspec.Struct, frozen=True):
     lag_seconds: float
 
 
-class Follower:
+class Follower(ClosedOnExit):
     """Takes versions from a store into one engine. Calls come from one thread at a time; `close` from any.
 
     Host memory, kept between versions: one version in each process that follows; with `undo` a copy of the live
@@ -143,12 +144,6 @@ class Follower:
         self._receiver.close()
         if self._load_plan is not None:
             self._load_plan.layout.forget_views()
-
-    def __enter__(self) -> Follower:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _take(self, kept: StoredVersion) -> float:
         version, manifest, specs = kept.version, kept.manifest, self._engine.specs()

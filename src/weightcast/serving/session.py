@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _RECEIVER_SECONDS = 5.0
 _MIN_PATIENCE_SECONDS = 60.0
-"""A publisher that is silent for a while may itself wait for somebody: it is the first to give up."""
+"""A publisher that is silent for a while may itself wait for another peer: it is the first to give up."""
 
 
 class PublisherSession:
@@ -94,8 +94,8 @@ class PublisherSession:
             return f"{begin}, and is connecting; {lives}"
         silent, lease = self._link.silent_seconds, info.lease_seconds
         return (
-            f"{begin}; its publisher was heard {silent:.1f} s ago. {lives}: it ends by itself at most "
-            f"{max(0.0, lease - silent):.0f} s from now if nothing more is heard"
+            f"{begin}; its publisher sent its last message {silent:.1f} s ago. {lives}: it ends by itself at most "
+            f"{max(0.0, lease - silent):.0f} s from now if no message follows"
         )
 
     def connect_in_background(self) -> None:

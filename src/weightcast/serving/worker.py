@@ -135,7 +135,7 @@ class Worker:
             device = self.engine.device if isinstance(self.engine, OnDevice) else torch.device("cpu")
             former, session = self._session, PublisherSession(info, self._engine_rank, device, self._on_end)
             if former is not None:
-                # Its secret as well: the run's id alone is known to anybody who asks.
+                # Its secret as well: `info` gives the run's id to every client.
                 is_same = info.run == former.info.run and former.is_of(info.secret)
                 if is_same:
                     error: WeightcastError = UpdateAbortedError("its publisher connected again")
@@ -180,8 +180,8 @@ class Worker:
     def finish(self, number: int, run: str = "") -> WeightVersion:
         """Install the sealed update of that number. Idempotent; waits for the current step of generation only.
 
-        Anybody may say so: what is sealed is to be installed. Raises IncompleteUpdateError (not sealed), InstallError,
-        StaleVersionError (another number, or not of `run`, which holds the engine where none is named).
+        Any client may call it: what is sealed is to be installed. Raises IncompleteUpdateError (not sealed),
+        InstallError, StaleVersionError (another number, or not of `run`, which holds the engine where none is named).
         """
         session = self._require_session(run or None)
         version = WeightVersion(session.info.run, number)
@@ -239,7 +239,7 @@ class Worker:
         update = self._unsettled
         return None if update is None else update.version
 
-    def tell_failed(self, version: WeightVersion, error: WeightcastError) -> None:
+    def send_failed(self, version: WeightVersion, error: WeightcastError) -> None:
         """Say on the link what became of a version, where others than this worker decided it."""
         session = self._session
         if session is not None and session.info.run == version.run:

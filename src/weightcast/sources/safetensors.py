@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 import torch
@@ -15,10 +14,11 @@ from weightcast.errors import ClosedError
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec
+from weightcast.host.closing import ClosedOnExit
 from weightcast.seams.source import Regions
 
 
-class SafetensorsSource:
+class SafetensorsSource(ClosedOnExit):
     """A `Source` of a directory with `model.safetensors`, or an index and its shards, or of one .safetensors file.
 
     Tensors are private views of the mapped files: memory is the page cache, and values are read when they are packed.
@@ -61,17 +61,9 @@ class SafetensorsSource:
         return self._regions
 
     def close(self) -> None:
-        """Let the files go; they stay mapped as long as somebody holds one of their tensors. Idempotent."""
+        """Close the files; they stay mapped as long as the caller keeps one of their tensors. Idempotent."""
         self._closed = True
         self._regions = {}
-
-    def __enter__(self) -> SafetensorsSource:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _require_open(self) -> None:
         if self._closed:
@@ -83,7 +75,7 @@ def _cast(spec: TensorSpec, dtype: str) -> TensorSpec:
 
 
 def _files(path: Path, weight_map: Mapping[str, str] | None) -> list[Path]:
-    """The safetensors files of a checkpoint. Raises FileNotFoundError or ValueError if they can't be told."""
+    """The safetensors files of a checkpoint. Raises FileNotFoundError for none, ValueError if several fit."""
     if path.is_file():
         return [path]
     if not path.is_dir():

@@ -117,7 +117,7 @@ def must_read(path: Path) -> Iterator[None]:
 
 
 def missing(path: Path) -> IntegrityError:
-    return IntegrityError(f"{path} is missing: somebody has removed a part of the store; publish again")
+    return IntegrityError(f"{path} is missing: a part of the store was removed; publish again")
 
 
 def data_name(file: int | str) -> str:

@@ -58,7 +58,7 @@ class LockFile:
         return False
 
     def try_lock(self, start: int = 0, size: int = _TO_END) -> bool:
-        """Take a range, exclusively if the file was opened for writing. False if somebody else has some of it."""
+        """Take a range, exclusively if the file was opened for writing. False if another process has some of it."""
         kind = fcntl.F_WRLCK if self.is_writable else fcntl.F_RDLCK
         try:
             self._call(fcntl.F_OFD_SETLK, kind, start, size)

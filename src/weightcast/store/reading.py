@@ -19,7 +19,7 @@ import torch
 from weightcast.errors import ClosedError, IntegrityError
 from weightcast.format.bucket import BucketBuffer, check_bucket, decoded, root_digest, slot_size_bytes
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, Manifest, WeightVersion
-from weightcast.host.closing import on_failure
+from weightcast.host.closing import ClosedOnExit, on_failure
 from weightcast.host.deadline import Deadline
 from weightcast.store import files, locks
 from weightcast.store.locks import LockFile
@@ -158,7 +158,7 @@ class StoreReader:
         return manifest
 
 
-class PinnedVersion:
+class PinnedVersion(ClosedOnExit):
     """A version that no writer touches until `close`, or until this process ends. `read` may run in several threads."""
 
     def __init__(self, slot: Path, stored: Stored, manifest: Manifest, lock: LockFile) -> None:
@@ -209,15 +209,9 @@ class PinnedVersion:
             os.close(self._descriptors.pop())
         self._lock.close()
 
-    def __enter__(self) -> PinnedVersion:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.close()
-
 
 def store_status(directory: Path) -> StoreInfo:
-    """What is in a store, and who reads and writes it, for people. Changes nothing, and waits for nobody.
+    """What is in a store, and who reads and writes it, for people. Changes nothing and never blocks on a lock.
 
     Raises ClosedError if there is no version, IntegrityError if a record is damaged.
     """

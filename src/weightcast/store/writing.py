@@ -1,8 +1,9 @@
-"""The writing side of a store: one writer, a slot that nobody reads, the pointer last.
+"""The writing side of a store: one writer, a slot that no reader has pinned, the pointer last.
 
 Invariants: the current version's slot is never touched, nor one that a reader has pinned; a slot's seal is gone before
-its first byte changes and comes back after its last; a sealed version is for who asks for it by name, until the pointer
-moves to it, and that only if it is still what this writer saw last. Whatever fails before leaves the version before.
+its first byte changes and comes back after its last; a sealed version is only for readers that ask for it by name,
+until the pointer moves to it, and that only if it is still what this writer saw last. A failure before that leaves the
+version before.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class StoreWriter:
             self._sweep()
             former = self._former_writer()
             attempt, number = (0, -1) if former is None else (former.attempt, former.number)
-            self._tell(WriterRecord(FORMAT, run, socket.gethostname(), os.getpid(), attempt, number))
+            self._write_record(WriterRecord(FORMAT, run, socket.gethostname(), os.getpid(), attempt, number))
 
     @property
     def newest(self) -> Stored | None:
@@ -142,7 +143,7 @@ class StoreWriter:
         if not self._lock.is_in_place():
             lost, self._lock = self._lock, self._take()
             lost.close()
-            self._tell(self._record)
+            self._write_record(self._record)
 
     def begin(self, manifest: Manifest, version: WeightVersion) -> None:
         """Take a slot for a version and make room in it. Waits while readers hold all slots that there may be.
@@ -173,7 +174,9 @@ class StoreWriter:
             if held != data:
                 files.replace_file(slot.path / files.MANIFEST, data, fsync=self._address.fsync)
             attempt = self._record.attempt + 1
-            self._tell(msgspec.structs.replace(self._record, attempt=attempt, number=version.number, aborted=""))
+            self._write_record(
+                msgspec.structs.replace(self._record, attempt=attempt, number=version.number, aborted="")
+            )
             self._attempt = _Attempt(version, digest, layout, slot)
 
     def write(self, index: int, data: memoryview) -> None:
@@ -217,7 +220,7 @@ class StoreWriter:
     def commit(self) -> None:
         """Make the sealed version the newest, for all who read. Needs no room.
 
-        Raises StaleVersionError if the store has got another writer, IntegrityError if somebody has removed the seal.
+        Raises StaleVersionError if the store has got another writer, IntegrityError if the seal was removed.
         """
         attempt, path = self._attempt, self._directory / files.NEXT
         assert attempt is not None
@@ -247,7 +250,7 @@ class StoreWriter:
             # Who has pinned the slot reads on: the seal is looked at only once, before.
             files.remove(self._directory / files.NEXT)
             files.remove(attempt.slot.path / files.SEAL)
-            self._tell(msgspec.structs.replace(self._record, aborted=aborted))
+            self._write_record(msgspec.structs.replace(self._record, aborted=aborted))
 
     def close(self) -> None:
         """Release the store. Idempotent."""
@@ -272,7 +275,7 @@ class StoreWriter:
             return read_record(self._directory / files.WRITER, WriterRecord)
         return None
 
-    def _tell(self, record: WriterRecord) -> None:
+    def _write_record(self, record: WriterRecord) -> None:
         self._record = record
         files.replace_file(self._directory / files.WRITER, seal(record))
 
@@ -291,14 +294,14 @@ class StoreWriter:
 
     def _changed(self, path: Path) -> StaleVersionError:
         return StaleVersionError(
-            f"{path} was changed by somebody else while run {self._run} had the store: there were two writers, or "
+            f"{path} was changed by another process while run {self._run} had the store: there were two writers, or "
             "the filesystem lost a lock; close all publishers and begin again"
         )
 
     # --- slots ---
 
     def _free_slot(self) -> _Slot:
-        """A slot that nobody reads: a new one while there are few, else the oldest; up to the limit another new one."""
+        """A slot that no reader has pinned: a new one while there are few, else the oldest, else another new one."""
         for _ in Deadline(self._deadline_seconds).polls(_POLL_SECONDS, _POLL_SECONDS):
             known = self._slots()
             previous = None if self._commit is None else self._commit.previous
@@ -312,7 +315,7 @@ class StoreWriter:
                     if slot is not None:
                         return slot
             if len(known) < self._address.max_slots:
-                # Not the newest version's, whose directory somebody may have removed.
+                # Not the newest version's, whose directory may have been removed.
                 taken = known if self.newest is None else known | {self.newest.slot}
                 number = next(n for n in range(len(taken) + 1) if n not in taken)
                 files.make_folder(files.slot_path(self._directory, number))

@@ -14,7 +14,7 @@ _KINDS = ("socket:", "/memfd:", "/dev/shm", "pipe:", "anon_inode:[eventfd]", "an
 
 
 def leftovers() -> set[str]:
-    """Everything of these kinds that there is now, told apart by its number."""
+    """Everything of these kinds that there is now, each with its number."""
     found = {f"thread {t.ident} {t.name}" for t in threading.enumerate() if t is not threading.main_thread()}
     with open("/proc/self/maps") as lines:
         shared = [line.split() for line in lines if "/memfd:" in line or "/dev/shm" in line]

@@ -110,17 +110,6 @@ def _non_contiguous() -> list[Item]:
     ]
 
 
-def _larger_than_bucket() -> list[Item]:
-    return [
-        item("before", "int16", (100,)),
-        item("rows", "bfloat16", (100, 200)),
-        item("row_wider_than_a_bucket", "float32", (3, 1500)),
-        item("deep", "int16", (2, 3, 2500)),
-        item("flat", "uint8", (10_001,)),
-        item("after", "int16", (3,)),
-    ]
-
-
 def _exact_boundary() -> list[Item]:
     sizes = {"whole": 4096, "one_less": 4095, "one_more": 4097, "first_half": 2048, "second_half": 2048, "rest": 256}
     return [item(name, "uint8", (size,)) for name, size in sizes.items()]
@@ -171,7 +160,17 @@ PAYLOADS: tuple[Payload, ...] = (
     Payload("non_contiguous", _non_contiguous),
     Payload("tied", _tied),
     Payload("groups", _groups),
-    Payload("larger_than_bucket", _larger_than_bucket),
+    Payload(
+        "larger_than_bucket",
+        lambda: [
+            item("before", "int16", (100,)),
+            item("rows", "bfloat16", (100, 200)),
+            item("row_wider_than_a_bucket", "float32", (3, 1500)),
+            item("deep", "int16", (2, 3, 2500)),
+            item("flat", "uint8", (10_001,)),
+            item("after", "int16", (3,)),
+        ],
+    ),
     Payload("exact_boundary", _exact_boundary),
     Payload("many_tiny", lambda: [item(f"tiny.{i}", "bfloat16", (i % 7 + 1,)) for i in range(2000)], 1 << 16),
     Payload("special_floats", _special_floats, 1 << 17),

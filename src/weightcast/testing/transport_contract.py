@@ -69,7 +69,7 @@ class TransportContract(VersionedTransportContract):
         for bucket in held:
             check(bucket, manifest, 1)
 
-    def test_a_receiver_that_goes_is_named_and_stops_nobody(self, staged: bool) -> None:
+    def test_a_receiver_that_goes_is_named_and_stops_no_other(self, staged: bool) -> None:
         sender, manifest = self.sender(), numbered(6)
         stays, goes = self.receiver(sender, "stays"), self.receiver(sender, "goes")
         left = Reader(goes, manifest, version(1), staged=staged, on_bucket=lambda bucket: goes.close())

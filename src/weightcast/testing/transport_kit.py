@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
+import torch
 
+from weightcast import registry
 from weightcast.errors import IntegrityError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Layout, check_bucket, queued_digest, write_header
 from weightcast.format.codec import RAW
@@ -23,6 +26,31 @@ PATIENCE_SECONDS = 60.0
 SHORT_SECONDS = 0.5
 
 T = TypeVar("T")
+
+
+class TransportEnds:
+    """Makes senders and receivers of the registered transport of `url`; leaving `stack` closes them."""
+
+    url: str
+    """What a `Publisher` is given as `transport`."""
+    device = torch.device("cpu")
+    """Of the weights, at both ends."""
+
+    stack: contextlib.ExitStack
+
+    def sender(self, deadline_seconds: float = PATIENCE_SECONDS) -> Sender:
+        make = registry.transport(self.url).sender
+        sender = make(self.url, run=RUN, device=self.device, deadline_seconds=deadline_seconds)
+        self.stack.callback(sender.close)
+        return sender
+
+    def receiver(
+        self, sender: Sender, peer: str = "a", *, run: str = RUN, deadline_seconds: float = PATIENCE_SECONDS
+    ) -> Receiver:
+        make = registry.transport(sender.address).receiver
+        receiver = make(sender.address, run=run, peer=peer, device=self.device, deadline_seconds=deadline_seconds)
+        self.stack.callback(receiver.close)
+        return receiver
 
 
 def version(number: int) -> WeightVersion:

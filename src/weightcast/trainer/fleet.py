@@ -51,7 +51,7 @@ class Connection(enum.Enum):
 
 
 class PauseEnd(enum.Enum):
-    """What an engine that was asked to pause is still to be told, whichever connection that needs."""
+    """The request that an engine which was asked to pause must still get, also over a new connection."""
 
     NONE = enum.auto()
     """No pause was asked for, or it was lifted."""
@@ -139,8 +139,8 @@ class FleetMember:
             num_unheld = 0 if holder else num_unheld + 1
             if num_unheld > 1:
                 raise ClosedError(
-                    f"{self.name} has let this publisher go while it connected: it could not reach the publisher, was "
-                    "told to end the transfer, or another run took it over and has let it go too; its log says which"
+                    f"{self.name} ended this publisher's session while it connected: it could not reach the publisher, "
+                    "was asked to end the transfer, or another run took it over and has ended too; its log says which"
                 )
 
         self.client.init(init)
@@ -285,9 +285,9 @@ class FleetMember:
         for link in self.links:
             with contextlib.suppress(WeightcastError):
                 link.wait(Failed, self.version, self._deadline_seconds)
-        told = [link.failures(self.version) for link in self.links]
-        is_torn = any(each.torn or each.kind == EngineTornError.__name__ for failures in told for each in failures)
-        if is_paused and all(told) and not is_torn:
+        failed = [link.failures(self.version) for link in self.links]
+        is_torn = any(each.torn or each.kind == EngineTornError.__name__ for failures in failed for each in failures)
+        if is_paused and all(failed) and not is_torn:
             self._pause_end = PauseEnd.RESUME
 
     def fail(self, error: WeightcastError) -> None:
@@ -300,7 +300,7 @@ class FleetMember:
         self.result.error = version_error if is_explained else to_record(error)
         self.result.ok = False
         if not self.links:
-            # Without a link whose end would tell, the next update asks it again what it is.
+            # Without a link whose end would show it, the next update asks it again what it is.
             self._connection = Connection.LOST
         if isinstance(error, (PeerTimeoutError, PeerDiedError)):
             for link in self.links:
@@ -379,7 +379,7 @@ class Fleet:
     ) -> None:
         """Run `call` on each healthy member at once; an error becomes that member's result, or without `notes` nothing.
 
-        A client of the caller's own may raise anything; it is that engine's failure and nobody else's.
+        A client of the caller's own may raise anything; only that engine has failed then.
         """
         todo = self.healthy() if members is None else list(members)
         if len(todo) > 1:

@@ -138,9 +138,9 @@ class FleetRoute:
         self._fleet.each(FleetMember.pause, self.healthy())
 
     def open(self, manifest: Manifest, version: WeightVersion) -> set[str] | None:
-        """Begin to send; return the peers, of whom one must be left for sending to go on; None if nobody takes it.
+        """Begin to send; return the peers, of whom one must be left for sending to go on; None if no engine takes it.
 
-        Nobody has to be left where the sender keeps versions, which is not done for one that all engines refused.
+        No peer has to be left where the sender keeps versions; it keeps none that all engines refused.
         """
         peers = [peer for member in self.healthy() for peer in self._peers(member)]
         is_kept = isinstance(self.sender, VersionedSender) and not self.is_brought
@@ -199,7 +199,7 @@ class FleetRoute:
             if lost:
                 if isinstance(lost[0], PeerDiedError):
                     for link in member.links:
-                        link.hear_out(member.version, _LAST_WORD_SECONDS)
+                        link.wait_for_failure(member.version, _LAST_WORD_SECONDS)
                 member.fail(lost[0])
 
 

@@ -17,7 +17,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -28,7 +27,7 @@ from weightcast.errors import ClosedError, PublishError, from_record
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import MAX_VERSION
 from weightcast.format.plan import fitting_bucket_size, plan
-from weightcast.host.closing import on_failure
+from weightcast.host.closing import ClosedOnExit, on_failure
 from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import Closable
@@ -50,7 +49,7 @@ _DROPPED_SECONDS = 5.0
 _NOTHING_YET = "nothing was published yet: call publish, which brings the source's weights to every engine"
 
 
-class Publisher:
+class Publisher(ClosedOnExit):
     """Moves a source's weights into running engines.
 
     With several trainer ranks, create one on every rank (several publishers: in the same order everywhere), and call
@@ -147,7 +146,7 @@ class Publisher:
             member = self._fleet.pop(name)
             if self._connections is not None:
                 self._connections.listener.drop(name, "the engine was removed from the fleet")
-            # Only one that did not answer is paused still. Nobody asks it again after this.
+            # Only one that did not answer is paused still, and this is the last request to it.
             self._fleet.each(FleetMember.resume, [member], notes=False)
             self._watchdog.release(name)
             if member.owned:
@@ -167,18 +166,10 @@ class Publisher:
             if self._connections is not None:
                 self._connections.close()
             if self._pack_plan is not None:
-                # An exception that somebody keeps may hold on to the packer; its views would keep the arena mapped.
+                # An exception that the caller keeps may refer to the packer, whose views would keep the arena mapped.
                 self._pack_plan.forget_views()
             self._fleet.close()
             self._watchdog.close()
-
-    def __enter__(self) -> Publisher:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def _is_following(self) -> bool:

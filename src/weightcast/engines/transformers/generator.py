@@ -20,6 +20,7 @@ from weightcast.engines.gate import Gate
 from weightcast.engines.transformers.batch import CausalModel, DecodeBatch
 from weightcast.engines.transformers.request import Completion, DecodeRow, Delta, Request, SamplingParams, Tokenizer
 from weightcast.errors import ClosedError, EngineTornError, PeerTimeoutError, WeightcastError
+from weightcast.host.closing import ClosedOnExit
 from weightcast.host.deadline import Deadline
 
 _POLL_SECONDS = 0.1
@@ -30,7 +31,7 @@ class QueueFullError(WeightcastError):
     """As many completions wait as the generator may hold; ask again later."""
 
 
-class TextGenerator:
+class TextGenerator(ClosedOnExit):
     """Generates with `model`, which it puts into eval mode, in a thread of its own. All methods are thread-safe.
 
     `tokenizer` may be None where prompts are token ids and no text is wanted. At most `max_batch_size` sequences run at
@@ -163,12 +164,6 @@ class TextGenerator:
         self._thread.join(timeout=60.0)
         if self.gate.drain == self._drain:
             self.gate.drain = None
-
-    def __enter__(self) -> TextGenerator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _note_cancelled(self, future: Future[list[Completion]]) -> None:
         if future.cancelled():

@@ -1,4 +1,4 @@
-"""All ranks behind one server of somebody else's, as one engine: what does not depend on whose server it is.
+"""All ranks behind one server of another project, as one engine: what does not depend on which project it is.
 
 Invariants: a call reaches every rank; an install happens in a pause that drops every cache, is kept only if all have
 it, and is labelled before anything is generated with it; what is torn stays paused. One install, pause, resume or
@@ -67,7 +67,7 @@ class PluginEngine(abc.ABC):
 
     @abc.abstractmethod
     async def _schedule(self) -> None:
-        """Schedule again, as somebody asked. Idempotent."""
+        """Schedule again, as a client asked. Idempotent."""
 
     async def _end_stop(self) -> None:
         """Have a `_stop` that was not waited for come to its end, where only then the host can schedule again."""
@@ -157,7 +157,7 @@ class PluginEngine(abc.ABC):
 
         `run` is whose version it is, by default that of whichever run holds the engine.
 
-        An engine that was paused before stays so, unless it was for being torn. Raises ClosedError (nobody holds it),
+        An engine that was paused before stays so, unless it was for being torn. Raises ClosedError (no run holds it),
         what refused the install, with everything as before, or InstallError; if that is torn the engine stays paused.
         """
         async with self._alone():
@@ -194,7 +194,7 @@ class PluginEngine(abc.ABC):
             return InstallAnswer(replies.info.weight_version, replies.info.run, time.perf_counter() - paused_at)
 
     async def _install_everywhere(self, before: Replies, number: int) -> Replies:
-        """The ranks of one engine agree by themselves; several engines are told what became of it everywhere."""
+        """The ranks of one engine agree by themselves; several engines keep it only when all have installed it."""
         run, is_one = before.info.holder, before.num_engines == 1
         replies = await self._replies(Install(run, number, len(before.ranks), keep=is_one))
         replies.raise_first()

@@ -102,7 +102,7 @@ class RankWorker:
     def info(self) -> WeightInfo:
         """As the worker's, but for what belongs to a pause: the host's is not this rank's to begin or to end.
 
-        Torn as well is what was installed here while nobody has said whether the other engines have it.
+        It is also torn while it has an installed version of which it does not know whether the other engines have it.
         """
         info, unsettled = self._worker.info(), self._worker.unsettled
         torn = info.torn
@@ -177,7 +177,7 @@ class RankWorker:
         error = self._last_round(own.error)
         if not keep:
             torn, what = self._gate.torn, f"version {version.number} was taken back: it was not installed everywhere"
-            self._worker.tell_failed(version, EngineTornError(torn) if torn else UpdateAbortedError(what))
+            self._worker.send_failed(version, EngineTornError(torn) if torn else UpdateAbortedError(what))
         _raise_if(error)
 
     # --- an install, in rounds ---
@@ -212,10 +212,10 @@ class RankWorker:
                 self._worker.finish(version.number, version.run)
             error = None if self._serves(version) else own.error
             if error is not None and self._is_agreeing:
-                # It came before the first step, in which the other ranks are: they hear of it there.
-                with Attempt() as told:
+                # It came before the first step, in which the other ranks wait: they receive it there.
+                with Attempt() as agreed:
                     self._agree(from_record(error))
-                error = told.error
+                error = agreed.error
         finally:
             self._is_agreeing = False
         _raise_if(self._last_round(error))

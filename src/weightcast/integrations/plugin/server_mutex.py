@@ -41,7 +41,7 @@ class ServerMutex:
     def of_several(cls, num_servers: int, *, launcher: int, folder: str | None = None) -> ServerMutex:
         """Meet the other servers that process `launcher` started; the last one to come removes the file's name.
 
-        Raises ControlError if somebody else has taken the place.
+        Raises ControlError if another user's file has that name.
         """
         path = Path(folder or tempfile.gettempdir(), f"weightcast-vllm-{launcher}-{_started_at(launcher)}")
         try:
@@ -106,7 +106,7 @@ def _byte(fd: int, offset: int) -> int:
 
 
 def _started_at(pid: int) -> str:
-    """Tells processes apart that had the same id one after another; empty where there is no /proc."""
+    """When the process started: differs for processes that had one id in turn. Empty where there is no /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -100,7 +100,7 @@ class SglangEngine(PluginEngine):
         if mode != "keep":
             async with self._manager.is_pause_cond:
                 self._manager.is_pause = True
-            # A request holds SGLang's lock of its weights as a reader as long as it lives; no event tells of the last.
+            # A request holds SGLang's lock of its weights as a reader as long as it lives; no event marks the last end.
             while await self._manager.model_update_lock.is_locked():
                 if mode == "abort":
                     self._manager.abort_request(abort_all=True)
@@ -108,7 +108,7 @@ class SglangEngine(PluginEngine):
         await self._manager.pause_generation(internals.io("PauseGenerationReqInput", mode="retract"))
 
     async def _schedule(self) -> None:
-        # SGLang's default gives a GPU's free memory back, which takes time and helps nobody who goes on serving.
+        # SGLang's default gives a GPU's free memory back, which takes time, and generation needs that memory again.
         await self._continue(internals.io("ContinueGenerationReqInput", torch_empty_cache=False))
 
     async def _is_stopped(self) -> bool:

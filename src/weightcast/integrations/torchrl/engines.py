@@ -154,7 +154,8 @@ def _model_of(vllm_engine: Any) -> Any:
 def _references(pairs: list[tuple[str, torch.Tensor]]) -> list[int]:
     """How many references there are to the list, its pairs, its tensors, and their memory (by other views of it).
 
-    Another result of a second call says that somebody keeps some of it. Takes a fraction of a microsecond per tensor.
+    If a second call gives another result, the list's reader keeps some of it. Takes a fraction of a microsecond per
+    tensor.
     """
     tensors = [tensor for _, tensor in pairs]
     counts = [sys.getrefcount(pairs), *map(sys.getrefcount, pairs), *map(sys.getrefcount, tensors)]

@@ -132,7 +132,9 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         Raises RuntimeError before `init_on_sender`, ValueError for `worker_ids`; else as `update_weights`.
         """
         if worker_ids is not None:
-            raise ValueError(f"worker_ids is {worker_ids}: whoever reads the directory takes what is in it")
+            raise ValueError(
+                f"worker_ids is {worker_ids}: every reader of the directory takes each version, so leave worker_ids out"
+            )
         self.get_sender().update_weights(weights)
 
     def receive(self, timeout: float | None = None) -> bool:

@@ -33,7 +33,7 @@ def store_url(directory: str | os.PathLike[str], num_threads: int) -> str:
 class VLLMDoubleBufferTransport:
     """Writes versions into `remote_addr`, reads them from `local_addr` (default: the same directory).
 
-    From the first `send_weights` until `close`, or its end, nobody else can write into that directory. Host memory:
+    From the first `send_weights` until `close`, or its end, no other writer can use that directory. Host memory:
     see the two methods.
     """
 

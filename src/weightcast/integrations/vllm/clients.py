@@ -110,8 +110,7 @@ class RayEngine(RankClient):
 
     Needs `collective_rpc`, `wake_up`, `get_weight_version`, `update_weight_version`, and `pause_generation` with
     `is_paused` (AsyncLLM) or `sleep` with `reset_prefix_cache` (LLM); raises ValueError if the actor lacks one. If the
-    publisher's process dies in a pause, nobody lifts it from an actor that lives on: call its
-    `wake_up(tags=["scheduling"])`.
+    publisher's process dies in a pause, an actor that lives on stays paused: call its `wake_up(tags=["scheduling"])`.
     """
 
     def __init__(

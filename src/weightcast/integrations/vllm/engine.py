@@ -13,7 +13,7 @@ from weightcast.integrations.plugin.replies import Replies
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 
 DEADLINE_SECONDS = 50.0
-"""Less than a publisher waits for an answer by default, so that it hears why there is none."""
+"""Less than a publisher waits for an answer by default, so that it receives why there is none."""
 
 
 class VllmEngine(PluginEngine):

@@ -32,13 +32,15 @@ def detect(routes: HttpRoutes, pause: PauseMode) -> VllmStockServer | None:
             f"and start it with VLLM_PLUGINS=weightcast and {OPTION}",
             peer=routes.name,
         )
-    info = routes.probe("/server_info?config_format=json", _ServerKind)
-    if info is None:
-        return None
-    transfer = info.vllm_config.weight_transfer_config
-    if transfer is None or transfer.backend != BACKEND:
-        return None
-    return VllmStockServer(routes, pause=pause)
+    config = server_config(routes)
+    transfer = None if config is None else config.weight_transfer_config
+    return VllmStockServer(routes, pause=pause) if transfer is not None and transfer.backend == BACKEND else None
+
+
+def server_config(routes: HttpRoutes) -> VllmConfig | None:
+    """What a vLLM server with development routes was started with; None if it is none."""
+    info = routes.probe("/server_info?config_format=json", _ServerInfo)
+    return None if info is None else info.vllm_config
 
 
 class VllmStockServer(RankClient):
@@ -129,13 +131,30 @@ class _Version(msgspec.Struct):
     version: str
 
 
-class TransferConfig(msgspec.Struct):
+class _TransferConfig(msgspec.Struct):
     backend: str
 
 
-class _VllmConfig(msgspec.Struct):
-    weight_transfer_config: TransferConfig | None = None
+class _ModelConfig(msgspec.Struct):
+    model: str
+    dtype: str
+    revision: str | None = None
 
 
-class _ServerKind(msgspec.Struct):
-    vllm_config: _VllmConfig
+class _LoadConfig(msgspec.Struct):
+    download_dir: str | None = None
+
+
+class _DeviceConfig(msgspec.Struct):
+    device: str
+
+
+class VllmConfig(msgspec.Struct):
+    model_config: _ModelConfig
+    load_config: _LoadConfig
+    device_config: _DeviceConfig
+    weight_transfer_config: _TransferConfig | None = None
+
+
+class _ServerInfo(msgspec.Struct):
+    vllm_config: VllmConfig

@@ -69,7 +69,7 @@ class Reload:
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(internals.require().current_config(self._vllm_config))
-            # Somebody's reload that was left half-way would go on with what it has buffered.
+            # A reload that another client left half-way would go on with what it has buffered.
             self.abort()
             stack.enter_context(on_failure(self.abort))
             if gc.isenabled():

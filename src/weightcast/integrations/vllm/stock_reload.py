@@ -3,8 +3,8 @@
 All that it has for this is `reload_weights`, a method of vLLM's workers, by `/collective_rpc`. Nothing runs there that
 could hold a link, stage or undo: a version goes from the store into a folder, and from there into the model, paused.
 
-Invariants: an offer is held against the header of the server's own checkpoint before the server is told anything, if
-that can be read here; while its weights are of no whole version the server's label says so, and it is not resumed.
+Invariants: an offer is compared with the header of the server's own checkpoint before the first request to the server,
+if that can be read here; while its weights are of no whole version the server's label says so, and it is not resumed.
 After a tensor of a wrong shape vLLM itself can't reload: that server must be started again.
 
 The folder lies in the store's own directory, which servers see under the same path; writing it takes the host memory of
@@ -20,8 +20,6 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from weightcast import registry
 from weightcast.checkpoint.live import CASTABLE
@@ -39,7 +37,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import InitInfo, Offer, PauseMode, Seal, UpdateInfo, WeightInfo
 from weightcast.host.closing import on_failure
 from weightcast.integrations.plugin.checkpoint_header import reference
-from weightcast.integrations.vllm.http import RESUME, TransferConfig, VllmRoutes, WeightInfoReply
+from weightcast.integrations.vllm.http import RESUME, VllmConfig, VllmRoutes, WeightInfoReply, server_config
 from weightcast.integrations.vllm.plugin import OPTION
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import EngineClient, ServesTraffic
@@ -60,7 +58,7 @@ def detect(routes: HttpRoutes, pause: PauseMode) -> ReloadServer | None:
     """The client for a vLLM server with development routes; None if it is none."""
     if routes.probe("/weight_info", WeightInfoReply) is None:
         return None
-    config = _config(routes)
+    config = server_config(routes)
     return None if config is None else ReloadServer(routes, config, pause=pause)
 
 
@@ -162,7 +160,7 @@ class ReloadServer(EngineClient, ServesTraffic):
         self._manifest = offer.manifest or self._manifest
         assert self._manifest is not None, "a manifest is left out only if it was accepted before"
         # Another server may have been started here since this client was made.
-        if _config(self._routes.http) != self._config:
+        if server_config(self._routes.http) != self._config:
             raise ControlError(f"{self.name} is another server now: publish again", peer=self.name)
         num_ranks = self._routes.world_size()
         if num_ranks > 1 and self.info().torn:
@@ -177,7 +175,7 @@ class ReloadServer(EngineClient, ServesTraffic):
             require_fit(compare_specs(self._manifest.tensors, held, can_cast=self._can_cast))
 
     def _can_cast(self, offered: str, saved: str) -> bool:
-        """vLLM does at its start, if it was told a dtype; what is in that one already it takes as it is."""
+        """vLLM casts at its start, if it was given a dtype; what has that dtype already it takes as it is."""
         return offered == self._config.model_config.dtype.removeprefix("torch.") and {offered, saved} <= CASTABLE
 
     def _check_cpu(self, manifest: Manifest) -> None:
@@ -222,14 +220,14 @@ class ReloadServer(EngineClient, ServesTraffic):
                     shutil.rmtree(folder.parent, ignore_errors=True)
 
 
-# --- the checkpoint folder: a version of a store, written out while somebody needs it ---
+# --- the checkpoint folder: a version of a store, written out while a server needs it ---
 
 _lock = threading.Lock()
 _num_users: dict[Path, int] = {}
 
 
 def _hold(url: str, version: WeightVersion) -> Path:
-    """The folder of this version, which is being published: written by who asks first, shared with who asks after it.
+    """The folder of this version, which is being published: written for the first client that asks, then shared.
 
     Raises StaleVersionError if the store has got another one, IntegrityError, InsufficientMemoryError, OSError.
     """
@@ -257,40 +255,5 @@ def _empty(path: Path) -> Path:
     return path.with_name("empty")
 
 
-# --- what is asked of vLLM, and read of its answers ---
-
-
-def _config(routes: HttpRoutes) -> VllmConfig | None:
-    info = routes.probe("/server_info?config_format=json", _ServerConfig)
-    return None if info is None else info.vllm_config
-
-
 def _reload_call(folder: Path) -> Mapping[str, Any]:
     return {"method": "reload_weights", "kwargs": {"weights_path": str(folder), "is_checkpoint_format": True}}
-
-
-class _Device(msgspec.Struct):
-    device: str
-
-
-class _Model(msgspec.Struct):
-    model: str
-    dtype: str
-    revision: str | None = None
-
-
-class _Load(msgspec.Struct):
-    download_dir: str | None = None
-
-
-class VllmConfig(msgspec.Struct):
-    """What is read of vLLM's configuration."""
-
-    model_config: _Model
-    load_config: _Load
-    device_config: _Device
-    weight_transfer_config: TransferConfig | None = None
-
-
-class _ServerConfig(msgspec.Struct):
-    vllm_config: VllmConfig

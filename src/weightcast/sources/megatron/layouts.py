@@ -77,7 +77,7 @@ class Rows:
 
     `rows` has the size of dim 0 of each of the checkpoint's tensors, `dims` their other sizes. Megatron's rows are
     `blocks` blocks, each with an equal share of every one of these tensors in turn. `whole`: ranks may as well hold all
-    of it, which the local shape tells.
+    of it, which the local shape shows.
     """
 
     def __init__(self, rows: str | Sequence[str], *dims: str, blocks: str = "", whole: bool = False) -> None:

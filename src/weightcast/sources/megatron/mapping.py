@@ -33,7 +33,7 @@ _LAYER = re.compile(rf"(?P<block>decoder|mtp)\.layers\.(?P<index>\d+)\.(?P<inner
 class Parallel:
     """A rank's place: tensor-parallel, and of the experts expert-parallel and expert-tensor-parallel.
 
-    Pipeline stages are told by the layers that a rank holds; data- and context-parallel ranks hold replicas.
+    Pipeline stages are known by the layers that a rank holds; data- and context-parallel ranks hold replicas.
     """
 
     tensor: Axis = ALONE

@@ -115,9 +115,10 @@ class MegatronSource:
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The other way: copy this rank's parts of a checkpoint into the model, and zero what pads the vocabulary.
 
-        `tensors` may be a generator; each is used once, and may be on any device. Optimizers with fp32 masters must be
-        told (`optimizer.reload_model_params()`). Raises ValueError, naming them, for names that are not the model's
-        (at once), and for those of this rank that were missing (at the end); the model is then not whole.
+        `tensors` may be a generator; each is used once, and may be on any device. An optimizer with fp32 masters has to
+        reload them afterwards (`optimizer.reload_model_params()`). Raises ValueError, naming them, for names that are
+        not the model's (at once), and for those of this rank that were missing (at the end); the model is then not
+        whole.
         """
         places: dict[str, list[Held]] = {}
         for each in _with_memory(self._placed()):

@@ -41,7 +41,7 @@ class FlatTensor:
 
 
 def lay_out(specs: Iterable[TensorSpec]) -> list[FlatTensor]:
-    """The places of these tensors in a bucket of their own, in the order in which SGLang is to be told of them."""
+    """The places of these tensors in a bucket of their own, in the order in which SGLang gets their names."""
     ordered = sorted(specs, key=lambda spec: -ITEMSIZE_BYTES[spec.dtype])
     ends = itertools.accumulate(spec.num_bytes for spec in ordered)
     return [FlatTensor(s.name, s.dtype, s.shape, end - s.num_bytes, end) for s, end in zip(ordered, ends, strict=True)]

@@ -65,7 +65,7 @@ def read(buckets: Iterable[tuple[torch.Tensor, Iterable[Metadata]]]) -> dict[str
 
 @torch.no_grad()
 def write(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, list[Metadata]]:
-    """Copy these tensors, of any strides, into a new bucket on their device; the bucket, and what SGLang is told of it.
+    """Copy these tensors, of any strides, into a new bucket on their device; the bucket and its metadata.
 
     Raises ValueError for no tensors at all, for a dtype that can't travel, for tensors of several devices.
     """

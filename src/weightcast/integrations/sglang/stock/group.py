@@ -46,7 +46,7 @@ def _without_traceback(call: Callable[P, None]) -> Callable[P, None]:
 
 
 class StockGroup:
-    """Rank 0's end of the group `name`, of `size` members. `connect` once every other has been told to join."""
+    """Rank 0's end of the group `name`, of `size` members. `connect` once every other has been asked to join."""
 
     def __init__(
         self, name: str, backend: str, host: str, size: int, deadline_seconds: float, watchdog: Watchdog
@@ -80,7 +80,7 @@ class StockGroup:
                     members.append(store.get(_key(rank)))
             self._sockets.addresses = members
             self._watchdog.joining(self.name, members)
-        # No device: with NCCL the members connect at their first broadcast, and nobody may wait for them before.
+        # No device: with NCCL the members connect at their first broadcast, and rank 0 must not wait for them before.
         self._group = ProcessGroup(
             self.backend,
             store,
@@ -123,7 +123,7 @@ class StockGroup:
             in_background(group.close, "weightcast-stock-group")
 
     def end(self) -> None:
-        """The same, where every member has answered: nobody joins any more. Idempotent."""
+        """The same, where every member has answered: no rank joins it any more. Idempotent."""
         self.cut()
         self._watchdog.forget(self.name)
 

@@ -46,7 +46,7 @@ class DistributedRoute:
         self._numbers = itertools.count(1)
         self._groups: dict[SglangStockServer, StockGroup] = {}
         self._unanswered: dict[str, list[StockGroup]] = {}
-        """By name, groups that a server was told to join, and has not said whether it did."""
+        """By name, groups that a server was asked to join, and has not answered whether it did."""
         # Each server needs two threads more while it is sent to.
         self._pool = ThreadPoolExecutor(max_workers=2 * MAX_PARALLEL, thread_name_prefix="weightcast-stock")
 
@@ -102,7 +102,7 @@ class DistributedRoute:
     ) -> None:
         """A request, and our own part of what it has the server do. Raises _Broken, or why the server failed.
 
-        Unless both succeed the group is gone when it returns, and nobody waits in it.
+        Unless both succeed the group is closed when it returns, and no rank waits in it.
         """
         asked, own = self._pool.submit(ask), self._pool.submit(beside)
         both = {asked, own}

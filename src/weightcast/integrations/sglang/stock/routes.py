@@ -83,7 +83,7 @@ class SglangRoutes:
     # --- the session ---
 
     def begin(self) -> None:
-        """Open a weight-update session, also where somebody who is gone has left one open."""
+        """Open a weight-update session, also where a client that has gone left one open."""
         try:
             self._post("/begin_weight_update", {})
         except ControlError:

@@ -3,7 +3,7 @@
 What stock SGLang does not do for itself is done here, as far as a client can. SGLang drops names that it does not
 know, does not notice what is missing, and may end its process over a wrong shape. Invariants: nothing is sent that the
 server's checkpoint does not have in that very shape; before the first byte the server is labelled as incomplete, so
-that no answer ever carries a version that is not whole, even if somebody else resumes the server; a version is its
+that no answer ever carries a version that is not whole, even if another client resumes the server; a version is its
 label only when every bucket was loaded and the session has ended; a server whose weights are of no whole version is not
 resumed, and the next complete update heals it.
 """
@@ -21,7 +21,6 @@ from typing import Protocol
 import msgspec
 
 from weightcast.errors import (
-    ControlError,
     IncompatibleWeightsError,
     IncompleteUpdateError,
     InstallError,
@@ -150,8 +149,7 @@ class SglangStockServer(EngineClient, ServesTraffic):
         if info.manifest is not None:
             self._acceptance.accept(info.manifest)
             self._known_manifest = info.manifest_digest
-        elif info.manifest_digest != self._known_manifest:
-            raise ControlError(f"{self.name} was not offered this manifest before", peer=self.name)
+        assert info.manifest_digest == self._known_manifest, "a manifest is left out only if it was accepted before"
         self.is_whole, self.directory = False, ""
         if self._checksums is None and not self._is_torn:
             # While it serves, and not in the pause; after an update they are known.

@@ -1,0 +1,113 @@
+"""What is checked before an update may change an engine: dtypes, the number of buckets, the seal, who has ended."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from core.direct import DirectEngine, RecordingEngine, fleet
+from weightcast import TensorSource
+from weightcast.engines.gate import Gate
+from weightcast.errors import ClosedError, IncompatibleWeightsError, IncompleteUpdateError, IntegrityError, PublishError
+from weightcast.format.manifest import TensorSpec
+from weightcast.format.messages import InitInfo, Offer, Seal
+from weightcast.format.plan import plan
+from weightcast.host.deadline import Deadline
+from weightcast.seams.transport import Bucket
+from weightcast.serving.load_plan import admit
+from weightcast.serving.update import State, Update
+from weightcast.serving.worker import Worker
+from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, TransportEnds, numbered, send_all, version
+from weightcast.trainer.relay import Relay
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+MANIFEST = numbered(3)
+
+
+@pytest.fixture
+def ends() -> Iterator[TransportEnds]:
+    made = TransportEnds()
+    with contextlib.ExitStack() as stack:
+        made.url, made.stack = "memory://", stack
+        yield made
+
+
+@contextlib.contextmanager
+def update_of(ends: TransportEnds, engine: RecordingEngine) -> Iterator[Update]:
+    """A staged update whose buckets were all sent."""
+    sender = ends.sender()
+    receiver, digest = ends.receiver(sender), MANIFEST.digest()
+    load_plan = admit(MANIFEST, digest, engine, None)
+    update = Update(Offer(RUN, 1, digest), load_plan, receiver=receiver, gate=Gate(), deadline_seconds=60.0)
+    update.open()
+    sender.open(MANIFEST, version(1), peers=["a"], staged=True)
+    send_all(sender, MANIFEST, 1)
+    yield update
+    update.abort(ClosedError("the test is over"))
+
+
+def test_another_dtype_is_refused_before_the_engine_is_touched() -> None:
+    engine = RecordingEngine([TensorSpec("a", "bfloat16", (4,))])
+    with fleet(TensorSource({"a": torch.ones(4)}), engine) as (publisher, _), pytest.raises(PublishError) as caught:
+        publisher.publish()
+    (error,) = caught.value.failures.values()
+    assert isinstance(error, IncompatibleWeightsError)
+    assert list(error.problems) == ["'a' is float32, the engine has bfloat16"]
+    assert engine.calls == []
+
+
+def test_buckets_that_are_missing_at_the_end_are_found(ends: TransportEnds, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = RecordingEngine()
+    with update_of(ends, engine) as update:
+        receiver = update._receiver
+
+        def all_but_the_last(_: object) -> Iterator[Bucket]:
+            buckets = list(own(receiver))
+            yield from buckets[:-1]
+
+        own = type(receiver).__iter__
+        monkeypatch.setattr(type(receiver), "__iter__", all_but_the_last)
+        with pytest.raises(IncompleteUpdateError, match="2 of 3 buckets arrived"):
+            update.receive()
+    assert engine.calls == []
+
+
+def test_a_seal_of_other_bytes_is_refused(ends: TransportEnds) -> None:
+    engine = RecordingEngine()
+    with update_of(ends, engine) as update:
+        root = update.receive()
+        for num_buckets, other in ((3, "0" * 32), (2, root)):
+            with pytest.raises(IntegrityError, match="the seal names"):
+                update.seal(Seal(RUN, 1, num_buckets, other))
+            with pytest.raises(IncompleteUpdateError, match="not sealed"):
+                update.install()
+        assert engine.calls == []
+        update.seal(Seal(RUN, 1, 3, root))
+        update.install()
+        assert update.state is State.INSTALLED
+    assert len(engine.held) == 3
+
+
+def test_an_engine_that_ends_takes_no_publisher() -> None:
+    worker = Worker(RecordingEngine(), gate=Gate())
+    worker.close()
+    with pytest.raises(ClosedError, match="shutting down"):
+        worker.init(InitInfo(RUN, "engine", "memory://", "unix:@nowhere", "0" * 64, lease_seconds=1.0))
+    assert worker.info().holder == ""
+
+
+def test_a_relay_that_failed_holds_no_engine() -> None:
+    engine = RecordingEngine()
+    engine.fail_after = 0
+    manifest = plan([TensorSpec("a", "float32", (4,))], 4096)
+    client = DirectEngine("engine", engine)
+    with contextlib.closing(client), contextlib.closing(Relay([client])) as relay:
+        relay.validate(manifest)
+        relay.load([("a", torch.ones(4))])
+        with pytest.raises(PublishError):
+            relay.commit(version(1))
+        # The worker notices by itself that its publisher has gone.
+        assert any(client.info().holder == "" for _ in Deadline(PATIENCE_SECONDS).polls(0.001, 0.1))
