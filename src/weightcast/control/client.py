@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
+import ssl
+import urllib.parse
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar, get_args
 
@@ -36,6 +39,10 @@ from weightcast.seams.client import EngineClient, Fingerprint, ServesTraffic
 T = TypeVar("T")
 _encode = msgspec.json.encode
 
+_NOT_READY = (502, 503, 504)
+_START_FIRST = "start it first, or wait for it: publish(wait_ready_seconds=...), `weightcast publish --wait`"
+_TOKEN = re.compile(r"[!-~]+")
+
 
 class HttpEngine(EngineClient, ServesTraffic):
     """An engine server: `weightcast serve`, EngineServer, or vLLM.
@@ -60,7 +67,8 @@ class HttpEngine(EngineClient, ServesTraffic):
     def connect(self) -> EngineClient:
         """Ask what answers here now; return the client that speaks to it: this one, or one of a registered dialect.
 
-        Raises PeerError; ControlError if it is no engine server, or one that lacks something, which is named.
+        Raises PeerDiedError if nothing answers yet, ControlError if it is no engine server or lacks what it names, other
+        PeerErrors.
         """
         info = self._routes.probe("/weight_info", _AnyInfo)
         if info is not None and info.protocol is not None:
@@ -74,7 +82,7 @@ class HttpEngine(EngineClient, ServesTraffic):
             asked.append(kind)
         raise ControlError(
             f"{self.name} is no engine server that weightcast knows: it has no /weight_info of the control protocol, "
-            f"and is none of {', '.join(asked)}",
+            f"and is none of {', '.join(asked)}{self._routes.path_hint}",
             peer=self.name,
         )
 
@@ -172,9 +180,13 @@ class HttpRoutes:
     def __init__(self, url: str, *, token: str | None, timeout_seconds: float) -> None:
         import httpx  # Here, since it imports rich where that is installed, and takes long.
 
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r} is not the URL of an engine; write one like http://127.0.0.1:8000")
+        root = _root_of(url)
+        if token is not None and not _TOKEN.fullmatch(str(token)):
+            raise ValueError("the token must be one word of ASCII, without spaces and line ends")
         self.name = url.rstrip("/")
+        path = self.name.removeprefix(root)
+        self.path_hint = f"; its URL has the path {path}: give the server's root, {root}" if path else ""
+        """For a server that does not answer as an engine: what is wrong with its URL, or empty."""
         self.token = token
         self.headers = {"content-type": "application/json"}
         if token is not None:
@@ -207,8 +219,20 @@ class HttpRoutes:
         return self._decoded(path, self._request("POST", path, body)[1], kind)
 
     def probe(self, path: str, kind: type[T]) -> T | None:
-        """GET; None if the server has no such route or answers in another form. Raises the other errors of `get`."""
-        status, content = self._request("GET", path, expected=(200, 404, 405))
+        """GET; None if the server has no such route or answers in another form. Raises the other errors of `get`.
+
+        Where a server is starting, or a proxy answers for it, with 502, 503 or 504, that is a PeerDiedError, as if
+        nothing had answered.
+        """
+        try:
+            status, content = self._request("GET", path, expected=(200, 404, 405, *_NOT_READY))
+        except PeerDiedError as exc:
+            raise PeerDiedError(f"{exc}; {_START_FIRST}", peer=self.name) from exc
+        if status in _NOT_READY:
+            error = self._error(path, status, content)
+            if isinstance(error, ControlError):
+                error = PeerDiedError(f"{error}; {_START_FIRST}", peer=self.name)
+            raise error
         try:
             return decode(content, kind) if status == 200 else None
         except WeightcastError:
@@ -243,6 +267,8 @@ class HttpRoutes:
         except self._httpx.TimeoutException as exc:
             raise PeerTimeoutError(f"{self.name}{path} gave no answer in time: {exc}", peer=self.name) from exc
         except self._httpx.HTTPError as exc:
+            if isinstance(_first_cause(exc), ssl.SSLError):
+                raise ControlError(f"{self.name}{path} did not answer by TLS: {exc}", peer=self.name) from exc
             raise PeerDiedError(f"{self.name}{path} can't be reached: {exc}", peer=self.name) from exc
         if reply.status_code not in expected:
             raise self._error(path, reply.status_code, bytes(content))
@@ -270,6 +296,28 @@ class HttpRoutes:
             return raised
         hint = {
             401: ": pass the engine's token" if self.token is None else ": the token does not match",
-            404: ": is this an engine server?",
+            404: self.path_hint or ": is this an engine server?",
         }.get(status, "")
         return ControlError(f"{self.name}{path} answered {status}{hint}: {text}", peer=self.name)
+
+
+def _root_of(url: object) -> str:
+    """The URL of a server without its path. Raises TypeError for what is no text, ValueError for what is no URL."""
+    wanted = "is not the URL of an engine; write one like http://127.0.0.1:8000"
+    if not isinstance(url, str):
+        raise TypeError(f"{url!r:.80} {wanted}")
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        is_whole = False
+    if not is_whole or parts.query or parts.fragment or url.split() != [url]:
+        raise ValueError(f"{url!r} {wanted}")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _first_cause(exc: BaseException) -> BaseException:
+    """The first of a chain of exceptions."""
+    while cause := exc.__cause__ or exc.__context__:
+        exc = cause
+    return exc

@@ -22,11 +22,12 @@ from weightcast.format.messages import Offer, Seal
 from weightcast.host.deadline import Deadline
 from weightcast.seams.engine import Engine
 from weightcast.seams.transport import Receiver, StoredVersion, VersionedReceiver
-from weightcast.serving.load_plan import LoadPlan, admit, check_undo
+from weightcast.serving.load_plan import LoadPlan, admit, check_undo, require_engine
 from weightcast.serving.update import Update
 
 FIRST_PAUSE_SECONDS = 0.001
 LONGEST_PAUSE_SECONDS = 0.25
+_NOT_KEPT = "{url} keeps no versions to follow: give a store, file:///dir"
 
 OnError = Literal["raise", "skip"]
 logger = logging.getLogger(__name__)
@@ -68,14 +69,20 @@ class Follower:
         """The store need not be there yet. `gate`: what generation's steps go through; default: nothing generates.
 
         `on_error="skip"`: a version that can't be read or installed is logged, and left for the next one. `label`:
-        what a publisher that waits for this reader calls it. Raises ValueError if `url` is of no store.
+        what a publisher that waits for this reader calls it. Raises ValueError if `url` is of no store,
+        TypeError for what is no engine.
         """
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error is {on_error!r}; it must be 'raise' or 'skip'")
-        receiver: Receiver = registry.transport(url).receiver(url, peer=label, run=None)
+        require_engine(engine)
+        make = registry.transport(url).receiver
+        # Receivers of other transports can't be made: their URLs need what a publisher adds.
+        if isinstance(make, type) and not issubclass(make, VersionedReceiver):
+            raise ValueError(_NOT_KEPT.format(url=url))
+        receiver = make(url, peer=label, run=None)
         if not isinstance(receiver, VersionedReceiver):
             receiver.close()
-            raise ValueError(f"{url} keeps no versions to follow: give a store, file:///dir")
+            raise ValueError(_NOT_KEPT.format(url=url))
         self.gate = gate or Gate()
         self._url = url
         self._engine = engine

@@ -26,7 +26,7 @@ class StoreSource:
         """`previous`: the version before the newest, which is there until the next but one is begun, at least.
 
         `version`: this one, which is the newest, or is to be when an engine of its publish has installed it.
-        Raises ClosedError if there is no such version, IntegrityError, InsufficientMemoryError.
+        Raises VersionNotFoundError if there is no such version, IntegrityError, InsufficientMemoryError.
         """
         directory = StoreAddress.parse(url).directory
         with pinned(directory, previous=previous, version=version, label="source") as found:

@@ -96,6 +96,11 @@ class FleetMember:
         return self._connection is not Connection.LOST and all(link.is_alive for link in self.links)
 
     @property
+    def is_absent(self) -> bool:
+        """Whether nothing answered when it was asked: it may be starting."""
+        return self.result.error is not None and self.result.error.kind == PeerDiedError.__name__
+
+    @property
     def newest_version(self) -> int:
         """The number of the version it had when it was asked last; -1 for none."""
         text = "" if self.info is None else self.info.weight_version
@@ -108,7 +113,8 @@ class FleetMember:
         self.result, self.version = EngineResult(), -1
 
     def ask(self, listener: LinkListener) -> None:
-        """Drop what was connected, and ask what the engine is now."""
+        """Drop what was connected, and ask what the engine is now; again if it was absent before."""
+        self.result = EngineResult()
         listener.drop(self.name, "the publisher connects again")
         self.links, self._known_manifest = [], ""
         self._connection = Connection.LOST

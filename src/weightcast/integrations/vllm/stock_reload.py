@@ -43,7 +43,7 @@ from weightcast.integrations.vllm.http import RESUME, TransferConfig, VllmRoutes
 from weightcast.integrations.vllm.plugin import OPTION
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import EngineClient, ServesTraffic
-from weightcast.serving.load_plan import compare_specs, require_fit
+from weightcast.serving.load_plan import require_fit
 from weightcast.sources.tensors import TensorSource
 from weightcast.store.address import StoreAddress
 from weightcast.trainer.export import export
@@ -174,7 +174,7 @@ class ReloadServer(EngineClient, ServesTraffic):
         model, load = self._config.model_config, self._config.load_config
         held = reference(model.model, revision=model.revision, cache_dir=load.download_dir)
         if held is not None:
-            require_fit(compare_specs(self._manifest.tensors, held, can_cast=self._can_cast))
+            require_fit(self._manifest.tensors, held, can_cast=self._can_cast)
 
     def _can_cast(self, offered: str, saved: str) -> bool:
         """vLLM does at its start, if it was told a dtype; what is in that one already it takes as it is."""
