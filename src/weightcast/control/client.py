@@ -67,8 +67,8 @@ class HttpEngine(EngineClient, ServesTraffic):
     def connect(self) -> EngineClient:
         """Ask what answers here now; return the client that speaks to it: this one, or one of a registered dialect.
 
-        Raises PeerDiedError if nothing answers yet, ControlError if it is no engine server or lacks what it names, other
-        PeerErrors.
+        Raises PeerDiedError if nothing answers yet, ControlError if it is no engine server or lacks what it
+        names, other PeerErrors.
         """
         info = self._routes.probe("/weight_info", _AnyInfo)
         if info is not None and info.protocol is not None:
@@ -308,7 +308,7 @@ def _root_of(url: object) -> str:
         raise TypeError(f"{url!r:.80} {wanted}")
     try:
         parts = urllib.parse.urlsplit(url)
-        is_whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        is_whole = url.startswith(("http://", "https://")) and parts.hostname and parts.port != 0
     except ValueError:
         is_whole = False
     if not is_whole or parts.query or parts.fragment or url.split() != [url]:

@@ -257,9 +257,7 @@ def dtype_remedies(misfits: Collection[tuple[str, str]], held: Collection[str]) 
     (dtype,) = wanted
     if not CASTABLE.intersection(held) <= wanted:
         return ["have the trainer's tensors in the engine's dtypes, or serve a ModuleEngine(model, cast=True)"]
-    return [
-        f"cast them on the way, with ModuleSource(model, dtype=torch.{dtype}), from the shell with `weightcast publish --dtype`"
-    ]
+    return [f"cast on the way: ModuleSource(model, dtype=torch.{dtype}), from the shell `weightcast publish --dtype`"]
 
 
 def _prefix_remedies(unknown: Collection[str], missing: Collection[str]) -> list[str]:

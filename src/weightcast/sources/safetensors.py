@@ -105,4 +105,9 @@ def _files(path: Path, weight_map: Mapping[str, str] | None) -> list[Path]:
         return others
     if others:
         raise ValueError(f"{path} has {len(others)} safetensors files but no {INDEX_FILE}: name one of them")
-    raise FileNotFoundError(f"{path} has no {SINGLE_FILE} and no {INDEX_FILE}")
+    remedy = ""
+    if any(pickled := [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]):
+        remedy = (
+            f": {pickled[0].name} is a pickle, which is never read; save the model with safetensors (save_pretrained)"
+        )
+    raise FileNotFoundError(f"{path} has no {SINGLE_FILE} and no {INDEX_FILE}{remedy}")

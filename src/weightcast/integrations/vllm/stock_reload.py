@@ -27,13 +27,13 @@ from weightcast import registry
 from weightcast.checkpoint.live import CASTABLE
 from weightcast.control.client import HttpRoutes
 from weightcast.errors import (
-    ClosedError,
     ControlError,
     EngineTornError,
     IncompleteUpdateError,
     InstallError,
     StaleVersionError,
     UnsupportedError,
+    VersionNotFoundError,
 )
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import InitInfo, Offer, PauseMode, Seal, UpdateInfo, WeightInfo
@@ -243,7 +243,7 @@ def _hold(url: str, version: WeightVersion) -> Path:
                 del _num_users[other]
             try:
                 source = registry.stored_source(url, version=version)
-            except ClosedError as exc:
+            except VersionNotFoundError as exc:
                 raise StaleVersionError(f"{exc}: another publisher writes it; give each a store of its own") from exc
             with on_failure(lambda: shutil.rmtree(folder, ignore_errors=True)):
                 export(TensorSource(), _empty(path))
