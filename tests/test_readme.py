@@ -69,7 +69,7 @@ def test_every_script_that_is_named_exists(page: Path) -> None:
 
 
 def messages() -> list[str]:
-    """Every text of the package that is no docstring; what is filled in at run time is a NUL, which is in no quotation."""
+    """Every text of the package that is no docstring, with a NUL for what is filled in at run time."""
     found = []
     for path in (ROOT / "src").rglob("*.py"):
         tree = ast.parse(path.read_text())

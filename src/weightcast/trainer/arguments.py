@@ -28,13 +28,13 @@ def whole_number(name: str, value: Any) -> int:
     raise TypeError(f"{name} is {_shown(value)}; it must be a whole number")
 
 
-def number_of_seconds(name: str, value: Any, *, may_be_zero: bool = False) -> float:
+def number_of_seconds(name: str, value: Any) -> float:
     """`value` as a float. Raises TypeError for what is no number, ValueError for one that is no finite duration."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {_shown(value)}; it must be a number of seconds, such as 60.0")
     seconds = float(value)
-    if not (0 < seconds < math.inf or (may_be_zero and seconds == 0)):
-        raise ValueError(f"{name} is {value}; it must be {'0 or ' if may_be_zero else ''}positive and finite")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{name} is {value}; it must be positive and finite")
     return seconds
 
 

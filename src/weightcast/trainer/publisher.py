@@ -241,7 +241,8 @@ class Publisher:
             )
 
             def inputs() -> PublishInputs:
-                arguments.number_of_seconds("wait_ready_seconds", wait_ready_seconds, may_be_zero=True)
+                if wait_ready_seconds != 0:
+                    arguments.number_of_seconds("wait_ready_seconds", wait_ready_seconds)
                 if on_progress is not None and not callable(on_progress):
                     raise TypeError(f"on_progress is {on_progress!r}; it must be a function of two numbers of bytes")
                 return self._inputs(None if version is None else arguments.whole_number("version", version))
