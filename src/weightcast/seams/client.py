@@ -37,7 +37,6 @@ class Fingerprint:
     value: str
 
 
-@runtime_checkable
 class EngineClient(Protocol):
     """One engine's control calls, from the trainer's side. Every call has a deadline and raises PeerError.
 

@@ -6,7 +6,7 @@ Source.regions(), then .specs()      at each publish; specs only when regions ga
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -20,7 +20,6 @@ Regions: TypeAlias = Mapping[str, Sequence[Held]]
 """What a trainer rank holds of each tensor, by its record's name. What it holds nothing of may be absent."""
 
 
-@runtime_checkable
 class Source(Protocol):
     """Where weights come from: one trainer rank's share of a model in checkpoint form."""
 

@@ -215,7 +215,7 @@ def check_undo(manifest: Manifest, engine: Engine) -> None:
 
 def require_engine(engine: object) -> None:
     """Raises TypeError unless it is an engine."""
-    if not isinstance(engine, Engine):
+    if not all(hasattr(engine, name) for name in ("specs", "load", "commit", "discard")):
         remedy = "pass ModuleEngine(model), or an object with specs(), load(), commit() and discard()"
         raise TypeError(f"{type(engine).__name__} is no engine: {remedy}")
 

@@ -12,10 +12,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from weightcast.seams.client import EngineClient
-from weightcast.seams.engine import Engine
-from weightcast.seams.source import Source
-
 
 def whole_number(name: str, value: Any) -> int:
     """`value` as an int; also one of numpy's integers or a tensor of one integer. Raises TypeError for others."""
@@ -40,7 +36,7 @@ def number_of_seconds(name: str, value: Any) -> float:
 
 def require_source(source: object) -> None:
     """Raises TypeError unless it is a source of weights."""
-    if isinstance(source, Source) and not isinstance(source, type):
+    if _has(source, "specs", "regions"):
         return
     remedy = "pass an object with specs() and regions(), such as ModuleSource(model)"
     if isinstance(source, type):
@@ -63,7 +59,7 @@ def require_engines(engines: object) -> None:
 
 def require_client(engine: object) -> None:
     """Raises TypeError unless it is a client of an engine."""
-    if isinstance(engine, EngineClient) and not isinstance(engine, type):
+    if _has(engine, "name", "connect", "info", "init", "update", "finish", "close"):
         return
     remedy = "pass its URL, such as 'http://127.0.0.1:8000', or a client, such as LocalEngine(engine)"
     if isinstance(engine, type):
@@ -72,7 +68,7 @@ def require_client(engine: object) -> None:
         remedy = f"pass the engine's URL, such as 'http://127.0.0.1:{engine}'"
     elif isinstance(engine, nn.Module):
         remedy = "pass the URL of the server that serves it, or LocalEngine(ModuleEngine(model)) for this process"
-    elif isinstance(engine, Engine):
+    elif _has(engine, "specs", "load", "commit", "discard"):
         remedy = "pass LocalEngine(engine) for this process, or the URL of the server that serves it"
     elif isinstance(getattr(type(engine), "url", None), property):
         remedy = "pass its `url`"
@@ -94,6 +90,11 @@ def require_trainer_group(group: object) -> None:
     if hasattr(group, "get_group"):
         remedy += ": pass mesh.get_group()"
     raise (ValueError if isinstance(group, str) else TypeError)(f"trainer_group is {_shown(group)}; {remedy}")
+
+
+def _has(value: object, *names: str) -> bool:
+    """Whether it is an object, no class, with these attributes, which a wrapper may pass on to what it wraps."""
+    return not isinstance(value, type) and all(hasattr(value, name) for name in names)
 
 
 def _shown(value: object) -> str:
