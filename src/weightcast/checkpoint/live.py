@@ -284,6 +284,8 @@ class LiveCheckpoint:
     ) -> None:
         """`sharded`: take modules of which this rank holds a part only. `on_adapters`: None takes them as they are."""
         _require_module(module)
+        if not (names is None or callable(names) or isinstance(names, Mapping)):
+            raise TypeError(f"names is {names!r:.80}; it must be a function of a name, or a mapping of names to names")
         if on_adapters not in ("merge", "refuse", None):
             raise ValueError(f"adapters is {on_adapters!r}; choose merge or refuse")
         self.specs: tuple[TensorSpec, ...] = ()

@@ -32,7 +32,7 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, TensorSpec, decode
 from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
-from weightcast.host.deadline import Deadline
+from weightcast.host.deadline import Deadline, number_of_seconds
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import EngineClient, Fingerprint, ServesTraffic
 
@@ -191,14 +191,14 @@ class HttpRoutes:
         self.headers = {"content-type": "application/json"}
         if token is not None:
             self.headers["authorization"] = f"Bearer {token}"
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds = number_of_seconds("timeout_seconds", timeout_seconds)
         try:
             # A server may close a connection that is idle, or that it has answered an error on, while the next
             # request is on its way: no connection is used twice.
             self._client = httpx.Client(
                 base_url=self.name,
                 headers=self.headers,
-                timeout=timeout_seconds,
+                timeout=self._timeout_seconds,
                 limits=httpx.Limits(max_keepalive_connections=0),
                 trust_env=False,
             )

@@ -19,7 +19,7 @@ from weightcast.engines.gate import Gate
 from weightcast.errors import PeerTimeoutError, WeightcastError
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Offer, Seal
-from weightcast.host.deadline import Deadline
+from weightcast.host.deadline import Deadline, number_of_seconds
 from weightcast.seams.engine import Engine
 from weightcast.seams.transport import Receiver, StoredVersion, VersionedReceiver
 from weightcast.serving.load_plan import LoadPlan, admit, check_undo, require_engine
@@ -193,6 +193,9 @@ def follow(
     None: wait for as long as it takes. Other arguments and errors as of `Follower`.
     """
     stop = stop or threading.Event()
+    timeout_seconds = threading.TIMEOUT_MAX
+    if deadline_seconds is not None:
+        timeout_seconds = number_of_seconds("deadline_seconds", deadline_seconds)
     follower = Follower(
         url,
         engine,
@@ -202,7 +205,6 @@ def follow(
         label=label,
         install_deadline_seconds=install_deadline_seconds,
     )
-    timeout_seconds = threading.TIMEOUT_MAX if deadline_seconds is None else deadline_seconds
     with follower:
         while not stop.is_set():
             followed = follower.wait(timeout_seconds, stop=stop)

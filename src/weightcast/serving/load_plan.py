@@ -261,15 +261,14 @@ def dtype_remedies(misfits: Collection[tuple[str, str]], held: Collection[str]) 
 
 
 def _prefix_remedies(unknown: Collection[str], missing: Collection[str]) -> list[str]:
-    """What to do where each unknown name is a missing one but for a prefix."""
+    """What to do where names differ by a prefix: all that one side lacks are of the other side, but for the prefix."""
     for longer, shorter, remedy in (
         (unknown, missing, "publish the module that has the names without it, or leave it out with names="),
         (missing, unknown, "publish the module around it, or add it with names="),
     ):
-        first = next(iter(longer), "")
-        for name in shorter:
-            prefix = first.removesuffix(name)
-            if first != prefix.rstrip(".") + name and {prefix + each for each in shorter} == set(longer):
+        name = min(shorter, default="")
+        for prefix in sorted(other.removesuffix(name) for other in longer if name and other.endswith(f".{name}")):
+            if {prefix + each for each in shorter} <= set(longer):
                 whose = "trainer" if longer is unknown else "engine"
                 return [f"the {whose}'s names begin with {prefix!r}: {remedy} of ModuleSource"]
     return []

@@ -29,6 +29,8 @@ class StoreSource:
         Raises VersionNotFoundError if there is no such version, IntegrityError, InsufficientMemoryError.
         """
         directory = StoreAddress.parse(url).directory
+        if not isinstance(version, WeightVersion | None):
+            raise TypeError(f"version is {version!r:.80}; it must be a WeightVersion(run, number)")
         with pinned(directory, previous=previous, version=version, label="source") as found:
             self.version: WeightVersion = found.stored.version
             self.committed_at = found.stored.committed_at

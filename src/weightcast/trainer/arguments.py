@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 import operator
 import os
 from collections.abc import Iterable, Mapping
@@ -22,16 +20,6 @@ def whole_number(name: str, value: Any) -> int:
         except TypeError:
             pass
     raise TypeError(f"{name} is {_shown(value)}; it must be a whole number")
-
-
-def number_of_seconds(name: str, value: Any) -> float:
-    """`value` as a float. Raises TypeError for what is no number, ValueError for one that is no finite duration."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} is {_shown(value)}; it must be a number of seconds, such as 60.0")
-    seconds = float(value)
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"{name} is {value}; it must be positive and finite")
-    return seconds
 
 
 def require_source(source: object) -> None:

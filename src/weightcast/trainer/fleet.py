@@ -334,7 +334,7 @@ class Fleet:
     def add(self, member: FleetMember) -> None:
         """Raises ValueError if an engine of that name is there already."""
         if member.name in self._members:
-            raise ValueError(f"{member.name} is in the fleet already")
+            raise ValueError(f"{member.name} is in the fleet already: each engine is named once, by a name of its own")
         self._members[member.name] = member
 
     def pop(self, name: str) -> FleetMember:

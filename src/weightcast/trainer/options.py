@@ -7,7 +7,8 @@ from typing import Literal
 
 from weightcast.format.geometry import ALIGNMENT_BYTES
 from weightcast.format.messages import InstallMode
-from weightcast.trainer.arguments import number_of_seconds, whole_number
+from weightcast.host.deadline import number_of_seconds
+from weightcast.trainer.arguments import whole_number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,6 +28,7 @@ from weightcast.format.bucket import Layout
 from weightcast.format.manifest import MAX_VERSION
 from weightcast.format.plan import fitting_bucket_size, plan
 from weightcast.host.closing import on_failure
+from weightcast.host.deadline import number_of_seconds
 from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import Closable
@@ -242,7 +243,7 @@ class Publisher:
 
             def inputs() -> PublishInputs:
                 if wait_ready_seconds != 0:
-                    arguments.number_of_seconds("wait_ready_seconds", wait_ready_seconds)
+                    number_of_seconds("wait_ready_seconds", wait_ready_seconds)
                 if on_progress is not None and not callable(on_progress):
                     raise TypeError(f"on_progress is {on_progress!r}; it must be a function of two numbers of bytes")
                 return self._inputs(None if version is None else arguments.whole_number("version", version))
@@ -337,7 +338,11 @@ class Publisher:
 
 
 def _device_of(regions: Regions) -> torch.device:
-    devices = {tensor.device for held in regions.values() for _, tensor in held}
+    try:
+        devices = {tensor.device for held in regions.values() for _, tensor in held}
+    except (AttributeError, TypeError, ValueError):
+        what = "regions() of the source must return a mapping of names to sequences of (Region, tensor)"
+        raise TypeError(f"{what}; it returned a {type(regions).__name__}") from None
     # A view on the meta device is refused by name, when the regions are looked at.
     return next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
 

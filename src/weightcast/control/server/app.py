@@ -62,6 +62,8 @@ class EngineServer:
         model_name: str = "weightcast",
         worker: Worker | None = None,
     ) -> None:
+        if not isinstance(port, int) or not 0 <= port <= 65535:
+            raise ValueError(f"port is {port!r}; it must be a number from 0 to 65535, 0 for any that is free")
         _check_exposure(host, token)
         gates = [] if gate is None else [gate]
         gates += [owner.gate for owner in (generator, worker) if owner is not None]
