@@ -190,6 +190,23 @@ def a_sharded_model_published_alone(folder: Path) -> None:
         dist.destroy_process_group()
 
 
+@gives(TypeError, "names is 'model.'; it must be a function of a name, or a mapping of names to names")
+def a_prefix_as_the_names(folder: Path) -> None:
+    ModuleSource(linear(), names="model.")  # type: ignore[arg-type]
+
+
+@gives(TypeError, "regions() of the source must return a mapping of names to sequences of (Region, tensor)")
+def a_source_of_ones_own_without_regions(folder: Path) -> None:
+    class Source:
+        def specs(self) -> object:
+            return TensorSource(linear().state_dict()).specs()
+
+        def regions(self) -> object:
+            return linear().state_dict()
+
+    publish(Source(), ModuleEngine(linear()))
+
+
 # --- engines ---
 
 
@@ -317,6 +334,26 @@ def a_module_to_serve(folder: Path) -> None:
     EngineServer(linear())  # type: ignore[arg-type]
 
 
+@gives(ValueError, "local is in the fleet already: each engine is named once, by a name of its own")
+def two_engines_of_one_name(folder: Path) -> None:
+    publisher(engines=[LocalEngine(ModuleEngine(linear())), LocalEngine(ModuleEngine(linear()))])
+
+
+@gives(ValueError, "pause is 'freeze'; it must be one of keep, wait, abort")
+def a_pause_that_is_none(folder: Path) -> None:
+    LocalEngine(ModuleEngine(linear()), pause="freeze")  # type: ignore[arg-type]
+
+
+@gives(ValueError, "port is 70000; it must be a number from 0 to 65535")
+def a_server_on_a_port_that_is_none(folder: Path) -> None:
+    EngineServer(ModuleEngine(linear()), port=70_000)
+
+
+@gives(TypeError, "timeout_seconds is '10'; it must be a number of seconds, such as 60.0")
+def a_timeout_as_a_string(folder: Path) -> None:
+    HttpEngine(NOBODY, timeout_seconds="10")  # type: ignore[arg-type]
+
+
 # --- weights that do not fit ---
 
 
@@ -366,6 +403,13 @@ def the_module_inside_the_one_that_is_served(folder: Path) -> None:
 @gives(IncompatibleWeightsError, "'weight' has the shape [5, 5], the engine has [4, 4]")
 def another_model(folder: Path) -> None:
     publish(ModuleSource(linear(size=5)), ModuleEngine(linear()))
+
+
+@gives(IncompatibleWeightsError, "Remedy: the engine's names begin with 'model.': publish the module around it")
+def the_model_without_its_head(folder: Path) -> None:
+    served = nn.Module()
+    served.model, served.lm_head = Twins(is_tied=False), linear()
+    publish(ModuleSource(served.model), ModuleEngine(served))
 
 
 # --- versions, transports, options ---
@@ -448,7 +492,7 @@ def a_size_as_a_float(folder: Path) -> None:
     PublishOptions(bucket_size_bytes=64e6)  # type: ignore[arg-type]
 
 
-@gives(TypeError, "deadline_seconds is '60' (a str); it must be a number of seconds")
+@gives(TypeError, "deadline_seconds is '60'; it must be a number of seconds")
 def a_deadline_as_a_string(folder: Path) -> None:
     PublishOptions(deadline_seconds="60")  # type: ignore[arg-type]
 
@@ -547,6 +591,11 @@ def following_what_is_no_store(folder: Path) -> None:
 @gives(TypeError, "Linear is no engine: pass ModuleEngine(model)")
 def following_into_a_module(folder: Path) -> None:
     next(follow(f"file://{folder}", linear()))  # type: ignore[arg-type]
+
+
+@gives(TypeError, "version is 0; it must be a WeightVersion(run, number)")
+def a_number_as_a_stores_version(folder: Path) -> None:
+    StoreSource(f"file://{folder}", version=0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", MISTAKES)
