@@ -37,6 +37,7 @@ _PIN_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS = 0.0005
 _LONGEST_PAUSE_SECONDS = 0.05
 _ANY = "any version yet: publish one first"
+_PREVIOUS = "the version before the newest: only one was published, or it is overwritten"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,10 +57,7 @@ def pinned(
     """
     reader = StoreReader(directory, label=label)
     if previous:
-        found, what = (
-            reader.pin_previous(),
-            "the version before the newest: only one was published, or it is overwritten",
-        )
+        found, what = reader.pin_previous(), _PREVIOUS
     else:
         found = reader.pin(version)
         what = _ANY if version is None else f"version {version.number} of run {version.run}"

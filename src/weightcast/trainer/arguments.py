@@ -69,10 +69,10 @@ def require_trainer_group(group: object) -> None:
     """Raises TypeError or ValueError unless it is "auto", None or a group of torch.distributed."""
     if group is None or (isinstance(group, str) and group == "auto"):
         return
-    # What `new_group` returns on a rank outside of it is refused when the ranks are looked at.
     if dist.is_available():
-        outside = dist.GroupMember.NON_GROUP_MEMBER
-        if isinstance(group, (dist.ProcessGroup, type(outside))) and (not isinstance(group, int) or group == outside):
+        # What `new_group` returns on a rank outside of it is refused when the ranks are looked at.
+        is_outside = isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
+        if is_outside or isinstance(group, dist.ProcessGroup):
             return
     remedy = "it must be 'auto', None, or a process group of torch.distributed"
     if hasattr(group, "get_group"):

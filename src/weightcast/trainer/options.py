@@ -13,8 +13,7 @@ from weightcast.trainer.arguments import whole_number
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PublishOptions:
-    """How a publisher updates its engines. Raises ValueError or TypeError for a value that is not one of those
-    below.
+    """How a publisher updates its engines. Raises ValueError or TypeError for other values than these.
 
     `install`: "staged" (the old version serves until the whole update has arrived) or "streaming" (bounded memory; the
     engine is paused during the transfer and must be healed by a complete update if it fails).
