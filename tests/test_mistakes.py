@@ -650,6 +650,7 @@ COMMANDS: tuple[tuple[str, int, str], ...] = (
     ("serve Qwen/Qwen3-0.6B", exits.USAGE, "is no directory: download the model first, nothing is fetched from a hub"),
     ("serve {checkpoint}", exits.USAGE, "has no config.json: give the directory that save_pretrained wrote"),
     ("bench --num-engines 0", exits.USAGE, "num_engines is 0"),
+    ("bench --transport nccl", exits.USAGE, "nccl moves memory of a GPU only: add --device cuda, or use gloo"),
 )
 
 
@@ -686,3 +687,9 @@ def test_fp32_on_the_command_line_names_the_option(tmp_path: Path, capsys: pytes
     captured = capsys.readouterr()
     assert "`weightcast publish --dtype`" in captured.out
     assert "Traceback" not in captured.out + captured.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
+def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--device", "cuda", "--shapes", "uniform", "--total-mib", "1"]) == exits.USAGE
+    assert "this torch finds no CUDA device here: leave out --device" in capsys.readouterr().err

@@ -52,14 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
     from weightcast.bench import report
     from weightcast.bench.measure import measure
     from weightcast.bench.result import BenchSettings
 
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this torch finds no CUDA device here; leave it out to measure on the CPU")
     options = vars(args) | {
         "num_runs": args.runs,
         "per_tensor": not args.no_per_tensor,
