@@ -689,7 +689,7 @@ def test_fp32_on_the_command_line_names_the_option(tmp_path: Path, capsys: pytes
     assert "Traceback" not in captured.out + captured.err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
-def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["bench", "--device", "cuda", "--shapes", "uniform", "--total-mib", "1"]) == exits.USAGE
     assert "this torch finds no CUDA device here: leave out --device" in capsys.readouterr().err
