@@ -79,13 +79,13 @@ class ByReference:
             for name in known:
                 held = self._held[name]
                 problems += _differences(name, record, held)
-                misfits |= {(record.dtype, theirs) for theirs in held.dtypes if record.dtype not in held.dtypes}
+                if record.dtype not in held.dtypes:
+                    misfits.add((record.dtype, held.spec.dtype))
             offered.update(known)
         missing = (h.spec for name, h in self._held.items() if h.is_required and name not in offered)
         problems += [f"missing tensor {_shown(spec)}" for spec in missing]
         if problems:
-            held_dtypes = {dtype for held in self._held.values() for dtype in held.dtypes}
-            raise misfit_error(problems, dtype_remedies(misfits, held_dtypes))
+            raise misfit_error(problems, dtype_remedies(misfits, {held.spec.dtype for held in self._held.values()}))
         return AcceptedOffer(frozenset(offered - self._tied.keys()), self._tied, self._calls)
 
 
