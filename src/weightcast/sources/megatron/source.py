@@ -61,13 +61,13 @@ class MegatronSource:
         config = read_config(hf_config)
         self._chunks, self._models = chunks, [_inner(chunk) for chunk in chunks]
         megatron = self._models[0].config
-        published = megatron.params_dtype if dtype is None else dtype
+        target = cast_target(megatron.params_dtype if dtype is None else dtype)
         self._mtp = mtp
         self._mapping = TensorMapping(
             _family(family, config["model_type"]),
             config,
             parallel or _parallel_state(),
-            dtype=cast_target(published),
+            dtype=target,
             num_mtp_layers=(getattr(megatron, "mtp_num_layers", None) or 0) if mtp else 0,
         )
         _require_same(megatron, self._mapping)
