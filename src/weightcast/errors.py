@@ -17,6 +17,7 @@
     ├── IncompleteUpdateError       an update was sealed or installed before it was whole
     ├── InstallError                loading failed after validation; `torn` says whether the engine must be healed
     ├── EngineTornError             the engine holds no whole version and refuses to serve
+    ├── VersionNotFoundError        a store has no version yet, or not the one that was asked for
     ├── ClosedError                 the object was closed, or never opened
     └── PublishError                a fleet's failures: {peer: cause}
 
@@ -119,6 +120,10 @@ class InstallError(WeightcastError):
 
 class EngineTornError(WeightcastError):
     """The engine's weights are of no whole version; publish a complete update to heal it."""
+
+
+class VersionNotFoundError(WeightcastError):
+    """A store holds no version yet, is not there, or does not hold the version that was asked for."""
 
 
 class ClosedError(WeightcastError):

@@ -55,10 +55,15 @@ class Dialect(Protocol):
 
 
 def scheme(url: str) -> str:
-    """The scheme of a transport's URL. Raises ValueError if there is none."""
+    """The scheme of a transport's URL. Raises ValueError if there is none, TypeError for what is no text."""
+    if not isinstance(url, str):
+        raise TypeError(
+            f"{url!r:.80} is no transport URL; pass text such as 'ipc://', or 'file:///DIR' for a directory"
+        )
     name, separator, _ = url.partition("://")
     if not separator or not name:
-        raise ValueError(f"{url!r} is not a transport URL; write one like {', '.join(f'{n}://' for n in known())}")
+        schemes = ", ".join(f"{n}://" for n in known())
+        raise ValueError(f"{url!r} is not a transport URL; write one like {schemes} (a directory is file:///DIR)")
     return name
 
 
@@ -72,7 +77,8 @@ def transport(url: str) -> Transport:
     name = scheme(url)
     target = dict(_targets(TRANSPORTS, ENTRY_POINT_GROUP)).get(name)
     if target is None:
-        raise ValueError(f"no transport {name!r}; known here: {', '.join(known())}")
+        remedy = " (the URLs of engines go into engines=[...])" if name in ("http", "https") else ""
+        raise ValueError(f"no transport {name!r}; known here: {', '.join(known())}{remedy}")
     found: Transport = _load(target)
     return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,6 +17,7 @@ import forking
 import torch
 from publishers import publisher_of
 
+from weightcast.errors import PeerDiedError
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held
@@ -295,8 +297,21 @@ class Rank:
         if self.rank == 0:
             self.engines[0].engine.fail_after = after
 
-    def publish(self, version: int | None = None) -> dict[str, Any]:
-        return self._outcome(lambda: self.publisher.publish(version))
+    def be_absent(self, seconds: float) -> None:
+        """The first engine of this rank is not there for so long, from when it is asked first."""
+        first_asked: list[float] = []
+        connect = self.engines[0].connect
+
+        def connect_later() -> Any:
+            first_asked.append(time.monotonic())
+            if time.monotonic() < first_asked[0] + seconds:
+                raise PeerDiedError("nothing listens there yet", peer="engine-0")
+            return connect()
+
+        self.engines[0].connect = connect_later
+
+    def publish(self, version: int | None = None, **arguments: Any) -> dict[str, Any]:
+        return self._outcome(lambda: self.publisher.publish(version, **arguments))
 
     def sync(self, engine: str, *, is_new: bool = False) -> dict[str, Any]:
         """Bring one engine to the last version; `is_new`: one that is added for it."""

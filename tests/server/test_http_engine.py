@@ -22,6 +22,7 @@ from weightcast.control.worker_rpc import marked, unmarked
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import (
     ControlError,
+    EngineTornError,
     ErrorRecord,
     InstallError,
     PeerDiedError,
@@ -145,6 +146,27 @@ def test_a_stranger_is_no_engine_server(raw: Serve, answer: bytes) -> None:
 def test_a_server_in_trouble_is_not_taken_for_a_stranger(raw: Serve) -> None:
     with pytest.raises(ControlError, match="answered 500: out of order"):
         raw(reply("500 Oops", {"error": {"message": "out of order"}})).connect()
+
+
+@pytest.mark.parametrize("status", ["502 Bad Gateway", "503 Service Unavailable", "504 Gateway Timeout"])
+def test_a_server_that_is_starting_is_not_there_yet(raw: Serve, status: str) -> None:
+    with pytest.raises(PeerDiedError, match=f"answered {status[:3]}: loading.*; start it first, or wait for it"):
+        raw(reply(status, {"error": {"message": "loading"}})).connect()
+
+
+def test_what_a_server_says_itself_with_such_a_status_is_kept(raw: Serve) -> None:
+    record = ErrorRecord(kind="EngineTornError", message="half of a version")
+    body = {"error": {"message": "x", "record": {"kind": record.kind, "message": record.message}}}
+    with pytest.raises(EngineTornError, match="half of a version"):
+        raw(reply("503 Service Unavailable", body)).connect()
+
+
+def test_a_server_without_tls_is_not_waited_for() -> None:
+    with EngineServer(ModuleEngine(torch.nn.Linear(2, 2))) as server:
+        engine = HttpEngine(server.url.replace("http://", "https://"))
+        with pytest.raises(ControlError, match="did not answer by TLS"):
+            engine.connect()
+        engine.close()
 
 
 # --- errors ---

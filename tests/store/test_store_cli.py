@@ -110,7 +110,7 @@ def test_verify_finds_a_changed_bit(tmp_path: Path, call: Callable[..., tuple[in
 def test_nothing_to_look_at(tmp_path: Path, call: Callable[..., tuple[int, dict]]) -> None:
     for command in ("inspect", "verify"):
         status, error = call(command, url(tmp_path / "nowhere"))
-        assert (status, error["error"]["kind"]) == (exits.NEGATIVE, "ClosedError")
+        assert (status, error["error"]["kind"]) == (exits.NEGATIVE, "VersionNotFoundError")
     with pytest.raises(SystemExit):
         cli.main(["export", str(tmp_path), "out"])
 

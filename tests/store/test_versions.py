@@ -27,12 +27,12 @@ from store.store_kit import (
 
 from weightcast import TensorSource
 from weightcast.errors import (
-    ClosedError,
     EngineBusyError,
     InsufficientMemoryError,
     PeerTimeoutError,
     StaleVersionError,
     UpdateAbortedError,
+    VersionNotFoundError,
 )
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer
 from weightcast.format.manifest import TensorSpec, WeightVersion
@@ -305,7 +305,7 @@ def test_rollback_publishes_the_version_before_as_a_new_one(tmp_path: Path) -> N
 
 def test_rollback_without_a_version_before(tmp_path: Path) -> None:
     write(tmp_path, 4)
-    with pytest.raises(ClosedError, match="does not hold the version before"):
+    with pytest.raises(VersionNotFoundError, match="does not hold the version before"):
         rollback(url(tmp_path))
     assert StoreSource(url(tmp_path)).version.number == 4
 

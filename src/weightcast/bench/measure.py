@@ -34,8 +34,11 @@ def measure(settings: BenchSettings, note: Note = lambda text: None) -> BenchRes
     """Run the bench; `note` is called with what happens next.
 
     Memory: the model once for the trainer and once for each engine, what the transport takes, and the two buffers of
-    `Memcpy`. Raises what `publish` raises, PeerDiedError if a process of the bench ends.
+    `Memcpy`. Raises what `publish` raises, PeerDiedError if a process of the bench ends, ValueError where there is no
+    such device.
     """
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("this torch finds no CUDA device here: leave out --device to measure on the CPU")
     note(f"building {settings.shapes}")
     specs = shapes.named(
         settings.shapes,

@@ -38,6 +38,19 @@ OnAdapters: TypeAlias = Literal["merge", "refuse"]
 CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 """Dtypes between which values may be cast: scaled formats (fp8, fp4) mean nothing without their scales."""
 
+
+def cast_target(dtype: object) -> str:
+    """The name of a dtype that weights can be cast to. Raises ValueError for another, TypeError for none of torch's."""
+    choices = ", ".join(f"torch.{name}" for name in sorted(CASTABLE))
+    if not isinstance(dtype, torch.dtype):
+        name = str(dtype).rpartition(".")[2].rstrip("'>")
+        remedy = f"pass torch.{name}" if name in CASTABLE else f"pass one of {choices}"
+        raise TypeError(f"dtype is {dtype!r}, which is no torch.dtype: {remedy}")
+    if DTYPE_NAMES.get(dtype) not in CASTABLE:
+        raise ValueError(f"dtype is {dtype}; weights can be cast to {choices}")
+    return DTYPE_NAMES[dtype]
+
+
 _WRAPPER_CHILDREN = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "Float16Module"})
 """Modules whose child `module` is the real one; known by name, so that no framework is imported."""
@@ -245,6 +258,14 @@ def _records(
     return tuple(specs), tensors
 
 
+def _require_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        remedy = "pass the model itself"
+        if isinstance(module, Mapping):
+            remedy += ", or TensorSource(state_dict) in the place of ModuleSource"
+        raise TypeError(f"{type(module).__name__} is no torch.nn.Module: {remedy}")
+
+
 class LiveCheckpoint:
     """The checkpoint form of a module, kept up to date.
 
@@ -262,6 +283,9 @@ class LiveCheckpoint:
         on_adapters: OnAdapters | None = None,
     ) -> None:
         """`sharded`: take modules of which this rank holds a part only. `on_adapters`: None takes them as they are."""
+        _require_module(module)
+        if not (names is None or callable(names) or isinstance(names, Mapping)):
+            raise TypeError(f"names is {names!r:.80}; it must be a function of a name, or a mapping of names to names")
         if on_adapters not in ("merge", "refuse", None):
             raise ValueError(f"adapters is {on_adapters!r}; choose merge or refuse")
         self.specs: tuple[TensorSpec, ...] = ()

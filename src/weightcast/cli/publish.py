@@ -20,10 +20,12 @@ examples:
   weightcast publish ./checkpoint --engine http://127.0.0.1:8000 --version 12 --undo
   weightcast publish ./checkpoint --engine http://127.0.0.1:8000 --install streaming --json
   weightcast publish ./checkpoint --engine http://127.0.0.1:8000 --dtype bfloat16
+  weightcast publish ./checkpoint --engine http://127.0.0.1:8000 --wait
   weightcast publish ./checkpoint --transport file:///mnt/weights
 """
 
 _MIB = 1 << 20
+WAIT_SECONDS = 300.0
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -35,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--version", type=number, metavar="N", help="default: one above the highest of the engines and the store")
     add("--dtype", choices=DTYPES, help="cast to it on the way (default: as the checkpoint has it)")
     output.add_update(parser, transport_help="how bytes travel, or the store that they go into")
+    wait_help = f"for engines that are starting, all together; refusals are not waited for (default: {WAIT_SECONDS:g})"
+    add("--wait", type=values.seconds, nargs="?", const=WAIT_SECONDS, default=0.0, metavar="SECONDS", help=wait_help)
     add("--bucket-size-mib", type=values.integer(1), metavar="M", help="default: the transport's")
     output.add_json(parser)
 
@@ -65,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
                 deadline_seconds=args.deadline,
             ),
         )
-        report = stack.enter_context(publisher).publish(args.version, on_progress=on_progress)
+        report = stack.enter_context(publisher).publish(
+            args.version, wait_ready_seconds=args.wait, on_progress=on_progress
+        )
     output.show(report, args.json, lambda: _table(report), lambda: _reasons(report))
     return exits.OK if report.ok else exits.NEGATIVE
 

@@ -49,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     token = output.read_token(args.token_file)
+    if not args.model.is_dir():
+        raise FileNotFoundError(
+            f"{args.model} is no directory: download the model first, nothing is fetched from a hub"
+        )
     if not (args.model / "config.json").is_file():
         raise FileNotFoundError(f"{args.model} has no config.json: give the directory that save_pretrained wrote")
     if args.random_weights is None and not any(args.model.glob("*.safetensors")):

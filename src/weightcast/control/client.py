@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import select
 import socket
 import ssl
@@ -38,7 +39,7 @@ from weightcast.errors import (
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, TensorSpec, decode
 from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
 from weightcast.host.closing import close_in_child, on_failure
-from weightcast.host.deadline import Deadline
+from weightcast.host.deadline import Deadline, number_of_seconds
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import EngineClient, Fingerprint, ServesTraffic
 
@@ -47,6 +48,10 @@ _MAX_IDLE_SECONDS = 4.0
 """Below the 5 s after which uvicorn, and with it vLLM and SGLang, closes an idle connection by default."""
 _READ_BYTES = 1 << 16
 _encode = msgspec.json.encode
+
+_NOT_READY = (502, 503, 504)
+_START_FIRST = "start it first, or wait for it: publish(wait_ready_seconds=...), `weightcast publish --wait`"
+_TOKEN = re.compile(r"[!-~]+")
 
 
 class HttpEngine(EngineClient, ServesTraffic):
@@ -72,7 +77,8 @@ class HttpEngine(EngineClient, ServesTraffic):
     def connect(self) -> EngineClient:
         """Ask what answers here now; return the client that speaks to it: this one, or one of a registered dialect.
 
-        Raises PeerError; ControlError if it is no engine server, or one that lacks something, which is named.
+        Raises PeerDiedError if nothing answers yet, ControlError if it is no engine server or lacks what it
+        names, other PeerErrors.
         """
         info = self._routes.probe("/weight_info", _AnyInfo)
         if info is not None and info.protocol is not None:
@@ -86,7 +92,7 @@ class HttpEngine(EngineClient, ServesTraffic):
             asked.append(kind)
         raise ControlError(
             f"{self.name} is no engine server that weightcast knows: it has no /weight_info of the control protocol, "
-            f"and is none of {', '.join(asked)}",
+            f"and is none of {', '.join(asked)}{self._routes.path_hint}",
             peer=self.name,
         )
 
@@ -182,14 +188,18 @@ class HttpRoutes:
     """
 
     def __init__(self, url: str, *, token: str | None, timeout_seconds: float) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r} is not the URL of an engine; write one like http://127.0.0.1:8000")
+        root = _root_of(url)
+        if token is not None and not _TOKEN.fullmatch(str(token)):
+            raise ValueError("the token must be one word of ASCII, without spaces and line ends")
         self.name = url.rstrip("/")
+        path = self.name.removeprefix(root)
+        self.path_hint = f"; its URL has the path {path}: give the server's root, {root}" if path else ""
+        """For a server that does not answer as an engine: what is wrong with its URL, or empty."""
         self.token = token
         self.headers = {"content-type": "application/json"}
         if token is not None:
             self.headers["authorization"] = f"Bearer {token}"
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds = number_of_seconds("timeout_seconds", timeout_seconds)
         try:
             self._url = urllib.parse.urlsplit(self.name)
             if not self._url.hostname or self._url.port == 0 or " " in self._url.netloc:
@@ -219,8 +229,20 @@ class HttpRoutes:
         return self.decoded(path, self.request("POST", path, body)[1], kind)
 
     def probe(self, path: str, kind: type[T]) -> T | None:
-        """GET; None if the server has no such route or answers in another form. Raises the other errors of `get`."""
-        status, content = self.request("GET", path, expected=(200, 404, 405))
+        """GET; None if the server has no such route or answers in another form. Raises the other errors of `get`.
+
+        Where a server is starting, or a proxy answers for it, with 502, 503 or 504, that is a PeerDiedError, as if
+        nothing had answered.
+        """
+        try:
+            status, content = self.request("GET", path, expected=(200, 404, 405, *_NOT_READY))
+        except PeerDiedError as exc:
+            raise PeerDiedError(f"{exc}; {_START_FIRST}", peer=self.name) from exc
+        if status in _NOT_READY:
+            error = self._error(path, status, content)
+            if isinstance(error, ControlError):
+                error = PeerDiedError(f"{error}; {_START_FIRST}", peer=self.name)
+            raise error
         try:
             return decode(content, kind) if status == 200 else None
         except WeightcastError:
@@ -278,6 +300,8 @@ class HttpRoutes:
             what = "did not end its answer in time" if has_begun else "gave no answer in time"
             raise PeerTimeoutError(f"{self.name}{path} {what}", peer=self.name) from exc
         except (OSError, h11.ProtocolError, UnicodeError) as exc:
+            if isinstance(exc, ssl.SSLError):
+                raise ControlError(f"{self.name}{path} did not answer by TLS: {exc}", peer=self.name) from exc
             raise PeerDiedError(f"{self.name}{path} can't be reached: {exc}", peer=self.name) from exc
         self._keep(connection)
         if len(content) > MAX_MESSAGE_BYTES:
@@ -328,7 +352,7 @@ class HttpRoutes:
             return raised
         hint = {
             401: ": pass the engine's token" if self.token is None else ": the token does not match",
-            404: ": is this an engine server?",
+            404: self.path_hint or ": is this an engine server?",
         }.get(status, "")
         return ControlError(f"{self.name}{path} answered {status}{hint}: {text}", peer=self.name)
 
@@ -413,3 +437,18 @@ def _remaining_seconds(deadline: Deadline) -> float:
     if deadline.has_passed:
         raise TimeoutError("timed out")
     return deadline.remaining_seconds or 1e-6
+
+
+def _root_of(url: object) -> str:
+    """The URL of a server without its path. Raises TypeError for what is no text, ValueError for what is no URL."""
+    wanted = "is not the URL of an engine; write one like http://127.0.0.1:8000"
+    if not isinstance(url, str):
+        raise TypeError(f"{url!r:.80} {wanted}")
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_whole = url.startswith(("http://", "https://")) and parts.hostname and parts.port != 0
+    except ValueError:
+        is_whole = False
+    if not is_whole or parts.query or parts.fragment or url.split() != [url]:
+        raise ValueError(f"{url!r} {wanted}")
+    return f"{parts.scheme}://{parts.netloc}"

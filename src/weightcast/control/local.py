@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from weightcast.engines.gate import Gate
 from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
@@ -27,6 +27,8 @@ class LocalEngine(EngineClient, ServesTraffic):
         **options: Any,
     ) -> None:
         """`gate`: the one that the engine's own steps run under. `options` are those of `Worker`."""
+        if pause not in get_args(PauseMode):
+            raise ValueError(f"pause is {pause!r}; it must be one of {', '.join(get_args(PauseMode))}")
         self.name = name
         self.engine = engine
         self.gate = Gate() if gate is None else gate

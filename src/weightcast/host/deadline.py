@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def number_of_seconds(name: str, value: Any) -> float:
+    """What a caller gave as a time, as a float. Raises TypeError for no number, ValueError for no finite duration."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r:.80}; it must be a number of seconds, such as 60.0")
+    seconds = float(value)
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{name} is {value}; it must be positive and finite")
+    return seconds
 
 
 class Deadline:

@@ -48,7 +48,8 @@ class EngineClient(Protocol):
     def connect(self) -> EngineClient:
         """The client to call from now on: this one, or that of the server found, where several kinds may answer.
 
-        Called whenever a publisher connects, since another server may have been started meanwhile. Raises PeerError.
+        Called whenever a publisher connects, since another server may have been started meanwhile. Raises PeerDiedError
+        if nothing answers yet, which a publisher may wait for, or another PeerError.
         """
         return self
 

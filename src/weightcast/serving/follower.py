@@ -21,14 +21,15 @@ from weightcast.errors import PeerTimeoutError, WeightcastError
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Offer, Seal
 from weightcast.host.closing import ClosedOnExit
-from weightcast.host.deadline import Deadline
+from weightcast.host.deadline import Deadline, number_of_seconds
 from weightcast.seams.engine import Engine
 from weightcast.seams.transport import Receiver, StoredVersion, VersionedReceiver
-from weightcast.serving.load_plan import LoadPlan, admit, check_undo
+from weightcast.serving.load_plan import LoadPlan, admit, check_undo, require_engine
 from weightcast.serving.update import Update
 
 FIRST_PAUSE_SECONDS = 0.001
 LONGEST_PAUSE_SECONDS = 0.25
+_NOT_KEPT = "{url} keeps no versions to follow: give a store, file:///dir"
 
 OnError = Literal["raise", "skip"]
 logger = logging.getLogger(__name__)
@@ -70,17 +71,22 @@ class Follower(ClosedOnExit):
         """The store need not be there yet. `gate`: what generation's steps go through; default: nothing generates.
 
         `on_error="skip"`: a version that can't be read or installed is logged, and left for the next one. `label`:
-        what a publisher that waits for this reader calls it. Raises ValueError if `url` is of no store.
+        what a publisher that waits for this reader calls it. Raises ValueError if `url` is of no store,
+        TypeError for what is no engine.
         """
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error is {on_error!r}; it must be 'raise' or 'skip'")
+        require_engine(engine)
+        make = registry.transport(url).receiver
+        # Receivers of other transports can't be made: their URLs need what a publisher adds.
+        if isinstance(make, type) and not issubclass(make, VersionedReceiver):
+            raise ValueError(_NOT_KEPT.format(url=url))
         # Versions are staged, in host memory.
         device, deadline_seconds = torch.device("cpu"), install_deadline_seconds
-        make = registry.transport(url).receiver
         receiver = make(url, run="", peer=label, device=device, deadline_seconds=deadline_seconds)
         if not isinstance(receiver, VersionedReceiver):
             receiver.close()
-            raise ValueError(f"{url} keeps no versions to follow: give a store, file:///dir")
+            raise ValueError(_NOT_KEPT.format(url=url))
         self.gate = gate or Gate()
         self._url = url
         self._engine = engine
@@ -185,6 +191,9 @@ def follow(
     None: wait for as long as it takes. Other arguments and errors as of `Follower`.
     """
     stop = stop or threading.Event()
+    timeout_seconds = threading.TIMEOUT_MAX
+    if deadline_seconds is not None:
+        timeout_seconds = number_of_seconds("deadline_seconds", deadline_seconds)
     follower = Follower(
         url,
         engine,
@@ -194,7 +203,6 @@ def follow(
         label=label,
         install_deadline_seconds=install_deadline_seconds,
     )
-    timeout_seconds = threading.TIMEOUT_MAX if deadline_seconds is None else deadline_seconds
     with follower:
         while not stop.is_set():
             followed = follower.wait(timeout_seconds, stop=stop)

@@ -47,7 +47,7 @@ from weightcast.format.messages import (
     WeightInfo,
 )
 from weightcast.seams.engine import Engine, ExposesTensors, OnDevice, Undoable
-from weightcast.serving.load_plan import LoadPlan, admit, check_undo
+from weightcast.serving.load_plan import LoadPlan, admit, check_undo, require_engine
 from weightcast.serving.session import PublisherSession
 from weightcast.serving.update import State, Update
 
@@ -68,7 +68,7 @@ class Worker:
     """Serves the control protocol for one `Engine`. Every method may be called from any thread.
 
     `installs` are the ways of installing that the engine has. `settles`: an install can be taken back until `settle`;
-    until then its undo copy is kept.
+    until then its undo copy is kept. Raises TypeError for what is no engine.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Worker:
         installs: Sequence[InstallMode] = ("staged", "streaming"),
         settles: bool = False,
     ) -> None:
+        require_engine(engine)
         self.engine = engine
         self.gate = gate
         self._engine_rank = engine_rank

@@ -8,8 +8,7 @@ import msgspec
 import torch
 from torch import nn
 
-from weightcast.checkpoint.live import CASTABLE, Buffers, LiveCheckpoint, Names, OnAdapters
-from weightcast.format.bucket import DTYPE_NAMES
+from weightcast.checkpoint.live import CASTABLE, Buffers, LiveCheckpoint, Names, OnAdapters, cast_target
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Regions
 
@@ -30,10 +29,10 @@ class ModuleSource:
     and kept; `regions` merges into it each time. Disabled adapters are merged too, as peft does. Layers that the
     trainer has merged itself (`merge_adapter`) are read in place; sharded ones must be, they can't be merged here.
     `names` renames checkpoint names; `buffers` are by default those of the state dict.
-    Raises ValueError for what can't be seen in checkpoint form without a copy (see `checkpoint`), and for adapters that
-    can't be merged, here and, if the module changes, in `specs` and `regions`. Both cost about 0.3 us per tensor while
-    nothing has changed; but for adapters, neither copies, communicates nor waits for a device. A model on the meta
-    device has specs, but no regions.
+    Raises TypeError for what is no module or dtype; ValueError for what can't be seen in checkpoint form without a copy
+    (see `checkpoint`), and for adapters that can't be merged, here and, if the module changes, in `specs` and
+    `regions`. Both cost about 0.3 us per tensor while nothing has changed; but for adapters, neither copies,
+    communicates nor waits for a device. A model on the meta device has specs, but no regions.
     """
 
     def __init__(
@@ -45,9 +44,7 @@ class ModuleSource:
         buffers: Buffers = "persistent",
         adapters: OnAdapters = "merge",
     ) -> None:
-        if dtype is not None and DTYPE_NAMES.get(dtype) not in CASTABLE:
-            raise ValueError(f"dtype is {dtype}; weights can be cast to {', '.join(sorted(CASTABLE))}")
-        self._dtype = None if dtype is None else DTYPE_NAMES[dtype]
+        self._dtype = None if dtype is None else cast_target(dtype)
         self._live = LiveCheckpoint(model, buffers=buffers, names=names, sharded=True, on_adapters=adapters)
         self._of: object = None
         self._specs: tuple[TensorSpec, ...] = ()

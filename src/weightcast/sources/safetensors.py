@@ -9,13 +9,14 @@ import msgspec
 import torch
 
 from weightcast.checkpoint.files import INDEX_FILE, SINGLE_FILE, read_index, read_tensors
-from weightcast.checkpoint.live import CASTABLE
+from weightcast.checkpoint.live import CASTABLE, cast_target
 from weightcast.errors import ClosedError
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.closing import ClosedOnExit
 from weightcast.seams.source import Regions
+from weightcast.store.files import POINTER
 
 
 class SafetensorsSource(ClosedOnExit):
@@ -24,12 +25,12 @@ class SafetensorsSource(ClosedOnExit):
     Tensors are private views of the mapped files: memory is the page cache, and values are read when they are packed.
     Don't write to the files meanwhile. `dtype`: what half, bfloat16, single and double precision tensors are cast to
     while they are packed: `specs` have it, `regions` don't; others stay. Raises FileNotFoundError if a file is missing,
-    ValueError if one can't be read, a name occurs in two shards or `dtype` is no such dtype, ClosedError after `close`.
+    ValueError if one can't be read, a name occurs in two shards, `dtype` is no such dtype or `path` is a store,
+    ClosedError after `close`.
     """
 
     def __init__(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        if dtype is not None and DTYPE_NAMES.get(dtype) not in CASTABLE:
-            raise ValueError(f"dtype is {dtype}; weights can be cast to {', '.join(sorted(CASTABLE))}")
+        target = None if dtype is None else cast_target(dtype)
         self._closed = False
         path = Path(path)
         weight_map = read_index(path)
@@ -47,7 +48,7 @@ class SafetensorsSource(ClosedOnExit):
             shown = ", ".join(missing[:8])
             raise ValueError(f"{len(missing)} tensors that {path / INDEX_FILE} names are in no shard: {shown}")
         held = (TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in tensors.items())
-        self._specs = tuple(held if dtype is None else (_cast(spec, DTYPE_NAMES[dtype]) for spec in held))
+        self._specs = tuple(held if target is None else (_cast(spec, target) for spec in held))
         self._regions = {name: ((whole(tensor.shape), tensor),) for name, tensor in tensors.items()}
 
     def specs(self) -> Sequence[TensorSpec]:
@@ -75,7 +76,14 @@ def _cast(spec: TensorSpec, dtype: str) -> TensorSpec:
 
 
 def _files(path: Path, weight_map: Mapping[str, str] | None) -> list[Path]:
-    """The safetensors files of a checkpoint. Raises FileNotFoundError for none, ValueError if several fit."""
+    """The safetensors files of a checkpoint. Raises FileNotFoundError or ValueError if they can't be told."""
+    # A URL that became a path has lost a slash.
+    directory = Path(str(path).removeprefix("file:"))
+    if directory != path or (path / POINTER).is_file():
+        raise ValueError(
+            f"{path} is a store of versions, not a checkpoint: call it file://{directory.absolute()}, and read it with "
+            "StoreSource or `weightcast inspect`; `weightcast follow` passes it on to engines"
+        )
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -89,4 +97,9 @@ def _files(path: Path, weight_map: Mapping[str, str] | None) -> list[Path]:
         return others
     if others:
         raise ValueError(f"{path} has {len(others)} safetensors files but no {INDEX_FILE}: name one of them")
-    raise FileNotFoundError(f"{path} has no {SINGLE_FILE} and no {INDEX_FILE}")
+    remedy = ""
+    if any(pickled := [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]):
+        remedy = (
+            f": {pickled[0].name} is a pickle, which is never read; save the model with safetensors (save_pretrained)"
+        )
+    raise FileNotFoundError(f"{path} has no {SINGLE_FILE} and no {INDEX_FILE}{remedy}")

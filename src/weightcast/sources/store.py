@@ -26,9 +26,11 @@ class StoreSource:
         """`previous`: the version before the newest, which is there until the next but one is begun, at least.
 
         `version`: this one, which is the newest, or is to be when an engine of its publish has installed it.
-        Raises ClosedError if there is no such version, IntegrityError, InsufficientMemoryError.
+        Raises VersionNotFoundError if there is no such version, IntegrityError, InsufficientMemoryError.
         """
         directory = StoreAddress.parse(url).directory
+        if not isinstance(version, WeightVersion | None):
+            raise TypeError(f"version is {version!r:.80}; it must be a WeightVersion(run, number)")
         with pinned(directory, previous=previous, version=version, label="source") as found:
             self.version: WeightVersion = found.stored.version
             self.committed_at = found.stored.committed_at

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import whole
@@ -23,7 +24,8 @@ class TensorSource:
         aliases: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """`groups`: for names that must reach an engine in one call, the name of their group. `aliases`: for a name,
-        the other names that are tied to the same values. Raises ValueError for a dtype that can't travel.
+        the other names that are tied to the same values. Raises ValueError for a dtype that can't travel, TypeError for
+        what is no mapping of tensors.
         """
         self._groups, self._aliases = groups or {}, aliases or {}
         self.tensors: dict[str, torch.Tensor] = {}
@@ -33,6 +35,7 @@ class TensorSource:
 
     def replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Publish these from the next publish on."""
+        _require_tensors(tensors)
         unknown = [f"{name!r} is {t.dtype}" for name, t in tensors.items() if t.dtype not in DTYPE_NAMES]
         if unknown:
             raise ValueError(f"{', '.join(unknown)}; known: {', '.join(DTYPE_NAMES.values())}")
@@ -56,3 +59,13 @@ class TensorSource:
 
     def regions(self) -> Regions:
         return self._regions
+
+
+def _require_tensors(tensors: object) -> None:
+    """Raises TypeError unless these are tensors by name."""
+    if not isinstance(tensors, Mapping):
+        remedy = "pass ModuleSource(model) instead" if isinstance(tensors, nn.Module) else "pass a dict"
+        raise TypeError(f"{type(tensors).__name__} is no mapping of names to tensors: {remedy}")
+    for name, value in tensors.items():
+        if not (isinstance(name, str) and isinstance(value, torch.Tensor)):
+            raise TypeError(f"{name!r} is {type(value).__name__}; each name must be a str, each value a torch.Tensor")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import urllib.parse
 from pathlib import Path
 
@@ -30,10 +31,13 @@ class StoreAddress:
 
     @classmethod
     def parse(cls, url: str) -> StoreAddress:
-        """Raises ValueError for another scheme, a relative path, an unknown option or one out of range."""
+        """Raises ValueError for another scheme, a relative path, an unknown option or one out of range; TypeError."""
+        if not isinstance(url, str):
+            raise TypeError(f"{url!r:.80} is not the URL of a store; write it as text, such as 'file:///dir'")
         parts = urllib.parse.urlsplit(url)
         if parts.scheme != SCHEME or not parts.path.startswith("/") or parts.fragment:
-            raise ValueError(f"{url!r} is not the URL of a store; write file:///absolute/directory")
+            known = f"file://{os.path.abspath(url)}" if url and not parts.scheme else "file:///absolute/directory"
+            raise ValueError(f"{url!r} is not the URL of a store; write {known}")
         options: dict[str, int] = {}
         for name, text in urllib.parse.parse_qsl(parts.query, keep_blank_values=True):
             if name in options or not (text.isascii() and text.isdigit()) or len(text) > 9:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from weightcast.errors import ClosedError, IntegrityError
+from weightcast.errors import IntegrityError, VersionNotFoundError
 from weightcast.format.bucket import BucketBuffer, check_bucket, decoded, root_digest, slot_size_bytes
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, Manifest, WeightVersion
 from weightcast.host.closing import ClosedOnExit, on_failure
@@ -36,6 +36,8 @@ from weightcast.store.records import (
 _PIN_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS = 0.0005
 _LONGEST_PAUSE_SECONDS = 0.05
+_ANY = "any version yet: publish one first"
+_PREVIOUS = "the version before the newest: only one was published, or it is overwritten"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,16 +53,16 @@ def pinned(
 ) -> PinnedVersion:
     """Hold the newest version of a store, or the one before, or `version`: see `StoreReader.pin`.
 
-    Raises ClosedError if it is not there, IntegrityError.
+    Raises VersionNotFoundError if it is not there, IntegrityError.
     """
     reader = StoreReader(directory, label=label)
     if previous:
-        found, what = reader.pin_previous(), "the version before the newest"
+        found, what = reader.pin_previous(), _PREVIOUS
     else:
         found = reader.pin(version)
-        what = "any version yet" if version is None else f"version {version.number} of run {version.run}"
+        what = _ANY if version is None else f"version {version.number} of run {version.run}"
     if found is None:
-        raise ClosedError(f"{directory} does not hold {what}")
+        raise _not_found(directory, what)
     return found
 
 
@@ -213,12 +215,12 @@ class PinnedVersion(ClosedOnExit):
 def store_status(directory: Path) -> StoreInfo:
     """What is in a store, and who reads and writes it, for people. Changes nothing and never blocks on a lock.
 
-    Raises ClosedError if there is no version, IntegrityError if a record is damaged.
+    Raises VersionNotFoundError if there is no version, IntegrityError if a record is damaged.
     """
     reader = StoreReader(directory)
     commit, writer = reader.commit(), reader.writer()
     if commit is None:
-        raise ClosedError(f"{directory} does not hold any version yet")
+        raise _not_found(directory, _ANY)
     slots = []
     for number in sorted(files.slot_numbers(directory)):
         path, readers, num_bytes = files.slot_path(directory, number), list[str](), 0
@@ -230,3 +232,9 @@ def store_status(directory: Path) -> StoreInfo:
         slots.append(SlotInfo(number, num_bytes, readers))
     name = "unknown" if writer.record is None else writer.record.describe()
     return StoreInfo(commit.newest, commit.previous, name, writer.is_alive, slots)
+
+
+def _not_found(directory: Path, what: str) -> VersionNotFoundError:
+    if not directory.is_dir():
+        return VersionNotFoundError(f"the store {directory} is not there: no such directory; is it the right one?")
+    return VersionNotFoundError(f"the store {directory} does not hold {what}")

@@ -98,6 +98,11 @@ class FleetMember:
         return self._connection is not Connection.LOST and all(link.is_alive for link in self.links)
 
     @property
+    def is_absent(self) -> bool:
+        """Whether nothing answered when it was asked: it may be starting."""
+        return self.result.error is not None and self.result.error.kind == PeerDiedError.__name__
+
+    @property
     def newest_version(self) -> int:
         """The number of the version it had when it was asked last; -1 for none."""
         text = "" if self.info is None else self.info.weight_version
@@ -110,7 +115,8 @@ class FleetMember:
         self.result, self.version = EngineResult(), -1
 
     def ask(self, listener: LinkListener) -> None:
-        """Drop what was connected, and ask what the engine is now."""
+        """Drop what was connected, and ask what the engine is now; again if it was absent before."""
+        self.result = EngineResult()
         listener.drop(self.name, "the publisher connects again")
         self.links, self._known_manifest = [], ""
         self._connection = Connection.LOST
@@ -340,7 +346,7 @@ class Fleet:
     def add(self, member: FleetMember) -> None:
         """Raises ValueError if an engine of that name is there already."""
         if member.name in self._members:
-            raise ValueError(f"{member.name} is in the fleet already")
+            raise ValueError(f"{member.name} is in the fleet already: each engine is named once, by a name of its own")
         self._members[member.name] = member
 
     def only(self, name: str) -> Fleet:

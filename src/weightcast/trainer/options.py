@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Literal
 
 from weightcast.format.geometry import ALIGNMENT_BYTES
 from weightcast.format.messages import InstallMode
+from weightcast.host.deadline import number_of_seconds
+from weightcast.trainer.arguments import whole_number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PublishOptions:
-    """How a publisher updates its engines. Raises ValueError for a value that is not one of those below.
+    """How a publisher updates its engines. Raises ValueError or TypeError for other values than these.
 
     `install`: "staged" (the old version serves until the whole update has arrived) or "streaming" (bounded memory; the
     engine is paused during the transfer and must be healed by a complete update if it fails).
@@ -41,9 +42,10 @@ class PublishOptions:
             raise ValueError(f"on_failure is {self.on_failure!r}; it must be 'raise' or 'report'")
         if self.verify not in (None, "engines"):
             raise ValueError(f"verify is {self.verify!r}; it must be 'engines' or None")
-        if not (0 < self.deadline_seconds < math.inf and 0 < self.lease_seconds < math.inf):
-            raise ValueError(
-                f"deadline_seconds {self.deadline_seconds} and lease_seconds {self.lease_seconds} must be positive"
-            )
-        if self.bucket_size_bytes is not None and self.bucket_size_bytes < ALIGNMENT_BYTES:
-            raise ValueError(f"bucket_size_bytes is {self.bucket_size_bytes}; it must be at least {ALIGNMENT_BYTES}")
+        number_of_seconds("deadline_seconds", self.deadline_seconds)
+        number_of_seconds("lease_seconds", self.lease_seconds)
+        if self.bucket_size_bytes is not None:
+            size = whole_number("bucket_size_bytes", self.bucket_size_bytes)
+            if size < ALIGNMENT_BYTES:
+                raise ValueError(f"bucket_size_bytes is {size}; it must be at least {ALIGNMENT_BYTES}")
+            object.__setattr__(self, "bucket_size_bytes", size)  # of numpy's integers none goes into a message

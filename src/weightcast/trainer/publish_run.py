@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import os
 import socket
 import threading
@@ -31,6 +32,7 @@ from weightcast.format.bucket import (
 from weightcast.format.codec import RAW
 from weightcast.format.manifest import MAX_VERSION, Manifest, WeightVersion
 from weightcast.format.messages import Abort, InitInfo, Offer, Seal
+from weightcast.host.deadline import Deadline
 from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, ClientSender, Fingerprint, SenderContext
@@ -41,8 +43,12 @@ from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import Fill, PackPlan, pack
 from weightcast.trainer.report import PublishReport, StageSeconds
 
+logger = logging.getLogger(__name__)
 OnProgress = Callable[[int, int], None]
 Fingerprints = dict[str, tuple[FleetMember, Fingerprint]]
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 1.0
+"""Between two questions to an engine that is not there yet."""
 _LAST_WORD_SECONDS = 1.0
 """For the word of a worker whose receiver has gone: it comes on another connection."""
 
@@ -210,15 +216,23 @@ class PublishRun:
     """
 
     def __init__(
-        self, run: str, options: PublishOptions, watchdog: Watchdog, *, above: int, on_progress: OnProgress | None
+        self,
+        run: str,
+        options: PublishOptions,
+        watchdog: Watchdog,
+        *,
+        above: int,
+        wait_ready_seconds: float,
+        on_progress: OnProgress | None,
     ) -> None:
-        """`above`: the number of the publisher's last version."""
+        """`above`: the number of the publisher's last version. `wait_ready_seconds`: for engines that are starting."""
         self.number = -1
         self.published: PublishedVersion | None = None
         self._run = run
         self._options = options
         self._watchdog = watchdog
         self._above = above
+        self._wait_ready_seconds = wait_ready_seconds
         self._on_progress = on_progress
         self._seconds = StageSeconds()
         self._fingerprints: Fingerprints | None = None if options.verify is None else {}
@@ -332,7 +346,8 @@ class PublishRun:
         """Connect each member that has no link, or whose workers' receivers are not all connected to the sender.
 
         For a version that is published again, each that does not serve it: what comes late of the first time comes over
-        a link that was ended.
+        a link that was ended. Those that are not there yet are asked again until they are, or the time for all of them
+        together has passed.
         """
         sender, listener = self._connections.sender, self._connections.listener
         newcomers = []
@@ -343,7 +358,16 @@ class PublishRun:
             peers = [link.peer for link in member.links]
             if self._again is not None or not member.is_joined or len(sender.connected(peers)) != len(peers):
                 newcomers.append(member)
-        self._fleet.each(lambda member: member.ask(listener), newcomers)
+        absent = newcomers
+        for _ in Deadline(self._wait_ready_seconds).polls(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS):
+            # Waits in the caller's thread, which a Ctrl-C ends at once.
+            self._fleet.each(lambda member: member.ask(listener), absent)
+            was_asked, absent = absent, [member for member in absent if member.is_absent]
+            if not absent:
+                break
+            if was_asked is newcomers and self._wait_ready_seconds:
+                names = ", ".join(member.name for member in absent)
+                logger.info("waiting up to %g s for engines that are starting: %s", self._wait_ready_seconds, names)
         self._fleet.refuse_doubles(newcomers)
         self._fleet.each(self._join_member, [member for member in newcomers if member.result.error is None])
         for member in self._fleet:

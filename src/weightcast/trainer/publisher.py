@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import os
 import secrets
 import sys
@@ -17,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -28,12 +27,14 @@ from weightcast.format.bucket import Layout
 from weightcast.format.manifest import MAX_VERSION
 from weightcast.format.plan import fitting_bucket_size, plan
 from weightcast.host.closing import ClosedOnExit, on_failure
+from weightcast.host.deadline import number_of_seconds
 from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import Closable
 from weightcast.seams.client import EngineClient
 from weightcast.seams.source import Regions, Source
 from weightcast.seams.transport import Sender, Transport, VersionedSender
+from weightcast.trainer import arguments
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import PackPlan
@@ -79,9 +80,13 @@ class Publisher(ClosedOnExit):
         torch.distributed's default group, if there is one at the first publish; None: this rank publishes alone.
         `options`: how engines are updated; by default `PublishOptions()`.
 
-        Raises ValueError for an unknown transport or an engine named twice.
+        Raises ValueError for an unknown transport or an engine named twice, TypeError for what is none of these.
         """
-        _require_source(source)
+        arguments.require_source(source)
+        arguments.require_engines(engines)
+        arguments.require_trainer_group(trainer_group)
+        if not isinstance(options, PublishOptions | None):
+            raise TypeError(f"options is a {type(options).__name__}; pass PublishOptions(...)")
         self.run = secrets.token_hex(16)
         self.version = -1
         self._source = source
@@ -118,7 +123,8 @@ class Publisher(ClosedOnExit):
     def add_engine(self, engine: str | EngineClient, *, sync: bool = False) -> None:
         """Add an engine; the next publish connects it, or with `sync` this call, which brings it to the last version.
 
-        Raises ValueError if it is there already; with `sync` what `sync` raises, after which it is in the fleet still.
+        Raises ValueError if it is there already, TypeError for what is no engine; with `sync` what `sync` raises: it is
+        in the fleet still.
         """
         with self._lock:
             self._require_open()
@@ -128,17 +134,20 @@ class Publisher(ClosedOnExit):
                 if sync:
                     self.sync(engine)
                 return
-            client: EngineClient = (
-                registry.http_client(engine, token=self._token, timeout_seconds=self._options.deadline_seconds)
-                if isinstance(engine, str)
-                else engine
-            )
+            if isinstance(engine, str):
+                timeout_seconds = self._options.deadline_seconds
+                client = registry.http_client(engine, token=self._token, timeout_seconds=timeout_seconds)
+            else:
+                arguments.require_client(engine)
+                client = engine
             self._fleet.add(FleetMember(client, owned=isinstance(engine, str)))
             if sync:
                 self.sync(engine)
 
     def remove_engine(self, engine: str | EngineClient) -> None:
         """Disconnect an engine: it keeps the version it has, and another publisher may take it. Raises ValueError."""
+        if not isinstance(engine, str):
+            arguments.require_client(engine)
         name = _name_of(engine)
         with self._lock:
             if self._is_following:
@@ -194,16 +203,23 @@ class Publisher(ClosedOnExit):
 
     # --- one publish ---
 
-    def publish(self, version: int | None = None, *, on_progress: OnProgress | None = None) -> PublishReport:
+    def publish(
+        self,
+        version: SupportsIndex | None = None,
+        *,
+        wait_ready_seconds: float = 0.0,
+        on_progress: OnProgress | None = None,
+    ) -> PublishReport:
         """Make every engine serve the source's weights as they are now; blocks until they do.
 
         `version` must be above this publisher's last, and at most 2^63 - 1; by default it is one above the highest in
         the fleet and the store. Don't change the weights meanwhile. A version that every engine refused is not the
-        store's newest. Extra memory: see the class. `on_progress(done_bytes, total_bytes)` is called
-        after each bucket.
+        store's newest. Extra memory: see the class. `wait_ready_seconds`: how long, all together, to wait for
+        engines that are starting (nothing listens at their URL yet, or 502, 503 or 504 is answered there); an engine
+        that refuses is not waited for. `on_progress(done_bytes, total_bytes)` is called after each bucket.
 
-        With several trainer ranks every rank calls it, and each gets the same report or error; `version` and
-        `on_progress` are those of the publishing rank. An error that another rank brought names that rank.
+        With several trainer ranks every rank calls it, and each gets the same report or error; the arguments are those
+        of the publishing rank. An error that another rank brought names that rank.
 
         Raises PublishError if an engine did not take it, whose `failures` and `report` say which and why (with
         `on_failure="report"` the report is returned instead); ValueError for a version that does not grow, or where
@@ -215,7 +231,15 @@ class Publisher(ClosedOnExit):
         self._require_here()  # first: the lock may be one that a thread of the other process holds
         with self._lock:
             self._require_open()
-            return self._publish(lambda: self._inputs(version), on_progress)
+
+            def inputs() -> PublishInputs:
+                if wait_ready_seconds != 0:
+                    number_of_seconds("wait_ready_seconds", wait_ready_seconds)
+                if on_progress is not None and not callable(on_progress):
+                    raise TypeError(f"on_progress is {on_progress!r}; it must be a function of two numbers of bytes")
+                return self._inputs(None if version is None else arguments.whole_number("version", version))
+
+            return self._publish(inputs, on_progress, wait_ready_seconds)
 
     def sync(self, engine: str | EngineClient, *, on_progress: OnProgress | None = None) -> PublishReport:
         """Bring one engine of the fleet to the last version now, which gets no new number; blocks until it serves it.
@@ -237,13 +261,22 @@ class Publisher(ClosedOnExit):
                 raise ValueError(_NOTHING_YET)
             return self._publish(lambda: self._inputs(None, of=_name_of(engine)), on_progress)
 
-    def _publish(self, inputs: Callable[[], PublishInputs], on_progress: OnProgress | None) -> PublishReport:
+    def _publish(
+        self, inputs: Callable[[], PublishInputs], on_progress: OnProgress | None, wait_ready_seconds: float = 0.0
+    ) -> PublishReport:
         """Have all ranks publish what the publishing rank's inputs say."""
         if not self._is_joined:
             # At the first publish, not before: torch.distributed may be initialised after this publisher is made.
             self._join_trainer_group()
         group, last = self._group, self.version
-        run = PublishRun(self.run, self._options, self._watchdog, above=last, on_progress=on_progress)
+        run = PublishRun(
+            self.run,
+            self._options,
+            self._watchdog,
+            above=last,
+            wait_ready_seconds=wait_ready_seconds,
+            on_progress=on_progress,
+        )
         try:
             if group is None:
                 report = run.run(inputs())
@@ -293,7 +326,6 @@ class Publisher(ClosedOnExit):
         """
         start = time.perf_counter()
         if version is not None:
-            version = int(operator.index(version))
             if not 0 <= version <= MAX_VERSION:
                 raise ValueError(f"version {version} is not from 0 to {MAX_VERSION}")
             if version <= self.version:
@@ -345,7 +377,11 @@ def _name_of(engine: str | EngineClient) -> str:
 
 
 def _device_of(regions: Regions) -> torch.device:
-    devices = {tensor.device for held in regions.values() for _, tensor in held}
+    try:
+        devices = {tensor.device for held in regions.values() for _, tensor in held}
+    except (AttributeError, TypeError, ValueError):
+        what = "regions() of the source must return a mapping of names to sequences of (Region, tensor)"
+        raise TypeError(f"{what}; it returned a {type(regions).__name__}") from None
     # A view on the meta device is refused by name, when the regions are looked at.
     return next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
 
@@ -373,8 +409,3 @@ def _close_all(owned: list[Closable]) -> None:
 
 def _make_sender(transport: Transport, url: str, deadline_seconds: float, run: str, device: torch.device) -> Sender:
     return transport.sender(url, run=run, device=device, deadline_seconds=deadline_seconds)
-
-
-def _require_source(source: object) -> None:
-    if not (hasattr(source, "specs") and hasattr(source, "regions")):
-        raise TypeError(f"{type(source).__name__} is no source of weights; wrap a module in ModuleSource(module)")

@@ -45,10 +45,9 @@ class Relay:
         token: str | None = None,
         options: PublishOptions | None = None,
     ) -> None:
-        """The arguments are those of `Publisher`."""
+        """The arguments are those of `Publisher`, which is made here; it connects at the first version."""
         self.report: PublishReport | None = None
         self._given = _RelayedTensors()
-        self._publisher: Publisher | None = None
         self._make_publisher = functools.partial(
             Publisher,
             self._given,
@@ -58,6 +57,7 @@ class Relay:
             trainer_group=None,
             options=options,
         )
+        self._publisher: Publisher | None = self._make_publisher()
 
     def specs(self) -> None:
         """Whatever comes is passed on."""

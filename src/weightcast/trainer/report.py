@@ -10,9 +10,9 @@ from weightcast.errors import ErrorRecord
 class StageSeconds(msgspec.Struct):
     """Where a publish spent its time. Stages overlap with the engines' own work, so that they don't add up to theirs.
 
-    `gather`: asking the source for its regions. `offer`: joining engines and offering. `pack`: filling buckets and
-    digesting them. `send`: waiting for free slots and for the engines' last buckets. `seal`: sealing. `pause`: the
-    longest time any engine was paused. `total`: from call to return.
+    `gather`: asking the source for its regions. `offer`: joining engines, with the wait for those that are starting,
+    and offering. `pack`: filling buckets and digesting them. `send`: waiting for free slots and for the engines' last
+    buckets. `seal`: sealing. `pause`: the longest time any engine was paused. `total`: from call to return.
     """
 
     gather: float = 0.0

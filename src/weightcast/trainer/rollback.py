@@ -12,7 +12,8 @@ def rollback(url: str, *, deadline_seconds: float = 60.0) -> PublishReport:
     """Make the version before the newest the newest again, under a number one above; followers take it as any other.
 
     It is there until a publisher begins the next version (with `num_slots=3`, the next but one). It is read whole
-    first: host memory of one version. Raises ClosedError if it is gone, EngineBusyError if a publisher has the store.
+    first: host memory of one version. Raises VersionNotFoundError if it is gone, EngineBusyError if a publisher has
+    the store.
     """
     source = StoreSource(url, previous=True)
     with Publisher(

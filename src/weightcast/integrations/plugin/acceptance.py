@@ -21,10 +21,11 @@ from typing import TypeAlias
 
 from torch import nn
 
-from weightcast.errors import IncompatibleWeightsError, UnsupportedError, listed
+from weightcast.errors import UnsupportedError, listed
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import Manifest, TensorSpec
 from weightcast.integrations.plugin.dry_run import DryRunOutcome
+from weightcast.serving.load_plan import dtype_remedies, misfit_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,16 +71,21 @@ class ByReference:
 
     def accept(self, manifest: Manifest) -> AcceptedOffer:
         problems = []
-        offered: set[str] = set()
+        offered, misfits = set[str](), set[tuple[str, str]]()
         for record in manifest.tensors:
             known = [name for name in record.names if name in self._held]
             if not known:
                 problems.append(f"unknown tensor {_shown(record)}")
             for name in known:
-                problems += _differences(name, record, self._held[name])
+                held = self._held[name]
+                problems += _differences(name, record, held)
+                if record.dtype not in held.dtypes:
+                    misfits.add((record.dtype, held.spec.dtype))
             offered.update(known)
         missing = (h.spec for name, h in self._held.items() if h.is_required and name not in offered)
-        _refuse_if([*problems, *(f"missing tensor {_shown(spec)}" for spec in missing)])
+        problems += [f"missing tensor {_shown(spec)}" for spec in missing]
+        if problems:
+            raise misfit_error(problems, dtype_remedies(misfits, {held.spec.dtype for held in self._held.values()}))
         return AcceptedOffer(frozenset(offered - self._tied.keys()), self._tied, self._calls)
 
 
@@ -96,13 +102,14 @@ class ByDryRun:
         tied = _tied(self._model, offered.keys())
         specs = [spec for name, spec in offered.items() if name not in tied]
         outcome = self._trial(specs)
-        problems = _faults(outcome)
+        problems, misfits = _faults(outcome), set[tuple[str, str]]()
         for spec in specs:
             if spec.name not in outcome.used:
                 continue
             (num_used, dtypes), whole = outcome.used[spec.name], math.prod(spec.shape)
             if num_used and spec.dtype not in {DTYPE_NAMES[dtype] for dtype in dtypes}:
                 problems.append(f"{spec.name!r} is {spec.dtype}, the engine has {', '.join(map(str, dtypes))}")
+                misfits |= {(spec.dtype, DTYPE_NAMES[dtype]) for dtype in dtypes}
             if self._is_alone and num_used < whole:
                 what = f"only {num_used} of its {whole} elements are" if num_used else "is not"
                 problems.append(f"unfit tensor {_shown(spec)}: {what} used by {type(self._model).__name__}")
@@ -118,7 +125,9 @@ class ByDryRun:
             if target.is_parameter and target.num_unset and target.name not in twins:
                 whole = math.prod(target.shape)
                 problems.append(f"missing tensors: {target.num_unset} of {whole} elements of {target.name} are not set")
-        _refuse_if(problems)
+        if problems:
+            live = {DTYPE_NAMES[dtype] for _, dtypes in outcome.used.values() for dtype in dtypes}
+            raise misfit_error(problems, dtype_remedies(misfits, live))
         return AcceptedOffer(frozenset(offered.keys() - tied.keys()), tied, outcome.calls)
 
 
@@ -158,8 +167,3 @@ def _faults(outcome: DryRunOutcome) -> list[str]:
 
 def _shown(spec: TensorSpec) -> str:
     return f"{spec.name!r} {spec.dtype}{list(spec.shape)}"
-
-
-def _refuse_if(problems: Sequence[str]) -> None:
-    if problems:
-        raise IncompatibleWeightsError(f"{len(problems)} tensors do not fit this engine: {listed(problems)}", problems)

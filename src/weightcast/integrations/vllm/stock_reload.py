@@ -25,13 +25,13 @@ from weightcast import registry
 from weightcast.checkpoint.live import CASTABLE
 from weightcast.control.client import HttpRoutes
 from weightcast.errors import (
-    ClosedError,
     ControlError,
     EngineTornError,
     IncompleteUpdateError,
     InstallError,
     StaleVersionError,
     UnsupportedError,
+    VersionNotFoundError,
 )
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import InitInfo, Offer, PauseMode, Seal, UpdateInfo, WeightInfo
@@ -41,7 +41,7 @@ from weightcast.integrations.vllm.http import RESUME, VllmConfig, VllmRoutes, We
 from weightcast.integrations.vllm.plugin import OPTION
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import EngineClient, ServesTraffic
-from weightcast.serving.load_plan import compare_specs, require_fit
+from weightcast.serving.load_plan import require_fit
 from weightcast.sources.tensors import TensorSource
 from weightcast.store.address import StoreAddress
 from weightcast.trainer.export import export
@@ -172,7 +172,7 @@ class ReloadServer(EngineClient, ServesTraffic):
         model, load = self._config.model_config, self._config.load_config
         held = reference(model.model, revision=model.revision, cache_dir=load.download_dir)
         if held is not None:
-            require_fit(compare_specs(self._manifest.tensors, held, can_cast=self._can_cast))
+            require_fit(self._manifest.tensors, held, can_cast=self._can_cast)
 
     def _can_cast(self, offered: str, saved: str) -> bool:
         """vLLM casts at its start, if it was given a dtype; what has that dtype already it takes as it is."""
@@ -241,7 +241,7 @@ def _hold(url: str, version: WeightVersion) -> Path:
                 del _num_users[other]
             try:
                 source = registry.stored_source(url, version=version)
-            except ClosedError as exc:
+            except VersionNotFoundError as exc:
                 raise StaleVersionError(f"{exc}: another publisher writes it; give each a store of its own") from exc
             with on_failure(lambda: shutil.rmtree(folder, ignore_errors=True)):
                 export(TensorSource(), _empty(path))

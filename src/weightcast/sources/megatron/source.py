@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightcast.checkpoint.live import CASTABLE, TensorChangeDetector, require_here
+from weightcast.checkpoint.live import TensorChangeDetector, cast_target, require_here
 from weightcast.errors import listed
-from weightcast.format.bucket import DTYPE_NAMES, narrow
+from weightcast.format.bucket import narrow
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held, Regions
@@ -61,15 +61,13 @@ class MegatronSource:
         config = read_config(hf_config)
         self._chunks, self._models = chunks, [_inner(chunk) for chunk in chunks]
         megatron = self._models[0].config
-        published = megatron.params_dtype if dtype is None else dtype
-        if DTYPE_NAMES.get(published) not in CASTABLE:
-            raise ValueError(f"dtype is {published}; weights can be published in {', '.join(sorted(CASTABLE))}")
+        target = cast_target(megatron.params_dtype if dtype is None else dtype)
         self._mtp = mtp
         self._mapping = TensorMapping(
             _family(family, config["model_type"]),
             config,
             parallel or _parallel_state(),
-            dtype=DTYPE_NAMES[published],
+            dtype=target,
             num_mtp_layers=(getattr(megatron, "mtp_num_layers", None) or 0) if mtp else 0,
         )
         _require_same(megatron, self._mapping)

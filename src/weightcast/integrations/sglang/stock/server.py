@@ -21,13 +21,11 @@ from typing import Protocol
 import msgspec
 
 from weightcast.errors import (
-    IncompatibleWeightsError,
     IncompleteUpdateError,
     InstallError,
     UnsupportedError,
     WeightcastError,
     detached,
-    listed,
 )
 from weightcast.format.manifest import Manifest, TensorSpec
 from weightcast.format.messages import InitInfo, Offer, UpdateInfo, WeightInfo
@@ -35,7 +33,7 @@ from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.sglang.stock.routes import Checksums, ModelInfo, ServerInfo, SglangPause, SglangRoutes
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import ClientSender, EngineClient, Fingerprint, SenderContext, ServesTraffic
-from weightcast.serving.load_plan import compare_specs
+from weightcast.serving.load_plan import require_fit
 
 INCOMPLETE = "incomplete, was "
 MAX_PARALLEL = 64
@@ -61,10 +59,7 @@ class CheckpointAcceptance:
         if self.held is None:
             self.held = offered
             return
-        problems = compare_specs(offered, self.held, can_cast=lambda offered, held: offered == self._dtype)
-        if problems:
-            shown = listed(problems)
-            raise IncompatibleWeightsError(f"{len(problems)} tensors do not fit this SGLang server: {shown}", problems)
+        require_fit(offered, self.held, can_cast=lambda offered, held: offered == self._dtype)
 
 
 class ServerSender(ClientSender, Protocol):

@@ -1,0 +1,95 @@
+"""What a caller may pass to a publisher; anything else is a TypeError or ValueError that says what to pass instead."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+
+def whole_number(name: str, value: Any) -> int:
+    """`value` as an int; also one of numpy's integers or a tensor of one integer. Raises TypeError for others."""
+    kind = str(getattr(value, "dtype", type(value).__name__))
+    if "bool" not in kind and not getattr(value, "is_meta", False):
+        try:
+            return int(operator.index(value))
+        except TypeError:
+            pass
+    raise TypeError(f"{name} is {_shown(value)}; it must be a whole number")
+
+
+def require_source(source: object) -> None:
+    """Raises TypeError unless it is a source of weights."""
+    if _has(source, "specs", "regions"):
+        return
+    remedy = "pass an object with specs() and regions(), such as ModuleSource(model)"
+    if isinstance(source, type):
+        remedy = f"pass an instance, {source.__name__}(...)"
+    elif isinstance(source, nn.Module):
+        remedy = "pass ModuleSource(model)"
+    elif isinstance(source, Mapping):
+        remedy = "pass ModuleSource(model), or TensorSource(state_dict) for tensors by name"
+    elif isinstance(source, (str, os.PathLike)):
+        remedy = "pass SafetensorsSource(directory) for a checkpoint, or StoreSource('file:///directory') for a store"
+    raise TypeError(f"source is {_shown(source)}, not a source of weights: {remedy}")
+
+
+def require_engines(engines: object) -> None:
+    """Raises TypeError unless it is a list of engines, whatever they are."""
+    if isinstance(engines, (str, Mapping, nn.Module)) or not isinstance(engines, Iterable):
+        example = f"engines=[{engines!r}]" if isinstance(engines, str) else "engines=['http://127.0.0.1:8000']"
+        raise TypeError(f"engines is {_shown(engines)}; it must be a list of URLs or engine clients: {example}")
+
+
+def require_client(engine: object) -> None:
+    """Raises TypeError unless it is a client of an engine."""
+    if _has(engine, "name", "connect", "info", "init", "update", "finish", "close"):
+        return
+    remedy = "pass its URL, such as 'http://127.0.0.1:8000', or a client, such as LocalEngine(engine)"
+    if isinstance(engine, type):
+        remedy = f"pass an instance, {engine.__name__}(...)"
+    elif isinstance(engine, int):
+        remedy = f"pass the engine's URL, such as 'http://127.0.0.1:{engine}'"
+    elif isinstance(engine, nn.Module):
+        remedy = "pass the URL of the server that serves it, or LocalEngine(ModuleEngine(model)) for this process"
+    elif _has(engine, "specs", "load", "commit", "discard"):
+        remedy = "pass LocalEngine(engine) for this process, or the URL of the server that serves it"
+    elif isinstance(getattr(type(engine), "url", None), property):
+        remedy = "pass its `url`"
+    elif hasattr(engine, "collective_rpc"):
+        remedy = "pass a client for it, such as LLMEngine(llm) of weightcast.integrations.vllm"
+    raise TypeError(f"{_shown(engine)} is not the URL or the client of an engine: {remedy}")
+
+
+def require_trainer_group(group: object) -> None:
+    """Raises TypeError or ValueError unless it is "auto", None or a group of torch.distributed."""
+    if group is None or (isinstance(group, str) and group == "auto"):
+        return
+    if dist.is_available():
+        # What `new_group` returns on a rank outside of it is refused when the ranks are looked at.
+        is_outside = isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
+        if is_outside or isinstance(group, dist.ProcessGroup):
+            return
+    remedy = "it must be 'auto', None, or a process group of torch.distributed"
+    if hasattr(group, "get_group"):
+        remedy += ": pass mesh.get_group()"
+    raise (ValueError if isinstance(group, str) else TypeError)(f"trainer_group is {_shown(group)}; {remedy}")
+
+
+def _has(value: object, *names: str) -> bool:
+    """Whether it is an object, no class, with these attributes, which a wrapper may pass on to what it wraps."""
+    return not isinstance(value, type) and all(hasattr(value, name) for name in names)
+
+
+def _shown(value: object) -> str:
+    """A short value with its type, only the type of any other."""
+    if value is None:
+        return "None"
+    name = value.__name__ if isinstance(value, type) else type(value).__name__
+    kind = f"the class {name}" if isinstance(value, type) else f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+    is_short = isinstance(value, (str, int, float, os.PathLike)) or getattr(value, "shape", None) == ()
+    return f"{repr(value)[:80]} ({kind})" if is_short else kind
