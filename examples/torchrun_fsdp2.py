@@ -6,7 +6,8 @@
 The second form starts an engine of its own (`weightcast serve`), to try it at once; it needs no GPU. `--stay` keeps it,
 so that you can ask it something (`weightcast inspect URL`, `weightcast verify DIR --engine URL`). On several hosts
 start torchrun as usual (`--nnodes 2 --rdzv-backend c10d --rdzv-endpoint trainer-0:29500`): weights leave from rank 0's
-host, whose address torchrun knows, and from a port that the system chooses. Needs `pip install "weightcast[serve]"`.
+host, whose address torchrun knows, and from a port that the system chooses. Needs
+`pip install "PATH_TO_WEIGHTCAST[serve]"`.
 """
 
 from __future__ import annotations
