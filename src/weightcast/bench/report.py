@@ -105,9 +105,9 @@ def plot(result: BenchResult, path: Path) -> None:
     check_plot(path)
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure = Figure(figsize=(7.2, 7.4), layout="constrained")
     figure.suptitle(f"{_title(result)}: {count(result.num_tensors, 'tensor')}, {size(result.num_bytes)}", color=_INK)
-    comparison, stages = figure.subplots(1, 2)
+    comparison, stages = figure.subplots(2, 1, height_ratios=(2, 3))
     measured = {
         "one memcpy": result.memcpy_seconds,
         "raw broadcast": result.raw_seconds,
@@ -118,7 +118,7 @@ def plot(result: BenchResult, path: Path) -> None:
     bars = {name: seconds * 1e3 for name, seconds in measured.items() if seconds is not None}
     colors = [_BAR_COLORS.get(name, _SLOW_COLOR) for name in bars]
     drawn = comparison.barh(list(bars), list(bars.values()), color=colors, height=0.6)
-    comparison.bar_label(drawn, fmt="%.1f ms", padding=4, color=_INK)
+    comparison.bar_label(drawn, fmt="{:,.1f} ms", padding=4, color=_INK)
     comparison.invert_yaxis()
     comparison.margins(x=0.2)
     comparison.set_xlabel("milliseconds, median")

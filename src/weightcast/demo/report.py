@@ -206,9 +206,8 @@ def _limit(axes: Axes, steps: Sequence[int], heights: NDArray[numpy.float64]) ->
     axes.set_ylim(0, ordinary)
     for step, height in zip(steps, heights, strict=True):
         if height > ordinary:
-            edge = {"xy": (step, 1), "xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
             box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "grey"}
-            axes.annotate(f"{height:,.0f}", xytext=(0, -3), ha="center", va="top", fontsize="small", bbox=box, **edge)
+            axes.text(step, 0.99 * ordinary, f"{height:,.0f}", ha="center", va="top", fontsize="small", bbox=box)
 
 
 def _table(titles: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
