@@ -34,7 +34,7 @@ COMMENT = re.compile(r"\s{2,}#\s.*")
 _INDEX = "needs a package index"
 _BENCH = "a benchmark of minutes and gigabytes: tests/bench runs the same command with small shapes"
 NOT_RUN = {
-    "python -m venv .venv": _INDEX,
+    "python3 -m venv .venv": _INDEX,
     "source .venv/bin/activate": _INDEX,
     "pip install '.[serve]'": _INDEX,
     "pip install PATH_TO_WEIGHTCAST": _INDEX,
