@@ -28,7 +28,7 @@ def test_a_good_run_has_no_failures() -> None:
     assert found.typical(lambda step: step.report.seconds.pause) == 0.006
     reward, publishes = found.summary()
     assert reward == "reward: 0.300 at the start, 0.900 at the end"
-    assert publishes.startswith("5 versions published to 2 engines while they generated; 12 of 32 rollouts went on")
+    assert publishes.startswith("5 versions published to 2 engines during generation; 12 of 32 rollouts went on")
     assert "median publish 30 ms, pause 6 ms" in publishes
 
 

@@ -80,7 +80,7 @@ def _view(report: PublishReport) -> Iterator[str | Table]:
     else:
         yield (
             f"version {report.version}: {count(report.num_tensors, 'tensor')}, {size(report.num_bytes)} in "
-            f"{count(report.num_buckets, 'bucket')}, {seconds.total:.2f} s, {report.gb_per_second:.2f} GB/s"
+            f"{count(report.num_buckets, 'bucket')}, {seconds.total:.2f} s, {size(round(1e9 * report.gb_per_second))}/s"
         )
         yield (
             f"offer {seconds.offer:.2f} s, pack {seconds.pack:.2f} s, send {seconds.send:.2f} s, "

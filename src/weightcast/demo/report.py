@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from weightcast import __version__
 from weightcast.demo import table
 from weightcast.demo.messages import Checked, DemoSettings, Evaluated, Event, RunEnded, Saved, Stepped
+from weightcast.format.amounts import count
 from weightcast.store.files import replace_file
 
 _STYLE = """
@@ -96,11 +97,16 @@ class Result(msgspec.Struct, kw_only=True):
         if self.start and self.end:
             found.append(f"reward: {self.start.reward:.3f} at the start, {self.end.reward:.3f} at the end")
         if self.updates:
+            num_spanning, num_rollouts = (
+                sum(s.num_spanning for s in self.steps),
+                sum(s.num_rollouts for s in self.steps),
+            )
+            publish_ms = 1e3 * self.typical(lambda s: s.report.seconds.total)
+            pause_ms = 1e3 * self.typical(lambda s: s.report.seconds.pause)
             found.append(
-                f"{len(self.steps)} versions published to {self.num_engines} engines while they generated; "
-                f"{sum(s.num_spanning for s in self.steps)} of {sum(s.num_rollouts for s in self.steps)} rollouts went "
-                f"on across an update; median publish {self.typical(lambda s: s.report.seconds.total) * 1e3:.0f} ms, "
-                f"pause {self.typical(lambda s: s.report.seconds.pause) * 1e3:.0f} ms; {self.wall_seconds:.0f} s in all"
+                f"{count(len(self.steps), 'version')} published to {count(self.num_engines, 'engine')} during "
+                f"generation; {num_spanning} of {count(num_rollouts, 'rollout')} went on across an update; "
+                f"median publish {publish_ms:.0f} ms, pause {pause_ms:.0f} ms; {self.wall_seconds:.0f} s in all"
             )
         return found
 
@@ -142,8 +148,8 @@ def render(result: Result) -> str:
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>weightcast demo</title><style>{_STYLE}</style></head><body>
 <h1>weightcast demo</h1>
-<p>A trainer taught a small Qwen3 to sort digits with GRPO and published every step to {result.num_engines} inference
-servers over <code>{settings.transport}://</code>, while these generated its rollouts.</p>
+<p>A trainer taught a small Qwen3 to sort digits with GRPO and published every step to
+{count(result.num_engines, "inference server")} over <code>{settings.transport}://</code>, during the rollouts.</p>
 {"".join(verdict) or '<p class="good">passed: every engine serves exactly the last version</p>'}
 {"".join(f"<p>{escape(sentence)}</p>" for sentence in result.summary())}
 {"".join(svg.getvalue().partition("<svg")[1:])}
