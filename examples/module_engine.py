@@ -1,7 +1,7 @@
 """A model of your own, in a process of its own, that takes new weights while it works.
 
 Run it: `python examples/module_engine.py`. It starts the engine as a child process, trains a copy of the model here and
-publishes it after every step; the engine goes on computing meanwhile. Needs `pip install "weightcast[serve]"`.
+publishes it after every step; the engine goes on computing meanwhile. Needs `pip install "PATH_TO_WEIGHTCAST[serve]"`.
 """
 
 from __future__ import annotations

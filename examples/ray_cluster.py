@@ -5,8 +5,8 @@
 
 The trainers shard a model with FSDP2 and publish it after every step. With `--kill-engine-at` an engine actor is
 killed before that step: the others get their versions as before, Ray restarts the lost one, maybe on another node and
-on another port, and the next publish brings it up to date. Needs `pip install "weightcast[serve,ray]"`; weightcast
-itself knows nothing of Ray.
+on another port, and the next publish brings it up to date. Needs `pip install "PATH_TO_WEIGHTCAST[serve,ray]"`;
+weightcast itself knows nothing of Ray.
 """
 
 from __future__ import annotations

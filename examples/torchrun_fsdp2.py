@@ -1,12 +1,13 @@
 """A trainer sharded with FSDP2 that publishes its weights after every step; the script that torchrun starts.
 
-    torchrun --nproc-per-node 2 examples/torchrun_fsdp2.py --engine http://engine-0:8000 --engine http://engine-1:8000
+    torchrun --nproc-per-node 2 examples/torchrun_fsdp2.py --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001
     torchrun --nproc-per-node 2 examples/torchrun_fsdp2.py
 
 The second form starts an engine of its own (`weightcast serve`), to try it at once; it needs no GPU. `--stay` keeps it,
 so that you can ask it something (`weightcast inspect URL`, `weightcast verify DIR --engine URL`). On several hosts
 start torchrun as usual (`--nnodes 2 --rdzv-backend c10d --rdzv-endpoint trainer-0:29500`): weights leave from rank 0's
-host, whose address torchrun knows, and from a port that the system chooses. Needs `pip install "weightcast[serve]"`.
+host, whose address torchrun knows, and from a port that the system chooses. Needs
+`pip install "PATH_TO_WEIGHTCAST[serve]"`.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ def train(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, device: str
 
 
 def save(model: Qwen3ForCausalLM, directory: Path) -> None:
-    """What `weightcast verify DIRECTORY --engine URL` compares an engine with. A collective."""
+    """A model directory: `weightcast serve` takes it, `weightcast verify` compares an engine with it. A collective."""
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
+        CONFIG.save_pretrained(directory)
         weights.pop("lm_head.weight", None)  # tied to the embedding
         save_file(weights, directory / "model.safetensors")
 
@@ -97,6 +98,7 @@ def engine_of_our_own() -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", action="append", default=[], metavar="URL", help="may be given several times")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="the token that the engines were started with")
     parser.add_argument("--transport", choices=("gloo", "nccl"), default="gloo", help="nccl: one GPU for each rank")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="write the last weights there")
@@ -123,6 +125,7 @@ def main() -> None:
                 weightcast.ModuleSource(model),
                 transport=f"{args.transport}://{os.environ['MASTER_ADDR']}:0",
                 engines=engines,
+                token=None if args.token_file is None else args.token_file.read_text().strip(),
             )
         )
         for _ in range(args.steps):

@@ -13,7 +13,7 @@ _install() {
         _say "making .venv-megatron with $("$base" --version)"
         "$base" -m venv --clear .venv-megatron
     fi
-    _say "installing torch into .venv-megatron (the longest step: a download of some 200 MB for the CPU build)"
+    _say "installing torch into .venv-megatron (the longest step: a download of 200 MB where the index has its CPU build, of several GB elsewhere)"
     _pip install -c constraints-megatron.txt "$(grep '^torch==' constraints-megatron.txt)"
     _say "installing Megatron-core, mbridge and weightcast"
     _pip install -c constraints-megatron.txt megatron-core mbridge einops pytest-timeout -e '.[serve,testing]'

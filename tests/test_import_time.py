@@ -60,3 +60,16 @@ import torch.distributed
 print(torch.distributed.is_available() and torch.distributed.is_initialized(), threading.active_count())
 """
     assert run(code).split() == ["False", "1"]
+
+
+def test_a_missing_extra_is_named() -> None:
+    code = """
+import sys
+sys.modules["starlette"] = None
+import weightcast
+try:
+    weightcast.EngineServer
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    assert run(code).endswith("it comes with weightcast's extra `serve`: pip install 'PATH_TO_WEIGHTCAST[serve]'\n")

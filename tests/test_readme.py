@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import weightcast
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -66,6 +69,17 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 def test_every_script_that_is_named_exists(page: Path) -> None:
     for script in re.findall(r"(?:\./)?\b(scripts/[a-z-]+)", page.read_text()):
         assert (ROOT / script).is_file(), script
+
+
+def test_the_api_page_has_every_public_name_with_its_contract_and_an_example() -> None:
+    page = ROOT / "docs" / "api.md"
+    examples = set(re.findall(r"\w+", "\n".join(blocks(page, "python"))))
+    shown = set(re.findall(r"^::: weightcast\.(\w+)$", page.read_text(), re.MULTILINE))
+    for name in set(weightcast.__all__) - {"errors", "__version__"}:
+        public = getattr(weightcast, name)
+        assert inspect.getdoc(public), name
+        assert name in shown or public.__module__ == "weightcast.errors", f"{name} has no entry"
+        assert name in examples, f"{name} has no example"
 
 
 def messages() -> list[str]:

@@ -88,7 +88,13 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'weightcast' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(home), name)
+    try:
+        module = importlib.import_module(home)
+    except ModuleNotFoundError as exc:
+        from weightcast.errors import with_extra
+
+        raise with_extra(exc) from exc
+    value = globals()[name] = getattr(module, name)
     return value
 
 

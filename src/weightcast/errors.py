@@ -37,6 +37,14 @@ MAX_LISTED_PROBLEMS = 1000
 MAX_TEXT_CHARACTERS = 1 << 16
 """Of a record's message, and of all its problems together: either takes at most 6 bytes each in JSON."""
 
+_EXTRAS = {
+    **dict.fromkeys(("starlette", "uvicorn", "prometheus_client", "transformers"), "serve"),
+    "matplotlib": "demo",
+    "torchrl": "torchrl",
+    "tensordict": "torchrl",
+}
+"""Packages that the core does not need -> the extra that brings them."""
+
 
 class WeightcastError(Exception):
     """Base class: anything that went wrong outside the caller's own code."""
@@ -189,6 +197,15 @@ def listed(items: Sequence[str], *, most: int = 8, separator: str = "; ") -> str
     """The first items as a text, which says how many more there are."""
     more = [f"and {len(items) - most} more"] if len(items) > most else []
     return separator.join([*items[:most], *more])
+
+
+def with_extra(error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """The error, or one that also says which extra of weightcast brings the missing package."""
+    extra = _EXTRAS.get((error.name or "").partition(".")[0])
+    if extra is None:
+        return error
+    remedy = f"it comes with weightcast's extra `{extra}`: pip install 'PATH_TO_WEIGHTCAST[{extra}]'"
+    return ModuleNotFoundError(f"{error}; {remedy}", name=error.name)
 
 
 def _tree(cls: type[WeightcastError]) -> dict[str, type[WeightcastError]]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import httpx
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from weightcast import cli
@@ -25,10 +28,13 @@ TOKEN = "s3cret-token"
 
 
 @contextlib.contextmanager
-def serving(model: Path, *options: str, end: signal.Signals | None = None) -> Iterator[str]:
+def serving(
+    model: Path, *options: str, end: signal.Signals | None = None, stderr: IO[str] | None = None
+) -> Iterator[str]:
     """The URL of a `weightcast serve` process, which ends cleanly with the context: by `end`, or with its stdin."""
     command = [sys.executable, "-m", "weightcast.cli", "serve", str(model), "--port", "0", "--exit-with-parent"]
-    with subprocess.Popen([*command, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr}
+    with subprocess.Popen([*command, *options], **pipes, text=True) as process:  # type: ignore[call-overload]
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -126,13 +132,17 @@ def test_what_was_wrong_is_below_the_table_and_unwrapped(
     assert cli.main(["publish", str(checkpoints["wide"]), "--engine", url]) == exits.NEGATIVE
     out = capsys.readouterr().out
     assert "was not installed anywhere" in out
-    assert "GB/s" not in out
+    assert "/s" not in out
     lines = [line for line in out.splitlines() if line.startswith("  ")]
     assert len(lines) >= 20, out
     assert any("model.layers.1.post_attention_layernorm.weight" in line for line in lines)
     assert cli.main(["verify", str(checkpoints["wide"]), "--engine", url]) == exits.NEGATIVE
-    names = capsys.readouterr().out.splitlines()
-    assert f"{url}: differs: model.layers.1.post_attention_layernorm.weight" in names
+    out = capsys.readouterr().out
+    assert "does not hold this checkpoint: 20 differences in 24 tensors, 62.0 kB" in out
+    name = "model.layers.1.post_attention_layernorm.weight"
+    [line] = [line for line in out.splitlines() if name in line]
+    assert line.startswith(f"  {name} differs: checkpoint bfloat16[48] "), "whole, and listed once"
+    assert ", engine bfloat16[32] " in line
 
 
 def test_publish_casts_to_the_dtype_of_the_engine(url: str, checkpoints: dict[str, Path], call: Call) -> None:
@@ -161,6 +171,15 @@ def test_inspect_an_engine_and_a_checkpoint(url: str, checkpoints: dict[str, Pat
     shapes = [{t["name"]: t["shape"] for t in found["tensors"]} for found in (engine, directory)]  # type: ignore[union-attr, index]
     assert shapes[0] == shapes[1]
     assert (engine["num_tensors"], engine["num_bytes"]) == (directory["num_tensors"], directory["num_bytes"])
+
+
+def test_whole_names_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "model." + ".".join(["a_long_name"] * 40)
+    save_file({name: torch.zeros(1)}, str(tmp_path / "model.safetensors"))
+    assert cli.main(["inspect", str(tmp_path)]) == exits.OK
+    out = capsys.readouterr().out
+    assert name in out
+    assert out.endswith("1 tensor, 4 bytes\n")
 
 
 def test_inspect_with_a_filter(checkpoints: dict[str, Path], call: Call) -> None:
@@ -209,6 +228,31 @@ def test_the_engine_answers_completions(url: str) -> None:
     )
     assert answer.status_code == 200
     assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "old"
+
+
+def test_an_export_with_configuration_can_be_served(checkpoints: dict[str, Path], call: Call, tmp_path: Path) -> None:
+    """And each install is one line of the server's log."""
+    store, exported, log = f"file://{tmp_path}/store", tmp_path / "exported", tmp_path / "log"
+    assert call("publish", checkpoints["new"], "--transport", store)[0] == exits.OK
+    status, found = call("export", store, exported, "--config-from", checkpoints["old"])
+    assert status == exits.OK
+    assert {"config.json", "model.safetensors"} <= set(found["files"])  # type: ignore[call-overload]
+    with log.open("w") as stderr, serving(exported, stderr=stderr, end=signal.SIGTERM) as url:
+        assert call("verify", checkpoints["new"], "--engine", url)[0] == exits.OK
+        assert call("publish", checkpoints["old"], "--engine", url, "--version", "7")[0] == exits.OK
+    [line] = [line for line in log.read_text().splitlines() if "installed" in line]
+    assert re.search(r" INFO weightcast\..*: installed version 7 of run \w{8} in \d\.\d{3} s: 24 tensors, ", line)
+
+
+def test_an_export_needs_a_model_directory_for_its_configuration(
+    checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, exported = f"file://{tmp_path}/store", tmp_path / "exported"
+    assert cli.main(["publish", str(checkpoints["new"]), "--transport", store]) == exits.OK
+    assert "24 tensors" in capsys.readouterr().out
+    assert cli.main(["export", store, str(exported), "--config-from", str(tmp_path)]) == exits.USAGE
+    assert f"{tmp_path} has no config.json" in capsys.readouterr().err
+    assert not exported.exists()
 
 
 def test_ctrl_c_at_once_is_a_clean_end(checkpoints: dict[str, Path]) -> None:

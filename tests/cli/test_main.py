@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -164,6 +166,22 @@ def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert capsys.readouterr() == ("", "weightcast: interrupted\n")
 
 
+def test_on_a_terminal_it_says_that_it_imports(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "weightcast.cli", "publish", str(tmp_path / "none"), "--engine", NOBODY]
+    environment = {**os.environ, "TERM": "xterm"}
+    with open(ours, "rb", buffering=0) as terminal:
+        done = subprocess.run(command, stderr=theirs, env=environment, timeout=100, check=False)
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # what Linux raises at the end of a terminal
+            while part := terminal.read(4096):
+                shown += part
+    assert done.returncode == exits.USAGE
+    assert b"importing torch" in shown
+    assert shown.index(b"importing torch") < shown.index(b"weightcast: FileNotFoundError")
+
+
 def test_running_the_package() -> None:
     done = run("--version")
     assert done.returncode == 0
@@ -194,8 +212,10 @@ def test_an_error_is_one_line_and_its_problems_are_in_the_object() -> None:
 
 
 def test_a_missing_extra_names_the_pip_line() -> None:
-    error = ModuleNotFoundError("No module named 'rich'", name="rich")
-    assert exits.describe(error).endswith("No module named 'rich': pip install 'weightcast[cli]'")
+    error = ModuleNotFoundError("No module named 'uvicorn'", name="uvicorn")
+    assert exits.describe(error).endswith(
+        "No module named 'uvicorn'; it comes with weightcast's extra `serve`: pip install 'PATH_TO_WEIGHTCAST[serve]'"
+    )
 
 
 @pytest.mark.parametrize("content", ["", "\n", "two words", "two\nlines", "t\u00f6ken"])

@@ -28,7 +28,7 @@ def test_a_good_run_has_no_failures() -> None:
     assert found.typical(lambda step: step.report.seconds.pause) == 0.006
     reward, publishes = found.summary()
     assert reward == "reward: 0.300 at the start, 0.900 at the end"
-    assert publishes.startswith("5 versions published to 2 engines while they generated; 12 of 32 rollouts went on")
+    assert publishes.startswith("5 versions published to 2 engines during generation; 12 of 32 rollouts went on")
     assert "median publish 30 ms, pause 6 ms" in publishes
 
 
@@ -121,3 +121,13 @@ def test_stages_that_overlap_leave_no_rest() -> None:
     step.report.seconds.total = 0.001
     _, stages, _ = report.draw(runs.result(step)).axes
     assert [bar.get_height() for bar in stages.containers[-1]] == [0]
+
+
+def test_one_slow_publish_does_not_flatten_the_others() -> None:
+    slow = runs.step(17)
+    slow.report.seconds.send = 3.0
+    result = runs.result(*(runs.step(number) for number in range(1, 17)), slow)
+    _, stages, pause = report.draw(result).axes
+    assert 0.03 * 1e3 < stages.get_ylim()[1] < 60
+    assert [text.get_text() for text in stages.texts] == ["3,017"], "the height of what is cut stands there"
+    assert not pause.texts

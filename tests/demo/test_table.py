@@ -28,7 +28,7 @@ def test_plain_lines_without_a_terminal() -> None:
     rows = [line.split() for line in lines[header + 1 :] if line[:1] == " "]
     assert [row[0] for row in rows] == ["0", "1", "2", "3", "4"]
     assert rows[4][1:5] == ["0.400", "v4", "v4", "2.50"]
-    assert rows[4][5:] == ["1.0", "3.0", "4.0", "5.0", "6.0", "30.0", "0.08"]
+    assert rows[4][5:] == ["1.0", "2.0", "3.0", "4.0", "5.0", "6.0", "30.0"], "gather to pause, and the total"
     assert sum(line.startswith("warm start") for line in lines) == 4
     assert sum("equals the trainer's model" in line for line in lines) == 2
 
@@ -37,7 +37,7 @@ def test_a_live_table_on_a_terminal() -> None:
     text = show(Console(file=io.StringIO(), force_terminal=True, width=80, height=40, _environ={"TERM": "xterm"}))
     assert "\x1b" in text
     last = text[text.rindex("gather") - 40 :]
-    for word in ("GB/s", "gather", "pause", "v4", "reward at the end", "equals the trainer's model"):
+    for word in ("gather", "offer", "pause", "total", "v4", "reward at the end", "equals the trainer's model"):
         assert word in last
     assert "…" not in last, "nothing is cut off"
     assert "warm start" not in last

@@ -56,3 +56,10 @@ def test_the_teacher_is_right_less_than_half_of_the_time_and_always_well_formed(
     assert all(len(a) == p.num_answer_tokens and a[-1] == task.END_ID for p, a in zip(puzzles, answers, strict=True))
     num_right = sum(reward(p, a) == 1 for p, a in zip(puzzles, answers, strict=True))
     assert 0.35 < num_right / len(puzzles) < 0.48
+
+
+def test_the_task_in_one_line() -> None:
+    line = task.describe(4)
+    assert "sort 4 digits" in line
+    assert "'sort 4 8 3 1 =' -> '1 3 4 8'" in line
+    assert "\n" not in line

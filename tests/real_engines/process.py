@@ -123,6 +123,11 @@ class ServerProcess(abc.ABC):
         except httpx.HTTPError:
             return False
 
+    def log_lines(self, words: str) -> list[str]:
+        """The lines of its log that have these words."""
+        text = Path(self._log.name).read_text(errors="replace")
+        return [line for line in text.splitlines() if words in line]
+
     def close(self) -> None:
         """End it as an operator would; what is left of its processes after that is killed. Idempotent."""
         if self._process is not None:

@@ -44,6 +44,16 @@ def test_alternating_publishes_serve_what_was_published(server: Server, transpor
             assert_serves(server, seed)
 
 
+@on(TWO)
+def test_an_install_is_one_line_of_the_servers_log(server: Server) -> None:
+    """Whatever the number of ranks."""
+    with trainer(server.setup, server.url) as it:
+        it.publish(1)
+        report = it.publish(0)
+    lines = server.log_lines(f"installed version {report.version} of run {report.run[:8]} in ")
+    assert len(lines) == 1, lines
+
+
 @on(FAMILIES[0], full=FAMILIES[1:])
 def test_families(server: Server) -> None:
     with trainer(server.setup, server.url) as it:

@@ -165,6 +165,17 @@ except ValueError:
 """
 
 
+@on(STOCK, full=[STOCK_TWO])
+def test_an_install_is_one_line_of_the_servers_log(server: Server) -> None:
+    """Whatever the number of workers."""
+    with trainer(server.setup, server.url) as it:
+        it.publish(1)
+        report = it.publish(0)
+    lines = server.log_lines(f"installed version {report.version} of run {report.run[:8]} in ")
+    assert len(lines) == 1, lines
+    assert " INFO " in lines[0]
+
+
 def test_register_may_run_more_than_once() -> None:
     command = [sys.executable, "-c", _REGISTERS_TWICE]
     done = subprocess.run(command, env=child_environment(STOCK), capture_output=True, text=True, timeout=120)

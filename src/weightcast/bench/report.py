@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from weightcast.bench.result import BenchResult
+from weightcast.format.amounts import count, size
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _MIB = 1 << 20
@@ -19,19 +20,20 @@ _STAGE_COLORS = {"gather": "#94a3b8", "offer": "#64748b", "pack": "#2563eb", "se
 _INSTALL_COLOR = "#f59e0b"
 
 
-def table(result: BenchResult) -> Table:
+def view(result: BenchResult) -> Iterator[str | Table]:
     """What was measured, one figure a row, with what it is measured against."""
-    grid = Table(title=_title(result), title_justify="left")
+    yield _title(result)
+    grid = Table()
     grid.add_column("figure")
     grid.add_column("value", justify="right")
     grid.add_column("against")
     for row in _rows(result):
         grid.add_row(*row)
-    return grid
+    yield grid
 
 
 def _title(result: BenchResult) -> str:
-    engines = f"{result.num_engines} engine{'s' if result.num_engines > 1 else ''}"
+    engines = count(result.num_engines, "engine")
     ranks = f"{result.trainer_ranks} trainer ranks, " if result.trainer_ranks > 1 else ""
     return f"{result.shapes} over {result.transport}, {result.install}, {ranks}{engines}"
 
@@ -40,7 +42,7 @@ def _rows(result: BenchResult) -> Iterator[tuple[str, str, str]]:
     extra, cpu = result.extra_bytes, result.cpu_seconds
     memcpy = f"{result.memcpy_gb_per_s:.1f} GB/s, one thread; {result.all_threads_copy_gb_per_s:.1f} by torch"
     publish = f"{result.memcpy_ratio:.2f} x one memcpy, {result.gb_per_second:.2f} GB/s"
-    yield "tensors", f"{result.num_tensors:,}", f"{result.num_bytes / 1e9:.3f} GB in {result.num_buckets} buckets"
+    yield "tensors", f"{result.num_tensors:,}", f"{size(result.num_bytes)} in {count(result.num_buckets, 'bucket')}"
     yield "one memcpy", _ms(result.memcpy_seconds), f"{memcpy} with {result.torch_threads}"
     yield "publish to installed", _ms(result.publish_seconds), publish
     if result.raw_seconds is not None:
@@ -90,7 +92,9 @@ def check_plot(path: Path) -> None:
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(f"{path.parent}, where the plot is to be, is not a directory")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ModuleNotFoundError("a plot needs matplotlib: pip install 'weightcast[bench]'")
+        raise ModuleNotFoundError(
+            "a plot needs matplotlib, of weightcast's extra `bench`: pip install 'PATH_TO_WEIGHTCAST[bench]'"
+        )
 
 
 def plot(result: BenchResult, path: Path) -> None:
@@ -101,9 +105,9 @@ def plot(result: BenchResult, path: Path) -> None:
     check_plot(path)
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    figure.suptitle(f"{_title(result)}: {result.num_tensors:,} tensors, {result.num_bytes / 1e9:.2f} GB", color=_INK)
-    comparison, stages = figure.subplots(1, 2)
+    figure = Figure(figsize=(7.2, 7.4), layout="constrained")
+    figure.suptitle(f"{_title(result)}: {count(result.num_tensors, 'tensor')}, {size(result.num_bytes)}", color=_INK)
+    comparison, stages = figure.subplots(2, 1, height_ratios=(2, 3))
     measured = {
         "one memcpy": result.memcpy_seconds,
         "raw broadcast": result.raw_seconds,
@@ -114,7 +118,7 @@ def plot(result: BenchResult, path: Path) -> None:
     bars = {name: seconds * 1e3 for name, seconds in measured.items() if seconds is not None}
     colors = [_BAR_COLORS.get(name, _SLOW_COLOR) for name in bars]
     drawn = comparison.barh(list(bars), list(bars.values()), color=colors, height=0.6)
-    comparison.bar_label(drawn, fmt="%.1f ms", padding=4, color=_INK)
+    comparison.bar_label(drawn, fmt="{:,.1f} ms", padding=4, color=_INK)
     comparison.invert_yaxis()
     comparison.margins(x=0.2)
     comparison.set_xlabel("milliseconds, median")

@@ -23,6 +23,7 @@ from weightcast.format.bucket import DTYPE_NAMES
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 256 << 20
+_CONFIGURATION = {".json", ".jinja", ".model", ".tiktoken", ".txt"}
 
 
 class UnfinishedDirectory:
@@ -56,6 +57,21 @@ def write_index(directory: Path, weight_map: Mapping[str, str], total_bytes: int
     """`weight_map`: for each tensor the name of its file."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def copy_configuration(model: Path, directory: Path) -> list[str]:
+    """Copy what a model's directory has beside its weights: configuration, tokenizer, chat template; return the names.
+
+    No code is copied, and nothing of subdirectories. Raises OSError.
+    """
+    names = sorted(
+        path.name
+        for path in model.iterdir()
+        if path.suffix in _CONFIGURATION and not path.name.endswith(".index.json") and path.is_file()
+    )
+    for name in names:
+        shutil.copyfile(model / name, directory / name)
+    return names
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:

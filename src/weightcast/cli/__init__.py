@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from weightcast import __version__
-from weightcast.cli import exits
+from weightcast.cli import exits, output
 
 COMMANDS = {
     "demo": "train a small model with RL and publish every step to two live engines",
@@ -81,7 +81,8 @@ def _run(argv: Sequence[str]) -> int:
         )
         subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
         if name == chosen:
-            command: Subcommand = importlib.import_module(f"weightcast.cli.{name}")
+            with output.stage(output.IMPORTING):
+                command: Subcommand = importlib.import_module(f"weightcast.cli.{name}")
             subparser.epilog = f"{command.EPILOG.strip()}\n\nexit status:\n{exits.TABLE}"
             command.add_arguments(subparser)
     args = parser.parse_args(argv)

@@ -52,9 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from weightcast.bench import report
-    from weightcast.bench.measure import measure
-    from weightcast.bench.result import BenchSettings
+    with output.stage(output.IMPORTING):
+        from weightcast.bench import report
+        from weightcast.bench.measure import measure
+        from weightcast.bench.result import BenchSettings
 
     options = vars(args) | {
         "num_runs": args.runs,
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(result.encode().decode() + "\n")
     else:
-        output.show(result, False, lambda: report.table(result))
+        output.show(result, False, lambda: report.view(result))
     if args.plot is not None:
         sys.stdout.flush()
         report.plot(result, args.plot)

@@ -11,14 +11,14 @@ from pathlib import Path
 from rich.console import Console
 
 from weightcast.cli import exits, values
-from weightcast.demo import report, supervisor, table
+from weightcast.demo import report, supervisor, table, task
 from weightcast.demo.messages import QUICK, TRANSPORTS, DemoSettings
 
 EPILOG = """
 examples:
   weightcast demo
+  weightcast demo --quick
   weightcast demo --trainer-ranks 2 --transport gloo
-  weightcast demo --help
 """
 
 DEFAULT_STEPS, QUICK_STEPS = 40, 3
@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=120, force_terminal=False)
+    console.print(task.describe(settings.num_digits), soft_wrap=True, markup=False, highlight=False)
     result = report.Result(settings=settings, machine=report.this_machine(), num_engines=args.engines)
     started = time.perf_counter()
     try:

@@ -6,7 +6,7 @@ import sys
 
 import msgspec
 
-from weightcast.errors import WeightcastError, to_record
+from weightcast.errors import WeightcastError, to_record, with_extra
 
 OK = 0
 NEGATIVE = 1
@@ -20,15 +20,6 @@ TABLE = """\
   130  interrupted by Ctrl-C"""
 
 _USAGE = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, ImportError)
-
-_EXTRAS = {
-    "starlette": "serve",
-    "uvicorn": "serve",
-    "prometheus_client": "serve",
-    "transformers": "serve",
-    "rich": "cli",
-    "matplotlib": "bench",
-}
 
 
 def status_of(exc: BaseException) -> int | None:
@@ -52,8 +43,9 @@ def describe(exc: BaseException, *, as_json: bool = False) -> str:
     """One line, or an object {"error": {"kind", "message", ...}} with every problem that the error lists."""
     if isinstance(exc, KeyboardInterrupt):
         return "interrupted"
-    extra = _EXTRAS.get(exc.name or "") if isinstance(exc, ModuleNotFoundError) else None
-    kind, message = type(exc).__name__, str(exc) if extra is None else f"{exc}: pip install 'weightcast[{extra}]'"
+    if isinstance(exc, ModuleNotFoundError):
+        exc = with_extra(exc)
+    kind, message = type(exc).__name__, str(exc)
     if as_json:
         record = to_record(exc) if isinstance(exc, WeightcastError) else {"kind": kind, "message": message}
         return msgspec.json.encode({"error": record}).decode()

@@ -6,16 +6,18 @@ import argparse
 from pathlib import Path
 
 import msgspec
-from rich.text import Text
 
 from weightcast.cli import exits, output, values
+from weightcast.format.amounts import count, size
 
 EPILOG = """
 examples:
   weightcast export file:///mnt/weights ./checkpoint-700
+  weightcast export file:///mnt/weights ./checkpoint-700 --config-from ./Qwen3-0.6B
   weightcast export file:///mnt/weights ./checkpoint-700 --max-shard-mb 2000
 
-The directory holds weights only; config and tokenizer are those of the model's own directory.
+A store has weights only. With --config-from the directory also gets a model's configuration and tokenizer, and is one
+that `weightcast serve` and other engines take; without, it is one that `weightcast publish` takes.
 """
 
 
@@ -33,23 +35,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, megabytes = parser.add_argument, values.integer(1)
     add("store", type=values.store, metavar="STORE", help="a store, file:///dir")
     add("directory", type=Path, metavar="OUT", help="the directory to make; it must not be there")
+    config_help = "copy the configuration and the tokenizer of this model's directory, as they are"
+    add("--config-from", type=Path, metavar="MODEL_DIR", help=config_help)
     add("--max-shard-mb", type=megabytes, default=5000, metavar="M", help="of a file (default: %(default)s)")
     output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from weightcast.sources.store import StoreSource
-    from weightcast.trainer.export import export
+    with output.stage(output.IMPORTING):
+        from weightcast.sources.store import StoreSource
+        from weightcast.trainer.export import export
 
     with output.stage(f"reading {args.store}") as say:
         source = StoreSource(args.store)
         say(f"writing {args.directory}")
-        files = export(source, args.directory, max_shard_bytes=args.max_shard_mb * 1_000_000)
+        max_shard_bytes = args.max_shard_mb * 1_000_000
+        files = export(source, args.directory, max_shard_bytes=max_shard_bytes, config_from=args.config_from)
     num_bytes = sum(spec.num_bytes for spec in source.specs())
     exported = Exported(source.version.number, source.version.run, len(source.specs()), num_bytes, files)
     line = (
         f"version {exported.version} of run {exported.run[:8]} is in {args.directory}: "
-        f"{exported.num_tensors:,} tensors, {num_bytes / 1e9:.3f} GB, {len(files)} files"
+        f"{count(exported.num_tensors, 'tensor')}, {size(num_bytes)}, {count(len(files), 'file')}"
     )
-    output.show(exported, args.json, lambda: Text(line))
+    output.show(exported, args.json, lambda: [line])
     return exits.OK

@@ -12,6 +12,7 @@ import msgspec
 
 from weightcast.cli import exits, output, values
 from weightcast.errors import WeightcastError
+from weightcast.format.amounts import size
 
 EPILOG = """
 examples:
@@ -36,9 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from weightcast.serving.follower import Follower
-    from weightcast.trainer.options import PublishOptions
-    from weightcast.trainer.relay import Relay
+    with output.stage(output.IMPORTING):
+        from weightcast.serving.follower import Follower
+        from weightcast.trainer.options import PublishOptions
+        from weightcast.trainer.relay import Relay
 
     stop, pause_seconds = threading.Event(), _FIRST_PAUSE_SECONDS
     with contextlib.ExitStack() as stack:
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             if followed is not None:
                 pause_seconds = _FIRST_PAUSE_SECONDS
                 text = (
-                    f"version {followed.version} of run {followed.run[:8]}: {followed.num_bytes / 1e9:.3f} GB in "
+                    f"version {followed.version} of run {followed.run[:8]}: {size(followed.num_bytes)} in "
                     f"{followed.seconds:.2f} s, {followed.lag_seconds:.2f} s after its commit"
                 )
                 print(msgspec.json.encode(followed).decode() if args.json else text, flush=True)

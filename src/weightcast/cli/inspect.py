@@ -11,11 +11,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import msgspec
-from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from weightcast.cli import exits, output, values
+from weightcast.format.amounts import count, size
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import WeightInfo
 from weightcast.store.address import StoreAddress
@@ -79,19 +79,21 @@ def _look(target: str, token_file: Path | None) -> tuple[WeightInfo | None, Stor
     return None, None, SafetensorsSource(Path(target)).specs()
 
 
-def _view(found: Inspection, pattern: str) -> RenderableType:
+def _view(found: Inspection, pattern: str) -> Iterator[str | Table]:
     if not found.tensors:
-        return Text(f"no tensor matches {pattern!r}")
+        yield f"no tensor matches {pattern!r}"
+        return
     table = Table()
     for heading in ("name", "dtype", "shape", "bytes"):
         table.add_column(heading, justify="right" if heading == "bytes" else "left", overflow="fold")
     for spec in found.tensors:
         name = spec.name + "".join(f"\n= {alias}" for alias in spec.aliases)
-        table.add_row(Text(name), spec.dtype, " x ".join(map(str, spec.shape)) or "scalar", f"{spec.num_bytes:,}")
-    total = f"{found.num_tensors:,} tensors, {found.num_bytes / 1e9:.3f} GB"
+        table.add_row(escape(name), spec.dtype, " x ".join(map(str, spec.shape)) or "scalar", f"{spec.num_bytes:,}")
+    yield table
+    state = "" if found.engine is None else f"; {_state(found.engine)}"
+    yield f"{count(found.num_tensors, 'tensor')}, {size(found.num_bytes)}{state}"
     if found.store is not None:
-        return Group(table, Text(total), *map(Text, _store_lines(found.store)))
-    return Group(table, Text(f"{total}{'' if found.engine is None else '; ' + _state(found.engine)}"))
+        yield from _store_lines(found.store)
 
 
 def _store_lines(store: StoreInfo) -> Iterator[str]:
@@ -104,7 +106,7 @@ def _store_lines(store: StoreInfo) -> Iterator[str]:
     yield f"{'being written' if store.is_written else 'last written'} by {store.writer}"
     for slot in store.slots:
         readers = f", read by {', '.join(slot.readers)}" if slot.readers else ""
-        yield f"slot {slot.number}: {slot.num_bytes / 1e9:.3f} GB{readers}"
+        yield f"slot {slot.number}: {size(slot.num_bytes)}{readers}"
 
 
 def _state(info: WeightInfo) -> str:

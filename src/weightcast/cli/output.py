@@ -1,4 +1,4 @@
-"""Where a command's words go: results to stdout, as a table or as one JSON object; progress to stderr."""
+"""Where a command's words go: results to stdout, as lines and tables or as one JSON object; progress to stderr."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -20,10 +20,15 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.table import Table
 from rich.text import Text
 
 from weightcast.cli import values
 
+IMPORTING = "importing torch"
+"""What a command shows on a terminal while it imports, which takes seconds."""
+
+_UNBOUNDED = 1 << 14
 _TEXT = TextColumn("{task.description}", markup=False)
 
 
@@ -68,17 +73,19 @@ def read_token(path: Path | None) -> str | None:
     return token
 
 
-def show(
-    result: object, as_json: bool, view: Callable[[], RenderableType], lines: Callable[[], Iterable[str]] = tuple
-) -> None:
-    """Print `result` as JSON, or what `view` makes of it and below it each of `lines`, which is never wrapped."""
+def show(result: object, as_json: bool, view: Callable[[], Iterable[str | Table]]) -> None:
+    """Print `result` as JSON, or what `view` makes of it: lines, which are never wrapped, and tables.
+
+    A table is as wide as what it holds; on a terminal, which may be narrower, long cells are folded.
+    """
     if as_json:
         sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
         return
     console = Console()
-    console.print(view(), width=None if console.is_terminal else 120)
-    for line in lines():
-        console.print(Text(line), soft_wrap=True)
+    if not console.is_terminal:
+        console = Console(width=_UNBOUNDED)
+    for part in view():
+        console.print(Text(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str))
 
 
 @contextlib.contextmanager

@@ -7,10 +7,11 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from weightcast.cli import exits, output, values
+from weightcast.format.amounts import count, size
 from weightcast.format.manifest import MAX_VERSION
 from weightcast.trainer.report import PublishReport
 
@@ -46,10 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not args.engines and not values.is_store(args.transport):
         args.usage_error("one --engine at least, or --transport file:///dir for a store, is required")
-    from weightcast.format.bucket import TORCH_DTYPES
-    from weightcast.sources.safetensors import SafetensorsSource
-    from weightcast.trainer.options import PublishOptions
-    from weightcast.trainer.publisher import Publisher
+    with output.stage(output.IMPORTING):
+        from weightcast.format.bucket import TORCH_DTYPES
+        from weightcast.sources.safetensors import SafetensorsSource
+        from weightcast.trainer.options import PublishOptions
+        from weightcast.trainer.publisher import Publisher
 
     with contextlib.ExitStack() as stack:
         on_progress = stack.enter_context(output.measured(f"publishing {args.checkpoint}"))
@@ -72,31 +74,31 @@ def run(args: argparse.Namespace) -> int:
         report = stack.enter_context(publisher).publish(
             args.version, wait_ready_seconds=args.wait, on_progress=on_progress
         )
-    output.show(report, args.json, lambda: _table(report), lambda: _reasons(report))
+    output.show(report, args.json, lambda: _view(report))
     return exits.OK if report.ok else exits.NEGATIVE
 
 
-def _table(report: PublishReport) -> Table:
+def _view(report: PublishReport) -> Iterator[str | Table]:
+    """What was published, each engine's outcome, and why engines did not take it with every problem that they list."""
     seconds = report.seconds
-    title = (
-        f"version {report.version}: {report.num_tensors:,} tensors, {report.num_bytes / 1e9:.3f} GB in "
-        f"{report.num_buckets} buckets, {seconds.total:.2f} s, {report.gb_per_second:.2f} GB/s\n"
-        f"offer {seconds.offer:.2f} s, pack {seconds.pack:.2f} s, send {seconds.send:.2f} s, "
-        f"seal {seconds.seal:.2f} s, longest pause {seconds.pause:.2f} s"
-    )
     if report.engines and not any(result.ok for result in report.engines.values()):
-        title = f"version {report.version} was not installed anywhere"
-    table = Table(title=Text(title), title_justify="left")
-    for heading in ("engine", "result", "pause", "install"):
-        table.add_column(heading, overflow="fold")
-    for name, result in report.engines.items():
-        outcome = f"serves {report.version}" if result.error is None else result.error.kind
-        table.add_row(Text(name), outcome, f"{result.pause_seconds:.3f} s", f"{result.install_seconds:.3f} s")
-    return table
-
-
-def _reasons(report: PublishReport) -> Iterator[str]:
-    """Why engines did not take the version, and below it every problem that they listed."""
+        yield f"version {report.version} was not installed anywhere"
+    else:
+        yield (
+            f"version {report.version}: {count(report.num_tensors, 'tensor')}, {size(report.num_bytes)} in "
+            f"{count(report.num_buckets, 'bucket')}, {seconds.total:.2f} s, {size(round(1e9 * report.gb_per_second))}/s"
+        )
+        yield (
+            f"offer {seconds.offer:.2f} s, pack {seconds.pack:.2f} s, send {seconds.send:.2f} s, "
+            f"seal {seconds.seal:.2f} s, longest pause {seconds.pause:.2f} s"
+        )
+    if report.engines:
+        table = Table("engine", "result", "pause", "install")
+        for name, result in report.engines.items():
+            outcome = f"serves {report.version}" if result.error is None else result.error.kind
+            pause, install = f"{result.pause_seconds:.3f} s", f"{result.install_seconds:.3f} s"
+            table.add_row(escape(name), outcome, pause, install)
+        yield table
     for name, result in report.engines.items():
         if result.error is not None:
             yield f"{name}: {result.error.kind}: {result.error.message}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -22,7 +23,8 @@ examples:
   weightcast serve ./Qwen3-0.6B --random-weights --dtype bfloat16
   weightcast serve ./Qwen3-0.6B --host 0.0.0.0 --token-file ./token
 
-The first line on stdout says that it serves, and where: `weightcast: serving NAME at URL`.
+The first line on stdout says that it serves, and where: `weightcast: serving NAME at URL`. Each installed version is
+a line of the log on stderr, with its seconds.
 Ctrl-C or SIGTERM ends it, with status 0.
 """
 
@@ -77,11 +79,11 @@ def _load(directory: Path, dtype: str, seed: int | None, num_threads: int | None
     """The model and its tokenizer, None where the directory has none."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = None
     if any((directory / name).is_file() for name in _TOKENIZER_FILES):
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
@@ -104,6 +106,8 @@ def _serve(model: Any, tokenizer: Any, args: argparse.Namespace, token: str | No
     from weightcast.engines.module import ModuleEngine
     from weightcast.engines.transformers import TextGenerator
 
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("weightcast").setLevel(logging.INFO)
     gate, name = Gate(), args.model.resolve().name
     with contextlib.closing(TextGenerator(model, tokenizer, gate=gate)) as generator:
         server = EngineServer(

@@ -9,13 +9,10 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from weightcast.cli import exits, output, values
-from weightcast.control.client import HttpEngine
 from weightcast.errors import ControlError
+from weightcast.format.amounts import count, size
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.deadline import in_background
 from weightcast.seams.source import Source
@@ -33,6 +30,11 @@ does not hold this checkpoint, and differs. In a store's newest version every bu
 """
 
 ENGINE_TIMEOUT_SECONDS = 600.0
+_MEANING = {
+    "differs": "differs",
+    "missing": "is missing in the engine",
+    "unknown": "is not in the checkpoint",
+}
 
 
 class Holding(msgspec.Struct, frozen=True):
@@ -85,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         verdict = _verify_store(args.checkpoint)
     else:
         args.usage_error("one --engine at least is required, unless a store is to be verified")
-    output.show(verdict, args.json, lambda: _view(verdict), lambda: _names(verdict))
+    output.show(verdict, args.json, lambda: _view(verdict))
     return exits.OK if verdict.ok else exits.NEGATIVE
 
 
@@ -144,6 +146,8 @@ def _verify(checkpoint: str, engines: Sequence[str], token: str | None) -> Verdi
 
 def _ask(url: str, token: str | None) -> tuple[str, Holding]:
     """The engine's version and what it holds. Raises ControlError if the version changed meanwhile."""
+    from weightcast.control.client import HttpEngine
+
     with contextlib.closing(HttpEngine(url, token=token, timeout_seconds=ENGINE_TIMEOUT_SECONDS)) as engine:
         before = engine.info()
         held = Holding(engine.specs(), engine.digests())
@@ -154,25 +158,17 @@ def _ask(url: str, token: str | None) -> tuple[str, Holding]:
     return after.weight_version, held
 
 
-def _names(verdict: Verdict) -> Iterator[str]:
-    """The names again, to copy: a column of the table breaks long ones."""
-    for engine in verdict.engines:
-        yield from (f"{engine.engine}: {difference.what}: {difference.name}" for difference in engine.differences)
-
-
-def _view(verdict: Verdict) -> RenderableType:
-    amount = f"{verdict.num_tensors:,} tensors, {verdict.num_bytes / 1e9:.3f} GB"
+def _view(verdict: Verdict) -> Iterator[str]:
+    amount = f"{count(verdict.num_tensors, 'tensor')}, {size(verdict.num_bytes)}"
     if not verdict.engines:
-        return Text(f"every digest of the store's newest version is right: {amount}")
-    return Group(*(_engine_view(engine, amount) for engine in verdict.engines))
-
-
-def _engine_view(engine: EngineVerdict, amount: str) -> RenderableType:
-    if not engine.differences:
-        return Text(f"{engine.engine} (version {engine.weight_version}) holds exactly this checkpoint: {amount}")
-    table = Table(title=f"{engine.engine} (version {engine.weight_version}): {len(engine.differences)} differences")
-    for heading in ("tensor", "what", "checkpoint", "engine"):
-        table.add_column(heading, overflow="fold")
-    for difference in engine.differences:
-        table.add_row(Text(difference.name), difference.what, difference.checkpoint, difference.engine)
-    return table
+        yield f"every digest of the store's newest version is right: {amount}"
+    for engine in verdict.engines:
+        who = f"{engine.engine} (version {engine.weight_version})"
+        if not engine.differences:
+            yield f"{who} holds exactly this checkpoint: {amount}"
+            continue
+        yield f"{who} does not hold this checkpoint: {count(len(engine.differences), 'difference')} in {amount}"
+        for difference in engine.differences:
+            sides = {"checkpoint": difference.checkpoint, "engine": difference.engine}
+            found = ", ".join(f"{side} {held}" for side, held in sides.items() if held)
+            yield f"  {difference.name} {_MEANING[difference.what]}: {found}"

@@ -6,7 +6,7 @@ import io
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
@@ -14,19 +14,27 @@ from statistics import median
 import msgspec
 import numpy
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from weightcast import __version__
 from weightcast.demo import table
 from weightcast.demo.messages import Checked, DemoSettings, Evaluated, Event, RunEnded, Saved, Stepped
+from weightcast.format.amounts import count
 from weightcast.store.files import replace_file
 
-STAGES = ("gather", "offer", "pack", "send", "seal", "pause")
 _STYLE = """
-body { margin: 0 auto; max-width: 940px; padding: 30px; font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; }
-svg { width: 100%; height: auto; } .good { color: #1a7f4b; } .bad { color: #c4314b; }
-table { border-collapse: collapse; font-size: 13px; }
-td, th { padding: 4px 9px; border-bottom: 1px solid #ddd; text-align: right; }
+:root { color-scheme: light dark; }
+body { margin: 0 auto; max-width: 940px; padding: 16px; font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; }
+body { overflow-wrap: anywhere; }
+svg { width: 100%; height: auto; }
+.good { color: light-dark(#1a7f4b, #5ad08f); } .bad { color: light-dark(#c4314b, #ff8095); }
+table { border-collapse: collapse; font-size: 13px; white-space: nowrap; }
+td, th { padding: 4px 9px; border-bottom: 1px solid #8884; text-align: right; }
+@media (max-width: 700px) { table { font-size: 11px; white-space: normal; } td, th { padding: 4px 3px; } }
+td + td, th { overflow-wrap: normal; } details { overflow-x: auto; }
+@media (prefers-color-scheme: dark) { svg { filter: invert(1) hue-rotate(180deg); } }
 """
 
 
@@ -89,11 +97,16 @@ class Result(msgspec.Struct, kw_only=True):
         if self.start and self.end:
             found.append(f"reward: {self.start.reward:.3f} at the start, {self.end.reward:.3f} at the end")
         if self.updates:
+            num_spanning, num_rollouts = (
+                sum(s.num_spanning for s in self.steps),
+                sum(s.num_rollouts for s in self.steps),
+            )
+            publish_ms = 1e3 * self.typical(lambda s: s.report.seconds.total)
+            pause_ms = 1e3 * self.typical(lambda s: s.report.seconds.pause)
             found.append(
-                f"{len(self.steps)} versions published to {self.num_engines} engines while they generated; "
-                f"{sum(s.num_spanning for s in self.steps)} of {sum(s.num_rollouts for s in self.steps)} rollouts went "
-                f"on across an update; median publish {self.typical(lambda s: s.report.seconds.total) * 1e3:.0f} ms, "
-                f"pause {self.typical(lambda s: s.report.seconds.pause) * 1e3:.0f} ms; {self.wall_seconds:.0f} s in all"
+                f"{count(len(self.steps), 'version')} published to {count(self.num_engines, 'engine')} during "
+                f"generation; {num_spanning} of {count(num_rollouts, 'rollout')} went on across an update; "
+                f"median publish {publish_ms:.0f} ms, pause {pause_ms:.0f} ms; {self.wall_seconds:.0f} s in all"
             )
         return found
 
@@ -119,20 +132,24 @@ def render(result: Result) -> str:
     """The HTML page. A run that failed early shows what there is."""
     settings, failures, svg = result.settings, result.failures(), io.StringIO()
     if result.updates:
-        with rc_context({"svg.fonttype": "none"}):
-            draw(result).savefig(svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        # Letters as paths: a browser's own font would be wider than the room that was left for it.
+        with rc_context({"svg.fonttype": "path", "font.size": 11}):
+            metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+            draw(result).savefig(svg, format="svg", metadata=metadata, transparent=True)
     verdict = [f'<p class="bad">failed: {escape(failure)}</p>' for failure in failures]
     checks = [
         (c.engine, "differs" if c.problems else "equal", c.version, f"{c.num_tokens} of {c.num_prompts} prompts")
         + tuple(f"{value:.4f}" for value in (c.max_difference, c.tolerance, c.control_difference))
         for c in result.checks
     ]
+    machine = ", ".join(f"{name} {value}" for name, value in result.machine.items())
     check_titles = "engine", "verdict", "version", "greedy tokens", "largest Δ log-prob", "allowed", "control"
     return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>weightcast demo</title><style>{_STYLE}</style></head><body>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>weightcast demo</title><style>{_STYLE}</style></head><body>
 <h1>weightcast demo</h1>
-<p>A trainer taught a small Qwen3 to sort digits with GRPO and published every step to {result.num_engines} inference
-servers over <code>{settings.transport}://</code>, while these generated its rollouts.</p>
+<p>A trainer taught a small Qwen3 to sort digits with GRPO and published every step to
+{count(result.num_engines, "inference server")} over <code>{settings.transport}://</code>, during the rollouts.</p>
 {"".join(verdict) or '<p class="good">passed: every engine serves exactly the last version</p>'}
 {"".join(f"<p>{escape(sentence)}</p>" for sentence in result.summary())}
 {"".join(svg.getvalue().partition("<svg")[1:])}
@@ -148,7 +165,7 @@ must be above what is allowed.</p>
 trained in fp32, published in bf16; {settings.answers_per_prompt} answers for each of {settings.prompts_per_step}
 prompts a step; seed {settings.seed}. A step took {result.typical(lambda s: s.step_seconds):.2f} s (median), of which
 {result.typical(lambda s: s.rollout_seconds):.2f} s waiting for rollouts and
-{result.typical(lambda s: s.train_seconds):.2f} s training. {escape(str(result.machine))}</p>
+{result.typical(lambda s: s.train_seconds):.2f} s training. {escape(machine)}</p>
 <details><summary>All {len(result.steps)} publishes</summary>
 {_table(table.columns(result.steps[0]), map(table.row, result.steps)) if result.steps else ""}
 </details></body></html>
@@ -156,16 +173,19 @@ prompts a step; seed {settings.seed}. A step took {result.typical(lambda s: s.st
 
 
 def draw(result: Result) -> Figure:
-    """The reward, the time of each publish by stage, and the pause, over the updates."""
+    """The reward, the time of each publish by stage, and the pause, over the updates.
+
+    A publish that took far longer than the others is drawn to the upper edge, with its time written there.
+    """
     steps, seconds = [s.report.version for s in result.updates], [s.report.seconds for s in result.updates]
-    figure = Figure(figsize=(9.4, 9.6), layout="constrained")
+    figure = Figure(figsize=(7.6, 9.6), layout="constrained")
     reward, stages, pause = figure.subplots(3, 1)
     reward.plot(steps, [s.reward for s in result.updates], marker="o", markersize=4, label="rollouts")
     for each in filter(None, (result.start, result.end)):
         label = f"evaluation at the {each.when}: {each.reward:.2f}"
         reward.axhline(each.reward, linestyle=":" if each.when == "start" else "--", color="grey", label=label)
     reward.set(title="Mean reward of each step's rollouts (1: all answers are right)", ylim=(0, 1.05))
-    parts = {stage: 1e3 * numpy.array([getattr(s, stage) for s in seconds]) for stage in STAGES}
+    parts = {stage: 1e3 * numpy.array([getattr(s, stage) for s in seconds]) for stage in table.STAGES}
     parts["rest"] = numpy.maximum(0.0, 1e3 * numpy.array([s.total for s in seconds]) - sum(parts.values()))
     bottom = numpy.zeros(len(steps))
     for stage, heights in parts.items():
@@ -173,13 +193,27 @@ def draw(result: Result) -> Figure:
         bottom = bottom + heights
     stages.set(title="Time to publish, by stage", ylabel="ms")
     pause.bar(steps, parts["pause"])
+    _limit(stages, steps, bottom)
+    _limit(pause, steps, parts["pause"])
     pause.set(title="Pause of the engine that was paused longest", ylabel="ms", xlabel="step (= weight version)")
     for axes in (reward, stages, pause):
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.spines[["top", "right"]].set_visible(False)
     reward.legend(frameon=False)
-    stages.legend(frameon=False, ncols=len(parts))
+    stages.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.1))
     return figure
+
+
+def _limit(axes: Axes, steps: Sequence[int], heights: NDArray[numpy.float64]) -> None:
+    """End the axis a little above the ordinary bars, and write their heights onto those that are cut."""
+    ordinary = 1.2 * float(numpy.percentile(heights, 90, method="lower"))
+    if not 0 < 1.5 * ordinary < heights.max():
+        return
+    axes.set_ylim(0, ordinary)
+    for step, height in zip(steps, heights, strict=True):
+        if height > ordinary:
+            box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "grey"}
+            axes.text(step, 0.99 * ordinary, f"{height:,.0f}", ha="center", va="top", fontsize="small", bbox=box)
 
 
 def _table(titles: Iterable[str], rows: Iterable[Iterable[object]]) -> str:

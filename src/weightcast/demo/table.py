@@ -14,7 +14,7 @@ from rich.text import Text
 
 from weightcast.demo.messages import Checked, Evaluated, Event, RunEnded, Saved, Stepped, Warming
 
-STAGE_COLUMNS = ("gather", "pack", "send", "seal", "pause")
+STAGES = ("gather", "offer", "pack", "send", "seal", "pause")
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -84,7 +84,7 @@ def describe(event: Event) -> str:
     """An event in words; empty for one that the table shows."""
     match event:
         case Saved():
-            return f"made a Qwen3 of {event.num_parameters:,} parameters; the engines start, the trainer warms up"
+            return f"a Qwen3 of {event.num_parameters:,} parameters is made; the engines start, the trainer warms up"
         case Warming():
             return f"warm start, step {event.step} of {event.num_steps}: loss {event.loss:.3f}"
         case Evaluated(when, version, reward, solved):
@@ -111,7 +111,7 @@ def sparkline(values: Sequence[float]) -> str:
 def columns(step: Stepped) -> list[str]:
     """The titles, as wide as their columns."""
     engines = [f"engine {index}" for index in range(len(step.report.engines))]
-    return ["step", "reward", *engines, "   MB", *(f"{s} ms".rjust(9) for s in STAGE_COLUMNS), "total ms", " GB/s"]
+    return ["step", "reward", *engines, "   MB", *(f"{stage} ms".rjust(9) for stage in STAGES), "total ms"]
 
 
 def row(step: Stepped) -> list[str]:
@@ -121,6 +121,5 @@ def row(step: Stepped) -> list[str]:
         f"{step.reward:.3f}" if step.num_rollouts else "",
         *(f"v{report.version}" if result.ok else "failed" for _, result in sorted(report.engines.items())),
         f"{report.num_bytes / 1e6:.2f}",
-        *(f"{getattr(report.seconds, stage) * 1e3:.1f}" for stage in (*STAGE_COLUMNS, "total")),
-        f"{report.gb_per_second:.2f}",
+        *(f"{getattr(report.seconds, stage) * 1e3:.1f}" for stage in (*STAGES, "total")),
     ]

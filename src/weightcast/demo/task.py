@@ -44,6 +44,16 @@ def draw(rng: random.Random, num_puzzles: int, num_digits: int) -> list[Puzzle]:
     return [Puzzle(tuple(rng.randrange(10) for _ in range(num_digits))) for _ in range(num_puzzles)]
 
 
+def describe(num_digits: int) -> str:
+    """The task in one line, for at most ten digits."""
+    puzzle = Puzzle((4, 8, 3, 1, 7, 0, 9, 2, 6, 5)[:num_digits])
+    answer = text(puzzle.answer_ids[:-1])
+    return (
+        f"the task: sort {num_digits} digits in ascending order, {puzzle.prompt!r} -> {answer!r}; "
+        "the reward is half the share of right digits, and half for all of them"
+    )
+
+
 def answer_ids(digits: Sequence[int]) -> list[int]:
     return [*(IDS[str(digit)] for digit in digits), END_ID]
 

@@ -170,7 +170,9 @@ class Follower(ClosedOnExit):
             update.open()
             update.receive()
             update.seal(Seal(version.run, version.number, len(manifest.buckets), kept.root))
-            return update.install()
+            seconds = update.install()
+        logger.info("%s", update.describe(seconds))
+        return seconds
 
 
 def follow(

@@ -25,6 +25,7 @@ from weightcast.errors import (
     WeightcastError,
     detached,
 )
+from weightcast.format.amounts import count, size
 from weightcast.format.bucket import BucketHeader, check_bucket, decoded, root_digest
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Offer, Seal
@@ -235,12 +236,20 @@ class Update:
                     with self._gate.exclusive(deadline_seconds=self._deadline_seconds):
                         reason = f"version {self.version.number} was taken back: it was not installed everywhere"
                         self.error, self.state = UpdateAbortedError(reason), State.ABORTED
+                        logger.warning("%s", reason)
                         if self._go_back(reason):
                             version, torn = self._former
                             self._gate.set_version(version)
                             if torn:
                                 self._gate.tear(torn)
             self._restore = None
+
+    def describe(self, install_seconds: float) -> str:
+        """What was installed, and how long it took, as the log says it."""
+        of = f"version {self.version.number} of run {self.version.run[:8]}"
+        tensors = f"{count(len(self._manifest.tensors), 'tensor')}, {size(self._manifest.num_bytes)}"
+        whole = time.perf_counter() - self.offered_at
+        return f"installed {of} in {install_seconds:.3f} s: {tensors}, {whole:.3f} s after its offer"
 
     def unsealed(self) -> IncompleteUpdateError:
         """Why it can't be installed now."""

@@ -196,10 +196,15 @@ class Worker:
                 except Exception as exc:
                     # A caller that asks too early gets the error alone: the update goes on.
                     if update.state is State.ABORTED:
-                        session.send(Failed(number, to_record(exc)))
+                        record = to_record(exc)
+                        session.send(Failed(number, record))
+                        # Not the error: a handler that keeps what it is given would keep its frames' memory alive.
+                        logger.warning("version %d was not installed: %s", number, record.message)
                     raise
                 self._unsettled = update if self._settles else None
                 self._observe("update", time.perf_counter() - update.offered_at)
+                # One line for an engine: its other ranks install the same.
+                logger.log(logging.DEBUG if self._engine_rank else logging.INFO, "%s", update.describe(seconds))
                 session.send(Installed(number, seconds))
         except IncompleteUpdateError:
             # Another caller's install of it may have ended while this one waited.

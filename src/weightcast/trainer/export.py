@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from weightcast.checkpoint.files import INDEX_FILE, SINGLE_FILE, UnfinishedDirectory, write_index, write_tensors
+from weightcast.checkpoint.files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    UnfinishedDirectory,
+    copy_configuration,
+    write_index,
+    write_tensors,
+)
 from weightcast.errors import IncompatibleWeightsError
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.closing import on_failure
@@ -13,18 +20,25 @@ from weightcast.seams.source import Source
 from weightcast.trainer.held_regions import joined, tiling
 
 
-def export(source: Source, directory: Path, *, max_shard_bytes: int = 5_000_000_000) -> list[str]:
+def export(
+    source: Source, directory: Path, *, max_shard_bytes: int = 5_000_000_000, config_from: Path | None = None
+) -> list[str]:
     """Write every tensor under its first name, tied ones once; return the names of the files.
 
-    The directory appears complete or not at all. Raises FileExistsError if it is there, ValueError if a tensor is not
-    whole on this rank, UnsupportedError for a dtype that the format does not have. Memory: what is held in several
-    regions, of one shard at a time.
+    `config_from`: a model's directory, whose configuration and tokenizer are copied as they are. The directory appears
+    complete or not at all. Raises FileExistsError if it is there, FileNotFoundError if `config_from` has no
+    config.json, ValueError if a tensor is not whole on this rank, UnsupportedError for a dtype that the format does not
+    have. Memory: what is held in several regions, of one shard at a time.
     """
     if directory.exists():
         raise FileExistsError(f"{directory} is there already: name another directory, or remove it first")
+    if config_from is not None and not (config_from / "config.json").is_file():
+        raise FileNotFoundError(f"{config_from} has no config.json: give the directory that save_pretrained wrote")
     unfinished = UnfinishedDirectory(directory)
     with on_failure(unfinished.discard):
         names = _write(source, unfinished.path, max_shard_bytes)
+        if config_from is not None:
+            names += copy_configuration(config_from, unfinished.path)
         unfinished.finish()
     return names
 

@@ -5,10 +5,12 @@ Names, signatures and call sequences are TorchRL's; its `WeightStrategy` says wh
 
 from __future__ import annotations
 
+from weightcast.errors import with_extra
+
 try:
     import torchrl as _torchrl  # noqa: F401
-except ImportError as exc:
-    raise ImportError("weightcast.integrations.torchrl needs TorchRL: pip install 'weightcast[torchrl]'") from exc
+except ModuleNotFoundError as exc:
+    raise with_extra(exc) from exc
 
 from weightcast.integrations.torchrl.scheme import (
     VLLMDoubleBufferSyncScheme,

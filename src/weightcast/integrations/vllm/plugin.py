@@ -6,6 +6,7 @@ Nothing of weightcast's that needs torch is imported here before vLLM asks for i
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import msgspec
@@ -31,6 +32,15 @@ def register() -> None:
     engine = "weightcast.integrations.vllm.transfer_engine"
     WeightTransferEngineFactory.register_engine(BACKEND, engine, "WeightcastTransferEngine")
     setattr(WorkerBase, METHOD, _answer)
+    _log_as_vllm()
+
+
+def _log_as_vllm() -> None:
+    """Give weightcast's log vLLM's handlers and level, unless somebody has configured it: vLLM has no root handler."""
+    ours, theirs = logging.getLogger("weightcast"), logging.getLogger("vllm")
+    if not ours.hasHandlers() and ours.level == logging.NOTSET:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
 
 
 def endpoints() -> Any:
