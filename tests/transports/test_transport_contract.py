@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from weightcast import registry
 from weightcast.errors import (
     InsufficientMemoryError,
     ManifestError,
@@ -185,7 +186,7 @@ class SameHostContract(TransportContract):
         with pytest.raises(ValueError, match="address"):
             make("file:///tmp", peer="a", run=RUN)
         with pytest.raises(ValueError, match="by itself"):
-            type(sender)(f"{self.url}name", run=RUN)
+            registry.transport(self.url).sender(f"{self.url}name", run=RUN)
 
 
 class TestMemory(SameHostContract):

@@ -91,10 +91,10 @@ class FaultySender:
     def failures(self) -> Mapping[str, WeightcastError]:
         return self.inner.failures
 
-    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
+    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         self._buffers.clear()
         self._before.clear()
-        self.inner.open(manifest, version, peers=peers, staged=staged)
+        return self.inner.open(manifest, version, peers=peers, staged=staged)
 
     def buffer(self, index: int) -> torch.Tensor:
         self._buffers[index] = buffer = self.inner.buffer(index)
@@ -102,7 +102,7 @@ class FaultySender:
             self._before[index] = buffer.clone()
         return buffer
 
-    def send(self, index: int) -> int:
+    def send(self, index: int) -> None:
         fault = self.fault
         if isinstance(fault, Duplicate) and index == fault.at:
             self._before[index] = self._buffers[index].clone()
@@ -113,7 +113,7 @@ class FaultySender:
                 came = self._before[fault.at]
                 num_bytes = min(came.numel(), buffer.numel())
                 buffer[:num_bytes] = came[:num_bytes]
-        return self.inner.send(index)
+        self.inner.send(index)
 
     def connected(self, peers: Sequence[str]) -> Sequence[str]:
         return self.inner.connected(peers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
@@ -9,7 +10,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from weightcast.errors import IntegrityError
+from weightcast.errors import IntegrityError, PeersLostError, WeightcastError
 from weightcast.format.bucket import Layout, check_trailer, write_trailer
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
@@ -40,13 +41,11 @@ def value_of(number: int, index: int) -> int:
 
 
 def send(sender: Sender, manifest: Manifest, number: int, index: int) -> torch.Tensor:
-    """Send up to and with bucket `index`, again if the sender asks for earlier ones; return its buffer."""
-    position = index
-    while position <= index:
-        buffer, size = sender.buffer(position), manifest.buckets[position]
-        buffer[:size].fill_(value_of(number, position))
-        write_trailer(buffer, size, version(number), position, manifest.digest_kind)
-        position = sender.send(position)
+    """Fill and send bucket `index`; return its buffer."""
+    buffer, size = sender.buffer(index), manifest.buckets[index]
+    buffer[:size].fill_(value_of(number, index))
+    write_trailer(buffer, size, version(number), index, manifest.digest_kind)
+    sender.send(index)
     return buffer
 
 
@@ -57,10 +56,75 @@ def send_all(sender: Sender, manifest: Manifest, number: int, start: int = 0) ->
 
 def send_payload(sender: Sender, payload: Payload, manifest: Manifest, version: WeightVersion) -> None:
     """Pack and send every bucket of a payload, as a publisher does."""
-    packer, index = Packer(Layout(manifest), payload.tensors()), 0
-    while index < len(manifest.buckets):
+    packer = Packer(Layout(manifest), payload.tensors())
+    for index in range(len(manifest.buckets)):
         packer.pack(index, sender.buffer(index), version)
-        index = sender.send(index)
+        sender.send(index)
+
+
+class RecoveringSender:
+    """Passes everything on to another sender; where that loses peers it opens the update again, as a publish run does.
+
+    It keeps copies of what was sent, to send it again: tests send bucket by bucket, and need not know of losses.
+    """
+
+    def __init__(self, inner: Sender) -> None:
+        self.inner = inner
+        self.address = inner.address
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._sent: list[torch.Tensor] = []
+
+    @property
+    def failures(self) -> Mapping[str, WeightcastError]:
+        return self.inner.failures
+
+    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
+        self._open = functools.partial(self.inner.open, manifest, version, staged=staged)
+        self._sent = []
+        try:
+            return self._open(peers=peers)
+        except PeersLostError as exc:
+            self._recover(exc)
+            return 0
+
+    def buffer(self, index: int) -> torch.Tensor:
+        try:
+            self._buffer = self.inner.buffer(index)
+        except PeersLostError as exc:
+            self._recover(exc)
+            return self.buffer(index)
+        return self._buffer
+
+    def send(self, index: int) -> None:
+        bucket = self._buffer.clone()
+        try:
+            self.inner.send(index)
+        except PeersLostError as exc:
+            self._sent.append(bucket)
+            self._recover(exc)
+        else:
+            self._sent.append(bucket)
+
+    def connected(self, peers: Sequence[str]) -> Sequence[str]:
+        return self.inner.connected(peers)
+
+    def abort(self, reason: str) -> None:
+        self.inner.abort(reason)
+
+    def close(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self.inner.close()
+
+    def _recover(self, lost: PeersLostError) -> None:
+        """Open the update again, and send what was sent and the survivors lack."""
+        while True:
+            try:
+                for index in range(self._open(peers=lost.survivors), len(self._sent)):
+                    self.inner.buffer(index).copy_(self._sent[index])
+                    self.inner.send(index)
+                return
+            except PeersLostError as exc:
+                lost = exc
 
 
 def check(bucket: Bucket, manifest: Manifest, number: int) -> None:

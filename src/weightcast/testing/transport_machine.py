@@ -17,7 +17,7 @@ from weightcast.format.bucket import Layout
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.seams.transport import Receiver, Sender
 from weightcast.testing.payloads import PAYLOADS, Payload
-from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, Reader, unpack, version
+from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, Reader, RecoveringSender, unpack, version
 from weightcast.trainer.packer import Packer
 
 _PEERS = ("a", "b")
@@ -30,7 +30,8 @@ class Rig:
 
     def __init__(self, url: str) -> None:
         self._transport = registry.transport(url)
-        self.sender: Sender = self._transport.sender(url, run=RUN, deadline_seconds=PATIENCE_SECONDS)
+        sender: Sender = self._transport.sender(url, run=RUN, deadline_seconds=PATIENCE_SECONDS)
+        self.sender = RecoveringSender(sender)
         self.receivers: dict[str, Receiver] = {}
         self.readers: dict[str, Reader] = {}
         self._layout: Layout | None = None
@@ -48,11 +49,8 @@ class Rig:
         self._packer = Packer(self._layout, payload.tensors())
 
     def send(self, index: int, version: WeightVersion) -> None:
-        """Send up to and with bucket `index`, again if the sender asks for earlier ones."""
-        position = index
-        while position <= index:
-            self._packer.pack(position, self.sender.buffer(position), version)
-            position = self.sender.send(position)
+        self._packer.pack(index, self.sender.buffer(index), version)
+        self.sender.send(index)
 
     def outcome(self, peer: str) -> list[bytes] | str:
         """The buckets that the peer has received, or how its update ended; which of both is left open."""

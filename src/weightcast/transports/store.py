@@ -9,9 +9,7 @@ meanwhile; the pin ends with the last bucket, or with `end`.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
-import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -27,12 +25,11 @@ from weightcast.errors import (
 )
 from weightcast.format.bucket import DIGEST_BYTES, TRAILER_BYTES, place
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.host import memory as host_memory
 from weightcast.seams.transport import Bucket, StoredVersion, Transport
 from weightcast.store.address import MAX_BUFFERS, StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader
 from weightcast.store.writing import StoreWriter
-from weightcast.transports.kept_memory import KeptMemory
+from weightcast.transports.kept_memory import KeptMemory, allocate
 from weightcast.transports.receiving import PUBLISHER, ReceivingEnd, WantedUpdate
 
 _FIRST_PAUSE_SECONDS = 0.001
@@ -82,7 +79,7 @@ class StoreSender:
         newest = self._writer.newest
         return max(self._writer.last_number, -1 if newest is None else newest.number)
 
-    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
+    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Take a free slot and make room in it; `peers` and `staged` change nothing. See `StoreWriter.begin`."""
         self._require_open()
         if version.run != self._run:
@@ -94,6 +91,7 @@ class StoreSender:
         self._ring.prepare(place(manifest, num_slots=self._num_buffers, staged=False))
         if not manifest.buckets:
             self._seal()
+        return 0
 
     def buffer(self, index: int) -> torch.Tensor:
         """Where bucket `index`, the next one, is to be packed. Waits until the former one there was written."""
@@ -101,7 +99,7 @@ class StoreSender:
         self._finish(index % self._num_buffers)
         return self._ring.buffer(index)
 
-    def send(self, index: int) -> int:
+    def send(self, index: int) -> None:
         """Write bucket `index`; seal with the last. Raises InsufficientMemoryError, StaleVersionError, OSError."""
         manifest = self._require_update(index)
         size = manifest.buckets[index] + TRAILER_BYTES
@@ -113,7 +111,6 @@ class StoreSender:
             self._writes[index % self._num_buffers] = self._pool.submit(self._writer.write, index, data)
         if index + 1 == len(manifest.buckets):
             self._seal()
-        return index + 1
 
     def commit(self) -> None:
         """Make the version whose buckets were all sent the newest. Raises as `StoreWriter.commit`."""
@@ -340,12 +337,8 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
 
 
 def _allocate(size_bytes: int) -> torch.Tensor:
-    """Anonymous memory of this process. Raises InsufficientMemoryError."""
-    host_memory.require(size_bytes, "reading this version", 'publish with install="streaming", or free memory')
-    mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapping, dtype=torch.uint8)
+    what, remedy = "reading this version", 'publish with install="streaming", or free memory'
+    return allocate(size_bytes, torch.device("cpu"), what, remedy)
 
 
 TRANSPORT = Transport(

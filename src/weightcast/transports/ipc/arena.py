@@ -18,6 +18,7 @@ from weightcast.format.bucket import Buffers, pages
 from weightcast.host import memory as host_memory
 from weightcast.host.closing import on_failure
 from weightcast.transports.ipc.records import SharedArena
+from weightcast.transports.receiving import MappedArena
 from weightcast.transports.sending import OwnedArena
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -43,10 +44,6 @@ class OwnedSharedArena(OwnedArena):
     def announcement(self) -> tuple[SharedArena, int]:
         return SharedArena(self.generation, self.size_bytes), self._descriptor
 
-    def mark_ready(self, slot: int) -> str:
-        """Nothing to mark: who is told of a bucket sees its bytes."""
-        return ""
-
     def close(self, *, free: bool) -> None:
         """With `free`, a process that still has it mapped reads zeros from then on."""
         if free:
@@ -57,7 +54,7 @@ class OwnedSharedArena(OwnedArena):
         super().close(free=free)
 
 
-class MappedSharedArena:
+class MappedSharedArena(MappedArena):
     """The receiver's end. Owns the descriptor that it is made from, also if the construction fails."""
 
     def __init__(self, record: SharedArena, descriptor: int) -> None:
@@ -66,7 +63,16 @@ class MappedSharedArena:
         self.size_bytes = record.size_bytes
         self._descriptor = descriptor
         with on_failure(lambda: os.close(descriptor)):
-            self._check(record)
+            try:
+                size = os.fstat(descriptor).st_size
+                seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+            except OSError as exc:
+                what = f"the arena's descriptor is no anonymous shared memory: {exc}"
+                raise ManifestError(what, fault="type") from exc
+            if size != record.size_bytes or not size:
+                raise ManifestError(f"the arena has {size} bytes, {record.size_bytes} were announced", fault="size")
+            if seals & _SEALS != _SEALS:
+                raise ManifestError(f"the arena can be resized, its seals are {seals:#x}: unsafe to map", fault="type")
             self.reset()
 
     def reset(self) -> None:
@@ -84,24 +90,7 @@ class MappedSharedArena:
         self._mapping.madvise(mmap.MADV_DONTNEED, int(buffer.storage_offset()), pages(buffer.numel()))
         return True
 
-    def wait_ready(self, event: str) -> None:
-        """Nothing to wait for."""
-
-    def finish(self) -> None:
-        """Nothing to wait for: reads of host memory are done when they return."""
-
     def close(self) -> None:
         """Let go of it; what is mapped stays as long as a tensor needs it."""
         os.close(self._descriptor)
         del self._mapping
-
-    def _check(self, record: SharedArena) -> None:
-        try:
-            size = os.fstat(self._descriptor).st_size
-            seals = fcntl.fcntl(self._descriptor, fcntl.F_GET_SEALS)
-        except OSError as exc:
-            raise ManifestError(f"the arena's descriptor is no anonymous shared memory: {exc}", fault="type") from exc
-        if size != record.size_bytes or not size:
-            raise ManifestError(f"the arena has {size} bytes, {record.size_bytes} were announced", fault="size")
-        if seals & _SEALS != _SEALS:
-            raise ManifestError(f"the arena can be resized, its seals are {seals:#x}: not safe to map", fault="type")
