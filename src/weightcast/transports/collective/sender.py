@@ -159,9 +159,10 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
 
     def _on_aborted(self, update: GroupUpdate) -> None:
         """The group is left, since some may be waiting in it."""
-        if update.peers:
-            self._leave()
+        is_whole = not update.peers
         super()._on_aborted(update)
+        if not is_whole:
+            self._leave()
 
     def _lose(self, name: str, error: WeightcastError) -> None:
         """The member takes no more of the update, and nor does its engine."""
@@ -302,7 +303,8 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
         if failed:
             # In a group that was connected, all fail with the one that broke it.
             return {m: m.failure() for m in failed if m.left.is_own or not group.is_connected}
-        slow = self._slow(update, group) if is_late and not silent() else silent()
+        # That no group came together by the deadline is no fault of those who answer.
+        slow = silent() or (self._slow(update, group) if is_late and group.is_connected else [])
         return {member: self._timed_out(member.name, "took no bucket") for member in slow}
 
     def _slow(self, update: GroupUpdate, group: BroadcastGroup) -> list[GroupMember]:
