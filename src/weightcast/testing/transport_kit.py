@@ -84,14 +84,14 @@ class RecoveringSender:
         try:
             return self._open(peers=peers)
         except PeersLostError as exc:
-            self._recover(exc)
+            self._recover(exc.survivors)
             return 0
 
     def buffer(self, index: int) -> torch.Tensor:
         try:
             self._buffer = self.inner.buffer(index)
         except PeersLostError as exc:
-            self._recover(exc)
+            self._recover(exc.survivors)
             return self.buffer(index)
         return self._buffer
 
@@ -101,7 +101,7 @@ class RecoveringSender:
             self.inner.send(index)
         except PeersLostError as exc:
             self._sent.append(bucket)
-            self._recover(exc)
+            self._recover(exc.survivors)
         else:
             self._sent.append(bucket)
 
@@ -115,16 +115,17 @@ class RecoveringSender:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self.inner.close()
 
-    def _recover(self, lost: PeersLostError) -> None:
+    def _recover(self, survivors: Sequence[str]) -> None:
         """Open the update again, and send what was sent and the survivors lack."""
         while True:
             try:
-                for index in range(self._open(peers=lost.survivors), len(self._sent)):
+                for index in range(self._open(peers=survivors), len(self._sent)):
                     self.inner.buffer(index).copy_(self._sent[index])
                     self.inner.send(index)
                 return
             except PeersLostError as exc:
-                lost = exc
+                # No more of it: its traceback keeps what its frames have.
+                survivors = exc.survivors
 
 
 def check(bucket: Bucket, manifest: Manifest, number: int) -> None:

@@ -30,7 +30,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host.deadline import Deadline
 from weightcast.transports.collective import records
 from weightcast.transports.collective.group import BroadcastGroup, GroupMember, GroupSettings, engine_of
-from weightcast.transports.kept_memory import KeptMemory
+from weightcast.transports.kept_memory import KeptMemory, allocate
 from weightcast.transports.linked import LinkedSender, parse_endpoint
 from weightcast.transports.records import UpdateAborted
 from weightcast.transports.sending import MAX_REASON_CHARACTERS, SentUpdate
@@ -71,7 +71,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
         self._group: BroadcastGroup | None = None
         """Kept from update to update while its members stay."""
         self._settings = GroupSettings(backend, host, device, deadline_seconds, self.condition)
-        self._slots = KeptMemory(lambda size: torch.empty(size, dtype=torch.uint8, device=device))
+        self._slots = KeptMemory(lambda size: allocate(size, device, "sending this update"))
         self._slots_are_lost = False
         """A broadcast of a group that was left may still be reading the slots."""
         self._num_questions = 0
