@@ -30,7 +30,13 @@ ROOMS_OF_LEAVES = ("sources", "engines", "transports", "integrations")
 """In these, what lies side by side doesn't know of each other."""
 SHARED_BY_LEAVES = (
     *("engines.gate", "integrations.plugin"),
-    *("transports.kept_memory", "transports.receiving", "transports.sending"),
+    *(
+        "transports.kept_memory",
+        "transports.linked",
+        "transports.receiving",
+        "transports.records",
+        "transports.sending",
+    ),
 )
 
 BLIND = ("serving", "trainer")

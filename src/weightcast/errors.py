@@ -13,6 +13,7 @@
     │   ├── PeerDiedError               its connection ended
     │   ├── PeerTimeoutError            it did not answer before the deadline
     │   └── ControlError                its control route answered with an error
+    ├── PeersLostError              an update lost peers; `survivors` can go on once it is opened again for them
     ├── UpdateAbortedError          the update was given up; the old version serves
     ├── IncompleteUpdateError       an update was sealed or installed before it was whole
     ├── InstallError                loading failed after validation; `torn` says whether the engine must be healed
@@ -108,6 +109,14 @@ class PeerTimeoutError(PeerError):
 
 class ControlError(PeerError):
     """The peer's control route answered with an error, or is not what was expected there."""
+
+
+class PeersLostError(WeightcastError):
+    """An update can't go on with all of its peers. `survivors`: those that take it once it is opened again for them."""
+
+    def __init__(self, message: str, survivors: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.survivors = tuple(survivors)
 
 
 class UpdateAbortedError(WeightcastError):

@@ -23,7 +23,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore, Work  # type: ignore[attr-defined]
 
-from weightcast.errors import PeerDiedError, PeerError, PeerTimeoutError, UnsupportedError
+from weightcast.errors import (
+    PeerDiedError,
+    PeerError,
+    PeerTimeoutError,
+    UnsupportedError,
+    WeightcastError,
+    detached,
+)
 
 _MAX_NCCL_CHANNELS = 8
 """Thread blocks that a broadcast may take from the engine's own kernels."""
@@ -148,6 +155,46 @@ class ProcessGroup:
             with contextlib.suppress(RuntimeError):
                 group.abort()
         del group
+
+
+class Broadcast:
+    """A broadcast of rank 0's under way. `error`: how it failed, once `is_over`.
+
+    On a CPU `condition` is notified of its end; on a GPU it has to be asked.
+    """
+
+    def __init__(self, group: ProcessGroup, buffer: torch.Tensor, condition: threading.Condition) -> None:
+        self._error: WeightcastError | None = None
+        self._has_landed = False
+        self._condition = condition
+        self._work = group.broadcast(buffer, root=0)
+        self._is_polled = buffer.is_cuda
+        if not self._is_polled:
+            # A future of NCCL's is done as soon as the broadcast is queued.
+            self._work.get_future().add_done_callback(self._land)
+
+    @property
+    def is_over(self) -> bool:
+        return self._has_landed or (self._is_polled and self._work.is_completed())
+
+    @property
+    def error(self) -> WeightcastError | None:
+        # What is polled is completed by an error as well.
+        if self._is_polled and self._error is None and self.is_over and (exc := self._work.exception()) is not None:
+            self._error = detached(PeerDiedError(f"a broadcast failed: {exc}"))
+        return self._error
+
+    def _land(self, future: torch.futures.Future[object]) -> None:
+        error: WeightcastError | None = None
+        try:
+            with translated("a broadcast"):
+                future.value()
+        except WeightcastError as exc:
+            # A copy: the cause's traceback would keep this frame, and with it the group's sockets.
+            error = detached(exc)
+        with self._condition:
+            self._has_landed, self._error = True, error
+            self._condition.notify_all()
 
 
 def wait(work: Work) -> None:

@@ -32,19 +32,19 @@ class ListedSender:
         self.raises: BaseException | None = None
         self.reasons: list[str] = []
 
-    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
+    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         self.failures, self._manifest = {}, manifest
+        return 0
 
     def buffer(self, index: int) -> BucketBuffer:
         return BucketBuffer.of(torch.empty(slot_size_bytes(self._manifest), dtype=torch.uint8))
 
-    def send(self, index: int, num_bytes: int) -> int:
+    def send(self, index: int, num_bytes: int) -> None:
         raises, self.raises = self.raises, None
         if isinstance(raises, WeightcastError):
             self.failures = {"engine": raises}
         elif raises is not None:
             raise raises
-        return index + 1
 
     def connected(self, peers: Sequence[str]) -> Sequence[str]:
         return peers

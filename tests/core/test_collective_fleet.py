@@ -47,9 +47,9 @@ def sender_of(publisher: Publisher) -> CollectiveSender:
 
 def num_joined(publisher: Publisher) -> int:
     """How many receivers are in the transport's group."""
-    epoch = sender_of(publisher).epoch
-    assert epoch is not None
-    return len(epoch.joined)
+    group = sender_of(publisher)._group
+    assert group is not None
+    return len(group.joined)
 
 
 def wait_until(condition: threading.Condition, is_done: Callable[[], object]) -> None:
@@ -118,7 +118,7 @@ def test_a_receiver_that_lost_its_connection_between_publishes_is_connected_agai
     with publishing([client]) as publisher:
         assert publisher.publish().ok
         sender = sender_of(publisher)
-        link = sender.listener.links("a")[0]
+        link = sender._listener.links("a")[0]
         assert client.worker._session is not None
         receiver: Any = client.worker._session.receiver
         if end == "sender's":

@@ -124,14 +124,13 @@ class Senders:
             time.sleep(self._pack_seconds)
             return found
 
-        def stopping_send(index: int, num_bytes: int) -> int:
+        def stopping_send(index: int, num_bytes: int) -> None:
             if self.corrupts and index == 1:
                 self.corrupts = False
                 buffer(index).payload[7] ^= 255
-            following: int = send(index, num_bytes)
+            send(index, num_bytes)
             if index == 1:
                 self._stops.reach("mid-bucket")
-            return following
 
         sender.send, sender.buffer = stopping_send, slow_buffer
         return sender

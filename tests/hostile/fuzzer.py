@@ -28,6 +28,7 @@ from weightcast.format.manifest import Manifest, WeightVersion, decode, encode
 from weightcast.format.messages import InitInfo, LinkMessage, Offer, UpdateInfo, WeightInfo
 from weightcast.links.link import Frames, frame
 from weightcast.testing.transport_kit import write_raw_header
+from weightcast.transports.collective import records as collective
 from weightcast.transports.ipc.records import MAX_RECORD_BYTES, ToReceiver, ToSender
 
 SLOW_SECONDS = 5.0
@@ -114,28 +115,54 @@ TARGETS: dict[str, Target] = {
     "frames": frames,
     "ipc to sender": _message(ToSender, MAX_RECORD_BYTES),
     "ipc to receiver": _message(ToReceiver, MAX_RECORD_BYTES),
+    "collective to sender": _message(collective.FromReceiver, 1 << 20),
+    "collective to receiver": _message(collective.ToReceiver, 1 << 20),
     "header": header,
 }
 
 _GOLDEN = {name: encode(message) for name, (message, _) in MESSAGES.items()}
 _IPC_SENDER = [
     {"kind": "hello", "run": "a" * 32, "peer": "e", "protocol": 2},
-    {"kind": "released", "version": 1, "update": 1, "generation": 1, "index": 0},
+    {"kind": "released", "update": 1, "generation": 1, "index": 0},
+    {"kind": "ended", "version": 1, "update": 1},
 ]
 _IPC_RECEIVER = [
     {"kind": "shared_arena", "generation": 1, "size_bytes": 4096},
     {"kind": "begin", "version": 1, "update": 1, "staged": True, "num_buckets": 2},
     {
         "kind": "ready",
-        "version": 1,
         "update": 1,
         "generation": 1,
         "index": 0,
         "offset_bytes": 0,
         "num_bytes": 256,
-        "event": "",
+        "event": "aGFuZGxl",
     },
+    {"kind": "aborted", "update": 1, "reason": "r"},
     {"kind": "refused", "error": {"kind": "StaleVersionError", "message": "m"}},
+]
+
+_COLLECTIVE_SENDER = [
+    {"kind": "here", "host": "h"},
+    {"kind": "joining", "epoch": 1, "update": 1, "num_received": 2, "shared": "ipc://@a"},
+    {"kind": "join_failed", "epoch": 1, "reason": "r", "is_own": True},
+    {"kind": "answer", "question": 1, "update": 1, "num_received": 2, "is_waiting": True},
+    {"kind": "whole", "update": 1},
+]
+_COLLECTIVE_RECEIVER = [
+    {
+        "kind": "join",
+        "epoch": 1,
+        "group_rank": 1,
+        "group_size": 2,
+        "host": "127.0.0.1",
+        "port": 1,
+        "timeout_seconds": 3.0,
+        "readers": ["a#1"],
+    },
+    {"kind": "read_along", "epoch": 1, "address": "ipc://@a"},
+    {"kind": "begin", "version": 1, "update": 1, "staged": True, "num_buckets": 2, "first": 1},
+    {"kind": "ask", "question": 1},
 ]
 
 SEEDS: dict[str, list[bytes]] = {
@@ -147,6 +174,8 @@ SEEDS: dict[str, list[bytes]] = {
     "frames": [frame(MESSAGES["hello.json"][0]) + frame(MESSAGES["failed.json"][0])],
     "ipc to sender": [json.dumps(m).encode() for m in _IPC_SENDER],
     "ipc to receiver": [json.dumps(m).encode() for m in _IPC_RECEIVER],
+    "collective to sender": [json.dumps(m).encode() for m in _COLLECTIVE_SENDER],
+    "collective to receiver": [json.dumps(m).encode() for m in _COLLECTIVE_RECEIVER],
     "header": [_HEADER],
 }
 

@@ -11,7 +11,7 @@ import sys
 from weightcast import registry
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.plan import plan
-from weightcast.testing.transport_kit import write_raw_header
+from weightcast.testing.transport_kit import RecoveringSender, write_raw_header
 
 BUCKET_BYTES = 32 << 20
 EXIT_STATUS = 7
@@ -26,9 +26,8 @@ def say(word: str) -> None:
 
 def send(deadline_seconds: float) -> None:
     """One bucket; then, whatever has become of the receiver, another one."""
-    sender = registry.transport("gloo://").sender(
-        "gloo://127.0.0.1:0", run=VERSION.run, deadline_seconds=deadline_seconds
-    )
+    make = registry.transport("gloo://").sender
+    sender = RecoveringSender(make("gloo://127.0.0.1:0", run=VERSION.run, deadline_seconds=deadline_seconds))
     say(sender.address)
     sender.open(MANIFEST, VERSION, peers=["a"], staged=True)
     for index in range(2):

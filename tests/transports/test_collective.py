@@ -17,6 +17,7 @@ from weightcast.errors import (
     InsufficientMemoryError,
     ManifestError,
     PeerDiedError,
+    PeersLostError,
     PeerTimeoutError,
     UnsupportedError,
     UpdateAbortedError,
@@ -29,13 +30,13 @@ from weightcast.links.link import frame
 from weightcast.process_group import ProcessGroup, require
 from weightcast.seams.transport import Receiver
 from weightcast.testing.leftovers import nothing_left
-from weightcast.testing.transport_kit import Reader, write_raw_header
-from weightcast.transports.collective import broadcast_group
-from weightcast.transports.collective.broadcast_group import BroadcastGroup, GroupSettings
-from weightcast.transports.collective.broadcast_reader import BucketTarget
-from weightcast.transports.collective.receive_buffers import ReceiveBuffers, SharedMemory
-from weightcast.transports.collective.records import JoinFailed, Joining, parse_address, parse_endpoint
+from weightcast.testing.transport_kit import Reader, RecoveringSender, write_raw_header
+from weightcast.transports.collective import group as collective_group
+from weightcast.transports.collective.buffers import BucketTarget, ReceiveBuffers, SharedMemory
+from weightcast.transports.collective.group import BroadcastGroup, GroupSettings
+from weightcast.transports.collective.records import JoinFailed, Joining, Progress
 from weightcast.transports.collective.sender import CollectiveSender
+from weightcast.transports.linked import parse_address, parse_endpoint
 
 RUN = "5a" * 16
 ENDPOINT = "gloo://127.0.0.1:0"
@@ -50,7 +51,6 @@ class Hall:
         self.sender = CollectiveSender(ENDPOINT, run=RUN, deadline_seconds=deadline_seconds)
         self.stack.callback(self.sender.close)
         self.manifest = plan([TensorSpec(f"t{i}", "uint8", (4096,)) for i in range(num_buckets)], 4096)
-        self.num_packed = 0
         self.before_bucket: Callable[[int], object] = _nothing
 
     def receiver(self, peer: str) -> Receiver:
@@ -61,8 +61,12 @@ class Hall:
         return made
 
     @property
-    def epoch(self) -> int:
-        return self.sender.num_epochs
+    def num_groups(self) -> int:
+        return self.sender.num_groups
+
+    @property
+    def group(self) -> BroadcastGroup | None:
+        return self.sender._group
 
     def update(self, number: int, receivers: dict[str, Receiver], **at_bucket: object) -> dict[str, Reader]:
         """Send a version; `at_bucket` maps a peer to a function of each of its buckets."""
@@ -74,13 +78,12 @@ class Hall:
         return readers
 
     def send(self, number: int, peers: list[str], *, staged: bool) -> None:
-        self.sender.open(self.manifest, version(number), peers=peers, staged=staged)
-        index = 0
-        while index < len(self.manifest.buckets):
+        sender = RecoveringSender(self.sender)
+        sender.open(self.manifest, version(number), peers=peers, staged=staged)
+        for index in range(len(self.manifest.buckets)):
             self.before_bucket(index)
-            num_bytes = fill(self.sender.buffer(index), self.manifest, number, index)
-            self.num_packed += 1
-            index = self.sender.send(index, num_bytes)
+            num_bytes = fill(sender.buffer(index), self.manifest, number, index)
+            sender.send(index, num_bytes)
 
 
 def fill(buffer: BucketBuffer, manifest: Manifest, number: int, index: int) -> int:
@@ -118,24 +121,24 @@ def test_the_group_is_kept_while_its_members_stay_and_made_anew_when_they_change
         readers = hall.update(number, {"a": a})
         assert whole(readers["a"], hall.manifest, number)
         a.end()
-    assert hall.epoch == 1
+    assert hall.num_groups == 1
     b = hall.receiver("b")
     for number in (4, 5):
         readers = hall.update(number, {"a": a, "b": b})
         assert all(whole(reader, hall.manifest, number) for reader in readers.values())
         a.end()
         b.end()
-    assert hall.epoch == 2
+    assert hall.num_groups == 2
     a.close()
     a = hall.receiver("a")
     readers = hall.update(6, {"a": a, "b": b})
     assert all(whole(reader, hall.manifest, 6) for reader in readers.values())
-    assert hall.epoch == 3
+    assert hall.num_groups == 3
     assert not hall.sender.failures
 
 
-def lose_one_on_the_way(hall: Hall, receivers: dict[str, Receiver]) -> None:
-    """Send version 1; "goes" leaves at its sixth bucket, and all others get everything."""
+def lose_one_on_the_way(hall: Hall, receivers: dict[str, Receiver], *, others_have: int = 0) -> None:
+    """Send version 1; "goes" leaves at its sixth bucket, and all others, who have so many by then, get everything."""
     num_seen = 0
     has_left = threading.Event()
 
@@ -147,7 +150,16 @@ def lose_one_on_the_way(hall: Hall, receivers: dict[str, Receiver]) -> None:
             has_left.set()
 
     # Small buckets fit into the sockets' buffers: without this the sender may be done before anybody has read one.
-    hall.before_bucket = lambda index: index < 8 or has_left.wait(DEADLINE_SECONDS)
+    def wait(index: int) -> None:
+        if index == 8:
+            assert has_left.wait(DEADLINE_SECONDS)
+            for peer in receivers.keys() - {"goes"}:
+                receiver: Any = receivers[peer]
+                with receiver._condition:
+                    is_there = lambda wanted=receiver._wanted: wanted.num_received >= others_have  # noqa: E731
+                    assert receiver._condition.wait_for(is_there, DEADLINE_SECONDS)
+
+    hall.before_bucket = wait
     readers = hall.update(1, receivers, goes=leave)
     with pytest.raises(Exception, match="closed"):
         readers.pop("goes").result()
@@ -157,10 +169,12 @@ def lose_one_on_the_way(hall: Hall, receivers: dict[str, Receiver]) -> None:
 def test_after_a_loss_the_others_go_on_where_they_are(hall: Hall) -> None:
     """One dead engine costs the others one new group and a few buckets."""
     receivers = {peer: hall.receiver(peer) for peer in ("a", "b", "goes")}
-    lose_one_on_the_way(hall, receivers)
+    lose_one_on_the_way(hall, receivers, others_have=6)
     assert isinstance(hall.sender.failures["goes"], PeerDiedError)
-    assert hall.epoch == 2
-    assert hall.num_packed < 2 * len(hall.manifest.buckets)
+    assert hall.num_groups == 2
+    update = hall.sender._update
+    assert update is not None
+    assert update.first >= 6
 
 
 def test_workers_that_share_memory_outlive_the_loss_of_another_engine(hall: Hall) -> None:
@@ -180,7 +194,7 @@ def test_who_cannot_join_is_named_and_keeps_nobody_waiting(hall: Hall, monkeypat
     assert whole(readers["b"], hall.manifest, 1)
     assert set(hall.sender.failures) == {"a"}
     assert "no memory here" in str(hall.sender.failures["a"])
-    assert hall.epoch == 2
+    assert hall.num_groups == 2
     receivers["a"].end()
 
 
@@ -208,9 +222,9 @@ def test_who_broke_a_group_is_named_though_its_message_comes_after_the_break(
     delayed: list[threading.Thread] = []
 
     def send_after_the_break(message: msgspec.Struct) -> None:
-        epoch = hall.sender.epoch
+        group = hall.group
         if isinstance(message, JoinFailed):
-            delayed.append(threading.Thread(target=wait_and_send, args=(message, epoch)))
+            delayed.append(threading.Thread(target=wait_and_send, args=(message, group)))
             delayed[-1].start()
         elif delayed and threading.current_thread() not in delayed:
             # A link keeps the order of its messages.
@@ -219,9 +233,9 @@ def test_who_broke_a_group_is_named_though_its_message_comes_after_the_break(
         else:
             send_now(message)
 
-    def wait_and_send(message: msgspec.Struct, epoch: BroadcastGroup) -> None:
+    def wait_and_send(message: msgspec.Struct, group: BroadcastGroup) -> None:
         with hall.sender.condition:
-            assert hall.sender.condition.wait_for(lambda: epoch.error() is not None, DEADLINE_SECONDS)
+            assert hall.sender.condition.wait_for(lambda: group.error() is not None, DEADLINE_SECONDS)
         send_now(message)
 
     def after(former: threading.Thread, message: msgspec.Struct) -> None:
@@ -306,19 +320,20 @@ def test_who_dies_while_the_group_forms_is_named_and_the_others_form_another() -
         with hall.stack:
             receivers: dict[str, Any] = {peer: hall.receiver(peer) for peer in ("a", "b", "goes")}
             goes = receivers["goes"]
-            on_join = goes._on_join
+            join = goes._join
 
-            def answer_and_die(join: object) -> None:
-                on_join(join)
+            def answer_and_die(record: object) -> object:
+                answer = join(record)
                 goes._stream.start = goes.close
+                return answer
 
-            goes._on_join = answer_and_die
+            goes._join = answer_and_die
             readers = hall.update(1, receivers)
             with pytest.raises(Exception, match="closed"):
                 readers.pop("goes").result()
             assert all(whole(reader, hall.manifest, 1) for reader in readers.values())
             assert set(hall.sender.failures) == {"goes"}
-            assert hall.epoch == 2
+            assert hall.num_groups == 2
 
 
 def test_who_has_everything_and_waits_is_not_blamed_for_who_stands_still() -> None:
@@ -327,13 +342,14 @@ def test_who_has_everything_and_waits_is_not_blamed_for_who_stands_still() -> No
         with hall.stack:
             receivers: dict[str, Any] = {peer: hall.receiver(peer) for peer in ("a", "stands")}
             asked: list[int] = []
-            on_ask = receivers["a"]._on_ask
+            tell = receivers["a"]._tell
 
-            def answer(ask: object) -> None:
-                asked.append(receivers["a"]._wanted.num_received)
-                on_ask(ask)
+            def answer(record: msgspec.Struct) -> None:
+                if isinstance(record, Progress):
+                    asked.append(record.num_received)
+                tell(record)
 
-            receivers["a"]._on_ask = answer
+            receivers["a"]._tell = answer
             last = len(hall.manifest.buckets) - 1
             readers = {
                 peer: Reader(r, hall.manifest, version(1), staged=False, pause_at=pause_at)
@@ -344,7 +360,7 @@ def test_who_has_everything_and_waits_is_not_blamed_for_who_stands_still() -> No
             assert whole(readers["a"], hall.manifest, 1)
             assert {peer: type(error) for peer, error in hall.sender.failures.items()} == {"stands": PeerTimeoutError}
             readers["stands"].go_on.set()
-            with pytest.raises(Exception, match=r"gave this receiver up|has gone"):
+            with pytest.raises(Exception, match="took no bucket"):
                 readers["stands"].result()
 
 
@@ -369,7 +385,34 @@ def test_a_broken_connection_that_nobody_notices_costs_no_member_the_version(mon
             readers = hall.update(1, receivers)
             assert all(whole(reader, hall.manifest, 1) for reader in readers.values())
             assert not hall.sender.failures
-            assert hall.epoch == 2
+            assert hall.num_groups == 2
+
+
+def test_what_breaks_twice_with_nobody_to_blame_is_given_up(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    receivers = {peer: hall.receiver(peer) for peer in "ab"}
+    readers = {peer: Reader(r, hall.manifest, version(1), staged=True) for peer, r in receivers.items()}
+    broadcast = ProcessGroup.broadcast
+
+    def broken(group: ProcessGroup, tensor: torch.Tensor, *, root: int) -> Any:
+        if group.rank == 0:
+            raise PeerDiedError("as if the network had failed")
+        return broadcast(group, tensor, root=root)
+
+    monkeypatch.setattr(ProcessGroup, "broadcast", broken)
+    peers, survivors = ["a", "b"], []
+    while peers:
+        assert hall.sender.open(hall.manifest, version(1), peers=peers, staged=True) == 0
+        fill(hall.sender.buffer(0), hall.manifest, 1, 0)
+        with pytest.raises(PeersLostError) as caught:
+            hall.sender.send(0)
+        peers = list(caught.value.survivors)
+        survivors.append(peers)
+        del caught  # its traceback has the group
+    assert survivors == [["a", "b"], []]
+    assert {peer: type(error) for peer, error in hall.sender.failures.items()} == dict.fromkeys("ab", PeerDiedError)
+    for reader in readers.values():
+        with pytest.raises(UpdateAbortedError, match="the network had failed"):
+            reader.result()
 
 
 class NeverWoken:
@@ -472,7 +515,7 @@ def test_addresses_survive_and_garbage_does_not() -> None:
             parse_address(url)
     secret = "ab" * 32
     with pytest.raises(ManifestError) as caught:
-        parse_address(f"ftp://h:1/{secret}")
+        parse_address(f"gloo://h:bad/{secret}")
     assert secret not in str(caught.value)
 
 
@@ -487,7 +530,7 @@ def test_nccl_without_a_gpu_is_refused_with_the_reason() -> None:
 def test_a_group_that_is_closed_before_its_thread_connects_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     """A member that dies just then has the group closed; without its store torch would end the process (SIGSEGV)."""
     held: list[Callable[[], None]] = []
-    monkeypatch.setattr(broadcast_group, "in_background", lambda call, name: held.append(call))
+    monkeypatch.setattr(collective_group, "in_background", lambda call, name: held.append(call))
     settings = GroupSettings("gloo", "127.0.0.1", torch.device("cpu"), DEADLINE_SECONDS, threading.Condition())
     group = BroadcastGroup(1, settings, {})
     group.connect()
@@ -500,13 +543,15 @@ def test_a_group_that_is_closed_before_its_thread_connects_ends_quietly(monkeypa
 def test_what_a_gpu_ends_without_a_word_is_looked_for_all_the_time() -> None:
     """It may end after it was asked for, and before the wait: no wait may then be long."""
     with contextlib.closing(CollectiveSender(ENDPOINT, run=RUN, deadline_seconds=DEADLINE_SECONDS)) as sender:
+        group = BroadcastGroup(1, sender._settings, {})
         sender._settings = sender._settings._replace(backend="nccl")
         waits: list[float] = []
         sender.condition.wait = waits.append  # type: ignore[assignment]
         manifest = plan([TensorSpec("t", "uint8", (4096,))], 4096)
         sender.open(manifest, version(1), peers=[], staged=True)
         answers = iter([False, True])
-        assert sender._wait_for(sender._require_update(), lambda: next(answers))
+        assert sender._wait_for(sender._require_update(0), group, lambda: next(answers))
+        group.close()
         assert waits
         assert max(waits) <= 0.01
 

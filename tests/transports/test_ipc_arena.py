@@ -28,7 +28,8 @@ from weightcast.testing.transport_kit import (
 )
 from weightcast.transports.ipc import IpcReceiver
 from weightcast.transports.ipc.arena import MappedSharedArena, OwnedSharedArena
-from weightcast.transports.ipc.records import BucketReady, IpcBegin, IpcWaiting, SharedArena, Welcome
+from weightcast.transports.ipc.records import SharedArena, Welcome
+from weightcast.transports.records import BeginUpdate, BucketReady, KeepAlive
 
 SIZE_BYTES = 1 << 16
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -148,18 +149,11 @@ def fake(leaves_nothing: None) -> Iterator[tuple[IpcReceiver, socket.socket]]:
             yield receiver, sock
 
 
-BEGIN = IpcBegin(version=1, update=1, staged=True, num_buckets=5)
+BEGIN = BeginUpdate(version=1, update=1, staged=True, num_buckets=5)
 
 
 def _ready(**changes: int) -> BucketReady:
-    fields = {
-        "version": 1,
-        "update": 1,
-        "generation": 1,
-        "index": 0,
-        "offset_bytes": 0,
-        "num_bytes": HEADER_BYTES + 8192,
-    }
+    fields = {"update": 1, "generation": 1, "index": 0, "offset_bytes": 0, "num_bytes": HEADER_BYTES + 8192}
     return BucketReady(**{**fields, **changes})
 
 
@@ -175,8 +169,8 @@ def _ready(**changes: int) -> BucketReady:
         SharedArena(2, SIZE_BYTES),
         b"garbage",
         b" " * (1 << 17),
-        b'{"kind":"ready","version":1,"update":1,"generation":1,"index":0,"offset_bytes":-8,"num_bytes":8448}',
-        b'{"kind":"released","version":1,"update":1,"generation":1,"index":0}',
+        b'{"kind":"ready","update":1,"generation":1,"index":0,"offset_bytes":-8,"num_bytes":8448}',
+        b'{"kind":"released","update":1,"generation":1,"index":0}',
     ],
     ids=[
         "generation",
@@ -221,7 +215,7 @@ def test_superfluous_descriptors_are_closed(fake: tuple[IpcReceiver, socket.sock
     receiver.open(numbered(), version(1), staged=True)
     reader, writer = os.pipe()
     descriptor = _memory()
-    socket.send_fds(sock, [encode(IpcWaiting())], [writer])
+    socket.send_fds(sock, [encode(KeepAlive())], [writer])
     socket.send_fds(sock, [encode(SharedArena(1, SIZE_BYTES))], [descriptor, writer])
     socket.send_fds(sock, [encode(SharedArena(2, SIZE_BYTES))], [writer, descriptor])
     for open_here in (descriptor, writer):
@@ -264,7 +258,7 @@ def test_buckets_of_a_former_attempt_are_ignored(fake: tuple[IpcReceiver, socket
         arena.buffers.get(index, start, start + HEADER_BYTES, 8192).payload.fill_(index + 1)
     sock.send(encode(BEGIN))
     sock.send(encode(_ready()))
-    sock.send(encode(IpcBegin(version=1, update=2, staged=True, num_buckets=5)))
+    sock.send(encode(BeginUpdate(version=1, update=2, staged=True, num_buckets=5)))
     sock.send(encode(_ready()))
     sock.send(encode(_ready(update=2, offset_bytes=SIZE_BYTES // 2)))
     bucket = next(iter(receiver))

@@ -28,20 +28,18 @@ from weightcast.transports.ipc import channel as ipc_channel
 from weightcast.transports.ipc import receiver as ipc_receiver
 from weightcast.transports.ipc.records import (
     MAX_RECORD_BYTES,
-    Awaiting,
-    IpcEnded,
     IpcHello,
     Refused,
-    Released,
     ToReceiver,
 )
+from weightcast.transports.records import Opened, Released, UpdateEnded
 
 HOSTILE_PACKETS = {
     "garbage": b"\x00\xff" * 50,
     "truncated": encode(IpcHello(RUN, "engine"))[:-3],
     "not a record": b"[1, 2, 3]",
     "unknown kind": b'{"kind":"exec","code":"1"}',
-    "not a hello": encode(Awaiting(1)),
+    "not a hello": encode(Opened(1)),
     "the other direction": b'{"kind":"welcome"}',
     "other run": encode(IpcHello(OTHER_RUN, "engine")),
     "bad run": b'{"kind":"hello","run":"xyz","peer":"engine","protocol":2}',
@@ -167,11 +165,11 @@ def test_releases_of_other_updates_and_buckets_free_nothing(ipc_ends: Ends, sock
     send(sender, manifest, 7, 0)
     send(sender, manifest, 7, 1)
     for record in (
-        Released(version=7, update=999, generation=1, index=0),
-        Released(version=7, update=1, generation=999, index=0),
-        Released(version=7, update=1, generation=1, index=1),
-        Released(version=7, update=1, generation=1, index=4_000_000_000),
-        IpcEnded(version=6, update=999),
+        Released(update=999, generation=1, index=0),
+        Released(update=1, generation=999, index=0),
+        Released(update=1, generation=1, index=1),
+        Released(update=1, generation=1, index=4_000_000_000),
+        UpdateEnded(version=6, update=999),
         IpcHello(RUN, "rogue"),
     ):
         rogue.send(encode(record))

@@ -177,7 +177,7 @@ class SameHostContract(TransportContract):
         with pytest.raises(ValueError, match="address"):
             make("file:///tmp", peer="a", run=RUN)
         with pytest.raises(ValueError, match="by itself"):
-            type(sender)(f"{self.url}name", run=RUN)
+            registry.transport(self.url).sender(f"{self.url}name", run=RUN)
 
 
 class TestMemory(SameHostContract):

@@ -329,10 +329,11 @@ class LinkListener:
         self._thread = threading.Thread(target=self._serve, name="weightcast-links", daemon=True)
         self._thread.start()
 
-    def links(self, engine: str) -> list[Link]:
-        """The living links of an engine's workers, by engine rank."""
+    def links(self, engine: str | None = None) -> list[Link]:
+        """The living links of an engine's workers, by engine rank; None: of all engines."""
         with self.condition:
-            return [link for (name, _), link in sorted(self._links.items()) if name == engine and link.is_alive]
+            living = [key for key, link in sorted(self._links.items()) if link.is_alive]
+            return [self._links[key] for key in living if engine in (None, key[0])]
 
     def wait(
         self, engine: str, num_workers: int, deadline_seconds: float, *, ask: Callable[[], None] = lambda: None

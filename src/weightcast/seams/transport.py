@@ -4,13 +4,15 @@ One update. P: the publisher, on the trainer. W: a worker, in the engine's proce
 
     W  Receiver.open(...)                when the version is offered
     P  Sender.open(...)                  waits until the peers' receivers are there
-    P  for each bucket k                 Sender.buffer(k), fill, encode, Sender.send(k, n), which says what comes next
+    P  for each bucket k                 Sender.buffer(k), fill, encode, Sender.send(k, n)
     W                                    next(Receiver) -> Bucket k
     W  Receiver.end()                    when it has installed the version, or given it up
     P  VersionedSender.commit()          if an engine has installed it, or there are none; else Sender.abort(reason)
     P  Sender.close()                    only at the end of the publisher's life; W likewise Receiver.close()
 
-Any failure: P Sender.abort(reason); W Receiver.end(). Optional abilities are Protocols, asked with `isinstance`.
+Where P's calls raise PeersLostError: P Sender.open(...) again, same version, for the survivors; buckets go on from the
+one that it returns; a receiver takes that for the same update. Any other failure: P Sender.abort(reason); W
+Receiver.end(). Optional abilities are Protocols, asked with `isinstance`.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ class Bucket:
 class Sender(Protocol):
     """The publisher's end of a transport. One thread calls it. Every wait inside has a deadline.
 
-    `address` is the URL for receivers. `failures` has the error of each peer dropped since `open`: if one dies, stalls
-    or leaves, the others go on. With `staged`, what was sent stays readable until every peer has ended the update.
+    `address` is the URL for receivers. `failures` has the error of each peer that was lost (that died, stalled or left)
+    since the version was opened. Where a loss disturbs others, `open`, `buffer` or `send` raises PeersLostError: each
+    time with fewer survivors, or once in a row with the same ones, if nobody is to blame for what has broken. With
+    `staged`, what was sent stays readable until every peer has ended the update.
     """
 
     address: str
@@ -46,17 +50,22 @@ class Sender(Protocol):
     @property
     def failures(self) -> Mapping[str, WeightcastError]: ...
 
-    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
-        """Begin an update for these peers. Raises InsufficientMemoryError before any byte moves."""
+    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
+        """Begin an update for these peers; return the first bucket to send: 0, or where one that lost peers goes on.
+
+        Raises PeersLostError; InsufficientMemoryError before any byte moves.
+        """
 
     def buffer(self, index: int) -> BucketBuffer:
-        """Room for bucket `index`, one object while the manifest stays. Waits until every living peer released it."""
+        """Room for bucket `index`, one object while the manifest stays. Waits until every living peer released it.
 
-    def send(self, index: int, num_bytes: int) -> int:
-        """Send the first `num_bytes` of `buffer(index)`, header and encoded payload. A peer's failure is only noted.
+        Raises PeersLostError.
+        """
 
-        Raises ValueError for a length that can't be sent. Returns the bucket to send next: index + 1, or an earlier
-        one again (same bytes) if others lost it with a peer.
+    def send(self, index: int, num_bytes: int) -> None:
+        """Send the first `num_bytes` of `buffer(index)`, header and encoded payload.
+
+        Raises PeersLostError; ValueError for a length that can't be sent.
         """
 
     def connected(self, peers: Sequence[str]) -> Sequence[str]:
@@ -129,7 +138,7 @@ class VersionedReceiver(Protocol):
 
 
 class PerDevice(Protocol):
-    """For a transport of which each device of a host may have a sender; such a one never asks for a bucket again."""
+    """For a transport of which each device of a host may have a sender; such a one never raises PeersLostError."""
 
     def label(self, device: torch.device) -> str:
         """Names the device that a sender's memory is on, the same in every process; empty: unknown."""
@@ -160,6 +169,8 @@ class Transport:
 
     sender: MakeSender
     receiver: MakeReceiver
-    default_bucket_size_bytes: Mapping[str, int]  # by device type: "cpu", "cuda"
     same_host: bool  # whether both ends must share one
+    default_bucket_size_bytes: Mapping[str, int] = dataclasses.field(  # by device type
+        default_factory=lambda: {"cpu": 64 << 20, "cuda": 512 << 20}
+    )
     per_device: PerDevice | None = None

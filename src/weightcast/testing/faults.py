@@ -95,10 +95,10 @@ class FaultySender:
     def failures(self) -> Mapping[str, WeightcastError]:
         return self.inner.failures
 
-    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
+    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         self._buffers.clear()
         self._before.clear()
-        self.inner.open(manifest, version, peers=peers, staged=staged)
+        return self.inner.open(manifest, version, peers=peers, staged=staged)
 
     def buffer(self, index: int) -> BucketBuffer:
         self._buffers[index] = buffer = self.inner.buffer(index)
@@ -106,7 +106,7 @@ class FaultySender:
             self._before[index] = _clone(buffer)
         return buffer
 
-    def send(self, index: int, num_bytes: int) -> int:
+    def send(self, index: int, num_bytes: int) -> None:
         fault = self.fault
         if isinstance(fault, Duplicate) and index == fault.at:
             self._before[index] = _clone(self._buffers[index])
@@ -118,7 +118,7 @@ class FaultySender:
                 num_payload_bytes = min(came.payload.numel(), buffer.payload.numel())
                 buffer.header.copy_(came.header)
                 buffer.payload[:num_payload_bytes] = came.payload[:num_payload_bytes]
-        return self.inner.send(index, num_bytes)
+        self.inner.send(index, num_bytes)
 
     def connected(self, peers: Sequence[str]) -> Sequence[str]:
         return self.inner.connected(peers)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from weightcast.errors import ManifestError, PeerDiedError, PeerTimeoutError, UpdateAbortedError
+from weightcast.errors import ManifestError, PeerDiedError, PeersLostError, PeerTimeoutError, UpdateAbortedError
 from weightcast.format.manifest import Manifest
 from weightcast.seams.transport import Bucket, Receiver, Sender
 from weightcast.testing.transport_kit import (
+    PATIENCE_SECONDS,
     SHORT_SECONDS,
     Background,
     Reader,
+    RecoveringSender,
     check,
     numbered,
     read_all,
@@ -27,6 +29,37 @@ def failed(sender: Sender) -> dict[str, type[Exception]]:
 
 class TransportContract(VersionedTransportContract):
     """What holds of all transports, and of peers: each that dies, stalls or leaves is named and never stops others."""
+
+    def sender(self, deadline_seconds: float = PATIENCE_SECONDS, **options: object) -> Sender:
+        return RecoveringSender(super().sender(deadline_seconds, **options))
+
+    def test_a_loss_that_disturbs_the_others_is_raised_with_the_survivors(self, staged: bool) -> None:
+        """Whether it does is the transport's to say; what is raised names nobody who was lost, and fewer each time."""
+        sender, manifest = super().sender(), numbered(6)
+        receivers = {peer: self.receiver(sender, peer) for peer in ("a", "b", "goes")}
+        readers = [Reader(receivers[peer], manifest, version(1), staged=staged) for peer in ("a", "b")]
+        receivers["goes"].open(manifest, version(1), staged=staged)
+        peers, is_lost = list(receivers), False
+        while peers:
+            survivors: set[str] = set()
+            try:
+                first = sender.open(manifest, version(1), peers=peers, staged=staged)
+                assert first == 0 or len(peers) < len(receivers)
+                for index in range(first, 6):
+                    if index == 2 and not is_lost:
+                        is_lost = True
+                        receivers["goes"].close()
+                    send(sender, manifest, 1, index)
+                break
+            except PeersLostError as exc:
+                survivors = set(exc.survivors)
+            with pytest.raises(UpdateAbortedError):
+                sender.buffer(0)
+            assert survivors < set(peers)
+            assert set(peers) - survivors <= sender.failures.keys()
+            peers = sorted(survivors)
+        assert all(len(reader.result()) == 6 for reader in readers)
+        assert failed(sender) == {"goes": PeerDiedError}
 
     def fail_to_begin(self, receiver: Receiver, manifest: Manifest, number: int, staged: bool) -> Bucket:
         """Open an update that must not succeed, and wait for its first bucket."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from weightcast import registry
-from weightcast.errors import IntegrityError
+from weightcast.errors import IntegrityError, PeersLostError, WeightcastError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Layout, check_bucket, queued_digest, write_header
 from weightcast.format.codec import RAW
 from weightcast.format.manifest import DigestKind, Manifest, TensorSpec, WeightVersion
@@ -75,13 +76,10 @@ def write_raw_header(buffer: BucketBuffer, raw_bytes: int, version: WeightVersio
 
 
 def send(sender: Sender, manifest: Manifest, number: int, index: int) -> BucketBuffer:
-    """Send up to and with bucket `index`, again if the sender asks for earlier ones; return its buffer."""
-    position = index
-    while position <= index:
-        buffer, size = sender.buffer(position), manifest.buckets[position]
-        buffer.payload[:size].fill_(value_of(number, position))
-        num_bytes = write_raw_header(buffer, size, version(number), position, manifest.digest_kind)
-        position = sender.send(position, num_bytes)
+    """Fill and send bucket `index`; return its buffer."""
+    buffer, size = sender.buffer(index), manifest.buckets[index]
+    buffer.payload[:size].fill_(value_of(number, index))
+    sender.send(index, write_raw_header(buffer, size, version(number), index, manifest.digest_kind))
     return buffer
 
 
@@ -92,15 +90,83 @@ def send_all(sender: Sender, manifest: Manifest, number: int, start: int = 0) ->
 
 def send_payload(sender: Sender, payload: Payload, manifest: Manifest, version: WeightVersion) -> None:
     """Pack and send every bucket of a payload, as a publisher does."""
-    packer, index = Packer(Layout(manifest), payload.tensors()), 0
-    while index < len(manifest.buckets):
-        index = pack_and_send(sender, packer, manifest, version, index)
+    packer = Packer(Layout(manifest), payload.tensors())
+    for index in range(len(manifest.buckets)):
+        pack_and_send(sender, packer, manifest, version, index)
 
 
-def pack_and_send(sender: Sender, fill: Fill, manifest: Manifest, version: WeightVersion, index: int) -> int:
-    """Pack and send a bucket, as a publisher does; return the next."""
+def pack_and_send(sender: Sender, fill: Fill, manifest: Manifest, version: WeightVersion, index: int) -> None:
+    """Pack and send a bucket, as a publisher does."""
     num_bytes, _ = pack(fill, RAW, manifest, version, index, sender.buffer(index))
-    return sender.send(index, num_bytes)
+    sender.send(index, num_bytes)
+
+
+class RecoveringSender:
+    """Passes everything on to another sender; where that loses peers it opens the update again, as a publish run does.
+
+    It keeps copies of what was sent, to send it again: tests send bucket by bucket, and need not know of losses.
+    """
+
+    def __init__(self, inner: Sender) -> None:
+        self.inner = inner
+        self.address = inner.address
+        self._buffer: BucketBuffer | None = None
+        self._sent: list[torch.Tensor] = []
+
+    @property
+    def failures(self) -> Mapping[str, WeightcastError]:
+        return self.inner.failures
+
+    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
+        self._open = functools.partial(self.inner.open, manifest, version, staged=staged)
+        self._sent = []
+        try:
+            return self._open(peers=peers)
+        except PeersLostError as exc:
+            self._recover(exc.survivors)
+            return 0
+
+    def buffer(self, index: int) -> BucketBuffer:
+        try:
+            buffer = self._buffer = self.inner.buffer(index)
+        except PeersLostError as exc:
+            self._recover(exc.survivors)
+            return self.buffer(index)
+        return buffer
+
+    def send(self, index: int, num_bytes: int) -> None:
+        assert self._buffer is not None
+        bucket = self._buffer.flat(num_bytes).clone()
+        try:
+            self.inner.send(index, num_bytes)
+        except PeersLostError as exc:
+            self._sent.append(bucket)
+            self._recover(exc.survivors)
+        else:
+            self._sent.append(bucket)
+
+    def connected(self, peers: Sequence[str]) -> Sequence[str]:
+        return self.inner.connected(peers)
+
+    def abort(self, reason: str) -> None:
+        self.inner.abort(reason)
+
+    def close(self) -> None:
+        self._buffer = None
+        self.inner.close()
+
+    def _recover(self, survivors: Sequence[str]) -> None:
+        """Open the update again, and send what was sent and the survivors lack."""
+        while True:
+            try:
+                for index in range(self._open(peers=survivors), len(self._sent)):
+                    bucket = self._sent[index]
+                    self.inner.buffer(index).flat(bucket.numel()).copy_(bucket)
+                    self.inner.send(index, bucket.numel())
+                return
+            except PeersLostError as exc:
+                # No more of it: its traceback keeps what its frames have.
+                survivors = exc.survivors
 
 
 def check(bucket: Bucket, manifest: Manifest, number: int) -> None:

@@ -18,7 +18,15 @@ from weightcast.format.bucket import HEADER_BYTES, Layout
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.seams.transport import Receiver
 from weightcast.testing.payloads import PAYLOADS, Payload
-from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, Reader, pack_and_send, unpack, version
+from weightcast.testing.transport_kit import (
+    PATIENCE_SECONDS,
+    RUN,
+    Reader,
+    RecoveringSender,
+    pack_and_send,
+    unpack,
+    version,
+)
 from weightcast.trainer.packer import Packer
 
 _PEERS = ("a", "b")
@@ -31,8 +39,8 @@ class Rig:
 
     def __init__(self, url: str) -> None:
         self._transport = registry.transport(url)
-        device = torch.device("cpu")
-        self.sender = self._transport.sender(url, run=RUN, device=device, deadline_seconds=PATIENCE_SECONDS)
+        make, device = self._transport.sender, torch.device("cpu")
+        self.sender = RecoveringSender(make(url, run=RUN, device=device, deadline_seconds=PATIENCE_SECONDS))
         self.receivers: dict[str, Receiver] = {}
         self.readers: dict[str, Reader] = {}
         self._layout: Layout | None = None
@@ -50,11 +58,8 @@ class Rig:
         self._packer = Packer(self._layout, payload.tensors())
 
     def send(self, index: int, version: WeightVersion) -> None:
-        """Send up to and with bucket `index`, again if the sender asks for earlier ones."""
         assert self._layout is not None
-        position = index
-        while position <= index:
-            position = pack_and_send(self.sender, self._packer, self._layout.manifest, version, position)
+        pack_and_send(self.sender, self._packer, self._layout.manifest, version, index)
 
     def outcome(self, peer: str) -> list[bytes] | str:
         """The buckets that the peer has received, or how its update ended; which of both is left open."""

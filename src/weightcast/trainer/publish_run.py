@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from weightcast.errors import IntegrityError, PeerDiedError, PeerError, UpdateAbortedError
+from weightcast.errors import IntegrityError, PeerDiedError, PeerError, PeersLostError, UpdateAbortedError
 from weightcast.format.bucket import (
     HEADER_BYTES,
     BucketBuffer,
@@ -30,7 +30,7 @@ from weightcast.format.bucket import (
     slot_size_bytes,
 )
 from weightcast.format.codec import RAW
-from weightcast.format.manifest import MAX_VERSION, Manifest, WeightVersion
+from weightcast.format.manifest import MAX_VERSION, WeightVersion
 from weightcast.format.messages import Abort, InitInfo, Offer, Seal
 from weightcast.host.deadline import Deadline
 from weightcast.links.link import LinkListener
@@ -124,7 +124,7 @@ class PublishInputs:
 class FleetRoute:
     """The engines of a fleet that take the same bytes: from the publisher's transport, or from a sender of clients'.
 
-    One update: `pause` unless it is staged, `open`, the sender's `buffer` and `send`, `receive`, `install`, `resume`.
+    One update: `pause` unless it is staged, the sender's calls for the `peers`, `receive`, `install`, `resume`.
     An engine's failure is noted at the engine.
     """
 
@@ -143,18 +143,15 @@ class FleetRoute:
     def pause(self) -> None:
         self._fleet.each(FleetMember.pause, self.healthy())
 
-    def open(self, manifest: Manifest, version: WeightVersion) -> set[str] | None:
-        """Begin to send; return the peers, of whom one must be left for sending to go on; None if no engine takes it.
+    @property
+    def is_kept(self) -> bool:
+        """Whether a version is sent for readers that come later too: not one that all engines have refused."""
+        is_versioned = isinstance(self.sender, VersionedSender) and not self.is_brought
+        return is_versioned and (not len(self._fleet) or bool(self._fleet.healthy()))
 
-        No peer has to be left where the sender keeps versions; it keeps none that all engines refused.
-        """
-        peers = [peer for member in self.healthy() for peer in self._peers(member)]
-        is_kept = isinstance(self.sender, VersionedSender) and not self.is_brought
-        is_kept = is_kept and (not len(self._fleet) or bool(self._fleet.healthy()))
-        if not peers and not is_kept:
-            return None
-        self.sender.open(manifest, version, peers=peers, staged=self.is_staged)
-        return set() if is_kept else set(peers)
+    def peers(self) -> list[str]:
+        """What the sender calls those that are to take the version."""
+        return [peer for member in self.healthy() for peer in self._peers(member)]
 
     def receive(self, num_buckets: int, root: str) -> None:
         """Wait until every worker has what was sent."""
@@ -394,43 +391,58 @@ class PublishRun:
         )
 
     def _send(self, route: FleetRoute, fill: Fill) -> str:
-        """Pack and send every bucket, or until a route's peers are all lost, and wait until the others have them.
+        """Pack and send every bucket, and wait until every engine has them; where peers are lost, the others go on.
 
         Returns the root digest; empty if no engine takes the version, or for a sender of clients'.
         """
-        sender, num_buckets = route.sender, len(self._manifest.buckets)
-        version = WeightVersion(self._run, self.number)
-        with self._timed("send"):
-            peers = route.open(self._manifest, version)
-        if peers is None:
+        num_buckets, peers, is_kept = len(self._manifest.buckets), route.peers(), route.is_kept
+        if not peers and not is_kept:
             return ""
         again = self._again
         digests: list[Digest] = [b""] * num_buckets if again is None else list(again.digests)
-        index, ends = 0, list(itertools.accumulate(self._manifest.buckets, initial=0))
         with self._connections.packing_stream():
-            while index < num_buckets:
-                with self._timed("send"):
-                    buffer = sender.buffer(index)
-                with self._timed("pack"):
-                    if again is None:
-                        num_bytes, digests[index] = pack(fill, RAW, self._manifest, version, index, buffer)
-                    elif not (num_bytes := self._pack_again(index, buffer, version, fill)):
-                        self._fail_changed(route.healthy())
-                        sender.abort(f"the weights have changed since version {self.number}")
-                        return ""
-                with self._timed("send"):
-                    index = sender.send(index, num_bytes)
-                if self._on_progress is not None:
-                    self._on_progress(ends[index], ends[-1])
-                if peers and sender.failures.keys() >= peers:
+            while peers or is_kept:
+                try:
+                    if self._send_buckets(route, peers, fill, digests):
+                        self._digests = digests
                     break
-            else:
-                self._digests = digests
+                except PeersLostError as exc:
+                    peers = list(exc.survivors)
+        if again is not None and not route.healthy():
+            return ""
         with self._timed("send"):
             # Only our own workers say what they have: for others, nothing waits for the digests of a GPU.
             root = "" if route.is_brought else root_digest(self._pack_plan.manifest_digest, digests)
             route.receive(num_buckets, root)
         return root
+
+    def _send_buckets(self, route: FleetRoute, peers: Sequence[str], fill: Fill, digests: list[Digest]) -> bool:
+        """Open the update for these peers and send them every bucket. Raises PeersLostError.
+
+        False if not all were sent: all peers were lost, or a version that is published again is no longer the
+        source's, which is the failure of the engines.
+        """
+        sender, version = route.sender, WeightVersion(self._run, self.number)
+        ends = list(itertools.accumulate(self._manifest.buckets))
+        with self._timed("send"):
+            first = sender.open(self._manifest, version, peers=peers, staged=route.is_staged)
+        for index in range(first, len(digests)):
+            with self._timed("send"):
+                buffer = sender.buffer(index)
+            with self._timed("pack"):
+                if self._again is None:
+                    num_bytes, digests[index] = pack(fill, RAW, self._manifest, version, index, buffer)
+                elif not (num_bytes := self._pack_again(index, buffer, version, fill)):
+                    self._fail_changed(route.healthy())
+                    sender.abort(f"the weights have changed since version {self.number}")
+                    return False
+            with self._timed("send"):
+                sender.send(index, num_bytes)
+            if self._on_progress is not None:
+                self._on_progress(ends[index], ends[-1])
+            if peers and sender.failures.keys() >= set(peers):
+                return False
+        return True
 
     # --- a version that is published again ---
 

@@ -1,12 +1,37 @@
-"""Memory for the buckets of one update after the other."""
+"""Memory of this process for the buckets of one update after the other."""
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Callable
 
 import torch
 
 from weightcast.format.bucket import ArenaLayout, BucketBuffer, Buffers
+from weightcast.host import memory as host_memory
+from weightcast.host.shared_memory import SealedMemory
+
+
+def allocate(size_bytes: int, device: torch.device, what: str, remedy: str = host_memory.LESS_AT_ONCE) -> torch.Tensor:
+    """On a CPU zeros, in huge pages where there are any.
+
+    Raises InsufficientMemoryError if the host has not that much left: `what` needs it, `remedy` helps.
+    """
+    if device.type != "cpu":
+        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    host_memory.require(size_bytes, what, remedy)
+    mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def allocate_to_send(size_bytes: int, device: torch.device, what: str) -> torch.Tensor:
+    """As `allocate`, but on a CPU other ranks of the trainer on this host can map it, to pack into it."""
+    if device.type != "cpu":
+        return allocate(size_bytes, device, what)
+    return SealedMemory.allocate(size_bytes, what).tensor()
 
 
 class KeptMemory:

@@ -1,24 +1,23 @@
 """`memory://`: sender and receivers in one process hand each other references. The reference for every contract.
 
-Invariants: all state is the sender's, under one condition that its receivers share; an update that was given up is
-never taken for its successor, not even under the same version.
+Invariant: all state of a sender and its receivers is under one condition, which they share.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import secrets
-import time
+from typing import Any
 
+import msgspec
 import torch
 
 from weightcast.errors import PeerDiedError, StaleVersionError, WeightcastError
-from weightcast.format.bucket import BucketBuffer
-from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.host import memory as host_memory
-from weightcast.seams.transport import Bucket, Transport
-from weightcast.transports.receiving import PUBLISHER, ReceivingEnd, WantedUpdate
-from weightcast.transports.sending import ArenaSender, ArenaUpdate, ConnectedPeer, OwnedArena
+from weightcast.seams.transport import Transport
+from weightcast.transports.kept_memory import allocate
+from weightcast.transports.receiving import PUBLISHER, ArenaReceiver, MappedArena
+from weightcast.transports.sending import ArenaSender, ConnectedPeer, OwnedArena
 
 _SCHEME = "memory://"
 
@@ -28,13 +27,38 @@ _senders: dict[str, MemorySender] = {}
 
 @dataclasses.dataclass(slots=True, eq=False)
 class MemoryPeer(ConnectedPeer):
-    """`gone`: why it is no longer connected. `invited`: the update that it may take part in, until it ends it."""
+    """`inbox`: what the sender has said and the receiver not taken in. `gone`: why it is no longer connected."""
 
+    inbox: collections.deque[Any] = dataclasses.field(default_factory=collections.deque)
     gone: str = ""
-    invited: int = 0
 
 
-class MemorySender(ArenaSender[MemoryPeer, OwnedArena]):
+class MemoryArena(OwnedArena, MappedArena):
+    """Both ends of an arena. On a GPU, a reader's stream waits until the bucket was packed."""
+
+    def __init__(self, generation: int, size_bytes: int, device: torch.device) -> None:
+        super().__init__(generation, allocate(size_bytes, device, "sending this update"), device)
+        self._events: dict[bytes, torch.cuda.Event] = {}
+
+    def mark_ready(self, slot: int) -> bytes:
+        if self.device.type == "cuda":
+            self._events[b"%d" % slot] = event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self.device))
+        return b"%d" % slot
+
+    def wait_ready(self, event: bytes) -> None:
+        if event in self._events:
+            self._events[event].wait(torch.cuda.current_stream(self.device))
+
+    def finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def close(self, *, free: bool = False) -> None:
+        """The memory stays as long as a tensor needs it."""
+
+
+class MemorySender(ArenaSender[MemoryPeer, MemoryArena]):
     """Implements `Sender`; see `ArenaSender`."""
 
     def __init__(
@@ -51,81 +75,35 @@ class MemorySender(ArenaSender[MemoryPeer, OwnedArena]):
         super().__init__(run, deadline_seconds=deadline_seconds, num_slots=num_slots, device=device)
         self.run = run
         self.address = f"{_SCHEME}{secrets.token_hex(16)}"
-        self.sent: list[tuple[int, BucketBuffer]] = []
-        """The buckets of the present update, each with the generation of its arena."""
-        self.alive_at = time.monotonic()
         _senders[self.address] = self
-
-    # --- for receivers; the caller holds the condition ---
-
-    @property
-    def update(self) -> ArenaUpdate | None:
-        return self._update
 
     def join(self, name: str) -> MemoryPeer:
         """Let a receiver in; one of the same name is replaced."""
-        peer = MemoryPeer(name)
-        self._on_connected(peer)
-        self._wake()
-        return peer
+        with self.condition:
+            peer = MemoryPeer(name)
+            self._on_connected(peer)
+            self.condition.notify_all()
+            return peer
 
-    def leave(self, peer: MemoryPeer) -> None:
-        error = PeerDiedError(f"the receiver of {peer.name} has gone", peer=peer.name)
-        self._drop(peer, error, may_be_reading=False)
-        self._wake()
+    def hear(self, peer: MemoryPeer, record: msgspec.Struct | None) -> None:
+        """What a receiver says; None: it has gone."""
+        if self._peers.get(peer.name) is peer:
+            if record is None:
+                self._drop(peer, peer.died("it was closed"), may_be_reading=False)
+            else:
+                self._on_record(peer, record)
+            self.condition.notify_all()
 
-    def release(self, peer: MemoryPeer, update: ArenaUpdate, index: int) -> None:
-        if update is self._update and self._peers.get(peer.name) is peer:
-            self._on_released(peer, self.sent[index][0], index)
-        self._on_progress(peer)
-
-    def end(self, peer: MemoryPeer, update: ArenaUpdate | None, version: WeightVersion) -> None:
-        """A receiver has done with an update, or with a version that has not begun."""
-        current = self._update
-        if update is None:
-            peer.declined = version.number
-        is_meant = current is (update or current) and self._peers.get(peer.name) is peer
-        if current is not None and current.version == version and is_meant:
-            self._on_ended(peer, current)
-            peer.invited = 0
-        self._on_progress(peer)
-
-    # --- inside ---
-
-    def _on_progress(self, peer: MemoryPeer) -> None:
-        peer.progress_at = time.monotonic()
+    def _post(self, peer: MemoryPeer, record: Any, *, wait: bool = True) -> bool:
+        peer.inbox.append(record)
         self.condition.notify_all()
+        return True
 
-    def _wake(self) -> None:
-        self.alive_at = time.monotonic()
-        self.condition.notify_all()
+    def _announce(self, peer: MemoryPeer, arena: MemoryArena) -> bool:
+        return self._post(peer, arena)
 
-    def _wait(self, seconds: float) -> None:
-        self._wake()
-        self.condition.wait(min(seconds, self._sign_seconds))
-
-    def _listen(self) -> None:
-        """Receivers are heard as they speak."""
-
-    def _tell_begun(self, update: ArenaUpdate) -> None:
-        self.sent = []
-        for name in update.peers:
-            self._peers[name].invited = update.number
-        self._wake()
-
-    def _tell_ready(self, update: ArenaUpdate, index: int, num_bytes: int, arena: OwnedArena) -> None:
-        # Receivers have the buffer itself: its header says how long the bucket is.
-        self.sent.append((arena.generation, arena.buffers.at(update.arena_layout, index)))
-        self._readers.setdefault(update.arena_layout.slots[index], set()).update(update.peers)
-        self._wake()
-
-    def _tell_aborted(self, update: ArenaUpdate) -> None:
-        self._wake()
-
-    def _make_arena(self, generation: int, size_bytes: int, device: torch.device) -> OwnedArena:
-        if device.type == "cpu":
-            host_memory.require(size_bytes, "sending this update", host_memory.LESS_AT_ONCE)
-        return OwnedArena(generation, torch.empty(size_bytes, dtype=torch.uint8, device=device), device)
+    def _make_arena(self, generation: int, size_bytes: int, device: torch.device) -> MemoryArena:
+        return MemoryArena(generation, size_bytes, device)
 
     def _drop(self, peer: MemoryPeer, error: WeightcastError, *, may_be_reading: bool) -> None:
         peer.gone = peer.gone or str(error)
@@ -136,11 +114,11 @@ class MemorySender(ArenaSender[MemoryPeer, OwnedArena]):
         for peer in self._peers.values():
             peer.gone = "the publisher was closed"
         self._close_arena()
-        self._wake()
+        self.condition.notify_all()
 
 
-class MemoryReceiver(ReceivingEnd[WantedUpdate[ArenaUpdate]]):
-    """Memory: none."""
+class MemoryReceiver(ArenaReceiver):
+    """See `ArenaReceiver`."""
 
     def __init__(
         self, url: str, *, peer: str, run: str, deadline_seconds: float = 60.0, device: torch.device | None = None
@@ -158,56 +136,25 @@ class MemoryReceiver(ReceivingEnd[WantedUpdate[ArenaUpdate]]):
             raise StaleVersionError(f"the receiver is of run {run}, the publisher of {sender.run}: init again")
         super().__init__(run, deadline_seconds, sender.condition)
         self._sender = sender
-        with self._condition:
-            self._peer = sender.join(peer)
-
-    def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
-        """Wait for `version` from now on. Raises PeerDiedError if the sender has gone."""
-        self._check_run(version)
-        self.end()
-        with self._condition:
-            self._listen()
-            self._require_connection()
-            update = self._sender.update
-            if update is not None and (update.version != version or update.aborted is not None):
-                # Nobody here has opened it, or it was given up.
-                self._sender.end(self._peer, update, update.version)
-            self._peer.declined = None
-            self._wanted = WantedUpdate(manifest, version, staged)
+        self._peer = sender.join(peer)
 
     def _listen(self) -> None:
-        wanted, update = self._wanted, self._sender.update
-        self._heard_at, self._ended = self._sender.alive_at, self._peer.gone
-        if wanted is None:
-            return
-        invited = update if update is not None and update.number == self._peer.invited else None
-        if wanted.begun is None and invited is not None and invited.version == wanted.version:
-            wanted.check_begun(invited.num_buckets, invited.staged)
-            wanted.begun = invited
-        if wanted.begun is not None:
-            wanted.aborted = wanted.begun.aborted
-            if wanted.aborted is None and not self._ended and wanted.begun is not update:
-                wanted.aborted = "the publisher went on to another update"
+        self._ended = self._peer.gone
+        while self._peer.inbox:
+            self._on_record(self._peer.inbox.popleft())
 
-    def _next_bucket(self, wanted: WantedUpdate[ArenaUpdate]) -> Bucket | None:
-        index, sent = wanted.num_taken, self._sender.sent
-        return None if wanted.begun is None or len(sent) <= index else Bucket(index, sent[index][1])
+    def _on_other(self, record: Any) -> None:
+        if isinstance(record, MemoryArena):
+            self._use_arena(record)
+        else:
+            super()._on_other(record)
 
-    def _release(self, wanted: WantedUpdate[ArenaUpdate], index: int) -> None:
-        with self._condition:
-            if not wanted.staged and self._wanted is wanted and wanted.begun is not None:
-                self._sender.release(self._peer, wanted.begun, index)
-
-    def _leave(self, wanted: WantedUpdate[ArenaUpdate]) -> None:
-        self._sender.end(self._peer, wanted.begun, wanted.version)
+    def _tell(self, record: msgspec.Struct) -> None:
+        self._sender.hear(self._peer, record)
 
     def _disconnect(self) -> None:
-        self._sender.leave(self._peer)
+        self._sender.hear(self._peer, None)
+        super()._disconnect()
 
 
-TRANSPORT = Transport(
-    sender=MemorySender,
-    receiver=MemoryReceiver,
-    default_bucket_size_bytes={"cpu": 64 << 20, "cuda": 512 << 20},
-    same_host=True,
-)
+TRANSPORT = Transport(sender=MemorySender, receiver=MemoryReceiver, same_host=True)

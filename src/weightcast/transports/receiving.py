@@ -7,6 +7,8 @@ never taken for the present one. `end` and `close` may be called from any thread
 from __future__ import annotations
 
 import abc
+import collections
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -14,9 +16,28 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-from weightcast.errors import ClosedError, ManifestError, PeerDiedError, PeerTimeoutError, UpdateAbortedError
+import msgspec
+
+from weightcast.errors import (
+    ClosedError,
+    ManifestError,
+    PeerDiedError,
+    PeerTimeoutError,
+    UpdateAbortedError,
+    WeightcastError,
+)
+from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Buffers
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.seams.transport import Bucket, Receiver
+from weightcast.transports.records import (
+    BeginUpdate,
+    BucketReady,
+    KeepAlive,
+    Opened,
+    Released,
+    UpdateAborted,
+    UpdateEnded,
+)
 
 PUBLISHER = "trainer"
 CONNECT_SECONDS = 15.0
@@ -35,17 +56,10 @@ class WantedUpdate(Generic[B]):
     begun: B | None = None
     num_taken: int = 0
     is_whole: bool = False
-    aborted: str | None = None
 
     @property
     def num_buckets(self) -> int:
         return len(self.manifest.buckets)
-
-    def check_begun(self, num_buckets: int, staged: bool) -> None:
-        """Raises ManifestError unless what the sender has begun is what was offered."""
-        found, expected = (num_buckets, staged), (self.num_buckets, self.staged)
-        if found != expected:
-            raise ManifestError(f"the publisher sends (buckets, staged) = {found}, the offer said {expected}")
 
 
 W = TypeVar("W", bound=WantedUpdate[Any])
@@ -165,8 +179,10 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
         if self._wanted is not wanted:
             raise UpdateAbortedError(f"version {wanted.version.number} was ended on this side")
         self._listen()
-        if wanted.aborted is not None:
-            raise UpdateAbortedError(wanted.aborted)
+        self._check_sender(wanted)
+
+    def _check_sender(self, wanted: W) -> None:
+        """Raises if the sender has ended the update, or has gone."""
         self._require_connection()
 
     def _require_open(self) -> None:
@@ -178,3 +194,255 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
         if self._ended:
             what = f"{self._publisher} has gone or dropped this receiver: {self._ended}"
             raise PeerDiedError(what, peer=PUBLISHER)
+
+
+# --- receivers that hear records of their sender ---
+
+
+class MappedArena:
+    """A receiver's end of a sender's arena. This will do for host memory that nobody writes."""
+
+    generation: int
+    size_bytes: int
+    buffers: Buffers
+
+    def wait_ready(self, event: bytes) -> None:
+        """Have a bucket whose `BucketReady` had this event read only when it is whole."""
+
+    def finish(self) -> None:
+        """Wait until everything that was begun to be read here has been read."""
+
+    def reset(self) -> None:
+        """An update was given up: let nothing that was read or written here reach the next one."""
+
+    def reread(self, buffer: BucketBuffer) -> bool:
+        """As `Receiver.reread`."""
+        return False
+
+    def close(self) -> None:
+        """Let go of it; the memory stays as long as a tensor needs it."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class IncomingUpdate:
+    """An update that the sender has begun. `is_over`: this end has done with it. `aborted`: why the sender has.
+
+    `ready`: buckets in an arena that were not handed out yet, each with its arena: the sender may announce another one.
+    """
+
+    begin: BeginUpdate
+    ready: collections.deque[tuple[BucketReady, MappedArena]] = dataclasses.field(default_factory=collections.deque)
+    aborted: str | None = None
+    is_over: bool = False
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class PeerUpdate(WantedUpdate[IncomingUpdate]):
+    """`taken`: the bucket in an arena that was handed out last."""
+
+    taken: tuple[BucketReady, MappedArena] | None = None
+
+    @property
+    def number(self) -> int:
+        """The sender's own number of the update; 0 before it has begun."""
+        return 0 if self.begun is None else self.begun.begin.update
+
+
+V = TypeVar("V", bound=PeerUpdate)
+
+
+class PeerReceiver(ReceivingEnd[V]):
+    """Matches what the sender begins with what is wanted here. A transport says how records travel, and bytes."""
+
+    _incoming: IncomingUpdate | None = None
+
+    def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
+        """Wait for `version` from now on. Raises PeerDiedError if the sender has gone, InsufficientMemoryError."""
+        self._check_run(version)
+        self.end()
+        with self._condition:
+            self._require_open()
+            wanted = self._want(manifest, version, staged)
+            self._heard_at = time.monotonic()
+            self._listen()
+            self._require_connection()
+            self._wanted = wanted
+            self._tell(Opened(version.number))
+            self._match()
+            self._condition.notify_all()
+
+    def end(self) -> None:
+        with self._condition:
+            if self._wanted is not None:
+                with contextlib.suppress(WeightcastError):
+                    self._listen()
+            super().end()
+
+    # --- what a transport adds; the caller holds the condition ---
+
+    @abc.abstractmethod
+    def _tell(self, record: msgspec.Struct) -> None:
+        """Send the sender a record, if it is there. Does not wait, and raises nothing."""
+
+    @abc.abstractmethod
+    def _want(self, manifest: Manifest, version: WeightVersion, staged: bool) -> V:
+        """Prepare for an update. May wait for what is left of the one before."""
+
+    @abc.abstractmethod
+    def _on_other(self, record: Any) -> None:
+        """A record of the transport's own. Raises ManifestError for one that can't be."""
+
+    def _on_begun(self, wanted: V, begin: BeginUpdate, *, is_again: bool) -> None:
+        """The sender has begun what is wanted, or after a loss has begun it again, from `begin.first` on."""
+
+    def _on_over(self) -> None:
+        """The sender's update has ended here without an `end`: it was given up, or is not what is wanted."""
+
+    # --- records ---
+
+    def _on_record(self, record: Any) -> None:
+        """What is said of another update, or of one that is over here, counts for nothing."""
+        self._heard_at = time.monotonic()
+        incoming = None if self._incoming is None or self._incoming.is_over else self._incoming
+        match record:
+            case BeginUpdate():
+                self._on_begin(record, incoming)
+            case UpdateAborted():
+                if incoming is not None and incoming.begin.update == record.update:
+                    incoming.aborted = record.reason
+                    self._on_over()
+            case KeepAlive():
+                pass
+            case _:
+                self._on_other(record)
+
+    def _on_begin(self, begin: BeginUpdate, incoming: IncomingUpdate | None) -> None:
+        wanted = self._wanted
+        if incoming is not None and incoming.begin.update == begin.update:
+            incoming.begin = begin
+            if wanted is not None and wanted.begun is incoming:
+                self._on_begun(wanted, begin, is_again=True)
+            return
+        former, self._incoming = self._incoming, IncomingUpdate(begin)
+        if wanted is not None and wanted.begun is former and not wanted.num_taken:
+            # A second attempt; the first was begun before the sender had heard that it was given up here.
+            wanted.begun = None
+        elif former is not None and former.aborted is None:
+            former.aborted = f"the publisher went on to version {begin.version}"
+        self._match()
+
+    def _match(self) -> None:
+        """Join what the sender has begun with what is wanted; what isn't wanted is declined at once."""
+        wanted, incoming = self._wanted, self._incoming
+        if wanted is None or wanted.begun is not None or incoming is None or incoming.is_over:
+            return
+        if incoming.begin.version != wanted.version.number or incoming.aborted is not None:
+            self._be_done(incoming)
+            self._on_over()
+            return
+        wanted.begun = incoming
+        if _is_unlike(wanted, incoming.begin):
+            self._on_over()
+        else:
+            self._on_begun(wanted, incoming.begin, is_again=False)
+
+    def _be_done(self, incoming: IncomingUpdate) -> None:
+        if not incoming.is_over:
+            incoming.is_over = True
+            incoming.ready.clear()
+            self._tell(UpdateEnded(incoming.begin.version, incoming.begin.update))
+
+    def _leave(self, wanted: V) -> None:
+        if wanted.begun is None:
+            self._tell(UpdateEnded(wanted.version.number, 0))
+        else:
+            self._be_done(wanted.begun)
+
+    def _check_sender(self, wanted: V) -> None:
+        if wanted.begun is not None and wanted.begun.aborted is not None:
+            raise UpdateAbortedError(wanted.begun.aborted)
+        if wanted.begun is not None and _is_unlike(wanted, begin := wanted.begun.begin):
+            found, expected = (begin.num_buckets, begin.staged), (wanted.num_buckets, wanted.staged)
+            raise ManifestError(f"the publisher sends (buckets, staged) = {found}, the offer said {expected}")
+        super()._check_sender(wanted)
+
+
+def _is_unlike(wanted: PeerUpdate, begin: BeginUpdate) -> bool:
+    """Whether what the sender has begun is not what was offered."""
+    return (begin.num_buckets, begin.staged) != (wanted.num_buckets, wanted.staged)
+
+
+class ArenaReceiver(PeerReceiver[PeerUpdate]):
+    """Implements `Receiver`: reads the sender's arena in place. Memory: none of its own."""
+
+    _arena: MappedArena | None = None
+
+    def reread(self, bucket: Bucket) -> bool:
+        """Drop what this process wrote over a bucket, if the arena's mapping is its own. The views stay valid."""
+        with self._condition:
+            return self._arena is not None and self._arena.reread(bucket.buffer)
+
+    def _want(self, manifest: Manifest, version: WeightVersion, staged: bool) -> PeerUpdate:
+        return PeerUpdate(manifest, version, staged)
+
+    def _use_arena(self, arena: MappedArena) -> None:
+        """The next buckets lie in this one."""
+        former, self._arena = self._arena, arena
+        if former is not None:
+            former.close()
+
+    def _on_other(self, record: Any) -> None:
+        incoming = self._incoming
+        if not isinstance(record, BucketReady):
+            raise ManifestError(f"the publisher sent {type(record).__name__}, which has no place here", fault="type")
+        if incoming is None or incoming.is_over or incoming.begin.update != record.update:
+            return
+        if self._arena is None or record.generation != self._arena.generation:
+            where = f"arena {record.generation}, which is not known here"
+            raise ManifestError(f"bucket {record.index} lies in {where}")
+        incoming.ready.append((record, self._arena))
+
+    def _next_bucket(self, wanted: PeerUpdate) -> Bucket | None:
+        """Raises ManifestError if the bytes that the sender speaks of aren't the next bucket's."""
+        incoming, index = wanted.begun, wanted.num_taken
+        if incoming is None or not incoming.ready:
+            return None
+        ready, arena = wanted.taken = incoming.ready.popleft()
+        size_bytes = wanted.manifest.buckets[index]
+        largest, payload = HEADER_BYTES + size_bytes, ready.offset_bytes + HEADER_BYTES
+        if ready.index != index:
+            raise ManifestError(f"bucket {ready.index} was announced, bucket {index} is the next")
+        if not HEADER_BYTES <= ready.num_bytes <= largest:
+            what = f"bucket {index} of {ready.num_bytes} bytes was announced, expected {HEADER_BYTES} to {largest}"
+            raise ManifestError(what, fault="size")
+        if ready.offset_bytes + largest > arena.size_bytes:
+            raise ManifestError(f"bucket {index} of {largest} bytes would end behind the arena", fault="offset")
+        arena.wait_ready(ready.event)
+        if index == 0:
+            arena.buffers.forget_above(wanted.num_buckets)
+        return Bucket(index, arena.buffers.get(index, ready.offset_bytes, payload, size_bytes))
+
+    def _release(self, wanted: PeerUpdate, index: int) -> None:
+        if not wanted.staged and wanted.taken is not None:
+            ready, arena = wanted.taken
+            arena.finish()
+            with self._condition:
+                if self._wanted is wanted:
+                    self._tell(Released(ready.update, ready.generation, ready.index))
+
+    def _leave(self, wanted: PeerUpdate) -> None:
+        if self._arena is not None and not wanted.is_whole:
+            try:
+                self._arena.reset()
+            except WeightcastError as exc:
+                self._give_up(f"it was disconnected: {exc}")
+        super()._leave(wanted)
+
+    def _give_up(self, reason: str) -> None:
+        """The connection is of no more use. A transport ends it, which tells the sender."""
+        self._ended = reason
+
+    def _disconnect(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+        self._arena = self._incoming = None

@@ -1,8 +1,10 @@
-"""What the publisher's ends of all transports have in common: the life of an update, and of an arena that peers read.
+"""What the publisher's ends of all transports with peers have in common: updates, peers, and arenas that peers read.
 
-Invariants: a slot of an arena is rewritten only when each receiver that was told of its content has released it or has
-died; if one may still be reading (it made no progress for a deadline), the arena is abandoned to it and a new one takes
-its place, also in the middle of an update. Nothing is copied but by the caller.
+Invariants: a peer that dies, stalls, leaves or sends what it must not is out of the update, with the reason in
+`failures`; every wait ends by the deadline, lets newcomers in, and tells the peers meanwhile that the sender lives. A
+slot of an arena is rewritten only when each receiver that was told of its content has released it or has died; if one
+may still be reading (it made no progress for a deadline), the arena is abandoned to it and a new one takes its place,
+also in the middle of an update. Nothing is copied but by the caller.
 """
 
 from __future__ import annotations
@@ -13,14 +15,24 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import msgspec
 import torch
 
 from weightcast.errors import ClosedError, PeerDiedError, PeerTimeoutError, UpdateAbortedError, WeightcastError
 from weightcast.format.bucket import HEADER_BYTES, ArenaLayout, BucketBuffer, Buffers, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host.deadline import Deadline
+from weightcast.transports.records import (
+    BeginUpdate,
+    BucketReady,
+    KeepAlive,
+    Opened,
+    Released,
+    UpdateAborted,
+    UpdateEnded,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +43,21 @@ _MAX_SIGN_SECONDS = 5.0
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SentUpdate:
-    """The update in progress, or the last one. `next`: the bucket to be sent next. `aborted`: why it was given up."""
+    """The update in progress, or the last one, whose buckets may still be read. `peers`: those who still take it.
+
+    `next`: the bucket to be sent next. `aborted`: why it was given up. `is_interrupted`: it has lost peers, and must be
+    opened again for the others.
+    """
 
     number: int
     version: WeightVersion
     manifest: Manifest
     staged: bool
     arena_layout: ArenaLayout
+    peers: set[str]
     next: int = 0
     is_open: bool = True
+    is_interrupted: bool = False
     aborted: str | None = None
 
     @property
@@ -50,10 +68,28 @@ class SentUpdate:
     def is_whole(self) -> bool:
         return self.next >= self.num_buckets
 
-    def check_next(self, index: int) -> None:
-        """Raises ValueError unless bucket `index` is the next one."""
-        if index != self.next or self.is_whole:
-            raise ValueError(f"bucket {index} of {self.num_buckets}: bucket {self.next} is the next")
+    def begin(self) -> BeginUpdate:
+        return BeginUpdate(self.version.number, self.number, self.staged, self.num_buckets, self.next)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class ConnectedPeer:
+    """A receiver that is connected. `progress_at`: when it said something last. `declined`: the version that it gave up
+    before it began. `generation`: of the sender's arena that it was told of.
+    """
+
+    name: str
+    progress_at: float = dataclasses.field(default_factory=time.monotonic, kw_only=True)
+    declined: int | None = dataclasses.field(default=None, kw_only=True)
+    generation: int = dataclasses.field(default=-1, kw_only=True)
+
+    def died(self, reason: object) -> PeerDiedError:
+        return PeerDiedError(f"the receiver of {self.name} has gone: {reason}", peer=self.name)
+
+
+def sign_seconds(deadline_seconds: float) -> float:
+    """How often a sender gives signs of life."""
+    return min(deadline_seconds / 4, _MAX_SIGN_SECONDS)
 
 
 def check_length(manifest: Manifest, index: int, num_bytes: int) -> None:
@@ -64,17 +100,22 @@ def check_length(manifest: Manifest, index: int, num_bytes: int) -> None:
 
 
 U = TypeVar("U", bound=SentUpdate)
+P = TypeVar("P", bound=ConnectedPeer)
 
 
-class SendingEnd(abc.ABC, Generic[U]):
-    """Opens, aborts and closes; knows who fails. A transport says how its peers are told."""
+class SendingEnd(abc.ABC, Generic[U, P]):
+    """Opens, aborts and closes; knows the peers and who fails. A transport says how records travel, and bytes."""
 
     address: str
 
-    def __init__(self, run: str, deadline_seconds: float) -> None:
+    def __init__(self, run: str, deadline_seconds: float, condition: threading.Condition | None = None) -> None:
+        self.condition = condition or threading.Condition()
+        """Held in every call; a transport whose peers are other processes needs nobody else to hold it."""
         self._run = run
         self._deadline_seconds = deadline_seconds
-        self._sign_seconds = min(deadline_seconds / 4, _MAX_SIGN_SECONDS)
+        self._sign_seconds = sign_seconds(deadline_seconds)
+        self._peers: dict[str, P] = {}
+        self._left: set[str] = set()
         self._waiting: Iterable[str] = ()
         """The peers that are told now and then that the sender lives, while it waits for another."""
         self._next_sign_at = 0.0
@@ -85,46 +126,119 @@ class SendingEnd(abc.ABC, Generic[U]):
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]:
-        """Those who were dropped, or have gone, since `open`. Does not wait."""
-        return dict(self._failures)
+        """Those who were dropped, or have gone, since the version was opened: as of now. Does not wait."""
+        with self.condition:
+            if not self._closed:
+                self._listen()
+            return dict(self._failures)
+
+    def connected(self, peers: Sequence[str]) -> list[str]:
+        """Those of these peers that are connected now. Does not wait."""
+        with self.condition:
+            self._require_open()
+            self._listen()
+            return [name for name in peers if self._is_connected(name)]
 
     def abort(self, reason: str) -> None:
         """End the update for every peer; what they hold they release. Does not wait."""
-        update = self._update
-        if update is not None and update.is_open and not self._closed:
-            update.is_open, update.aborted = False, reason[:MAX_REASON_CHARACTERS]
-            self._tell_aborted(update)
+        with self.condition:
+            update = self._update
+            if update is not None and update.is_open and not self._closed:
+                update.is_open, update.aborted = False, reason[:MAX_REASON_CHARACTERS]
+                self._on_aborted(update)
 
     def close(self) -> None:
         """Disconnect all peers and free everything. Idempotent."""
-        if not self._closed:
-            self.abort("the publisher was closed")
-            self._closed = True
-            self._disconnect()
+        with self.condition:
+            if not self._closed:
+                self.abort("the publisher was closed")
+                self._closed = True
+                self._disconnect()
 
-    # --- what a transport adds ---
+    # --- what a transport adds; the caller holds the condition ---
 
     @abc.abstractmethod
-    def _tell_aborted(self, update: U) -> None: ...
+    def _post(self, peer: P, record: msgspec.Struct, *, wait: bool = True) -> bool:
+        """Send a peer a record, waiting for room up to the deadline, or not at all; False if the peer is lost then."""
+
+    def _listen(self) -> None:
+        """Take in who has come and what peers have said by now, unless they are heard as they speak. Does not wait."""
+
+    def _wait(self, seconds: float) -> None:
+        """Wait at most that long until a peer does something, and take in what it does; give signs of life."""
+        self._give_signs()
+        self.condition.wait(min(seconds, self._sign_seconds))
+        self._listen()
 
     @abc.abstractmethod
     def _disconnect(self) -> None:
         """Nothing is sent any more: disconnect everybody, free all memory."""
 
-    @abc.abstractmethod
-    def _is_connected(self, name: str) -> bool: ...
+    def _give_sign(self, peer: P) -> None:
+        """Tell a peer that the sender lives. Does not wait."""
+        self._post(peer, KeepAlive(), wait=False)
 
-    @abc.abstractmethod
-    def _has_left(self, name: str) -> bool:
-        """Whether the peer was connected once and is no more."""
+    def _on_other(self, peer: P, record: Any) -> None:
+        """A record of the transport's own."""
 
-    @abc.abstractmethod
-    def _wait(self, seconds: float) -> None:
-        """Wait at most that long until a peer does something, and take in what it does; give signs of life."""
+    def _on_aborted(self, update: U) -> None:
+        """The update was given up: tell its peers."""
+        self._listen()
+        for name in sorted(update.peers):
+            # A peer that has no room for it is disconnected, which tells it as much.
+            if name in self._peers:
+                self._post(self._peers[name], UpdateAborted(update.number, update.aborted or ""), wait=False)
+        update.peers.clear()
 
-    def _give_sign(self, name: str) -> None:
-        """Tell a peer, if it is connected, that the sender lives. Does not wait."""
-        return
+    # --- what peers do ---
+
+    def _is_connected(self, name: str) -> bool:
+        return name in self._peers
+
+    def _on_connected(self, peer: P) -> None:
+        """Let a receiver in; one of the same name is replaced."""
+        former = self._peers.get(peer.name)
+        if former is not None:
+            error = PeerDiedError(f"{peer.name} connected again in the middle of an update", peer=peer.name)
+            self._drop(former, error, may_be_reading=True)
+        self._left.discard(peer.name)
+        self._peers[peer.name] = peer
+
+    def _on_record(self, peer: P, record: Any) -> None:
+        update, peer.progress_at = self._update, time.monotonic()
+        match record:
+            case Opened():
+                peer.declined = None
+            case UpdateEnded():
+                if not record.update:
+                    peer.declined = record.version
+                is_meant = update is not None and record.update in (0, update.number)
+                if update is not None and is_meant and update.version.number == record.version:
+                    self._on_ended(peer, update)
+            case _:
+                self._on_other(peer, record)
+
+    def _on_ended(self, peer: P, update: U) -> None:
+        """The peer takes no more of the present update."""
+        if peer.name in update.peers and not update.is_whole:
+            what = f"{peer.name} left the update after {update.next} of {update.num_buckets} buckets were sent"
+            self._lose(peer.name, UpdateAbortedError(what))
+        update.peers.discard(peer.name)
+
+    def _drop(self, peer: P, error: WeightcastError, *, may_be_reading: bool) -> None:
+        """The peer is disconnected. `may_be_reading`: its process may live, and read what it was given."""
+        if self._peers.get(peer.name) is peer:
+            del self._peers[peer.name]
+            self._left.add(peer.name)
+            if self._update is not None and peer.name in self._update.peers:
+                logger.warning("%s", error)
+                self._lose(peer.name, error)
+
+    def _lose(self, name: str, error: WeightcastError) -> None:
+        """The peer takes no more of the present update."""
+        self._failures[name] = error
+        if self._update is not None:
+            self._update.peers.discard(name)
 
     # --- for transports ---
 
@@ -134,24 +248,38 @@ class SendingEnd(abc.ABC, Generic[U]):
         if now >= self._next_sign_at:
             self._next_sign_at = now + self._sign_seconds
             for name in list(self._waiting):
-                self._give_sign(name)
+                if name in self._peers:
+                    self._give_sign(self._peers[name])
 
-    def _begin_open(self, version: WeightVersion, peers: Sequence[str]) -> None:
-        """Give the former update up. Raises ClosedError, ValueError for a version of another run."""
+    def _begin_open(self, version: WeightVersion, peers: Sequence[str]) -> U | None:
+        """Give the former update up; but return it if it is interrupted and of this version: then it goes on.
+
+        Raises ClosedError, ValueError for a version of another run.
+        """
         self._require_open()
         if version.run != self._run:
             raise ValueError(f"version {version.number} is of run {version.run}, this sender of run {self._run}")
-        if self._update is not None and self._update.is_whole:
-            self._update.is_open = False
+        self._waiting, former = tuple(peers), self._update
+        if former is not None and former.is_open and former.is_interrupted and former.version == version:
+            former.is_interrupted = False
+            return former
+        if former is not None and former.is_whole:
+            former.is_open = False
         self.abort("the publisher began another update")
+        if former is not None:
+            former.peers.clear()
         self._failures = {}
-        self._waiting = tuple(peers)
+        self._listen()
+        return None
 
-    def _await_connected(self, names: Sequence[str]) -> None:
-        """Wait until all are connected or have failed; who is absent at the deadline, or has gone, is a failure."""
+    def _await_connected(self, names: Sequence[str], version: WeightVersion) -> set[str]:
+        """Wait until all are connected or have failed; who is absent at the deadline, or has gone, is a failure.
+
+        Returns the others, without those that gave the version up already.
+        """
 
         def is_missing(name: str) -> bool:
-            return name not in self._failures and not self._is_connected(name) and not self._has_left(name)
+            return name not in self._failures and not self._is_connected(name) and name not in self._left
 
         deadline = Deadline(self._deadline_seconds)
         while any(map(is_missing, names)) and not deadline.has_passed:
@@ -162,16 +290,23 @@ class SendingEnd(abc.ABC, Generic[U]):
                 self._failures[name] = PeerTimeoutError(f"{name} did not connect {waited}", peer=name)
             elif name not in self._failures and not self._is_connected(name):
                 self._failures[name] = PeerDiedError(f"the receiver of {name} has gone and is not back", peer=name)
+            elif name not in self._failures and self._peers[name].declined == version.number:
+                what = f"{name} gave version {version.number} up before it began"
+                self._failures[name] = UpdateAbortedError(what)
+        return {name for name in names if name not in self._failures}
 
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("this sender was closed")
 
-    def _require_update(self) -> U:
+    def _require_update(self, index: int) -> U:
+        """The update in progress, of which bucket `index` must be the next. Raises UpdateAbortedError, ValueError."""
         self._require_open()
         update = self._update
-        if update is None or not update.is_open:
-            raise UpdateAbortedError("no update is open: it was aborted, or open() was not called")
+        if update is None or not update.is_open or update.is_interrupted:
+            raise UpdateAbortedError("no update is open: it was aborted or lost peers, or open() was not called")
+        if index != update.next or update.is_whole:
+            raise ValueError(f"bucket {index} of {update.num_buckets}: bucket {update.next} is the next")
         return update
 
     def _timed_out(self, name: str, what: str) -> PeerTimeoutError:
@@ -190,97 +325,74 @@ class OwnedArena:
         self.device = device
         self.buffers = Buffers(whole)
 
+    def mark_ready(self, slot: int) -> bytes:
+        """What was queued for a slot may be read when this is over; empty: who is told of a bucket sees its bytes."""
+        return b""
+
     def close(self, *, free: bool) -> None:
         """Let go of it. With `free`, give the memory back at once, whoever still has it."""
         del self.buffers
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class ConnectedPeer:
-    """A receiver that is connected. `declined`: the version that it gave up before it began."""
-
-    name: str
-    progress_at: float = dataclasses.field(default_factory=time.monotonic)
-    declined: int | None = None
-
-
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class ArenaUpdate(SentUpdate):
-    """`peers`: those who still take it. It stays when it is whole, since its buckets may still be read."""
-
     device: torch.device
-    peers: set[str]
 
 
-P = TypeVar("P", bound=ConnectedPeer)
+R = TypeVar("R", bound=ConnectedPeer)
 A = TypeVar("A", bound=OwnedArena)
 
 
-class ArenaSender(SendingEnd[ArenaUpdate], Generic[P, A]):
-    """Implements `Sender`.
+class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
+    """Implements `Sender`. A loss never disturbs the others.
 
     Memory: streaming, `num_slots` buckets; staged, the whole version; kept for the next update. With a CUDA `device`
     streaming buckets lie in that device's memory; staged ones are in host memory always.
     """
 
-    def __init__(self, run: str, *, deadline_seconds: float, num_slots: int, device: torch.device | str | None) -> None:
+    def __init__(
+        self,
+        run: str,
+        *,
+        deadline_seconds: float,
+        num_slots: int = 2,
+        device: torch.device | str | None = None,
+        condition: threading.Condition | None = None,
+    ) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots is {num_slots}; it must be at least 1, and 2 to overlap packing with reading")
-        super().__init__(run, deadline_seconds)
-        self.condition = threading.Condition()
-        """Held in every call; a transport whose peers are other processes needs nobody else to hold it."""
+        super().__init__(run, deadline_seconds, condition)
         self._num_slots = num_slots
         self._device = torch.device(device or "cpu")
-        self._peers: dict[str, P] = {}
-        self._left: set[str] = set()
         self._arena: A | None = None
         self._generation = 0
         self._readers: dict[int, set[str]] = {}
         self._lost_slots: set[int] = set()
 
-    @property
-    def failures(self) -> Mapping[str, WeightcastError]:
-        """Those who were dropped, or have gone, since `open`: as of now. Does not wait."""
-        with self.condition:
-            if not self._closed:
-                self._listen()
-            return dict(self._failures)
-
-    def connected(self, peers: Sequence[str]) -> list[str]:
-        """Those of these peers that are connected now. Does not wait."""
-        with self.condition:
-            self._require_open()
-            self._listen()
-            return [name for name in peers if name in self._peers]
-
-    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
+    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Begin an update. Waits until the former one's buckets are released and `peers` are connected; those who fail
         in that, or were connected and have gone, are in `failures`. Raises InsufficientMemoryError.
         """
         with self.condition:
             self._begin_open(version, peers)
-            self._listen()
             self._await_released()
             arena_layout = place(manifest, num_slots=self._num_slots, staged=staged)
             device = torch.device("cpu") if staged else self._device
             self._prepare_arena(arena_layout, device)
-            self._await_connected(peers)
-            for name in [name for name in peers if name not in self._failures]:
-                if self._peers[name].declined == version.number:
-                    what = f"{name} gave version {version.number} up before it began"
-                    self._failures[name] = UpdateAbortedError(what)
+            taking_part = self._await_connected(peers, version)
             self._num_updates += 1
-            number, taking_part = self._num_updates, {name for name in peers if name not in self._failures}
-            update = ArenaUpdate(number, version, manifest, staged, arena_layout, device=device, peers=taking_part)
-            self._update = update
-            self._waiting = update.peers
-            self._tell_begun(update)
+            number = self._num_updates
+            update = ArenaUpdate(number, version, manifest, staged, arena_layout, taking_part, device=device)
+            self._update, self._waiting = update, update.peers
+            for name in sorted(update.peers):
+                if name in update.peers:
+                    self._post(self._peers[name], update.begin())
+        return 0
 
     def buffer(self, index: int) -> BucketBuffer:
         """Where bucket `index`, the next one, is to be packed. Waits until its slot is free."""
         with self.condition:
-            update = self._require_update()
-            update.check_next(index)
+            update = self._require_update(index)
             arena_layout = update.arena_layout
             self._listen()
             self._await_released(arena_layout.slots[index])
@@ -289,84 +401,60 @@ class ArenaSender(SendingEnd[ArenaUpdate], Generic[P, A]):
             assert self._arena is not None
             return self._arena.buffers.at(arena_layout, index)
 
-    def send(self, index: int, num_bytes: int) -> int:
-        """Tell the peers of bucket `index`; the next follows. Waits only for a peer hundreds of buckets behind."""
+    def send(self, index: int, num_bytes: int) -> None:
+        """Tell the peers of bucket `index`. Waits only for a peer hundreds of buckets behind."""
         with self.condition:
-            update = self._require_update()
-            update.check_next(index)
+            update, arena = self._require_update(index), self._arena
             check_length(update.manifest, index, num_bytes)
-            assert self._arena is not None
+            assert arena is not None
             update.next = index + 1
-            self._tell_ready(update, index, num_bytes, self._arena)
-        return index + 1
-
-    def abort(self, reason: str) -> None:
-        with self.condition:
-            super().abort(reason)
-            if self._update is not None and not self._update.is_open:
-                self._update.peers.clear()
-
-    def close(self) -> None:
-        with self.condition:
-            super().close()
+            slot, offset_bytes = update.arena_layout.slots[index], update.arena_layout.headers[index]
+            event = arena.mark_ready(slot)
+            ready = BucketReady(update.number, arena.generation, index, offset_bytes, num_bytes, event)
+            for name in sorted(update.peers):
+                peer = self._peers.get(name)
+                if peer is None or name not in update.peers:
+                    continue
+                if peer.generation != arena.generation:
+                    if not self._announce(peer, arena):
+                        continue
+                    peer.generation = arena.generation
+                if self._post(peer, ready) and name in update.peers:
+                    self._readers.setdefault(slot, set()).add(name)
 
     # --- what a transport adds ---
-
-    @abc.abstractmethod
-    def _tell_begun(self, update: ArenaUpdate) -> None: ...
-
-    @abc.abstractmethod
-    def _tell_ready(self, update: ArenaUpdate, index: int, num_bytes: int, arena: A) -> None:
-        """Tell the update's peers of a bucket and its length, and note in `_readers` who was told."""
 
     @abc.abstractmethod
     def _make_arena(self, generation: int, size_bytes: int, device: torch.device) -> A:
         """Raises InsufficientMemoryError."""
 
     @abc.abstractmethod
-    def _listen(self) -> None:
-        """Take in what peers have done by now. Does not wait."""
+    def _announce(self, peer: R, arena: A) -> bool:
+        """Tell a peer of the arena that the next bucket lies in; False if the peer is lost then."""
 
     # --- what peers do ---
 
-    def _on_connected(self, peer: P) -> None:
-        """Let a receiver in; one of the same name is replaced."""
-        former = self._peers.get(peer.name)
-        if former is not None:
-            error = PeerDiedError(f"{peer.name} connected anew in the middle of an update", peer=peer.name)
-            self._drop(former, error, may_be_reading=True)
-        self._left.discard(peer.name)
-        self._peers[peer.name] = peer
-
-    def _on_released(self, peer: P, generation: int, index: int) -> None:
-        """The peer has done with a bucket of the present update."""
+    def _on_other(self, peer: R, record: Any) -> None:
         update, arena = self._update, self._arena
-        if update is not None and arena is not None and generation == arena.generation and index < update.num_buckets:
-            self._readers.get(update.arena_layout.slots[index], set()).discard(peer.name)
-
-    def _on_ended(self, peer: P, update: ArenaUpdate) -> None:
-        """The peer takes no more of the present update, and holds nothing of it."""
-        self._forget_reader(peer.name)
-        if peer.name in update.peers and not update.is_whole:
-            what = f"{peer.name} left the update after {update.next} of {update.num_buckets} buckets were sent"
-            self._failures[peer.name] = UpdateAbortedError(what)
-        update.peers.discard(peer.name)
-
-    def _drop(self, peer: P, error: WeightcastError, *, may_be_reading: bool) -> None:
-        """The peer is disconnected. `may_be_reading`: its process may live, and read what it was given."""
-        name, update = peer.name, self._update
-        if self._peers.get(name) is not peer:
+        if not isinstance(record, Released) or update is None or arena is None:
             return
-        del self._peers[name]
-        self._left.add(name)
-        held = self._forget_reader(name)
+        is_meant = (record.update, record.generation) == (update.number, arena.generation)
+        if is_meant and record.index < update.num_buckets:
+            self._readers.get(update.arena_layout.slots[record.index], set()).discard(peer.name)
+
+    def _on_ended(self, peer: R, update: ArenaUpdate) -> None:
+        self._forget_reader(peer.name)
+        super()._on_ended(peer, update)
+
+    def _drop(self, peer: R, error: WeightcastError, *, may_be_reading: bool) -> None:
+        if self._peers.get(peer.name) is not peer:
+            return
+        held = self._forget_reader(peer.name)
         if may_be_reading:
             self._lost_slots |= held
-        if (update is not None and name in update.peers) or (held and isinstance(error, PeerTimeoutError)):
-            logger.warning("%s", error)
-            self._failures[name] = error
-        if update is not None:
-            update.peers.discard(name)
+        super()._drop(peer, error, may_be_reading=may_be_reading)
+        if held and isinstance(error, PeerTimeoutError):
+            self._failures[peer.name] = error
 
     def _forget_reader(self, name: str) -> set[int]:
         """The slots that the peer was reading."""
@@ -374,14 +462,6 @@ class ArenaSender(SendingEnd[ArenaUpdate], Generic[P, A]):
         for slot in held:
             self._readers[slot].discard(name)
         return held
-
-    # --- waiting ---
-
-    def _is_connected(self, name: str) -> bool:
-        return name in self._peers
-
-    def _has_left(self, name: str) -> bool:
-        return name in self._left
 
     def _await_released(self, slot: int | None = None) -> None:
         """Wait until nobody reads a slot, or any; a reader that does nothing for the deadline is dropped."""

@@ -9,9 +9,7 @@ meanwhile; the pin ends with the last bucket, or with `end`.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
-import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -27,13 +25,11 @@ from weightcast.errors import (
 )
 from weightcast.format.bucket import BucketBuffer, header_digest, place
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.host import memory as host_memory
-from weightcast.host.shared_memory import SealedMemory
 from weightcast.seams.transport import Bucket, StoredVersion, Transport
 from weightcast.store.address import MAX_BUFFERS, StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader
 from weightcast.store.writing import StoreWriter
-from weightcast.transports.kept_memory import KeptMemory
+from weightcast.transports.kept_memory import KeptMemory, allocate, allocate_to_send
 from weightcast.transports.receiving import PUBLISHER, ReceivingEnd, WantedUpdate
 from weightcast.transports.sending import check_length
 
@@ -64,7 +60,7 @@ class StoreSender:
         self._ring = KeptMemory(
             (lambda size: torch.zeros(size, dtype=torch.uint8, pin_memory=True))
             if is_pinned
-            else (lambda size: SealedMemory.allocate(size).tensor())
+            else (lambda size: allocate_to_send(size, torch.device("cpu"), "writing this version"))
         )
         self._manifest: Manifest | None = None
         self._digests: list[bytes] = []
@@ -88,7 +84,7 @@ class StoreSender:
         newest = self._writer.newest
         return max(self._writer.last_number, -1 if newest is None else newest.number)
 
-    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
+    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Take a free slot and make room in it; `peers` and `staged` change nothing. See `StoreWriter.begin`."""
         self._require_open()
         if version.run != self._run:
@@ -100,6 +96,7 @@ class StoreSender:
         self._ring.prepare(place(manifest, num_slots=self._num_buffers, staged=False))
         if not manifest.buckets:
             self._seal()
+        return 0
 
     def buffer(self, index: int) -> BucketBuffer:
         """Where bucket `index`, the next one, is to be packed. Waits until the former one there was written."""
@@ -107,7 +104,7 @@ class StoreSender:
         self._finish(index % self._num_buffers)
         return self._ring.buffer(index)
 
-    def send(self, index: int, num_bytes: int) -> int:
+    def send(self, index: int, num_bytes: int) -> None:
         """Write bucket `index`; seal with the last. Raises InsufficientMemoryError, StaleVersionError, OSError."""
         manifest, buffer = self._require_update(index), self._ring.buffer(index)
         check_length(manifest, index, num_bytes)
@@ -119,7 +116,6 @@ class StoreSender:
             self._writes[index % self._num_buffers] = self._pool.submit(self._writer.write, index, data)
         if index + 1 == len(manifest.buckets):
             self._seal()
-        return index + 1
 
     def commit(self) -> None:
         """Make the version whose buckets were all sent the newest. Raises as `StoreWriter.commit`."""
@@ -354,12 +350,8 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
 
 
 def _allocate(size_bytes: int) -> torch.Tensor:
-    """Anonymous memory of this process. Raises InsufficientMemoryError."""
-    host_memory.require(size_bytes, "reading this version", 'publish with install="streaming", or free memory')
-    mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapping, dtype=torch.uint8)
+    what, remedy = "reading this version", 'publish with install="streaming", or free memory'
+    return allocate(size_bytes, torch.device("cpu"), what, remedy)
 
 
 TRANSPORT = Transport(

@@ -297,13 +297,12 @@ class MultiDeviceSender:
             failures |= lost
         return failures
 
-    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
+    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Begin an update on every arena, for the peers that are there. Raises what any arena rank raises."""
         self._num_buckets, self._is_whole = len(manifest.buckets), False
         self._lost = {arena.group_rank: {} for arena in self._arenas}
         if not self._arenas:
-            self._own.open(manifest, version, peers=peers, staged=staged)
-            return
+            return self._own.open(manifest, version, peers=peers, staged=staged)
         self._ranks.version = version.number
         self._ranks.announce_when_idle(Instruction.OPEN, data=encode(Opening(version.number, tuple(peers), staged)))
         homes = {name: home for name in peers if (home := self._homes.get(name)) is not None}
@@ -316,26 +315,26 @@ class MultiDeviceSender:
             names = tuple(name for name in peers if homes.get(name) == rank)
             self._ranks.send_message(ConnectedPeers(names), rank)
         own = [name for name in peers if homes.get(name) not in self._lost]
-        self._own.open(manifest, version, peers=own, staged=staged)
+        first = self._own.open(manifest, version, peers=own, staged=staged)
         self._ranks.announce_when_idle(Instruction.WAIT)
+        return first
 
     def buffer(self, index: int) -> BucketBuffer:
         """The publishing rank's own place for bucket `index`."""
         self._buffer = self._own.buffer(index)
         return self._buffer
 
-    def send(self, index: int, num_bytes: int) -> int:
+    def send(self, index: int, num_bytes: int) -> None:
         """Have every arena rank take bucket `index`, as soon as it has a place for it; then all peers may read it."""
         buffer, self._buffer = self._buffer, None
-        following = self._own.send(index, num_bytes)
+        self._own.send(index, num_bytes)
         if self._arenas:
             assert buffer is not None
             statuses = self._ranks.announce_when_idle(Instruction.SPREAD, index)
             self._ranks.broadcast_bucket(buffer.flat(num_bytes))
             if any(statuses[rank].num_failures > len(lost) for rank, lost in self._lost.items()):
                 self._ask()
-            self._is_whole = following == self._num_buckets
-        return following
+            self._is_whole = index + 1 == self._num_buckets
 
     def _ask(self) -> None:
         self._ranks.announce_when_idle(Instruction.ASK)

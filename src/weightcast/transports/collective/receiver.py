@@ -1,49 +1,46 @@
 """A worker's end of the collective transport: hears the sender over a link, and takes its broadcasts in the background.
 
-Invariants: what a group that was left still brings counts for nothing; records of a former update are never taken for
-the present one.
+Invariants: what a group that was left still brings counts for nothing; a thread that takes a group's broadcasts ends
+with the group, or at the next bucket after the group was left; a broadcast that nobody answers any more ends with the
+sender's side.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import torch
+from torch.distributed import Work
 
 from weightcast import process_group
-from weightcast.errors import UnsupportedError, WeightcastError
+from weightcast.errors import ManifestError, UnsupportedError, WeightcastError, detached
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.format.messages import Hello
-from weightcast.host.closing import on_failure
-from weightcast.host.memory import host_identity
-from weightcast.links.link import WorkerLink
+from weightcast.process_group import ProcessGroup, in_background, join_store, wait
 from weightcast.seams.transport import Bucket, Receiver
 from weightcast.transports.collective import records
-from weightcast.transports.collective.broadcast_reader import BroadcastReader, BucketTarget
-from weightcast.transports.collective.receive_buffers import NUM_SLOTS, ReceiveBuffers
-from weightcast.transports.receiving import CONNECT_SECONDS, ReceivingEnd, WantedUpdate
+from weightcast.transports.collective.buffers import NUM_SLOTS, NUM_UNDER_WAY, BucketTarget, ReceiveBuffers
+from weightcast.transports.linked import LinkedReceiver, parse_address
+from weightcast.transports.receiving import PeerUpdate
+from weightcast.transports.records import BeginUpdate
 from weightcast.transports.sending import MAX_REASON_CHARACTERS
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class BroadcastUpdate(WantedUpdate[records.BeginUpdate]):
-    """`begun` in its latest form. `num_released` buckets may be overwritten."""
+class BroadcastUpdate(PeerUpdate):
+    """`num_received` buckets are here, `num_released` of them may be overwritten."""
 
     num_received: int = 0
     num_released: int = 0
 
-    @property
-    def number(self) -> int:
-        return 0 if self.begun is None else self.begun.update
 
-
-class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
-    """Implements `Receiver`, and `BucketSink`.
+class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
+    """Implements `Receiver`.
 
     Memory: staged, the whole version, in host memory, once for all workers of the engine on this host; streaming, three
     buckets, on the GPU with NCCL. Besides, two buckets where they can't arrive in their place: staged with NCCL, and
@@ -57,9 +54,7 @@ class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
 
         Raises PeerDiedError, UnsupportedError, ManifestError.
         """
-        super().__init__(run, deadline_seconds)
-        address = records.parse_address(url)
-        self._backend = address.backend
+        self._backend = parse_address(url).scheme
         process_group.require(self._backend)
         if self._backend == "nccl" and (device is None or device.type != "cuda"):
             raise UnsupportedError(
@@ -68,55 +63,31 @@ class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
             )
         self._device = torch.device("cpu") if device is None or self._backend != "nccl" else device
         self._buffers = ReceiveBuffers(run, peer, self._device, deadline_seconds)
-        self._epoch = 0
-        self._pending: records.BeginUpdate | None = None
-        self._stream: BroadcastReader | None = None
-        self._publisher = f"the publisher at {address.url.rpartition('/')[0]}"
-        self._ready = threading.Event()
+        self._stream: BroadcastStream | None = None
+        super().__init__(url, peer=peer, run=run, deadline_seconds=deadline_seconds, records=records.ToReceiver)
         process_group.close_at_exit(self)
-        connect_seconds = min(deadline_seconds, CONNECT_SECONDS)
-        self._link = WorkerLink(
-            f"tcp:{address.host}:{address.port}",
-            Hello(run, peer, 0, address.secret),
-            lease_seconds=deadline_seconds,
-            on_end=self._on_end,
-            on_message=self._on_message,
-            messages=records.ToReceiver,
-            connect_seconds=connect_seconds,
-        )
-        self._send(records.HostIdentity(host_identity()))
-        self._ready.set()
-        with on_failure(self._link.close):
-            # What is offered to this worker may be sent at once: by then the sender must know of it.
-            self._link.await_welcome(connect_seconds)
-
-    def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
-        """Wait for `version` from now on. Raises PeerDiedError if the sender has gone, InsufficientMemoryError."""
-        self._check_run(version)
-        self.end()
-        with self._condition:
-            self._require_connection()
-            self._buffers.prepare(manifest, staged=staged)
-            self._heard_at = time.monotonic()
-            self._wanted = BroadcastUpdate(manifest, version, staged)
-            self._send(records.Opened(version.number))
-            self._match()
-            self._condition.notify_all()
 
     def reread(self, bucket: Bucket) -> bool:
-        """With shared memory, what this worker wrote over a bucket is dropped; else every update arrives anew."""
+        """With shared memory, what this worker wrote over a bucket is dropped; else every update arrives again."""
         reader = self._buffers.reader
         return reader is not None and reader.reread(bucket)
 
     def close(self) -> None:
         super().close()
-        self._link.close()
         self._buffers.close()
 
+    def _want(self, manifest: Manifest, version: WeightVersion, staged: bool) -> BroadcastUpdate:
+        self._buffers.prepare(manifest, staged=staged)
+        return BroadcastUpdate(manifest, version, staged)
+
     def _leave(self, wanted: BroadcastUpdate) -> None:
-        if wanted.num_received < wanted.num_buckets:
-            self._send(records.UpdateEnded(wanted.version.number, wanted.number))
+        super()._leave(wanted)
+        if wanted.begun is not None and wanted.num_received < wanted.num_buckets:
             self._leave_group()
+        self._buffers.end_reader()
+
+    def _on_over(self) -> None:
+        self._leave_group()
         self._buffers.end_reader()
 
     def _disconnect(self) -> None:
@@ -147,7 +118,7 @@ class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
         with self._condition:
             self._check_live(wanted)
             if self._stream is None:
-                self._on_whole(wanted)
+                self._on_received(wanted, wanted.num_buckets)
 
     def _next_bucket(self, wanted: BroadcastUpdate) -> Bucket | None:
         index = wanted.num_taken
@@ -164,134 +135,79 @@ class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
 
     # --- what the sender says, in the link's thread ---
 
-    def _on_end(self, reason: str) -> None:
-        with self._condition:
-            self._ended = reason
-            self._leave_group()
-            self._buffers.end_reader()
-            self._condition.notify_all()
+    def _on_begun(self, wanted: BroadcastUpdate, begin: BeginUpdate, *, is_again: bool) -> None:
+        if self._stream is not None and begin.first > wanted.num_received:
+            raise ManifestError(f"the publisher goes on at bucket {begin.first}, {wanted.num_received} have come here")
+        if self._buffers.reader is not None and not is_again:
+            self._buffers.reader.open(wanted.manifest, wanted.version, staged=True)
+        if self._stream is not None:
+            self._stream.position = begin.first
+        if wanted.num_received == wanted.num_buckets:
+            self._tell(records.AllReceived(begin.update))
 
-    def _on_message(self, message: Any) -> None:
-        self._ready.wait(CONNECT_SECONDS)
-        with self._condition:
-            self._heard_at = time.monotonic()
-            match message:
-                case records.Join():
-                    self._on_join(message)
-                case records.Connect():
-                    if self._stream is not None and self._stream.epoch == message.epoch:
-                        self._stream.start()
-                case records.ReadAlong():
-                    self._on_read_along(message)
-                case records.BeginUpdate():
-                    self._pending = message
-                    self._match()
-                case records.UpdateAborted():
-                    self._on_aborted(message)
-                case records.ProgressQuestion():
-                    self._on_ask(message)
-            self._condition.notify_all()
+    def _on_other(self, record: Any) -> None:
+        match record:
+            case records.Join() | records.ReadAlong():
+                self._leave_group()
+                try:
+                    self._tell(self._join(record) if isinstance(record, records.Join) else self._read_along(record))
+                except WeightcastError as exc:
+                    self._tell(records.JoinFailed(record.epoch, str(exc)[:MAX_REASON_CHARACTERS]))
+            case records.Connect():
+                if self._stream is not None and self._stream.epoch == record.epoch:
+                    self._stream.start()
+            case records.ProgressQuestion():
+                wanted, stream = self._wanted, self._stream
+                is_whole = wanted is not None and wanted.num_received == wanted.num_buckets
+                is_waiting = stream is None or bool(stream.targets) or is_whole
+                self._tell(records.Progress(record.question, *self._progress(), is_waiting))
 
-    def _on_join(self, join: records.Join) -> None:
-        self._leave_group()
-        self._pending, wanted = None, self._wanted
-        try:
-            shared = self._buffers.share(join.readers)
-            if wanted is not None and wanted.begun is None:
-                self._buffers.prepare(wanted.manifest, staged=wanted.staged)
-        except WeightcastError as exc:
-            self._send_failed(join.epoch, exc)
-            return
-        self._epoch = join.epoch
-        self._stream = BroadcastReader(self, join, self._backend, host=self._link.local_host, device=self._device)
-        update, num_received = self._progress()
-        self._send(records.Joining(join.epoch, update, num_received, shared))
+    def _join(self, join: records.Join) -> records.Joining:
+        shared, wanted = self._buffers.share(join.readers), self._wanted
+        if wanted is not None and wanted.begun is None:
+            self._buffers.prepare(wanted.manifest, staged=wanted.staged)
+        self._stream = BroadcastStream(self, join, self._backend, host=self._link.local_host, device=self._device)
+        return records.Joining(join.epoch, *self._progress(), shared)
 
-    def _on_read_along(self, other: records.ReadAlong) -> None:
-        self._leave_group()
-        self._pending = None
-        try:
-            self._buffers.read_from(other.address)
-        except WeightcastError as exc:
-            self._send_failed(other.epoch, exc)
-            return
-        self._epoch = other.epoch
-        self._send(records.Joining(other.epoch))
-
-    def _on_aborted(self, aborted: records.UpdateAborted) -> None:
-        if self._pending is not None and self._pending.update == aborted.update:
-            self._pending = None
-        if self._wanted is not None and self._wanted.number == aborted.update:
-            self._wanted.aborted = aborted.reason
-            self._buffers.end_reader()
-        self._leave_group()
-
-    def _on_ask(self, ask: records.ProgressQuestion) -> None:
-        wanted, stream = self._wanted, self._stream
-        is_whole = wanted is not None and wanted.num_received == wanted.num_buckets
-        is_waiting = stream is None or bool(stream.targets) or is_whole
-        self._send(records.Progress(ask.question, *self._progress(), is_waiting))
+    def _read_along(self, other: records.ReadAlong) -> records.Joining:
+        self._buffers.read_from(other.address)
+        return records.Joining(other.epoch)
 
     def _progress(self) -> tuple[int, int]:
         """The update that is wanted, or 0, and how many buckets of it have come in."""
         wanted = self._wanted
         return (0, 0) if wanted is None else (wanted.number, wanted.num_received)
 
-    def _match(self) -> None:
-        """Join what the sender has begun with what is wanted; what isn't wanted is declined at once."""
-        wanted, begin = self._wanted, self._pending
-        if wanted is None or begin is None or (wanted.begun is not None and wanted.number != begin.update):
-            return
-        self._pending = None
-        if begin.version != wanted.version.number:
-            self._decline(begin)
-            return
-        if begin.epoch != self._epoch:
-            self._send(records.JoinFailed(begin.epoch, "it has left this group"))
-            return
-        found, expected = (begin.num_buckets, begin.staged), (wanted.num_buckets, wanted.staged)
-        # Who reads along takes no buckets of the group's, and counts none.
-        if found != expected or (self._stream is not None and begin.first > wanted.num_received):
-            wanted.aborted = f"the publisher sends (buckets, staged) = {found}, the offer said {expected}"
-            self._buffers.end_reader()
-            self._decline(begin)
-            return
-        is_first, wanted.begun = wanted.begun is None, begin
-        if self._buffers.reader is not None and is_first:
-            self._buffers.reader.open(wanted.manifest, wanted.version, staged=True)
-        if self._stream is not None:
-            self._stream.position = begin.first
-        if wanted.num_received == wanted.num_buckets:
-            self._send(records.AllReceived(begin.update))
-
-    def _decline(self, begin: records.BeginUpdate) -> None:
-        self._send(records.UpdateEnded(begin.version, begin.update))
-        self._leave_group()
+    def _leave_group(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.leave()
+            self._buffers.leave(stream)
+            self._condition.notify_all()
 
     # --- what the stream does, in its own thread ---
 
-    def next_target(self, stream: BroadcastReader, *, wait: bool) -> BucketTarget | None:
+    def next_target(self, stream: BroadcastStream, *, wait: bool) -> BucketTarget | None:
+        """Where the next bucket goes; None if none can be received now. With `wait` only once the stream was left."""
         with self._condition:
             if wait:
                 self._condition.wait_for(lambda: stream.is_left or self._has_room(stream))
             elif self._buffers.is_shared or not self._has_room(stream):
                 return None
             wanted, index = self._wanted, stream.position
-            if stream.is_left or wanted is None:
+            if stream.is_left or wanted is None or index is None:
                 return None
-            stream.position += 1
+            stream.position = index + 1
             is_here = index < wanted.num_received
         return self._buffers.target(wanted.number, wanted.manifest, wanted.version, index, is_here=is_here)
 
-    def _has_room(self, stream: BroadcastReader) -> bool:
-        wanted = self._wanted
-        if wanted is None or wanted.begun is None or wanted.begun.epoch != stream.epoch:
+    def _has_room(self, stream: BroadcastStream) -> bool:
+        wanted, index = self._wanted, stream.position
+        if wanted is None or wanted.begun is None or index is None or index >= wanted.num_buckets:
             return False
-        if stream.position >= wanted.num_buckets:
-            return False
-        return wanted.staged or stream.position < wanted.num_released + NUM_SLOTS
+        return wanted.staged or index < wanted.num_released + NUM_SLOTS
 
-    def on_received(self, stream: BroadcastReader, target: BucketTarget) -> None:
+    def on_received(self, stream: BroadcastStream, target: BucketTarget) -> None:
         with self._condition:
             wanted = self._wanted
             if stream.is_left or wanted is None:
@@ -299,39 +215,127 @@ class CollectiveReceiver(ReceivingEnd[BroadcastUpdate]):
         if target.index >= wanted.num_received:
             self._buffers.deliver(target)
         with self._condition:
-            if self._stream is not stream or self._wanted is not wanted:
-                return
-            self._heard_at = time.monotonic()
-            wanted.num_received = max(wanted.num_received, target.index + 1)
-            if wanted.num_received == wanted.num_buckets:
-                self._on_whole(wanted)
-            self._condition.notify_all()
+            if self._stream is stream and self._wanted is wanted:
+                self._heard_at = time.monotonic()
+                self._on_received(wanted, target.index + 1)
 
-    def _on_whole(self, wanted: BroadcastUpdate) -> None:
-        wanted.num_received = wanted.num_buckets
-        self._send(records.AllReceived(wanted.number))
+    def _on_received(self, wanted: BroadcastUpdate, num_received: int) -> None:
+        wanted.num_received = max(wanted.num_received, num_received)
+        if wanted.num_received == wanted.num_buckets:
+            self._tell(records.AllReceived(wanted.number))
+        self._condition.notify_all()
 
-    def on_broken(self, stream: BroadcastReader, error: WeightcastError, *, is_own: bool = False) -> None:
+    def on_broken(self, stream: BroadcastStream, error: WeightcastError, *, is_own: bool = False) -> None:
+        """`is_own`: by this receiver's own failure. The sender finds out who was lost, and invites to another group."""
         with self._condition:
             if not stream.is_left:
-                # The sender finds out who was lost, and invites to another group.
                 self._leave_group()
-                self._send_failed(stream.epoch, error, is_own=is_own)
+                self._tell(records.JoinFailed(stream.epoch, str(error)[:MAX_REASON_CHARACTERS], is_own))
 
-    def _leave_group(self) -> None:
-        stream, self._stream = self._stream, None
-        self._epoch = 0
-        if stream is not None:
-            stream.is_left = True
-            self._buffers.leave(stream)
-            self._condition.notify_all()
 
-    def _send_failed(self, epoch: int, error: WeightcastError, *, is_own: bool = False) -> None:
-        self._send(records.JoinFailed(epoch, str(error)[:MAX_REASON_CHARACTERS], is_own))
+class BroadcastStream:
+    """A receiver's part in one group: a thread that connects to it and takes its broadcasts in order, two at a time.
 
-    def _send(self, record: msgspec.Struct) -> None:
-        # A sender that has gone is noticed by the link's own thread.
+    `position`: the bucket that comes next, once the sender has said so. `targets`: what broadcasts may be writing to.
+    """
+
+    def __init__(
+        self, receiver: CollectiveReceiver, join: records.Join, backend: str, *, host: str, device: torch.device
+    ) -> None:
+        self.epoch = join.epoch
+        self.position: int | None = None
+        self.is_left = False
+        self.targets: tuple[BucketTarget, ...] = ()
+        self._is_in_group = True
+        self._receiver = receiver
+        self._join = join
+        self._backend = backend
+        self._host = host
+        self._device = device
+        self._group: ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Connect, and take what is broadcast. Idempotent."""
+        if self._thread is None:
+            self._thread = in_background(self._run, "weightcast-collective")
+
+    def leave(self) -> None:
+        """Nothing that comes counts any more. With NCCL, a broadcast that is waited for ends; gloo's can't be ended."""
+        self.is_left = True
+        if self._group is not None and self._backend == "nccl":
+            in_background(self._group.close, "weightcast-group-end")
+
+    def has_ended(self, seconds: float) -> bool:
+        """Wait that long for it to end; whether it has."""
+        thread = self._thread
+        if thread is None:
+            return True
+        if threading.current_thread() is not thread:
+            thread.join(seconds)
+        return not thread.is_alive()
+
+    def _run(self) -> None:
         try:
-            self._link.send(record)
-        except OSError:
-            self._ended = "it takes no records"
+            join = self._join
+            self._group = ProcessGroup(
+                self._backend,
+                join_store(join.host, join.port, join.timeout_seconds),
+                rank=join.group_rank,
+                size=join.group_size,
+                timeout_seconds=join.timeout_seconds,
+                host=self._host,
+                device=self._device,
+            )
+            with self._own_stream():
+                self._take_all(self._group)
+        except Exception as exc:
+            is_own = not self._is_in_group or not isinstance(exc, WeightcastError)
+            self._receiver.on_broken(self, detached(exc), is_own=is_own)
+        finally:
+            group, self._group = self._group, None
+            if group is not None:
+                group.close()
+
+    def _own_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """The engine's default stream must never wait for a broadcast."""
+        if self._device.type != "cuda":
+            return contextlib.nullcontext()
+        return torch.cuda.stream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+
+    def _was_left(self) -> bool:
+        """As of now: another thread decides."""
+        return self.is_left
+
+    def _take_all(self, group: ProcessGroup) -> None:
+        works: collections.deque[Work] = collections.deque()
+        while True:
+            self._begin_all(group, works)
+            if self._was_left() or not works:
+                return
+            self._is_in_group = True
+            wait(works.popleft())
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+            self._is_in_group = False
+            if self._was_left():
+                return
+            target = self.targets[0]
+            if target.staging is not None:
+                target.staging.flat(target.num_bytes).copy_(target.flat)
+            self.targets = self.targets[1:]
+            self._receiver.on_received(self, target)
+
+    def _begin_all(self, group: ProcessGroup, works: collections.deque[Work]) -> None:
+        """Wait for a bucket that can be received, unless one is under way; begin to receive as many as can be."""
+        while len(works) < NUM_UNDER_WAY:
+            self._is_in_group = False
+            target = self._receiver.next_target(self, wait=not works)
+            if target is None:
+                return
+            self.targets = (*self.targets, target)
+            if self._was_left():
+                # Whoever left it may have looked for targets before.
+                return
+            self._is_in_group = True
+            works.append(group.broadcast(target.flat, root=0))

@@ -1,142 +1,326 @@
 """The publisher's end of the collective transport: one flat broadcast per bucket to every receiver at once.
 
 Invariants: a slot is rewritten only when its former broadcast is over, and never while a broken group may still read
-it; a group in which anything went wrong is left, and made again without those that were lost, within the same update;
-the others then go on from the first bucket that one of them lacks. All calls come from one thread.
+it; a group in which anything went wrong is left, and those that are to blame for it are lost, each with the reason, and
+all workers of its engine with it, since an engine is updated whole or not at all; the update is then opened again for
+the others, who go on from the first bucket that one of them lacks; what fails twice with nobody to blame is given up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 
 from weightcast import process_group
-from weightcast.errors import PeerError, UnsupportedError
+from weightcast.errors import (
+    PeerDiedError,
+    PeerError,
+    PeersLostError,
+    PeerTimeoutError,
+    UnsupportedError,
+    UpdateAbortedError,
+    WeightcastError,
+    listed,
+)
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, place
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.host.shared_memory import SealedMemory
-from weightcast.transports.collective.broadcast_group import send_to_all
-from weightcast.transports.collective.membership import GroupSender, GroupUpdate
-from weightcast.transports.collective.records import Address, UpdateAborted, parse_endpoint
-from weightcast.transports.kept_memory import KeptMemory
+from weightcast.host.deadline import Deadline
+from weightcast.transports.collective import records
+from weightcast.transports.collective.group import BroadcastGroup, GroupMember, GroupSettings, engine_of
+from weightcast.transports.kept_memory import KeptMemory, allocate_to_send
+from weightcast.transports.linked import LinkedSender, parse_endpoint
+from weightcast.transports.records import UpdateAborted
+from weightcast.transports.sending import MAX_REASON_CHARACTERS, SentUpdate
 
 _NUM_SLOTS = 2
+_MAX_ANSWER_SECONDS = 5.0
+_POLL_SECONDS = 0.002
+"""How often a GPU is asked whether a broadcast is over; on a CPU it says so itself."""
 
 
-class CollectiveSender(GroupSender):
+@dataclasses.dataclass(slots=True, eq=False)
+class GroupUpdate(SentUpdate):
+    """`num_fruitless`: how often it was interrupted with nobody to blame since `first`, where it began last."""
+
+    first: int = 0
+    num_fruitless: int = 0
+
+
+class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
     """Implements `Sender`. Memory: two buckets, on the GPU with NCCL, kept for the next update.
 
     `deadline_seconds` bounds each wait, and each broadcast from its beginning to its end.
     """
 
+    peer_type = GroupMember
+
     def __init__(
-        self,
-        url: str,
-        *,
-        run: str,
-        deadline_seconds: float = 60.0,
-        device: torch.device | str | None = None,
+        self, url: str, *, run: str, deadline_seconds: float = 60.0, device: torch.device | str | None = None
     ) -> None:
         """Listen at the URL's host and port. Raises ValueError, UnsupportedError, OSError."""
-        backend, host, port = parse_endpoint(url)
+        backend, host, _ = parse_endpoint(url)
         process_group.require(backend)
         device = torch.device((device or "cuda") if backend == "nccl" else "cpu")
         if backend == "nccl" and device.type != "cuda":
             raise UnsupportedError(f"nccl moves no memory of {device}: use gloo:// or ipc://")
-        try:
-            super().__init__(run, backend, host, port, device=device, deadline_seconds=deadline_seconds)
-        except OSError as exc:
-            what = f"{url!r} can't be listened at: {exc.strerror}; write an address of this host and a free port, or 0"
-            raise OSError(exc.errno, what) from exc
-        self.address = Address(backend, host, self.listener.port, self.listener.secret).url
-        self._slots = KeptMemory(
-            (lambda size: SealedMemory.allocate(size).tensor())
-            if device.type == "cpu"
-            else (lambda size: torch.empty(size, dtype=torch.uint8, device=device))
-        )
+        super().__init__(url, run=run, deadline_seconds=deadline_seconds, records=records.FromReceiver)
+        self.num_groups = 0
+        self._group: BroadcastGroup | None = None
+        """Kept from update to update while its members stay."""
+        self._settings = GroupSettings(backend, host, device, deadline_seconds, self.condition)
+        self._slots = KeptMemory(lambda size: allocate_to_send(size, device, "sending this update"))
+        self._slots_are_lost = False
+        """A broadcast of a group that was left may still be reading the slots."""
+        self._num_questions = 0
         process_group.close_at_exit(self)
 
-    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
-        """Begin an update: wait for `peers` to be connected, and for their group, which is kept while they stay."""
-        self._begin_open(version, peers)
+    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
+        """Begin an update, or begin it again after a loss: wait for `peers` to be connected, and for their group."""
         with self.condition:
-            self._await_connected(peers)
-            members = [member for member in map(self._member, peers) if member is not None]
-        self._num_updates += 1
-        arena_layout = place(manifest, num_slots=_NUM_SLOTS, staged=False)
-        update = GroupUpdate(self._num_updates, version, manifest, staged, arena_layout, members=members)
-        self._update = update
-        self._form(update)
-        self._prepare_slots(update)
+            update = self._begin_open(version, peers)
+            if update is None:
+                arena_layout = place(manifest, num_slots=_NUM_SLOTS, staged=False)
+                taking_part = self._await_connected(peers, version)
+                self._num_updates += 1
+                update = GroupUpdate(self._num_updates, version, manifest, staged, arena_layout, taking_part)
+                self._update = update
+            update.peers &= set(peers)
+            self._have_group(update)
+            if self._slots_are_lost:
+                self._slots.free()
+                self._slots_are_lost = False
+            self._slots.prepare(update.arena_layout)
+            members = () if self._group is None else self._group.members
+            have = [m.joining.num_received if m.joining.update == update.number else 0 for m in self._joined()]
+            update.next = min(have, default=0)
+            if update.next > update.first:
+                update.first, update.num_fruitless = update.next, 0
+            for member in members:
+                self._post(member, update.begin())
+            if update.is_whole:
+                update.peers.clear()
+            return update.next
 
     def buffer(self, index: int) -> BucketBuffer:
         """Where bucket `index` is to be packed. Waits until the broadcast of its slot's former content is over."""
-        update, epoch = self._require_next(index), self.epoch
-        if update.members and epoch is not None:
-            free = index - _NUM_SLOTS + 1
-            is_late = not self._wait_for(update, lambda: epoch.is_quiet(free))
-            if is_late or self._is_in_trouble(update):
-                self._recover(update, is_late=is_late)
-                self._prepare_slots(update)
-            else:
-                epoch.land(free)
-        return self._slots.buffer(index)
+        with self.condition:
+            update, group = self._require_update(index), self._group
+            if group is not None:
+                free = index - _NUM_SLOTS + 1
+                self._await(update, group, lambda: group.is_quiet(free))
+                group.land(free)
+            return self._slots.buffer(index)
 
-    def send(self, index: int, num_bytes: int) -> int:
+    def send(self, index: int, num_bytes: int) -> None:
         """Begin to broadcast the bucket. The last waits until everybody has all of them.
 
         Raises ValueError unless it is as long as the plan says: receivers wait for that many bytes.
         """
-        update = self._require_next(index)
-        if num_bytes != (expected := HEADER_BYTES + update.manifest.buckets[index]):
-            raise ValueError(f"{num_bytes} bytes of bucket {index} were to be broadcast, expected {expected}")
-        if not update.is_rewound:
+        with self.condition:
+            update, group = self._require_update(index), self._group
+            if num_bytes != (expected := HEADER_BYTES + update.manifest.buckets[index]):
+                raise ValueError(f"{num_bytes} bytes of bucket {index} were to be broadcast, expected {expected}")
             update.next = index + 1
-            if update.members:
-                self._broadcast(update, index)
-        update.is_rewound = False
-        return update.next
-
-    def _broadcast(self, update: GroupUpdate, index: int) -> None:
-        epoch, is_late = self.epoch, False
-        assert epoch is not None
-
-        def is_over() -> bool:
-            return epoch.is_quiet() and all(member.whole_update == update.number for member in update.members)
-
-        try:
-            epoch.send(index, self._slots.buffer(index).flat(HEADER_BYTES + update.manifest.buckets[index]))
-            if update.is_whole:
-                is_late = not self._wait_for(update, is_over)
-            is_lost = is_late or self._is_in_trouble(update)
-        except PeerError:
-            is_lost = True
-        if is_lost:
-            self._recover(update, is_late=is_late)
-            self._prepare_slots(update)
-        elif update.is_whole:
-            epoch.land()
-
-    def _tell_aborted(self, update: GroupUpdate) -> None:
-        """The group is closed, since some may be waiting in it."""
-        if not update.is_whole and update.members:
-            send_to_all(update.members, UpdateAborted(update.number, update.aborted or ""))
-            self._leave()
+            if group is None:
+                return
+            try:
+                group.send(index, self._slots.buffer(index).flat(num_bytes))
+            except PeerError as exc:
+                self._interrupt(update, self._who_broke(update, group, is_late=False), exc)
+            if not update.is_whole:
+                self._await(update, group, lambda: True)
+                return
+            everybody = group.members
+            self._await(
+                update, group, lambda: group.is_quiet() and all(m.whole_update == update.number for m in everybody)
+            )
+            group.land()
+            # From now on nobody can be lost to this update any more.
+            update.peers.clear()
 
     def _disconnect(self) -> None:
         self._leave()
-        self.listener.close()
         self._slots.free()
 
-    def _require_next(self, index: int) -> GroupUpdate:
-        update = self._require_update()
-        if not update.is_rewound:
-            update.check_next(index)
-        return update
+    # --- what peers do ---
 
-    def _prepare_slots(self, update: GroupUpdate) -> None:
-        if self._slots_are_lost:
-            self._slots.free()
-            self._slots_are_lost = False
-        self._slots.prepare(update.arena_layout)
+    def _on_other(self, peer: GroupMember, record: Any) -> None:
+        match record:
+            case records.Joining():
+                peer.joining = record
+            case records.JoinFailed():
+                peer.left = record
+            case records.AllReceived():
+                peer.whole_update = record.update
+            case records.Progress():
+                peer.progress = record
+
+    def _on_ended(self, peer: GroupMember, update: GroupUpdate) -> None:
+        if peer.name in update.peers and peer.whole_update != update.number:
+            self._lose(peer.name, UpdateAbortedError(f"{peer.name} left the update of version {update.version.number}"))
+
+    def _on_aborted(self, update: GroupUpdate) -> None:
+        """The group is left, since some may be waiting in it."""
+        is_whole = not update.peers
+        super()._on_aborted(update)
+        if not is_whole:
+            self._leave()
+
+    def _lose(self, name: str, error: WeightcastError) -> None:
+        """The member takes no more of the update, and nor does its engine."""
+        update, reason = self._update, f"{name}, of the same engine, was lost: {error}"
+        others = [] if update is None else [o for o in update.peers if o != name and engine_of(o) == engine_of(name)]
+        for lost, why in [(name, error), *((other, UpdateAbortedError(reason)) for other in others)]:
+            super()._lose(lost, why)
+            if update is not None and lost in self._peers:
+                self._peers[lost].link.send(UpdateAborted(update.number, str(why)[:MAX_REASON_CHARACTERS]))
+
+    # --- the group ---
+
+    def _joined(self) -> Sequence[GroupMember]:
+        return () if self._group is None else self._group.joined
+
+    def _readers(self, update: GroupUpdate) -> dict[GroupMember, list[GroupMember]]:
+        """Who joins the group, and who reads along with each: staged, the other workers of an engine on its host."""
+        joined: dict[object, GroupMember] = {}
+        readers: dict[GroupMember, list[GroupMember]] = {}
+        members = [self._peers[name] for name in update.peers]
+        for member in sorted(members, key=lambda m: (engine_of(m.name), m.engine_rank)):
+            first = joined.setdefault((engine_of(member.name), member.host) if update.staged else member, member)
+            readers.setdefault(first, [])
+            if first is not member:
+                readers[first].append(member)
+        return readers
+
+    def _have_group(self, update: GroupUpdate) -> None:
+        """Have a group of exactly the update's peers. Raises PeersLostError if not all of them can connect."""
+        readers = self._readers(update)
+        if self._group is not None and self._group.readers == readers and not self._is_in_trouble(update, self._group):
+            return
+        self._leave()
+        if not readers:
+            return
+        self.num_groups += 1
+        try:
+            group = self._group = BroadcastGroup(self.num_groups, self._settings, readers)
+        except PeerError as exc:
+            self._interrupt(update, {}, exc)
+        group.invite()
+        self._await_answers(update, group, group.joined)
+        group.invite_readers()
+        self._await_answers(update, group, group.members)
+        # Only now: a member that waits in gloo for one that does not come can't be woken.
+        group.connect()
+        self._await(update, group, lambda: group.is_connected)
+
+    def _leave(self) -> None:
+        """Close the group, without waiting for broadcasts under way."""
+        group, self._group = self._group, None
+        if group is not None:
+            self._slots_are_lost |= not group.is_quiet()
+            group.close()
+
+    def _is_in_trouble(self, update: GroupUpdate, group: BroadcastGroup) -> bool:
+        """Whether the group can't go on as it is."""
+        is_left = any(member.left.epoch == group.number for member in group.members)
+        return group.error() is not None or is_left or update.peers != group.names
+
+    def _wait_for(self, update: GroupUpdate, group: BroadcastGroup, is_done: Callable[[], bool]) -> bool:
+        """Wait until it is done, or the group in trouble; False at the deadline."""
+        deadline = Deadline(self._deadline_seconds)
+        poll_seconds = _POLL_SECONDS if self._settings.backend == "nccl" else self._deadline_seconds
+        self._listen()
+        while not self._is_in_trouble(update, group) and not is_done():
+            if deadline.has_passed:
+                return False
+            self._wait(min(deadline.remaining_seconds, poll_seconds))
+        return True
+
+    def _await(self, update: GroupUpdate, group: BroadcastGroup, is_done: Callable[[], bool]) -> None:
+        """Wait until it is done. Raises PeersLostError if the group can't go on, or at the deadline."""
+        is_late = not self._wait_for(update, group, is_done)
+        if is_late or self._is_in_trouble(update, group):
+            late = PeerTimeoutError(f"no progress for {self._deadline_seconds:g} s")
+            blamed = self._who_broke(update, group, is_late=is_late)
+            self._interrupt(update, blamed, group.error() or late)
+
+    def _await_answers(self, update: GroupUpdate, group: BroadcastGroup, members: Sequence[GroupMember]) -> None:
+        """Wait for answers to an invitation. Raises PeersLostError without those that can't join, or don't answer."""
+        missing = [member for member in members if member.joining.epoch != group.number]
+        is_late = not self._wait_for(update, group, lambda: all(m.joining.epoch == group.number for m in missing))
+        if not is_late and not self._is_in_trouble(update, group):
+            return
+        blamed: dict[GroupMember, WeightcastError] = {}
+        for member in members:
+            if member.left.epoch == group.number:
+                blamed[member] = member.failure()
+            elif is_late and member.joining.epoch != group.number:
+                blamed[member] = self._timed_out(member.name, "answered no invitation to a group")
+        self._interrupt(update, blamed, PeerTimeoutError(f"no group within {self._deadline_seconds:g} s"))
+
+    # --- losses ---
+
+    def _interrupt(
+        self, update: GroupUpdate, blamed: dict[GroupMember, WeightcastError], cause: WeightcastError
+    ) -> NoReturn:
+        """Leave the group, and the peers that are to blame; the second time that there are none, all. Raises."""
+        group = self._group
+        if not blamed and (group is None or update.peers == group.names):
+            update.num_fruitless += 1
+            if update.num_fruitless > 1:
+                every = [self._peers[name] for name in update.peers]
+                blamed = {m: PeerDiedError(f"{m.name}: {cause}", peer=m.name) for m in every}
+        for member, error in blamed.items():
+            if member.name in update.peers:
+                self._lose(member.name, error)
+            if isinstance(error, PeerTimeoutError):
+                self._drop(member, error, may_be_reading=False)
+        self._leave()
+        update.is_interrupted, update.next = True, 0
+        lost = listed([f"{name}: {error}" for name, error in self._failures.items()]) or f"nobody; {cause}"
+        raise PeersLostError(f"version {update.version.number} has lost {lost}", sorted(update.peers))
+
+    def _who_broke(
+        self, update: GroupUpdate, group: BroadcastGroup, *, is_late: bool
+    ) -> dict[GroupMember, WeightcastError]:
+        """Those that failed by themselves, if nobody has gone; else those that don't answer or delay the others.
+
+        Members are asked how far they are, even if only to hear what they said before: a broadcast that a member broke
+        may be seen to fail before the member's own message, or the end of its link, has come.
+        """
+        self._num_questions += 1
+        question, deadline = self._num_questions, Deadline(min(_MAX_ANSWER_SECONDS, self._deadline_seconds))
+        for member in group.members:
+            member.link.send(records.ProgressQuestion(question))
+
+        def silent() -> list[GroupMember]:
+            return [m for m in group.members if m.progress is None or m.progress.question != question]
+
+        self._listen()
+        while update.peers == group.names and silent() and not deadline.has_passed:
+            self._wait(deadline.remaining_seconds)
+        if update.peers != group.names:
+            return {}
+        failed = [member for member in group.members if member.left.epoch == group.number]
+        if failed:
+            # In a group that was connected, all fail with the one that broke it.
+            return {m: m.failure() for m in failed if m.left.is_own or not group.is_connected}
+        # That no group came together by the deadline is no fault of those who answer.
+        slow = silent() or (self._slow(update, group) if is_late and group.is_connected else [])
+        return {member: self._timed_out(member.name, "took no bucket") for member in slow}
+
+    def _slow(self, update: GroupUpdate, group: BroadcastGroup) -> list[GroupMember]:
+        """Of members that have all answered: those that take no buckets, else those behind.
+
+        Being behind is no fault at first: gloo wakes neither end of a connection that broke in the middle of a message,
+        so that a healthy member waits for bytes that can't come. Only who is behind in a new group as well is slow.
+        """
+        answers = {m: m.progress for m in group.members if m.progress and m.progress.update == update.number}
+        busy = [m for m in group.members if m not in answers or not answers[m].is_waiting]
+        if busy or not update.num_fruitless:
+            return busy
+        furthest = max(answer.num_received for answer in answers.values())
+        return [m for m, answer in answers.items() if answer.num_received < furthest]

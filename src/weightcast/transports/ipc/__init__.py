@@ -1,7 +1,6 @@
 """`ipc://`: publisher and engines on one host share memory; nothing is copied but into it and out of it.
 
-`sender` and `receiver` are the two ends, `arena` and `cuda` the memory, `channel` and `records` the signals, `devices`
-the choice among several senders of a host.
+`arena` and `cuda` are the memory, `channel` and `records` the signals, `devices` the choice among a host's senders.
 """
 
 from __future__ import annotations
@@ -11,12 +10,6 @@ from weightcast.transports.ipc import devices as ipc_devices
 from weightcast.transports.ipc.receiver import IpcReceiver
 from weightcast.transports.ipc.sender import IpcSender
 
-TRANSPORT = Transport(
-    sender=IpcSender,
-    receiver=IpcReceiver,
-    default_bucket_size_bytes={"cpu": 64 << 20, "cuda": 512 << 20},
-    same_host=True,
-    per_device=ipc_devices,
-)
+TRANSPORT = Transport(sender=IpcSender, receiver=IpcReceiver, same_host=True, per_device=ipc_devices)
 
 __all__ = ["TRANSPORT", "IpcReceiver", "IpcSender"]

@@ -18,6 +18,7 @@ from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Buffers, pages
 from weightcast.host.closing import on_failure
 from weightcast.host.shared_memory import SEALS, SealedMemory
 from weightcast.transports.ipc.records import SharedArena
+from weightcast.transports.receiving import MappedArena
 from weightcast.transports.sending import OwnedArena
 
 
@@ -32,10 +33,6 @@ class OwnedSharedArena(OwnedArena):
     def announcement(self) -> tuple[SharedArena, int]:
         return SharedArena(self.generation, self.size_bytes), self._memory.location.descriptor
 
-    def mark_ready(self, slot: int) -> str:
-        """Nothing to mark: who is told of a bucket sees its bytes."""
-        return ""
-
     def close(self, *, free: bool) -> None:
         # Not unmapped here: views that the publisher keeps still point into it.
         self._memory.release(free=free)
@@ -43,7 +40,7 @@ class OwnedSharedArena(OwnedArena):
         super().close(free=free)
 
 
-class MappedSharedArena:
+class MappedSharedArena(MappedArena):
     """The receiver's end. Owns the descriptor that it is made from, also if the construction fails."""
 
     def __init__(self, record: SharedArena, descriptor: int) -> None:
@@ -52,7 +49,18 @@ class MappedSharedArena:
         self.size_bytes = record.size_bytes
         self._descriptor = descriptor
         with on_failure(lambda: os.close(descriptor)):
-            self._check(record)
+            try:
+                size = os.fstat(descriptor).st_size
+                seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+            except OSError as exc:
+                what = f"the arena's descriptor is no anonymous shared memory: {exc}"
+                raise ManifestError(what, fault="type") from exc
+            if size != record.size_bytes or not size:
+                raise ManifestError(f"the arena has {size} bytes, {record.size_bytes} were announced", fault="size")
+            if seals & SEALS != SEALS:
+                raise ManifestError(
+                    f"the arena can be resized, its seals are {seals:#x}: not safe to map", fault="type"
+                )
             self.reset()
 
     def reset(self) -> None:
@@ -71,24 +79,7 @@ class MappedSharedArena:
         self._mapping.madvise(mmap.MADV_DONTNEED, int(buffer.header.storage_offset()), size_bytes)
         return True
 
-    def wait_ready(self, event: str) -> None:
-        """Nothing to wait for."""
-
-    def finish(self) -> None:
-        """Nothing to wait for: reads of host memory are done when they return."""
-
     def close(self) -> None:
         """Let go of it; what is mapped stays as long as a tensor needs it."""
         os.close(self._descriptor)
         del self._mapping
-
-    def _check(self, record: SharedArena) -> None:
-        try:
-            size = os.fstat(self._descriptor).st_size
-            seals = fcntl.fcntl(self._descriptor, fcntl.F_GET_SEALS)
-        except OSError as exc:
-            raise ManifestError(f"the arena's descriptor is no anonymous shared memory: {exc}", fault="type") from exc
-        if size != record.size_bytes or not size:
-            raise ManifestError(f"the arena has {size} bytes, {record.size_bytes} were announced", fault="size")
-        if seals & SEALS != SEALS:
-            raise ManifestError(f"the arena can be resized, its seals are {seals:#x}: not safe to map", fault="type")

@@ -25,7 +25,7 @@ import msgspec
 
 from weightcast.errors import ManifestError, RefusedError, StaleVersionError, UnsupportedError, to_record
 from weightcast.format.manifest import PROTOCOL, decode, encode
-from weightcast.host.closing import close_in_child
+from weightcast.host.closing import close_in_child, on_failure
 from weightcast.links.link import check_same_user
 from weightcast.transports.ipc.records import MAX_RECORD_BYTES, IpcHello, Refused, ToSender, Welcome
 
@@ -152,10 +152,7 @@ class Listener:
         self._poller.register(self._sock, select.POLLIN)
         self._poller.register(self._stop, select.POLLIN)
         while True:
-            patience_ms: float | None = None
-            if self._strangers:
-                oldest = next(iter(self._strangers.values()))[1]
-                patience_ms = max(0.0, oldest + _HELLO_SECONDS - time.monotonic()) * 1000
+            patience_ms = _HELLO_SECONDS * 250 if self._strangers else None
             ready = {descriptor for descriptor, _ in self._poller.poll(patience_ms)}
             if self._stop in ready:
                 break
@@ -169,7 +166,12 @@ class Listener:
     def _accept(self) -> None:
         try:
             sock, _ = self._sock.accept()
+            with on_failure(sock.close):
+                check_same_user(sock)
         except BlockingIOError:
+            return
+        except PermissionError as exc:
+            logger.warning("a connection was refused: %s", exc)
             return
         except OSError as exc:
             # Out of descriptors, most likely: the connection waits in the queue, so don't spin on it.
@@ -177,12 +179,6 @@ class Listener:
             select.select([self._stop], [], [], _EXHAUSTED_SECONDS)
             return
         channel = Channel(sock)
-        try:
-            check_same_user(sock)
-        except OSError as exc:
-            logger.warning("a connection was refused: %s", exc)
-            channel.close()
-            return
         if len(self._strangers) >= _MAX_STRANGERS:
             self._forget(next(iter(self._strangers))).close()
         self._strangers[channel.fileno()] = (channel, time.monotonic())

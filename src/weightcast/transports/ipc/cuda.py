@@ -8,13 +8,12 @@ the memory until every receiver has let go of it.
 
 from __future__ import annotations
 
-import base64
-
 import torch
 
-from weightcast.errors import InsufficientMemoryError, ManifestError, UnsupportedError
-from weightcast.format.bucket import BucketBuffer, Buffers
+from weightcast.errors import InsufficientMemoryError, UnsupportedError
+from weightcast.format.bucket import Buffers
 from weightcast.transports.ipc.records import CudaArena
+from weightcast.transports.receiving import MappedArena
 from weightcast.transports.sending import OwnedArena
 
 
@@ -23,7 +22,7 @@ class OwnedCudaArena(OwnedArena):
 
     def __init__(self, generation: int, size_bytes: int, device: torch.device) -> None:
         """Raises InsufficientMemoryError if the device hasn't that much left."""
-        self._events: dict[int, tuple[torch.cuda.Event, str]] = {}
+        self._events: dict[int, tuple[torch.cuda.Event, bytes]] = {}
         try:
             self._whole = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as exc:
@@ -42,23 +41,23 @@ class OwnedCudaArena(OwnedArena):
             generation=self.generation,
             size_bytes=self.size_bytes,
             device=uuid_of(self.device),
-            handle=_to_text(handle),
+            handle=handle,
             storage_size_bytes=size,
             storage_offset_bytes=offset,
-            ref_counter_handle=_to_text(counter_handle),
+            ref_counter_handle=counter_handle,
             ref_counter_offset=counter_offset,
-            event_handle=_to_text(event),
+            event_handle=event,
             event_sync_required=sync,
         )
         return record, None
 
-    def mark_ready(self, slot: int) -> str:
+    def mark_ready(self, slot: int) -> bytes:
         """Record the slot's event behind everything queued on the current stream; return its handle."""
         with torch.cuda.device(self.device):
             if slot not in self._events:
                 event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
                 event.record()
-                self._events[slot] = event, _to_text(event.ipc_handle())  # type: ignore[no-untyped-call]
+                self._events[slot] = event, event.ipc_handle()  # type: ignore[no-untyped-call]
             else:
                 self._events[slot][0].record()
         return self._events[slot][1]
@@ -72,7 +71,7 @@ class OwnedCudaArena(OwnedArena):
         super().close(free=free)
 
 
-class MappedCudaArena:
+class MappedCudaArena(MappedArena):
     """The receiver's end."""
 
     def __init__(self, record: CudaArena) -> None:
@@ -80,16 +79,16 @@ class MappedCudaArena:
         self.generation = record.generation
         self.size_bytes = record.size_bytes
         self._device = _find_device(record.device)
-        self._events: dict[str, torch.cuda.Event] = {}
+        self._events: dict[bytes, torch.cuda.Event] = {}
         with torch.cuda.device(self._device):
             storage = torch.UntypedStorage._new_shared_cuda(
                 self._device.index,
-                _to_bytes(record.handle),
+                record.handle,
                 record.storage_size_bytes,
                 record.storage_offset_bytes,
-                _to_bytes(record.ref_counter_handle),
+                record.ref_counter_handle,
                 record.ref_counter_offset,
-                _to_bytes(record.event_handle),
+                record.event_handle,
                 record.event_sync_required,
             )
         whole = torch.empty(0, dtype=torch.uint8, device=self._device)
@@ -99,15 +98,10 @@ class MappedCudaArena:
         """Wait until nothing on this device reads it: an update that was given up may have been loading."""
         torch.cuda.synchronize(self._device)
 
-    def reread(self, buffer: BucketBuffer) -> bool:
-        """Device memory is shared itself: there is nothing older to go back to."""
-        return False
-
-    def wait_ready(self, event: str) -> None:
+    def wait_ready(self, event: bytes) -> None:
         """Have the current stream wait until the bucket is whole. Does not block the caller."""
         if event not in self._events:
-            handle = _to_bytes(event)
-            self._events[event] = torch.cuda.Event.from_ipc_handle(self._device, handle)  # type: ignore[no-untyped-call]
+            self._events[event] = torch.cuda.Event.from_ipc_handle(self._device, event)  # type: ignore[no-untyped-call]
         self._events[event].wait(torch.cuda.current_stream(self._device))
 
     def finish(self) -> None:
@@ -134,14 +128,3 @@ def _find_device(uuid: str) -> torch.device:
 def uuid_of(device: torch.device) -> str:
     """What names a GPU in every process, whatever its index there."""
     return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _to_text(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
-def _to_bytes(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except ValueError as exc:
-        raise ManifestError(f"a handle is no base64: {exc}", fault="type") from exc

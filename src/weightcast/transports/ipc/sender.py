@@ -10,27 +10,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import select
-import time
-from typing import Any
 
 import msgspec
 import torch
 
 from weightcast.errors import ClosedError, ManifestError, PeerDiedError, WeightcastError
 from weightcast.host.deadline import Deadline
-from weightcast.transports.ipc import records
 from weightcast.transports.ipc.arena import OwnedSharedArena
 from weightcast.transports.ipc.channel import SCHEME, Channel, Listener
 from weightcast.transports.ipc.cuda import OwnedCudaArena
-from weightcast.transports.sending import ArenaSender, ArenaUpdate, ConnectedPeer
+from weightcast.transports.ipc.records import ToSender
+from weightcast.transports.records import KeepAlive
+from weightcast.transports.sending import ArenaSender, ConnectedPeer
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class IpcPeer(ConnectedPeer):
-    """`generation`: the arena that it was told of, or -1."""
-
     channel: Channel
-    generation: int = -1
 
 
 class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
@@ -59,66 +55,31 @@ class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
             self._listener.wake()
         super().close()
 
-    # --- what peers are told ---
+    # --- records ---
 
-    def _tell_begun(self, update: ArenaUpdate) -> None:
-        begin = records.IpcBegin(update.version.number, update.number, update.staged, update.num_buckets)
-        for name in sorted(update.peers):
-            self._post(name, begin)
+    def _announce(self, peer: IpcPeer, arena: OwnedSharedArena | OwnedCudaArena) -> bool:
+        return self._post(peer, *arena.announcement())
 
-    def _tell_ready(
-        self, update: ArenaUpdate, index: int, num_bytes: int, arena: OwnedSharedArena | OwnedCudaArena
-    ) -> None:
-        slot, offset_bytes = update.arena_layout.slots[index], update.arena_layout.headers[index]
-        ready = records.BucketReady(
-            update.version.number,
-            update.number,
-            arena.generation,
-            index,
-            offset_bytes,
-            num_bytes,
-            event=arena.mark_ready(slot),
-        )
-        for name in sorted(update.peers):
-            peer = self._peers.get(name)
-            if peer is not None and peer.generation != arena.generation:
-                if not self._post(name, *arena.announcement()):
-                    continue
-                peer.generation = arena.generation
-            if name in update.peers and self._post(name, ready) and name in update.peers:
-                self._readers.setdefault(slot, set()).add(name)
-
-    def _tell_aborted(self, update: ArenaUpdate) -> None:
-        self._wait(0)
-        for name in sorted(update.peers):
-            aborted = records.IpcAborted(update.version.number, update.number, update.aborted or "")
-            # A peer that has no room for it is disconnected, which tells it as much.
-            self._post(name, aborted, wait=False)
-
-    def _give_sign(self, name: str) -> None:
+    def _give_sign(self, peer: IpcPeer) -> None:
         # No room, or gone: noticed where something is waited for.
-        with contextlib.suppress(EOFError, KeyError):
-            self._peers[name].channel.send(records.IpcWaiting())
+        with contextlib.suppress(EOFError):
+            peer.channel.send(KeepAlive())
 
-    def _post(self, name: str, record: msgspec.Struct, descriptor: int | None = None, *, wait: bool = True) -> bool:
-        """Send a record, waiting for room up to the deadline, or not at all; False if the peer is gone then."""
-        peer = self._peers.get(name)
+    def _post(self, peer: IpcPeer, record: msgspec.Struct, descriptor: int | None = None, *, wait: bool = True) -> bool:
         deadline: Deadline | None = None
-        while peer is not None and self._peers.get(name) is peer:
+        while self._peers.get(peer.name) is peer:
             try:
                 if peer.channel.send(record, descriptor):
                     return True
             except EOFError as exc:
-                self._drop(peer, _died(name, exc), may_be_reading=False)
+                self._drop(peer, peer.died(exc), may_be_reading=False)
                 return False
             deadline = deadline or Deadline(self._deadline_seconds if wait else 0.0)
             if deadline.has_passed:
-                self._drop(peer, self._timed_out(name, "took no record"), may_be_reading=True)
+                self._drop(peer, self._timed_out(peer.name, "took no record"), may_be_reading=True)
                 return False
             self._wait(deadline.remaining_seconds, writing=peer)
         return False
-
-    # --- what peers say ---
 
     def _listen(self) -> None:
         self._let_in()
@@ -151,30 +112,15 @@ class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
         """Take every record that a peer has sent; `progress_at` moves with each."""
         try:
             while self._peers.get(peer.name) is peer:
-                packet = peer.channel.receive(records.ToSender)
+                packet = peer.channel.receive(ToSender)
                 if packet is None:
                     return
-                peer.progress_at = time.monotonic()
                 self._on_record(peer, packet[0])
         except EOFError as exc:
-            self._drop(peer, _died(peer.name, exc), may_be_reading=False)
+            self._drop(peer, peer.died(exc), may_be_reading=False)
         except ManifestError as exc:
             error = PeerDiedError(f"{peer.name} was disconnected, it sent no valid record: {exc}", peer=peer.name)
             self._drop(peer, error, may_be_reading=True)
-
-    def _on_record(self, peer: IpcPeer, record: Any) -> None:
-        update = self._update
-        match record:
-            case records.Awaiting():
-                peer.declined = None
-            case records.IpcEnded(update=0):
-                peer.declined = record.version
-                if update is not None and update.version.number == record.version:
-                    self._on_ended(peer, update)
-            case records.IpcEnded() if update is not None and record.update == update.number:
-                self._on_ended(peer, update)
-            case records.Released() if update is not None and record.update == update.number:
-                self._on_released(peer, record.generation, record.index)
 
     def _drop(self, peer: IpcPeer, error: WeightcastError, *, may_be_reading: bool) -> None:
         peer.channel.close()
@@ -193,7 +139,3 @@ class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
         if device.type == "cuda":
             return OwnedCudaArena(generation, size_bytes, device)
         return OwnedSharedArena(generation, size_bytes)
-
-
-def _died(name: str, exc: EOFError) -> PeerDiedError:
-    return PeerDiedError(f"the receiver of {name} has gone: {exc}", peer=name)

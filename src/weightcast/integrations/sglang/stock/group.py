@@ -14,6 +14,7 @@ import os
 import socket
 import stat
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
@@ -24,7 +25,7 @@ from weightcast.errors import PeerDiedError, PeerTimeoutError, WeightcastError, 
 from weightcast.host.closing import close_in_child
 from weightcast.host.deadline import Deadline
 from weightcast.links.watchdog import Watchdog
-from weightcast.process_group import ProcessGroup, Store, in_background, serve_shared_store, translated, wait
+from weightcast.process_group import Broadcast, ProcessGroup, Store, in_background, serve_shared_store, translated, wait
 
 _POLL_SECONDS = 0.0002
 P = ParamSpec("P")
@@ -95,13 +96,17 @@ class StockGroup:
     @_without_traceback
     def broadcast(self, flat: torch.Tensor) -> None:
         """Send `flat` to every member; blocks until it has gone, at most for the deadline. Raises PeerError."""
-        work = self._require(self._group).broadcast(flat, root=0)
+        group = self._require(self._group)
         if not flat.is_cuda:
-            wait(work)
+            wait(group.broadcast(flat, root=0))
             return
         # NCCL's own wait has no deadline on the host.
+        broadcast = Broadcast(group, flat, threading.Condition())
+        del group
         for _ in Deadline(self._deadline_seconds).polls(_POLL_SECONDS, _POLL_SECONDS):
-            if work.is_completed():
+            if broadcast.error is not None:
+                raise broadcast.error
+            if broadcast.is_over:
                 return
             self._require(self._group)
         raise PeerTimeoutError(f"a broadcast in {self.name} was not over within {self._deadline_seconds:g} s")

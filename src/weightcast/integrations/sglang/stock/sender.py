@@ -82,7 +82,7 @@ class StockSender:
     def failures(self) -> Mapping[str, WeightcastError]:
         return dict(self._servers.failures)
 
-    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> None:
+    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Begin an update: sessions are opened, and the servers marked. They are paused already, unless staged."""
         if self._closed:
             raise ClosedError("this sender was closed")
@@ -98,12 +98,13 @@ class StockSender:
         if not self._route.is_staged:
             self._servers.each(SglangStockServer.begin)
         self._current, self._is_open = -1, True
+        return 0
 
     def buffer(self, index: int) -> BucketBuffer:
         """Where the publisher's bucket is to be packed: the same for all, since `send` copies it on."""
         return self._require_open()[1]
 
-    def send(self, index: int, num_bytes: int) -> int:
+    def send(self, index: int, num_bytes: int) -> None:
         """Copy the bucket on, and ship what is full. The last waits until every server has all of it."""
         flat, buffer = self._require_open()
         for number in flat.parts[index]:
@@ -117,7 +118,6 @@ class StockSender:
             self._land()
             for server in self._servers.living:
                 server.is_whole = True
-        return index + 1
 
     def _ship(self, number: int) -> None:
         """Have a flattened bucket shipped, once the one before has arrived."""

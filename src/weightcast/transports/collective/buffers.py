@@ -1,7 +1,7 @@
 """Where a receiver's buckets come in and from where they are handed out: memory of its own, or shared with others.
 
 Workers of one engine on one host share: the one that has joined the group receives into the arena of an ipc sender of
-its own, to which every worker, itself too, has a receiver. Invariants: the same index is the same tensor in every
+its own, to which every worker, itself too, has a receiver. Invariants: the same index is the same buffer in every
 update while the manifest stays; what a group that was left may still write to is never handed out, and never waited
 for; an arena's mapping is private to each worker, so that no engine spoils another's bytes. The receiver's lock is
 never held here while somebody is waited for.
@@ -9,7 +9,9 @@ never held here while somebody is waited for.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -17,17 +19,47 @@ from weightcast import registry
 from weightcast.errors import PeerTimeoutError, WeightcastError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, place
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.host import memory as host_memory
 from weightcast.seams.transport import Receiver
-from weightcast.transports.collective.broadcast_reader import NUM_UNDER_WAY, BroadcastReader, BucketTarget
-from weightcast.transports.kept_memory import KeptMemory
+from weightcast.transports.kept_memory import KeptMemory, allocate
 
+NUM_UNDER_WAY = 2
+"""Broadcasts that a receiver waits for at once: the next one follows without a pause."""
 NUM_SLOTS = 1 + NUM_UNDER_WAY
 """Streaming: one that is read, and those that arrive."""
 _SHARED, _HOST_MEMORY = "ipc://", torch.device("cpu")
 _READERS_PATIENCE = 10.0
 """A reader waits that many deadlines for the worker that receives: its own link says whether the publisher lives."""
 _STREAM_END_SECONDS = 5.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BucketTarget:
+    """Where the next bucket goes, of `num_bytes` with its header; `staging`: and to where in host memory from there."""
+
+    index: int
+    buffer: BucketBuffer
+    num_bytes: int
+    staging: BucketBuffer | None = None
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """What is broadcast."""
+        return self.buffer.flat(self.num_bytes)
+
+    @property
+    def destination(self) -> BucketBuffer:
+        """Where its bytes come to lie in the end."""
+        return self.buffer if self.staging is None else self.staging
+
+
+class Writing(Protocol):
+    """What may write to targets although its group was left."""
+
+    targets: tuple[BucketTarget, ...]
+
+    def has_ended(self, seconds: float) -> bool:
+        """Wait that long for it to end; whether it has."""
+        ...
 
 
 class SharedMemory:
@@ -86,7 +118,7 @@ class ReceiveBuffers:
         """By slot: where its buckets arrive because a group that was left may still write to the slot."""
         self._shared: SharedMemory | None = None
         self._address = ""
-        self._left: list[BroadcastReader] = []
+        self._left: list[Writing] = []
 
     def prepare(self, manifest: Manifest, *, staged: bool) -> None:
         """Have memory for an update, unless it is shared. Raises InsufficientMemoryError."""
@@ -104,9 +136,7 @@ class ReceiveBuffers:
         return self._replaced.get(self._memory.arena_layout.slots[index]) or self._memory.buffer(index)
 
     def _allocate(self, size_bytes: int) -> torch.Tensor:
-        if self._memory_device.type == "cpu":
-            host_memory.require(size_bytes, "receiving this update", host_memory.LESS_AT_ONCE)
-        return torch.empty(size_bytes, dtype=torch.uint8, device=self._memory_device)
+        return allocate(size_bytes, self._memory_device, "receiving this update")
 
     def _free_memory(self) -> None:
         self._memory.free()
@@ -116,15 +146,15 @@ class ReceiveBuffers:
 
     def share(self, readers: tuple[str, ...]) -> str:
         """Receive for these workers too, or for none; where they read. Raises PeerError."""
-        if not readers:
-            self._stop_sharing()
-            return ""
         names = (self._peer, *readers)
-        if self._shared is None or self._shared.readers != names:
+        if self._shared is not None and (not readers or self._shared.readers != names):
             self._stop_sharing()
+        if readers and self._shared is None:
             self._shared = SharedMemory(self._run, names, self._deadline_seconds)
             self.read_from(self._shared.address)
-        return self._shared.address
+        elif not readers and self.reader is not None:
+            self._stop_sharing()
+        return self._address
 
     def read_from(self, address: str) -> None:
         """Read what another worker receives, or this one itself. Raises PeerError."""
@@ -147,10 +177,9 @@ class ReceiveBuffers:
         reader, self.reader = self.reader, None
         shared, self._shared = self._shared, None
         self._address = ""
-        if reader is not None:
-            reader.close()
-        if shared is not None:
-            shared.close()
+        for end in (reader, shared):
+            if end is not None:
+                end.close()
 
     # --- the stream's thread ---
 
@@ -195,7 +224,7 @@ class ReceiveBuffers:
         if self._shared is not None:
             self._shared.deliver(target.index, target.num_bytes)
 
-    def leave(self, stream: BroadcastReader) -> None:
+    def leave(self, stream: Writing) -> None:
         """A broadcast of this stream may go on for a while."""
         self._left.append(stream)
 

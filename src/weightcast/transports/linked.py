@@ -1,0 +1,217 @@
+"""Both ends of transports whose peers are connected by links: control records over TCP, to whoever has the secret.
+
+A link's own thread reads it, so that everything here happens under the condition of the end, and it tells apart a peer
+that has gone from one that is silent. How bytes move is the transport's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import urllib.parse
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
+
+from weightcast import registry
+from weightcast.errors import ManifestError, WeightcastError
+from weightcast.format.messages import Digest256, Heartbeat, Hello, ShortText
+from weightcast.host.closing import on_failure
+from weightcast.host.memory import host_identity
+from weightcast.links.link import Link, LinkListener, WorkerLink
+from weightcast.transports.receiving import CONNECT_SECONDS, PeerReceiver, V
+from weightcast.transports.records import FromPeer, FromSender
+from weightcast.transports.sending import ConnectedPeer, SendingEnd, U, sign_seconds
+
+
+class HostIdentity(msgspec.Struct, frozen=True, tag="here", tag_field="kind"):
+    """The receiver's first record after the hello. Those of equal `host` can share memory."""
+
+    host: ShortText
+
+
+FromLinked: TypeAlias = Hello | HostIdentity | FromPeer
+ToLinked: TypeAlias = Heartbeat | FromSender
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class LinkedPeer(ConnectedPeer):
+    """A peer that connects again has another link, and is another peer. `host`: empty until it has said where it is."""
+
+    link: Link
+    host: str = dataclasses.field(default="", kw_only=True)
+
+
+L = TypeVar("L", bound=LinkedPeer)
+
+
+class LinkedSender(SendingEnd[U, L], Generic[U, L]):
+    """Listens at an address of this host. `peer_type`: what it makes for each receiver."""
+
+    peer_type: type[L]
+
+    def __init__(self, url: str, *, run: str, deadline_seconds: float, records: Any, **options: Any) -> None:
+        """Listen at the URL's host and port. `records`: the union of what receivers may send. `options`: of the base.
+
+        Raises ValueError, OSError if the address can't be had.
+        """
+        scheme, host, port = parse_endpoint(url)
+        try:
+            self._listener = LinkListener(
+                run, host=host, port=port, heartbeat_seconds=sign_seconds(deadline_seconds), messages=records
+            )
+        except OSError as exc:
+            what = f"{url!r} can't be listened at: {exc.strerror}; write an address of this host and a free port, or 0"
+            raise OSError(exc.errno, what) from exc
+        condition = self._listener.condition
+        super().__init__(run, deadline_seconds=deadline_seconds, condition=condition, **options)
+        self.address = Address(scheme, host, self._listener.port, self._listener.secret).url
+
+    def close(self) -> None:
+        super().close()
+        # Not under the condition, which the listener's thread takes.
+        self._listener.close()
+
+    def _post(self, peer: L, record: msgspec.Struct, *, wait: bool = True) -> bool:
+        """A link never waits for room: a peer that reads no more has ended."""
+        peer.link.send(record)
+        self._drop_if_gone(peer)
+        return peer.link.is_alive
+
+    def _listen(self) -> None:
+        for link in self._listener.links():
+            known = self._peers.get(link.peer)
+            if known is None or known.link is not link:
+                if known is not None:
+                    self._hear(known)
+                self._on_connected(self.peer_type(link.peer, link=link))
+        for peer in list(self._peers.values()):
+            self._hear(peer)
+
+    def _is_connected(self, name: str) -> bool:
+        return name in self._peers and bool(self._peers[name].host)
+
+    def _on_record(self, peer: L, record: Any) -> None:
+        if isinstance(record, HostIdentity):
+            peer.host = record.host
+        else:
+            super()._on_record(peer, record)
+
+    def _hear(self, peer: L) -> None:
+        for record in peer.link.take():
+            self._on_record(peer, record)
+        self._drop_if_gone(peer)
+
+    def _drop_if_gone(self, peer: L) -> None:
+        if not peer.link.is_alive:
+            # The connection has ended; the process may live.
+            self._drop(peer, peer.died(peer.link.ended), may_be_reading=True)
+
+    def _drop(self, peer: L, error: WeightcastError, *, may_be_reading: bool) -> None:
+        peer.link.end(f"the publisher gave this receiver up: {error}")
+        super()._drop(peer, error, may_be_reading=may_be_reading)
+
+
+class LinkedReceiver(PeerReceiver[V]):
+    """Hears its sender in the link's thread."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        peer: str,
+        run: str,
+        deadline_seconds: float,
+        records: Any,
+    ) -> None:
+        """Connect to a sender's address. `records`: the union of what it may send.
+
+        All else that records need must be there already. Raises PeerDiedError, ManifestError.
+        """
+        super().__init__(run, deadline_seconds)
+        address = parse_address(url)
+        self._publisher = f"the publisher at {address.url.rpartition('/')[0]}"
+        connect_seconds = min(deadline_seconds, CONNECT_SECONDS)
+        with self._condition:
+            self._link = WorkerLink(
+                f"tcp:{address.host}:{address.port}",
+                Hello(run, peer, 0, address.secret),
+                lease_seconds=deadline_seconds,
+                on_end=self._on_end,
+                on_message=self._on_message,
+                messages=records,
+                connect_seconds=connect_seconds,
+            )
+        self._tell(HostIdentity(host_identity()))
+        with on_failure(self._link.close):
+            # What is offered to this worker may be sent at once: by then the sender must know of it.
+            self._link.await_welcome(connect_seconds)
+
+    def close(self) -> None:
+        super().close()
+        self._link.close()
+
+    def _tell(self, record: msgspec.Struct) -> None:
+        try:
+            self._link.send(record)
+        except OSError:
+            # The link's own thread notices a sender that has gone.
+            self._ended = self._ended or "it takes no records"
+
+    def _on_message(self, record: Any) -> None:
+        with self._condition:
+            self._on_record(record)
+            self._condition.notify_all()
+
+    def _on_end(self, reason: str) -> None:
+        with self._condition:
+            self._ended = reason
+            self._on_over()
+            self._condition.notify_all()
+
+
+# --- addresses ---
+
+
+class Address(NamedTuple):
+    """Where a sender is reached, and the secret that it asks for; printed and logged without it."""
+
+    scheme: str
+    host: str
+    port: int
+    secret: str
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}/{self.secret}"
+
+
+def parse_endpoint(url: str) -> tuple[str, str, int]:
+    """Scheme, host and port of what a user writes: `scheme://host:port`, port 0 or none for a free one.
+
+    Raises ValueError.
+    """
+    scheme, parts = registry.scheme(url), urllib.parse.urlsplit(url)
+    try:
+        port = parts.port or 0
+    except ValueError as exc:
+        raise ValueError(f"{url!r}: {exc}") from exc
+    if parts.path not in ("", "/") or parts.query or parts.username:
+        raise ValueError(f"{url!r} is not the endpoint of a sender; write {scheme}://HOST:PORT")
+    host = registry.host(url)
+    if host in ("0.0.0.0", "::"):
+        raise ValueError(f"{url!r} names no address that engines can connect to: write this host's own")
+    return scheme, host, port
+
+
+def parse_address(url: str) -> Address:
+    """What `Address.url` made. Raises ManifestError."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        secret = msgspec.convert(parts.path.removeprefix("/"), Digest256)
+        if not parts.hostname or not parts.port:
+            raise ValueError("it has no host or port")
+        return Address(parts.scheme, parts.hostname, parts.port, secret)
+    except (ValueError, msgspec.ValidationError) as exc:
+        shown = url.rpartition("/")[0][:200]
+        raise ManifestError(f"{shown!r} is not the address of a sender: {exc}", fault="invalid") from exc
