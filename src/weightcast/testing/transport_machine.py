@@ -36,6 +36,7 @@ class Rig:
         self.receivers: dict[str, Receiver] = {}
         self.readers: dict[str, Reader] = {}
         self._layout: Layout | None = None
+        self._packer: Packer | None = None
         for peer in _PEERS:
             self.connect(peer)
 
@@ -54,6 +55,7 @@ class Rig:
         assert self._layout is not None
         position = index
         while position <= index:
+            assert self._packer is not None
             position = pack_and_send(self.sender, self._packer, self._layout.manifest, version, position)
 
     def outcome(self, peer: str) -> list[bytes] | str:
@@ -69,9 +71,9 @@ class Rig:
         for receiver in self.receivers.values():
             receiver.close()
         self.sender.close()
-        if self._layout is not None:
+        if self._packer is not None:
             # Its views would keep the memory for as long as hypothesis keeps the machine.
-            self._layout.forget_views()
+            self._packer.forget_views()
 
 
 class TransportMachine(RuleBasedStateMachine):
