@@ -171,7 +171,7 @@ def test_staged_buckets_are_not_packed_again(monkeypatch: pytest.MonkeyPatch) ->
     newcomer = DirectEngine("late", RecordingEngine())
     with fleet(TensorSource(tensors()), RecordingEngine()) as (publisher, _):
         publisher.publish()
-        monkeypatch.setattr(Packer, "pack", None)
+        monkeypatch.setattr(Packer, "fill", None)
         publisher.add_engine(newcomer, sync=True)
     newcomer.close()
 

@@ -14,6 +14,7 @@ import torch
 
 from weightcast import registry
 from weightcast.errors import (
+    ClosedError,
     InsufficientMemoryError,
     ManifestError,
     PeerDiedError,
@@ -402,9 +403,9 @@ def test_what_breaks_twice_with_nobody_to_blame_is_given_up(hall: Hall, monkeypa
     peers, survivors = ["a", "b"], []
     while peers:
         assert hall.sender.open(hall.manifest, version(1), peers=peers, staged=True) == 0
-        fill(hall.sender.buffer(0), hall.manifest, 1, 0)
+        num_bytes = fill(hall.sender.buffer(0), hall.manifest, 1, 0)
         with pytest.raises(PeersLostError) as caught:
-            hall.sender.send(0)
+            hall.sender.send(0, num_bytes)
         peers = list(caught.value.survivors)
         survivors.append(peers)
         del caught  # its traceback has the group
@@ -573,3 +574,24 @@ def test_closing_while_others_wait_ends_in_time(hall: Hall) -> None:
     hall.sender.close()
     with pytest.raises(Exception, match=r"closed|gone"):
         reader.result()
+
+
+def test_an_engine_that_was_lost_can_take_the_same_version_when_it_is_published_again(hall: Hall) -> None:
+    """Nobody was left to go on with the first attempt, so that it is over."""
+    lost = hall.receiver("a")
+    reader = Reader(lost, hall.manifest, version(1), staged=True)
+    hall.sender.open(hall.manifest, version(1), peers=["a"], staged=True)
+    lost.close()
+
+    def send() -> None:
+        for index in range(len(hall.manifest.buckets)):
+            hall.sender.send(index, fill(hall.sender.buffer(index), hall.manifest, 1, index))
+
+    with pytest.raises(PeersLostError) as caught:
+        send()
+    assert not caught.value.survivors
+    with pytest.raises(ClosedError):
+        reader.result()
+    again = hall.update(1, {"a": hall.receiver("a")})["a"]
+    assert not hall.sender.failures
+    assert whole(again, hall.manifest, 1)

@@ -135,15 +135,15 @@ class RecoveringSender:
         return buffer
 
     def send(self, index: int, num_bytes: int) -> None:
-        assert self._buffer is not None
-        bucket = self._buffer.flat(num_bytes).clone()
+        survivors: Sequence[str] | None = None
         try:
             self.inner.send(index, num_bytes)
         except PeersLostError as exc:
-            self._sent.append(bucket)
-            self._recover(exc.survivors)
-        else:
-            self._sent.append(bucket)
+            survivors = exc.survivors
+        assert self._buffer is not None
+        self._sent.append(self._buffer.flat(num_bytes).clone())
+        if survivors is not None:
+            self._recover(survivors)
 
     def connected(self, peers: Sequence[str]) -> Sequence[str]:
         return self.inner.connected(peers)

@@ -44,6 +44,7 @@ class Rig:
         self.receivers: dict[str, Receiver] = {}
         self.readers: dict[str, Reader] = {}
         self._layout: Layout | None = None
+        self._packer: Packer | None = None
         for peer in _PEERS:
             self.connect(peer)
 
@@ -59,6 +60,7 @@ class Rig:
 
     def send(self, index: int, version: WeightVersion) -> None:
         assert self._layout is not None
+        assert self._packer is not None
         pack_and_send(self.sender, self._packer, self._layout.manifest, version, index)
 
     def outcome(self, peer: str) -> list[bytes] | str:
@@ -74,9 +76,9 @@ class Rig:
         for receiver in self.receivers.values():
             receiver.close()
         self.sender.close()
-        if self._layout is not None:
+        if self._packer is not None:
             # Its views would keep the memory for as long as hypothesis keeps the machine.
-            self._layout.forget_views()
+            self._packer.forget_views()
 
 
 class TransportMachine(RuleBasedStateMachine):

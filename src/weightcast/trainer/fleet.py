@@ -318,13 +318,16 @@ class FleetMember:
     def notice(self, version: int) -> None:
         """If the engine serves this version of the run already, that is its result in the update in progress."""
         self.version = version
-        self.result.ok = self._serves()
+        self.result.ok = self._serves(is_settled=True)
 
-    def _serves(self) -> bool:
-        """Whether the engine says that it serves `version`."""
+    def _serves(self, *, is_settled: bool = False) -> bool:
+        """Whether the engine says that it has `version`. With `is_settled` it must answer requests with it.
+
+        Where workers can't agree by themselves, each refuses to until it was told that all others have it too.
+        """
         with contextlib.suppress(PeerError):
             info = self.client.info()
-            return (info.run, info.weight_version) == (self._run, str(self.version)) and not info.torn
+            return (info.run, info.weight_version) == (self._run, str(self.version)) and not (is_settled and info.torn)
         return False
 
 

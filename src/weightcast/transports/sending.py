@@ -260,7 +260,9 @@ class SendingEnd(abc.ABC, Generic[U, P]):
         if version.run != self._run:
             raise ValueError(f"version {version.number} is of run {version.run}, this sender of run {self._run}")
         self._waiting, former = tuple(peers), self._update
-        if former is not None and former.is_open and former.is_interrupted and former.version == version:
+        is_interrupted = former is not None and former.is_open and former.is_interrupted
+        # If nobody was left, peers that are named now connected later: the version is begun for them.
+        if former is not None and is_interrupted and former.version == version and (former.peers or not peers):
             former.is_interrupted = False
             return former
         if former is not None and former.is_whole:

@@ -157,8 +157,12 @@ class StoreSender:
 
     def _finish(self, place_in_ring: int) -> None:
         write = self._writes.pop(place_in_ring, None)
-        if write is not None:
-            write.result()
+        try:
+            if write is not None:
+                write.result()
+        finally:
+            # It has the error, whose traceback has this frame: the ring would stay until the next garbage collection.
+            del write
 
     def _require_open(self) -> None:
         if self._closed:
