@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from weightcast.format.bucket import BucketBuffer, pages, slot_size_bytes
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host import memory as host_memory
-from weightcast.links.link import frame
+from weightcast.links.link import Link, frame
 from weightcast.process_group import ProcessGroup, require
 from weightcast.seams.transport import Receiver
 from weightcast.testing.leftovers import nothing_left
@@ -595,3 +596,21 @@ def test_an_engine_that_was_lost_can_take_the_same_version_when_it_is_published_
     again = hall.update(1, {"a": hall.receiver("a")})["a"]
     assert not hall.sender.failures
     assert whole(again, hall.manifest, 1)
+
+
+def test_who_gave_a_version_up_and_opens_it_again_is_waited_for(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the next attempt begins before the sender has heard that it was opened again."""
+    receiver = hall.receiver("a")
+    receiver.open(hall.manifest, version(1), staged=True)
+    receiver.end()
+    hall.send(1, ["a"], staged=True)
+    assert isinstance(hall.sender.failures["a"], UpdateAbortedError)
+    take, num_calls = Link.take, itertools.count()
+
+    def take_late(link: Link) -> list[msgspec.Struct]:
+        return take(link) if next(num_calls) > 1 else []
+
+    monkeypatch.setattr(Link, "take", take_late)
+    readers = hall.update(1, {"a": receiver})
+    assert not hall.sender.failures
+    assert whole(readers["a"], hall.manifest, 1)

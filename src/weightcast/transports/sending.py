@@ -210,11 +210,12 @@ class SendingEnd(abc.ABC, Generic[U, P]):
             case Opened():
                 peer.declined = None
             case UpdateEnded():
-                if not record.update:
-                    peer.declined = record.version
-                is_meant = update is not None and record.update in (0, update.number)
-                if update is not None and is_meant and update.version.number == record.version:
+                took_part, ended = False, (record.version, record.update)
+                if update is not None and ended in ((update.version.number, n) for n in (0, update.number)):
+                    took_part = peer.name in update.peers
                     self._on_ended(peer, update)
+                if not record.update and not took_part:
+                    peer.declined = record.version
             case _:
                 self._on_other(peer, record)
 
@@ -295,6 +296,8 @@ class SendingEnd(abc.ABC, Generic[U, P]):
             elif name not in self._failures and self._peers[name].declined == version.number:
                 what = f"{name} gave version {version.number} up before it began"
                 self._failures[name] = UpdateAbortedError(what)
+                # Once: when it opens the version again, the next attempt may begin before that is heard.
+                self._peers[name].declined = None
         return {name for name in names if name not in self._failures}
 
     def _require_open(self) -> None:
