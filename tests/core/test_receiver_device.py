@@ -15,7 +15,7 @@ from weightcast.errors import UnsupportedError
 from weightcast.format.messages import InitInfo
 from weightcast.seams.transport import Receiver, Transport
 from weightcast.transports import collective
-from weightcast.transports.collective import records
+from weightcast.transports.linked import Address
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 TRANSPORT: Transport
@@ -45,7 +45,7 @@ def test_the_worker_hands_on_what_its_engine_says(
         is_made.set()
         raise UnsupportedError("enough was seen")
 
-    recording = Transport(registry.transport("memory://").sender, receiver, {"cpu": 1 << 20}, same_host=True)
+    recording = Transport(registry.transport("memory://").sender, receiver, same_host=True)
     monkeypatch.setitem(globals(), "TRANSPORT", recording)
     monkeypatch.setitem(registry.TRANSPORTS, "recording", f"{__name__}:TRANSPORT")
     client = DirectEngine("a", engine)
@@ -58,6 +58,6 @@ def test_the_worker_hands_on_what_its_engine_says(
 
 def test_over_nccl_an_engine_that_says_no_gpu_is_told_what_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightcast.process_group.require", lambda backend: None)
-    address = records.Address("nccl", "127.0.0.1", 1, "0" * 64).url
+    address = Address("nccl", "127.0.0.1", 1, "0" * 64).url
     with pytest.raises(UnsupportedError, match="property `device`"):
         collective.TRANSPORT.receiver(address, run="0" * 32, peer="a", device=torch.device("cpu"), deadline_seconds=1.0)

@@ -17,7 +17,7 @@ import forking
 import torch
 from publishers import publisher_of
 
-from weightcast.errors import PeerDiedError
+from weightcast.errors import PeerDiedError, PeersLostError
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held
@@ -384,26 +384,32 @@ class Rank:
         PartPacker.sources = calling  # type: ignore[method-assign]
 
     def rewind(self, at: int, to: int) -> None:
-        """Once, lose the buckets from `to` on, notice it at bucket `at`, and ask for them again."""
+        """Once, lose the buckets from `to` on, notice it at bucket `at`, and go on from `to` when opened again."""
         from weightcast.format.bucket import BucketBuffer, slot_size_bytes
 
         sender = self.publisher._connections.sender
-        buffer, send = sender.buffer, sender.send
+        open_, buffer, send = sender.open, sender.buffer, sender.send
         manifest = self.publisher._pack_plan.layout.manifest
         lost = BucketBuffer.of(torch.empty(slot_size_bytes(manifest), dtype=torch.uint8))
+        survivors: list[str] = []
+
+        def losing_open(*args: Any, peers: Sequence[str], staged: bool) -> int:
+            if survivors:
+                sender.open, sender.buffer, sender.send = open_, buffer, send
+                return to
+            survivors.extend(peers)
+            return int(open_(*args, peers=peers, staged=staged))
 
         def losing_buffer(index: int) -> BucketBuffer:
             return lost if index >= to else buffer(index)
 
-        def losing_send(index: int, num_bytes: int) -> int:
+        def losing_send(index: int, num_bytes: int) -> None:
             if index < to:
-                return int(send(index, num_bytes))
-            if index < at:
-                return index + 1
-            sender.buffer, sender.send = buffer, send
-            return to
+                send(index, num_bytes)
+            elif index == at:
+                raise PeersLostError("as if an engine had been lost", survivors)
 
-        sender.buffer, sender.send = losing_buffer, losing_send
+        sender.open, sender.buffer, sender.send = losing_open, losing_buffer, losing_send
 
     def publish_often(self, number: int) -> None:
         for _ in range(number):
