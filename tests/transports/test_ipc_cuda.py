@@ -55,7 +55,8 @@ def receive_on_gpu(pipe: multiprocessing.connection.Connection, address: str, pe
 
 @pytest.mark.parametrize("staged", [False, True], ids=["streaming", "staged"])
 def test_two_processes_on_one_gpu(ipc_ends: Ends, staged: bool) -> None:
-    sender = ipc_ends.sender(device="cuda:0")
+    ipc_ends.device = torch.device("cuda:0")
+    sender = ipc_ends.sender()
     weights = {spec.name: torch.zeros(512, 1024, dtype=torch.bfloat16, device="cuda:0") for spec in SPECS}
     packer, stream = Packer(Layout(MANIFEST), weights), torch.cuda.Stream()
     with (
@@ -87,7 +88,8 @@ def test_two_processes_on_one_gpu(ipc_ends: Ends, staged: bool) -> None:
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_lost_process_does_not_hold_the_others_up(ipc_ends: Ends, how: str) -> None:
-    sender = ipc_ends.sender(device="cuda:0", deadline_seconds=2.0)
+    ipc_ends.device = torch.device("cuda:0")
+    sender = ipc_ends.sender(deadline_seconds=2.0)
     weights = {spec.name: torch.full((512, 1024), 3.0, dtype=torch.bfloat16, device="cuda:0") for spec in SPECS}
     for index, weight in enumerate(weights.values()):
         weight.fill_(_value(1, index))
