@@ -441,8 +441,9 @@ def _count(counts: dict[str, int]) -> None:
         original = getattr(ProcessGroup, name)
 
         def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
-            counts[name] = counts.get(name, 0) + 1
-            counts[f"{name} bytes"] = counts.get(f"{name} bytes", 0) + args[size_at].nbytes
+            what = f"{name} row" if args[size_at].dtype == torch.int64 else name
+            counts[what] = counts.get(what, 0) + 1
+            counts[f"{what} bytes"] = counts.get(f"{what} bytes", 0) + args[size_at].nbytes
             return original(self, *args, **kwargs)
 
         return counting
