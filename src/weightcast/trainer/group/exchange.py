@@ -198,7 +198,7 @@ class TrainerRanks:
             with self._unbroken() as group:
                 failure = b"" if error is None else encode(Failure.of(error))
                 self._status.copy_(torch.tensor(status._replace(num_error_bytes=len(failure))))
-                # By way of the publishing rank: gloo's all-gather goes from rank to rank, and takes thrice as long.
+                # By way of the publishing rank: gloo's all-gather goes from rank to rank and takes three times as long.
                 if self.is_publishing:
                     self._statuses[0] = self._status
                     works = [group.receive(self._statuses[rank], rank) for rank in range(1, self.size)]
