@@ -12,7 +12,9 @@ import xxhash
 from weightcast.errors import IntegrityError
 from weightcast.format import bucket
 from weightcast.format.bucket import (
+    CODECS,
     HEADER_BYTES,
+    RAW,
     BucketBuffer,
     Buffers,
     Layout,
@@ -26,7 +28,6 @@ from weightcast.format.bucket import (
     slot_size_bytes,
     write_header,
 )
-from weightcast.format.codec import CODECS, RAW
 from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import DigestKind, TensorSpec, WeightVersion
 from weightcast.format.plan import plan

@@ -49,9 +49,8 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "torch": (
         *(
             "host.copy",
-            "host.shared_memory",
+            "host.memory",
             "format.bucket",
-            "format.codec",
             "format.tensor_digest",
             "process_group",
             "seams.*",

@@ -259,7 +259,7 @@ class Rank:
         import torch.distributed as dist
         from core.direct import DirectEngine, RecordingEngine
 
-        from weightcast.host.shared_memory import map_shared
+        from weightcast.host.memory import map_shared
         from weightcast.trainer.group import gather
 
         self.unmake()

@@ -19,8 +19,7 @@ from weightcast.host.copy import copy_all
 from weightcast.trainer.group.exchange import Failure
 from weightcast.trainer.group.gather import message_order, message_views
 from weightcast.trainer.group.shares import assign
-from weightcast.trainer.held_regions import HeldRegion, Shard, held_shards
-from weightcast.trainer.packer import PartPacker, bucket_views
+from weightcast.trainer.packer import HeldRegion, PartPacker, Shard, bucket_views, held_shards
 
 SPEC = TensorSpec("w", "float32", (6, 4))
 

@@ -21,7 +21,7 @@ from weightcast.sources.megatron.layouts import Axis, Gated, Rows
 from weightcast.sources.megatron.mapping import Chunk, Parallel, PlacedRegion, TensorMapping, read_config
 from weightcast.sources.megatron.rules import Family
 from weightcast.trainer.group.shares import assign
-from weightcast.trainer.held_regions import HeldRegion, held_shards
+from weightcast.trainer.packer import HeldRegion, held_shards
 
 EXPERTS: list[shards.Experts] = ["each", "sequential", "grouped", "stacked"]
 

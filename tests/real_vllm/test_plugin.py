@@ -18,6 +18,7 @@ from real_vllm.trainer import GLOO, IPC, trainer
 from weightcast.control.worker_rpc import Ask, RankReply, unmarked
 from weightcast.errors import ClosedError, IncompleteUpdateError, UnsupportedError, WeightcastError, from_record
 from weightcast.format.messages import InitInfo, Offer, Seal, UpdateInfo, WeightInfo
+from weightcast.host.deadline import Deadline
 from weightcast.integrations.vllm import plugin
 from weightcast.seams.client import EngineClient, ServesTraffic
 
@@ -141,7 +142,12 @@ def test_nothing_of_a_transfer_stays_in_the_workers(server: Server) -> None:
     before = [_kept(pid) for pid in server.call("test_pid")]
     for transport in (IPC, GLOO, IPC, GLOO):
         cycle(transport)
-    assert [_kept(pid) for pid in server.call("test_pid")] == before
+    for _ in Deadline(15.0).polls(0.05, 0.2):
+        after = [_kept(pid) for pid in server.call("test_pid")]
+        # A group's threads and sockets end in the background; there may be less than before.
+        if all(now <= then for pair in zip(after, before, strict=True) for now, then in zip(*pair, strict=True)):
+            return
+    raise AssertionError(f"(threads, descriptors, mappings) were {before} and are {after}")
 
 
 def _kept(pid: int) -> tuple[int, int, int]:

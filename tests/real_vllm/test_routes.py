@@ -289,13 +289,12 @@ def test_an_install_goes_on_without_its_client(server: Server) -> None:
 def test_a_pause_that_waits_lets_requests_end(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         it.publish(0)
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            running = pool.submit(server.ask, PROMPT, 400)
-            engine = HttpEngine(server.url, pause="wait")
+        running = Stream(server.stream(PROMPT, NUM_STREAMED))
+        running(1, 1)
+        with contextlib.closing(HttpEngine(server.url, pause="wait")) as engine:
             engine.pause(it.publisher.run)
-            assert running.result(60).tokens, "the pause waited for it"
+            assert len(joined(running.awaited()).tokens) == NUM_STREAMED, "the pause waited for it"
             engine.resume(it.publisher.run)
-            engine.close()
         assert_serves(server, 0)
 
 

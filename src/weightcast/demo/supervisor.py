@@ -27,6 +27,7 @@ from weightcast.host.deadline import Deadline
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SILENCE_SECONDS = 120.0
+DEATH_SECONDS = 1.0
 TERMINATION_SECONDS = 8.0
 NUM_LOG_LINES = 15
 _SERVING = re.compile(rb"weightcast: serving .* at (http://\S+)\n")
@@ -103,9 +104,12 @@ def _supervise(
                     weights = f"{directory}/model", "--random-weights", str(settings.seed + 1 + index)
                     options = "--port", "0", "--threads", "1", "--exit-with-parent"
                     processes.start(f"engine {index}", "weightcast.cli", "serve", *weights, *options)
-            yield event
             if isinstance(event, RunEnded):
+                # An engine that died is what the trainer failed on, whichever of both is noticed first.
+                died = processes.died("engine ") if event.problem else None
+                yield msgspec.structs.replace(event, problem=processes.describe_end(*died)) if died else event
                 return
+            yield event
         elif match := _SERVING.match(output):
             urls[name] = match.group(1).decode()
             if len(urls) == num_engines:
@@ -146,6 +150,14 @@ class Processes:
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         lines = self._log(name).read_text(errors="replace").splitlines()[-NUM_LOG_LINES:]
         return "\n  | ".join([f"{name} {how}" + (", the end of its log:" if lines else ""), *lines])
+
+    def died(self, prefix: str) -> tuple[str, int] | None:
+        """The name and status of a process that failed by now, or does within DEATH_SECONDS."""
+        for _ in Deadline(DEATH_SECONDS).polls(0.01, 0.1):
+            for name, process in self._processes.items():
+                if name.startswith(prefix) and process.poll():
+                    return name, process.returncode
+        return None
 
     def _log(self, name: str) -> Path:
         return Path(self._directory, f"{name.replace(' ', '-')}.log")

@@ -12,14 +12,13 @@ import itertools
 import mmap
 import struct
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 import torch
 import xxhash
 
 from weightcast.errors import IntegrityError
-from weightcast.format.codec import CODECS
 from weightcast.format.geometry import Region, row_major
 from weightcast.format.manifest import (
     ITEMSIZE_BYTES,
@@ -272,6 +271,45 @@ def _matrix_sums(matrix: torch.Tensor, first: int) -> torch.Tensor:
     columns = torch.arange(first + 1, first + 1 + num_columns, device=matrix.device)
     rows = torch.arange(num_rows, device=matrix.device) * num_columns
     return torch.stack([by_column.sum(), (by_column * columns).sum() + (by_row * rows).sum()])
+
+
+# --- codecs ---
+
+
+class Codec(Protocol):
+    """Encodes a payload once it was filled, before its header is written; decodes one that was checked.
+
+    `name`: what headers call it, at most 8 ASCII characters. An encoded payload is never longer than the raw one,
+    and its length is a multiple of 8, for the digest.
+    """
+
+    name: str
+
+    def encode(self, index: int, payload: torch.Tensor, raw_bytes: int) -> int:
+        """Encode the first `raw_bytes` of bucket `index`'s payload in place; return the encoded length in bytes."""
+
+    def decode(self, index: int, payload: torch.Tensor, encoded_bytes: int, raw_bytes: int) -> torch.Tensor:
+        """A payload of at least `raw_bytes`, of which `payload` begins with `encoded_bytes`; it may be `payload`."""
+
+
+class RawCodec:
+    """Payloads travel as they are."""
+
+    name = "raw"
+
+    def encode(self, index: int, payload: torch.Tensor, raw_bytes: int) -> int:
+        return raw_bytes
+
+    def decode(self, index: int, payload: torch.Tensor, encoded_bytes: int, raw_bytes: int) -> torch.Tensor:
+        return payload
+
+
+RAW = RawCodec()
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (RAW,)}
+"""Those that a worker can decode, by name."""
+
+
+# --- headers ---
 
 
 class BucketHeader(msgspec.Struct, frozen=True):

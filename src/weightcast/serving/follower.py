@@ -23,7 +23,8 @@ from weightcast.format.messages import Offer, Seal
 from weightcast.host.closing import ClosedOnExit
 from weightcast.host.deadline import Deadline, number_of_seconds
 from weightcast.seams.engine import Engine
-from weightcast.seams.transport import Receiver, StoredVersion, VersionedReceiver
+from weightcast.seams.transport import Receiver
+from weightcast.seams.versions import StoredVersion, VersionedReceiver
 from weightcast.serving.load_plan import LoadPlan, admit, check_undo, require_engine
 from weightcast.serving.update import Update
 

@@ -25,7 +25,6 @@ from weightcast.errors import (
     WeightcastError,
     detached,
 )
-from weightcast.format.amounts import count, size
 from weightcast.format.bucket import BucketHeader, check_bucket, decoded, root_digest
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Offer, Seal
@@ -247,7 +246,8 @@ class Update:
     def describe(self, install_seconds: float) -> str:
         """What was installed, and how long it took, as the log says it."""
         of = f"version {self.version.number} of run {self.version.run[:8]}"
-        tensors = f"{count(len(self._manifest.tensors), 'tensor')}, {size(self._manifest.num_bytes)}"
+        num_tensors, num_bytes = len(self._manifest.tensors), self._manifest.num_bytes
+        tensors = f"{num_tensors} tensor{'s' * (num_tensors != 1)}, {num_bytes:,} bytes"
         whole = time.perf_counter() - self.offered_at
         return f"installed {of} in {install_seconds:.3f} s: {tensors}, {whole:.3f} s after its offer"
 

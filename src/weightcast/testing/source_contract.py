@@ -12,8 +12,7 @@ from weightcast.format.plan import plan
 from weightcast.seams.source import Source
 from weightcast.testing.payloads import DTYPES, OverPayloads, Payload, raw_bytes, region_slices
 from weightcast.testing.transport_kit import unpack, version
-from weightcast.trainer.held_regions import tiling
-from weightcast.trainer.packer import Packer
+from weightcast.trainer.packer import Packer, tiling
 
 
 class SourceContract(OverPayloads):

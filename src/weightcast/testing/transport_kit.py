@@ -13,8 +13,7 @@ import torch
 
 from weightcast import registry
 from weightcast.errors import IntegrityError, PeersLostError, WeightcastError
-from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Layout, check_bucket, queued_digest, write_header
-from weightcast.format.codec import RAW
+from weightcast.format.bucket import HEADER_BYTES, RAW, BucketBuffer, Layout, check_bucket, queued_digest, write_header
 from weightcast.format.manifest import DigestKind, Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host.closing import on_failure

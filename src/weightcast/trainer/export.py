@@ -17,7 +17,7 @@ from weightcast.errors import IncompatibleWeightsError
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.closing import on_failure
 from weightcast.seams.source import Source
-from weightcast.trainer.held_regions import joined, tiling
+from weightcast.trainer.packer import joined, tiling
 
 
 def export(

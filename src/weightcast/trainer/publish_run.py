@@ -22,6 +22,7 @@ import torch
 from weightcast.errors import IntegrityError, PeerDiedError, PeerError, PeersLostError, UpdateAbortedError
 from weightcast.format.bucket import (
     HEADER_BYTES,
+    RAW,
     BucketBuffer,
     Digest,
     as_bytes,
@@ -29,7 +30,6 @@ from weightcast.format.bucket import (
     root_digest,
     slot_size_bytes,
 )
-from weightcast.format.codec import RAW
 from weightcast.format.manifest import MAX_VERSION, WeightVersion
 from weightcast.format.messages import Abort, InitInfo, Offer, Seal
 from weightcast.host.deadline import Deadline
@@ -37,7 +37,8 @@ from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, ClientSender, Fingerprint, SenderContext
 from weightcast.seams.source import Regions
-from weightcast.seams.transport import Sender, VersionedSender
+from weightcast.seams.transport import Sender
+from weightcast.seams.versions import VersionedSender
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import Fill, PackPlan, pack

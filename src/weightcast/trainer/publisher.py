@@ -33,7 +33,8 @@ from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import Closable
 from weightcast.seams.client import EngineClient
 from weightcast.seams.source import Regions, Source
-from weightcast.seams.transport import Sender, Transport, VersionedSender
+from weightcast.seams.transport import Sender, Transport
+from weightcast.seams.versions import VersionedSender
 from weightcast.trainer import arguments
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions

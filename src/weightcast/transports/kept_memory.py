@@ -10,7 +10,7 @@ import torch
 
 from weightcast.format.bucket import ArenaLayout, BucketBuffer, Buffers
 from weightcast.host import memory as host_memory
-from weightcast.host.shared_memory import SealedMemory
+from weightcast.host.memory import SealedMemory
 
 
 def allocate(size_bytes: int, device: torch.device, what: str, remedy: str = host_memory.LESS_AT_ONCE) -> torch.Tensor:

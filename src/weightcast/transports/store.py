@@ -25,7 +25,8 @@ from weightcast.errors import (
 )
 from weightcast.format.bucket import BucketBuffer, header_digest, place
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.seams.transport import Bucket, StoredVersion, Transport
+from weightcast.seams.transport import Bucket, Transport
+from weightcast.seams.versions import StoredVersion
 from weightcast.store.address import MAX_BUFFERS, StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader
 from weightcast.store.writing import StoreWriter

@@ -18,12 +18,13 @@ from torch.distributed import Work
 from weightcast.format.bucket import Digest, Layout, queued_digest
 from weightcast.format.manifest import ITEMSIZE_BYTES, WeightVersion, encode
 from weightcast.host.copy import copy_all
-from weightcast.host.shared_memory import MemoryLocation, SealedMemory, map_shared, shared_memory_of
+from weightcast.host.memory import MemoryLocation, SealedMemory, map_shared, shared_memory_of
 from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks
-from weightcast.trainer.held_regions import HeldRegion, Shard
 from weightcast.trainer.packer import (
     BlockDigests,
+    HeldRegion,
     PartPacker,
+    Shard,
     ShardSlice,
     ShardSlices,
     bucket_views,

@@ -23,7 +23,7 @@ from weightcast.seams.source import Regions, Source
 from weightcast.trainer.group.device_senders import DeviceArenas, SenderAssignment, SenderFactory, SenderLocation
 from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks
 from weightcast.trainer.group.gather import Contribution, GroupPacker
-from weightcast.trainer.held_regions import HeldRegion, SeenRegions, Shard, held_shards, require_tiling
+from weightcast.trainer.packer import HeldRegion, SeenRegions, Shard, held_shards, require_tiling
 
 _MIN_SPLIT_BYTES = 1 << 20
 _TOGETHER = "the ranks of trainer_group together must hold every element: pass the group of all ranks of the model"

@@ -16,7 +16,7 @@ import torch
 from weightcast.errors import InsufficientMemoryError, ManifestError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Buffers, pages
 from weightcast.host.closing import on_failure
-from weightcast.host.shared_memory import SEALS, SealedMemory
+from weightcast.host.memory import SEALS, SealedMemory
 from weightcast.transports.ipc.records import SharedArena
 from weightcast.transports.receiving import MappedArena
 from weightcast.transports.sending import OwnedArena

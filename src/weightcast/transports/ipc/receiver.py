@@ -42,7 +42,8 @@ class IpcReceiver(ArenaReceiver):
         self._num_waiting = 0
         self._descriptor: int | None = None
         """That of the record that is being taken, if it came with one that nobody owns yet."""
-        address = devices.choose(url, device or torch.device("cpu"))
+        # Of one sender, nothing is to be chosen.
+        address = devices.choose(url, device or torch.device("cpu")) if "?" in url else url
         self._channel = _connect(address, records.IpcHello(run, peer), min(deadline_seconds, CONNECT_SECONDS))
         with on_failure(self._channel.close):
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
