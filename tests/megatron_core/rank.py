@@ -198,12 +198,13 @@ def _count(counts: dict[str, int]) -> None:
         original = getattr(owner, name)
 
         def counting(*args: Any, **kwargs: Any) -> Any:
-            counts[key] = counts.get(key, 0) + 1
+            is_row = owner is ProcessGroup and args[1].dtype == torch.int64
+            counts[f"{key} row" if is_row else key] = counts.get(f"{key} row" if is_row else key, 0) + 1
             return original(*args, **kwargs)
 
         setattr(owner, name, counting)
 
-    for name in ("send", "receive", "all_gather", "broadcast"):
+    for name in ("send", "receive", "broadcast"):
         counted(ProcessGroup, name, name)
     for name in ("all_gather", "all_reduce", "broadcast", "all_gather_into_tensor", "gather", "all_gather_object"):
         counted(dist, name, f"torch {name}")
