@@ -120,7 +120,7 @@ class MemoryLocation(msgspec.Struct, frozen=True):
 
 
 class SealedMemory(mmap.mmap):
-    """The process's own; `allocate` makes it. Whoever has a tensor of it keeps it mapped."""
+    """This process's own, made by `allocate`. It stays mapped as long as a tensor of it is referred to."""
 
     location: MemoryLocation
     _close_descriptor: weakref.finalize  # type: ignore[type-arg]

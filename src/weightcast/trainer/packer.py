@@ -204,7 +204,7 @@ class BlockDigests:
         return blocks_digest(self._digests[: self._num_blocks * DIGEST_BYTES])
 
     def close(self) -> None:
-        """Let the memory go, also where an error's traceback keeps this object."""
+        """Drop the views of the memory, which an error's traceback would otherwise keep mapped with this object."""
         self._digests.release()
         self._marks.release()
 

@@ -34,7 +34,6 @@ from weightcast.trainer.packer import (
 _ALIGNMENT_BYTES = 64
 """Of each rank's place in the staging buffer; what one rank sends has no gaps."""
 
-
 _MAX_DIGESTED_ALONE = 64
 """Blocks that the publishing rank digests sooner than another exchange takes."""
 
@@ -82,7 +81,7 @@ class Contribution:
                 self._mapped = buckets, BlockDigests(digests)
 
     def close(self) -> None:
-        """Let the publishing rank's memory go."""
+        """Drop every view of the publishing rank's memory, and unmap it."""
         self._part.forget_views()
         self._payloads.clear()
         mapped, self._mapped = self._mapped, None
