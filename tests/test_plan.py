@@ -108,7 +108,7 @@ def test_any_specs(found: list[TensorSpec], bucket_size_bytes: int) -> None:
 @given(specs(), bucket_sizes, st.data())
 def test_any_regions(found: list[TensorSpec], bucket_size_bytes: int, data: st.DataObject) -> None:
     regions = {s.name: data.draw(cuts(whole(s.shape))) for s in found}
-    manifest = plan(found, bucket_size_bytes, regions=regions)
+    manifest = plan(found, bucket_size_bytes, origins=[regions])
     assert_every_byte_once(manifest)
     assert_sizes(manifest, bucket_size_bytes)
     assert_groups_together(manifest, bucket_size_bytes)
@@ -203,7 +203,7 @@ def test_invalid_specs_are_named_at_once(found: list[TensorSpec], fault: str) ->
 )
 def test_regions_that_do_not_tile_are_refused(regions: Sequence[Region], fault: str) -> None:
     with pytest.raises(ManifestError, match="'w'") as caught:
-        plan([TensorSpec("w", "int8", (4,))], 4096, regions={"w": regions})
+        plan([TensorSpec("w", "int8", (4,))], 4096, origins=[{"w": regions}])
     assert caught.value.fault == fault
 
 

@@ -47,12 +47,15 @@ MANIFEST = Manifest(
         TensorRecord("empty", "int8", (0, 4)),
         TensorRecord("step", "int64", (), pieces=(Piece(1, 256, Region((), ())),)),
     ),
+    origins=(1, 1),
 )
 
 MESSAGES: dict[str, tuple[Any, Any]] = {
     "manifest.json": (MANIFEST, Manifest),
     "init.json": (
-        InitInfo(RUN, "http://127.0.0.1:8000", "ipc://@a", "unix:@b", "c" * 64, 10.0, takeover=True),
+        InitInfo(
+            RUN, "http://127.0.0.1:8000", "ipc://@a", "unix:@b", "c" * 64, 10.0, takeover=True, origins=("ipc://@d",)
+        ),
         InitInfo,
     ),
     "offer.json": (

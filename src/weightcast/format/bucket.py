@@ -315,7 +315,7 @@ CODECS: dict[str, Codec] = {codec.name: codec for codec in (RAW,)}
 class BucketHeader(msgspec.Struct, frozen=True):
     """The fields of a header, in order. `raw_bytes`, `encoded_bytes`: of the payload, before and after its codec.
 
-    `digest`: of the encoded payload. `origin`: which of the memories that bytes leave from; there is only 0.
+    `digest`: of the encoded payload. `origin`: which of the memories that bytes leave from.
     """
 
     magic: bytes
@@ -344,12 +344,13 @@ def write_header(
     raw_bytes: int,
     encoded_bytes: int,
     codec: str,
+    origin: int = 0,
 ) -> None:
     """Write the header of a bucket whose encoded payload has this digest; on a GPU this is only queued."""
     data = _HEADER.pack(
         _MAGIC,
         PROTOCOL,
-        0,
+        origin,
         bytes.fromhex(version.run),
         version.number,
         index,
@@ -373,11 +374,11 @@ def header_digest(header: torch.Tensor) -> bytes:
 
 
 def check_bucket(
-    buffer: BucketBuffer, num_bytes: int, version: WeightVersion, index: int, kind: DigestKind
+    buffer: BucketBuffer, num_bytes: int, version: WeightVersion, index: int, kind: DigestKind, origin: int = 0
 ) -> BucketHeader:
     """Prove that `buffer` holds bucket `index` of `version`, unharmed; return its header. Waits for a GPU.
 
-    `num_bytes`: of the raw payload, by the plan. Raises IntegrityError, which names what was found and expected.
+    `num_bytes`: of the raw payload, by the plan, as is `origin`. Raises IntegrityError, which names what was found and expected.
     """
     if buffer.header.numel() < HEADER_BYTES:
         raise IntegrityError(
@@ -389,7 +390,7 @@ def check_bucket(
     expected = BucketHeader(
         _MAGIC,
         PROTOCOL,
-        0,
+        origin,
         bytes.fromhex(version.run),
         version.number,
         index,

@@ -9,6 +9,7 @@ The format is written down in `docs/wire-format.md`. Nothing here needs torch.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
@@ -23,6 +24,7 @@ PROTOCOL = 2
 MAX_MESSAGE_BYTES = 256 << 20
 MAX_TENSORS = 1 << 20
 MAX_BUCKETS = 1 << 20
+MAX_ORIGINS = 1 << 12
 MAX_PIECES_PER_TENSOR = 1 << 16
 MAX_NAME_BYTES = 1024
 MAX_ALIASES = 64
@@ -123,6 +125,7 @@ class TensorRecord(TensorSpec, frozen=True, omit_defaults=True):
 class Manifest(msgspec.Struct, frozen=True):
     """All tensors of an update and the plan of its buckets (`buckets[i]`: raw payload bytes of bucket i).
 
+    `origins`: how many buckets leave from each origin, the first ones from origin 0; empty if all leave from one.
     A manifest says nothing of version or run: publishing the same model again repeats it, so that a peer that knows
     its `digest()` need not be sent it again.
     """
@@ -131,6 +134,7 @@ class Manifest(msgspec.Struct, frozen=True):
     digest_kind: DigestKind
     buckets: tuple[int, ...]
     tensors: tuple[TensorRecord, ...]
+    origins: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -140,6 +144,24 @@ class Manifest(msgspec.Struct, frozen=True):
     @property
     def max_bucket_bytes(self) -> int:
         return max(self.buckets, default=0)
+
+    @property
+    def spans(self) -> tuple[range, ...]:
+        """The numbers of each origin's buckets."""
+        if not self.origins:
+            return (range(len(self.buckets)),)
+        ends = tuple(itertools.accumulate(self.origins, initial=0))
+        return tuple(map(range, ends, ends[1:]))
+
+    @property
+    def rounds(self) -> list[int]:
+        """The numbers of all buckets in the order in which they are sent: the next of each origin in turn."""
+        return [index for each in itertools.zip_longest(*self.spans) for index in each if index is not None]
+
+    def of_origin(self, origin: int) -> Manifest:
+        """What one origin's sender and receivers need: the buckets that leave from there, numbered from 0, alone."""
+        span = self.spans[origin]
+        return Manifest(self.protocol, self.digest_kind, self.buckets[span.start : span.stop], ())
 
     def encode(self) -> bytes:
         return encode(self)
@@ -171,6 +193,14 @@ class Manifest(msgspec.Struct, frozen=True):
                 )
         if sum(self.buckets) > MAX_BYTES:
             raise malformed("size", f"{sum(self.buckets)} bytes in all; the limit is {MAX_BYTES}")
+        if self.origins and not (
+            1 < len(self.origins) <= MAX_ORIGINS and min(self.origins) > 0 and sum(self.origins) == len(self.buckets)
+        ):
+            raise malformed(
+                "origin",
+                f"{len(self.origins)} origins with {sum(self.origins)} buckets in all were listed, expected none or 2 to "
+                f"{MAX_ORIGINS}, each with a bucket, and {len(self.buckets)} buckets",
+            )
         check_specs(self.tensors)
         for record in self.tensors:
             _check_pieces(record, self.buckets)

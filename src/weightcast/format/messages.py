@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from weightcast.errors import ErrorRecord
-from weightcast.format.manifest import PROTOCOL, Manifest, RunId, VersionNumber
+from weightcast.format.manifest import MAX_ORIGINS, PROTOCOL, Manifest, RunId, VersionNumber
 
 InstallMode = Literal["staged", "streaming"]
 PauseMode = Literal["keep", "wait", "abort"]
@@ -34,6 +34,7 @@ class InitInfo(msgspec.Struct, frozen=True):
     `secret` is presented on the link, and in the publisher's offers, seals and aborts, so that strangers are refused.
     `token` is for engines whose control routes have none of their own (vLLM): the workers compare it with theirs.
     `deadline_seconds` is the publisher's: how long each of its steps may take.
+    `transport` is the address of origin 0's sender, `origins` those of the other origins' senders, in order.
     """
 
     run: RunId
@@ -47,6 +48,7 @@ class InitInfo(msgspec.Struct, frozen=True):
     token: ShortText = ""
     deadline_seconds: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     publisher: ShortText | UnsetType = UNSET
+    origins: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_ORIGINS)] = ()
 
     def __repr__(self) -> str:
         # A transport's address may end in a secret of its own.

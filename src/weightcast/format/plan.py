@@ -41,13 +41,14 @@ def plan(
     specs: Sequence[TensorSpec],
     bucket_size_bytes: int,
     *,
-    regions: Mapping[str, Sequence[Region]] | None = None,
+    origins: Sequence[Mapping[str, Sequence[Region]]] | None = None,
     digest_kind: DigestKind = "xxh3-128",
 ) -> Manifest:
     """Lay out `specs` in buckets of at most `bucket_size_bytes` payload bytes (rounded down to the alignment).
 
-    `regions` says in which regions a tensor is held (default: whole); together they must tile it. Raises ValueError
-    if a bucket could not hold a single aligned element, ManifestError if specs or regions are invalid.
+    `origins` says for each origin which regions of which tensors leave from there (default: all tensors whole, from
+    one); together they must tile every tensor. Raises ValueError if a bucket could not hold a single aligned element,
+    ManifestError if specs or regions are invalid.
     """
     capacity = bucket_size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     if capacity <= 0:
@@ -56,29 +57,38 @@ def plan(
     groups: dict[str, list[TensorSpec]] = {}
     for spec in specs:
         groups.setdefault(spec.load_group, []).append(spec)
-    filler = _Filler(capacity)
-    pieces: dict[str, tuple[Piece, ...]] = {}
-    for group in groups.values():
-        held = {s.name: (regions or {}).get(s.name) or (whole(s.shape),) for s in group}
-        filler.keep_together(sum(align(r.numel * ITEMSIZE_BYTES[s.dtype]) for s in group for r in held[s.name]))
-        for spec in group:
-            itemsize = ITEMSIZE_BYTES[spec.dtype]
-            pieces[spec.name] = tuple(
-                p for region in held[spec.name] if region.numel for p in filler.place(region, itemsize)
-            )
+    pieces: dict[str, list[Piece]] = {spec.name: [] for spec in specs}
+    sizes: list[int] = []
+    num_buckets: list[int] = []
+    for held in ({s.name: (whole(s.shape),) for s in specs},) if origins is None else origins:
+        filler = _Filler(capacity, first=len(sizes))
+        for group in groups.values():
+            found = [(spec, region) for spec in group for region in held.get(spec.name, ()) if region.numel]
+            filler.keep_together(sum(align(region.numel * ITEMSIZE_BYTES[spec.dtype]) for spec, region in found))
+            for spec, region in found:
+                pieces[spec.name] += filler.place(region, ITEMSIZE_BYTES[spec.dtype])
+        filled = [size for size in filler.sizes if size]
+        sizes += filled
+        num_buckets.append(len(filled))
     records = tuple(
-        TensorRecord(s.name, s.dtype, s.shape, aliases=s.aliases, group=s.group, pieces=pieces[s.name]) for s in specs
+        TensorRecord(s.name, s.dtype, s.shape, aliases=s.aliases, group=s.group, pieces=tuple(pieces[s.name]))
+        for s in specs
     )
-    manifest = Manifest(PROTOCOL, digest_kind, tuple(size for size in filler.sizes if size), records)
+    several = tuple(num_buckets) if len(num_buckets) > 1 else ()
+    manifest = Manifest(PROTOCOL, digest_kind, tuple(sizes), records, several)
     manifest.check()
     return manifest
 
 
 class _Filler:
-    """Hands out places in one bucket after the other. `sizes`: of the buckets so far; the last one is being filled."""
+    """Hands out places in one bucket after the other. `sizes`: of the buckets so far; the last one is being filled.
 
-    def __init__(self, capacity: int) -> None:
+    `first`: the number of the first bucket.
+    """
+
+    def __init__(self, capacity: int, *, first: int) -> None:
         self._capacity = capacity
+        self._first = first
         self.sizes = [0]
 
     def keep_together(self, num_bytes: int) -> None:
@@ -117,6 +127,6 @@ class _Filler:
         return self._capacity - self.sizes[-1]
 
     def _take(self, region: Region, num_bytes: int) -> Piece:
-        piece = Piece(bucket=len(self.sizes) - 1, offset_bytes=self.sizes[-1], region=region)
+        piece = Piece(bucket=self._first + len(self.sizes) - 1, offset_bytes=self.sizes[-1], region=region)
         self.sizes[-1] += align(num_bytes)
         return piece
