@@ -378,7 +378,8 @@ def check_bucket(
 ) -> BucketHeader:
     """Prove that `buffer` holds bucket `index` of `version`, unharmed; return its header. Waits for a GPU.
 
-    `num_bytes`: of the raw payload, by the plan, as is `origin`. Raises IntegrityError, which names what was found and expected.
+    `num_bytes`: of the raw payload, and `origin`, by the plan. Raises IntegrityError, which names what was found and
+    expected.
     """
     if buffer.header.numel() < HEADER_BYTES:
         raise IntegrityError(

@@ -198,8 +198,8 @@ class Manifest(msgspec.Struct, frozen=True):
         ):
             raise malformed(
                 "origin",
-                f"{len(self.origins)} origins with {sum(self.origins)} buckets in all were listed, expected none or 2 to "
-                f"{MAX_ORIGINS}, each with a bucket, and {len(self.buckets)} buckets",
+                f"{len(self.origins)} origins with {sum(self.origins)} buckets in all, expected none or 2 to {MAX_ORIGINS}, "
+                f"each with a bucket, and {len(self.buckets)} buckets",
             )
         check_specs(self.tensors)
         for record in self.tensors:
