@@ -198,7 +198,7 @@ class Manifest(msgspec.Struct, frozen=True):
         ):
             raise malformed(
                 "origin",
-                f"{len(self.origins)} origins with {sum(self.origins)} buckets in all, expected none or 2 to {MAX_ORIGINS}, "
+                f"{len(self.origins)} origins with {sum(self.origins)} buckets, expected none or 2 to {MAX_ORIGINS}, "
                 f"each with a bucket, and {len(self.buckets)} buckets",
             )
         check_specs(self.tensors)
