@@ -42,7 +42,7 @@ TOP, BOTTOM, ALL = part((0, 0), (3, 4)), part((3, 0), (3, 4)), part((0, 0), (6, 
     ],
 )
 def test_each_region_is_brought_once(held: list[list[HeldRegion]], expected: list[list[int]]) -> None:
-    assigned = assign([SPEC], held, [True] * len(held))
+    assigned = assign([SPEC], held, [0] * len(held))
     assert [[part for part, _ in parts] for parts in assigned] == expected
     assert all(region == held[rank][part].region for rank, parts in enumerate(assigned) for part, region in parts)
 
@@ -50,7 +50,7 @@ def test_each_region_is_brought_once(held: list[list[HeldRegion]], expected: lis
 def test_what_several_hold_is_shared_out_evenly_over_those_that_reach_the_buckets() -> None:
     specs = [TensorSpec(f"w{n}", "float32", (1001, 1024)) for n in range(3)] + [TensorSpec("s", "float32", (3,))]
     held = [[HeldRegion(n, Region((0,) * len(s.shape), s.shape)) for n, s in enumerate(specs)] for _ in range(4)]
-    assigned = assign(specs, held, [True, True, True, False])
+    assigned = assign(specs, held, [0, 0, 0, None])
     loads = [sum(region.numel for _, region in parts) for parts in assigned]
     assert loads[3] == 0
     assert sum(loads) == sum(math.prod(spec.shape) for spec in specs)
@@ -73,7 +73,7 @@ def test_the_parts_of_a_region_tile_it(sizes: tuple[int, ...], num_parts: int) -
 @pytest.mark.parametrize("held", [[[TOP]], [[TOP], []], [[ALL], [TOP]], [[TOP], [part((2, 0), (4, 4))]], [[], []]])
 def test_what_does_not_tile_is_named(held: list[list[HeldRegion]]) -> None:
     with pytest.raises(IncompatibleWeightsError, match=r"'w' of shape \[6, 4\]"):
-        assign([SPEC], held, [True] * len(held))
+        assign([SPEC], held, [0] * len(held))
 
 
 def test_regions_that_are_not_of_the_specs() -> None:
@@ -109,7 +109,7 @@ def test_what_the_ranks_bring_fills_every_bucket(cut: str, bucket_size_bytes: in
     specs = [TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in model.items()]
     layout = Layout(plan(specs, bucket_size_bytes))
     held = [held_shards(specs, {n: CUTS[cut](t, rank, size) for n, t in model.items()}) for rank in range(size)]
-    assigned = assign(specs, held, [True] * size)
+    assigned = assign(specs, held, [0] * size)
     brought = [[held[rank][part] for part, _ in parts] for rank, parts in enumerate(assigned)]
     assert sum(_bytes(specs, shard) for shards in brought for shard in shards) == layout.manifest.num_bytes
     ends = [PartPacker(layout, shards) for shards in brought]

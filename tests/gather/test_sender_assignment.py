@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from weightcast.trainer.group.device_senders import DeviceArenas, SenderLocation
+
 from weightcast.trainer.group.exchange import TrainerRanks
 
 

@@ -113,6 +113,23 @@ def split(region: Region, num_parts: int) -> list[Region]:
     return parts
 
 
+def merged(regions: Sequence[Region]) -> list[Region]:
+    """The same elements in fewer regions: those that adjoin along one dim become one, dim after dim. None overlap."""
+    found = list(regions)
+    for dim in range(len(found[0].sizes) if found else 0):
+        rows: dict[tuple[object, ...], list[Region]] = {}
+        for region in sorted(found, key=lambda r: r.offsets[dim]):
+            others = [(o, s) for d, (o, s) in enumerate(zip(region.offsets, region.sizes, strict=True)) if d != dim]
+            row = rows.setdefault(tuple(others), [])
+            if row and row[-1].offsets[dim] + row[-1].sizes[dim] == region.offsets[dim]:
+                last, size = row.pop(), region.sizes[dim]
+                sizes = (*last.sizes[:dim], last.sizes[dim] + size, *last.sizes[dim + 1 :])
+                region = Region(last.offsets, sizes)
+            row.append(region)
+        found = [region for row in rows.values() for region in row]
+    return sorted(found, key=lambda r: r.offsets)
+
+
 def check_tiling(regions: Sequence[Region], shape: Sequence[int], name: str) -> None:
     """Prove that `regions` (inside `shape`, none empty) cover each element exactly once. Raises ManifestError.
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -101,14 +101,9 @@ class Receiver(Protocol):
         """Disconnect and free everything; wakes an iteration that waits. Idempotent, from any thread."""
 
 
-class PerDevice(Protocol):
-    """For a transport of which each device of a host may have a sender; such a one never raises PeersLostError."""
-
-    def label(self, device: torch.device) -> str:
-        """Names the device that a sender's memory is on, the same in every process; empty: unknown."""
-
-    def join(self, default: str, addresses: Mapping[str, str]) -> str:
-        """The URL for receivers: each connects to the address of its own device's label, else to `default`."""
+Origins = Literal["one", "hosts", "devices"]
+"""Where a trainer of several ranks may have senders beside the first rank's, each for buckets of its own: nowhere, on
+each of its hosts, or for each device of the first rank's host."""
 
 
 class MakeSender(Protocol):
@@ -137,4 +132,4 @@ class Transport:
     default_bucket_size_bytes: Mapping[str, int] = dataclasses.field(  # by device type
         default_factory=lambda: {"cpu": 64 << 20, "cuda": 512 << 20}
     )
-    per_device: PerDevice | None = None
+    origins: Origins = "one"

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from weightcast.format.geometry import ALIGNMENT_BYTES
+from weightcast.format.manifest import MAX_ORIGINS
 from weightcast.format.messages import InstallMode
 from weightcast.host.deadline import number_of_seconds
 from weightcast.trainer.arguments import whole_number
@@ -23,6 +24,9 @@ class PublishOptions:
     `verify`: "engines" compares after each update what the engines say that they hold, where they can say so; one that
     holds other weights than the first of its kind has failed.
     `on_failure`: whether a publish that an engine did not take raises PublishError or returns its report.
+    `origins`: from the memory of how many trainer hosts at most (or, streaming over ipc, of how many GPUs) buckets are
+    sent, each by a rank there; by default all, 1: from the first rank's alone, to which the others send what they hold.
+    It matters for gloo and nccl; a fleet with stock servers, and a store, have one.
     `deadline_seconds`: of each single wait. `lease_seconds`: how long an engine stays held by a silent publisher.
     """
 
@@ -32,6 +36,7 @@ class PublishOptions:
     takeover: bool = False
     verify: Literal["engines"] | None = None
     on_failure: Literal["raise", "report"] = "raise"
+    origins: int | None = None
     deadline_seconds: float = 60.0
     lease_seconds: float = 30.0
 
@@ -42,6 +47,11 @@ class PublishOptions:
             raise ValueError(f"on_failure is {self.on_failure!r}; it must be 'raise' or 'report'")
         if self.verify not in (None, "engines"):
             raise ValueError(f"verify is {self.verify!r}; it must be 'engines' or None")
+        if self.origins is not None:
+            origins = whole_number("origins", self.origins)
+            if origins < 1:
+                raise ValueError(f"origins is {origins}; it must be at least 1, or None for one on each trainer host")
+            object.__setattr__(self, "origins", min(origins, MAX_ORIGINS))
         number_of_seconds("deadline_seconds", self.deadline_seconds)
         number_of_seconds("lease_seconds", self.lease_seconds)
         if self.bucket_size_bytes is not None:

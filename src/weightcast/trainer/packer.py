@@ -63,6 +63,15 @@ class Fill(Protocol):
     def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
         """Write the raw payload of bucket `index` to the beginning of `payload`; return its digest."""
 
+    def others(self) -> Sequence[Digest]:
+        """The digests of the buckets of other origins, once all were sent."""
+
+    def trial(self, version: WeightVersion, device: torch.device) -> Sequence[Digest]:
+        """The digests of all buckets as they would be now, by packing them into a buffer on `device`; sends nothing.
+
+        Raises InsufficientMemoryError.
+        """
+
     def forget_views(self) -> None:
         """Drop every view of the transport's buffers."""
 
@@ -70,32 +79,49 @@ class Fill(Protocol):
 def pack(
     fill: Fill, codec: Codec, manifest: Manifest, version: WeightVersion, index: int, buffer: BucketBuffer
 ) -> tuple[int, Digest]:
-    """Make bucket `index` ready to be sent: fill and encode its payload, write its header; on a GPU this is queued.
+    """Make bucket `index` ready to be sent: fill it, and `finish` it; on a GPU this is queued."""
+    return finish(fill.fill(index, buffer.payload, version), codec, manifest, version, index, buffer)
+
+
+def finish(
+    digest: Digest, codec: Codec, manifest: Manifest, version: WeightVersion, index: int, buffer: BucketBuffer
+) -> tuple[int, Digest]:
+    """Encode a payload that was filled, and write its header. `digest`: of the raw payload.
 
     Returns how many bytes of `buffer` are to be sent, and the digest that the header names.
     """
     raw_bytes = manifest.buckets[index]
-    digest = fill.fill(index, buffer.payload, version)
     encoded_bytes = codec.encode(index, buffer.payload, raw_bytes)
     if codec.name != "raw":
         digest = queued_digest(buffer.payload[:encoded_bytes], manifest.digest_kind)
     write_header(
-        buffer.header, version, index, digest, raw_bytes=raw_bytes, encoded_bytes=encoded_bytes, codec=codec.name
+        buffer.header,
+        version,
+        index,
+        digest,
+        raw_bytes=raw_bytes,
+        encoded_bytes=encoded_bytes,
+        codec=codec.name,
+        origin=next(number for number, span in enumerate(manifest.spans) if index in span),
     )
     return HEADER_BYTES + encoded_bytes, digest
 
 
 class PackPlan:
-    """A layout and the packer for the source's present views."""
+    """A layout and the packer for the source's present views. Several trainer ranks may give it another layout."""
 
     def __init__(self, specs: Sequence[TensorSpec], layout: Layout, bucket_size_bytes: int) -> None:
         self.specs = specs
-        self.layout = layout
         self.bucket_size_bytes = bucket_size_bytes
-        self.manifest_digest = layout.manifest.digest()
-        self.num_bytes = layout.manifest.num_bytes
         self._regions: SeenRegions | None = None
         self._packer: Fill | None = None
+        self.lay_out(layout)
+
+    def lay_out(self, layout: Layout) -> None:
+        """Pack as this layout says from now on."""
+        self.layout = layout
+        self.manifest_digest = layout.manifest.digest()
+        self.num_bytes = layout.manifest.num_bytes
 
     def is_of(self, regions: Regions) -> bool:
         """Whether the packer was made for these very views, with which the specs can't have changed either."""
@@ -150,6 +176,14 @@ class Packer:
         self._part.pack(index, payload, self._digests)
         self._digests.add(payload, self._digests.missing())
         return self._digests.whole()
+
+    def others(self) -> Sequence[Digest]:
+        return ()
+
+    def trial(self, version: WeightVersion, device: torch.device) -> Sequence[Digest]:
+        manifest = self._layout.manifest
+        payload = torch.empty(manifest.max_bucket_bytes, dtype=torch.uint8, device=device)
+        return [self.fill(index, payload, version) for index in range(len(manifest.buckets))]
 
     def forget_views(self) -> None:
         self._part.forget_views()

@@ -28,7 +28,6 @@ from weightcast.format.bucket import (
     as_bytes,
     check_bucket,
     root_digest,
-    slot_size_bytes,
 )
 from weightcast.format.manifest import MAX_VERSION, WeightVersion
 from weightcast.format.messages import Abort, InitInfo, Offer, Seal
@@ -37,7 +36,7 @@ from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, ClientSender, Fingerprint, SenderContext
 from weightcast.seams.source import Regions
-from weightcast.seams.transport import Sender
+from weightcast.seams.transport import Origins, Sender
 from weightcast.seams.versions import VersionedSender
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
@@ -62,6 +61,8 @@ class Connections:
         self.listener = listener
         self.device = device
         self.client_senders: list[ClientSender] = []
+        self.origins: tuple[str, ...] = ()
+        """The addresses of the senders of other trainer ranks' origins."""
         self._senders_lock = threading.Lock()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -110,7 +111,8 @@ class PublishedVersion:
 class PublishInputs:
     """What a publish is made of on the rank that publishes. `start`: when it began, by `time.perf_counter`.
 
-    `fleet`: the engines that are to take it. `again`: not a new version, but this one once more.
+    `fleet`: the engines that are to take it. `again`: not a new version, but this one once more. `url`: the
+    transport's. `spread`, `num_origins`: where several trainer ranks may have origins, and how many at most.
     """
 
     start: float
@@ -120,6 +122,9 @@ class PublishInputs:
     pack_plan: PackPlan
     fleet: Fleet
     again: PublishedVersion | None
+    url: str
+    spread: Origins
+    num_origins: int
 
 
 class FleetRoute:
@@ -385,6 +390,7 @@ class PublishRun:
             takeover=options.takeover,
             deadline_seconds=options.deadline_seconds,
             publisher=f"pid {os.getpid()} on {socket.gethostname()}"[:4096],
+            origins=connections.origins,
         )
         member.join(listener, info)
         connections.add_client_sender(
@@ -423,16 +429,17 @@ class PublishRun:
         False if not all were sent: all peers were lost, or a version that is published again is no longer the
         source's, which is the failure of the engines.
         """
-        sender, version = route.sender, WeightVersion(self._run, self.number)
-        ends = list(itertools.accumulate(self._manifest.buckets))
+        sender, version, manifest = route.sender, WeightVersion(self._run, self.number), self._manifest
+        own = manifest.spans[0]
+        ends = list(itertools.accumulate(manifest.buckets[: len(own)]))
         with self._timed("send"):
-            first = sender.open(self._manifest, version, peers=peers, staged=route.is_staged)
-        for index in range(first, len(digests)):
+            first = sender.open(manifest, version, peers=peers, staged=route.is_staged)
+        for index in own[first:]:
             with self._timed("send"):
                 buffer = sender.buffer(index)
             with self._timed("pack"):
                 if self._again is None:
-                    num_bytes, digests[index] = pack(fill, RAW, self._manifest, version, index, buffer)
+                    num_bytes, digests[index] = pack(fill, RAW, manifest, version, index, buffer)
                 elif not (num_bytes := self._pack_again(index, buffer, version, fill)):
                     self._fail_changed(route.healthy())
                     sender.abort(f"the weights have changed since version {self.number}")
@@ -440,8 +447,14 @@ class PublishRun:
             with self._timed("send"):
                 sender.send(index, num_bytes)
             if self._on_progress is not None:
-                self._on_progress(ends[index], ends[-1])
+                self._on_progress(sum(manifest.buckets) * ends[index] // ends[-1], sum(manifest.buckets))
             if peers and sender.failures.keys() >= set(peers):
+                return False
+        if len(own) < len(digests):
+            digests[len(own) :] = fill.others()
+            if self._again is not None and list(map(as_bytes, digests)) != list(map(as_bytes, self._again.digests)):
+                self._fail_changed(route.healthy())
+                sender.abort(f"the weights have changed since version {self.number}")
                 return False
         return True
 
@@ -456,7 +469,8 @@ class PublishRun:
         manifest, expected = self._manifest, as_bytes(self._again.digests[index])
         with contextlib.suppress(IntegrityError):
             header = check_bucket(buffer, manifest.buckets[index], version, index, manifest.digest_kind)
-            if header.digest == expected:
+            # Other trainer ranks pack their origins' buckets in the same rounds, whatever is staged here.
+            if header.digest == expected and not manifest.origins:
                 return HEADER_BYTES + header.encoded_bytes
         num_bytes, digest = pack(fill, RAW, manifest, version, index, buffer)
         return num_bytes if as_bytes(digest) == expected else 0
@@ -468,11 +482,9 @@ class PublishRun:
         """
         if self._again is None or not route.healthy():
             return True
-        device, version = self._connections.device, WeightVersion(self._run, self.number)
-        buffer = BucketBuffer.of(torch.empty(slot_size_bytes(self._manifest), dtype=torch.uint8, device=device))
         with self._timed("pack"), self._connections.packing_stream():
-            indices = range(len(self._manifest.buckets))
-            is_same = all(self._pack_again(index, buffer, version, fill) for index in indices)
+            found = fill.trial(WeightVersion(self._run, self.number), self._connections.device)
+            is_same = list(map(as_bytes, found)) == list(map(as_bytes, self._again.digests))
         if not is_same:
             self._fail_changed(route.healthy())
         return is_same

@@ -8,7 +8,6 @@ several trainer ranks one knows engines and transport, and all return the same r
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import secrets
 import sys
@@ -24,16 +23,16 @@ import torch.distributed as dist
 from weightcast import registry
 from weightcast.errors import ClosedError, PublishError, from_record
 from weightcast.format.bucket import Layout
-from weightcast.format.manifest import MAX_VERSION
+from weightcast.format.manifest import MAX_ORIGINS, MAX_VERSION
 from weightcast.format.plan import fitting_bucket_size, plan
 from weightcast.host.closing import ClosedOnExit, on_failure
 from weightcast.host.deadline import number_of_seconds
 from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import Closable
-from weightcast.seams.client import EngineClient
+from weightcast.seams.client import BringsSender, EngineClient
 from weightcast.seams.source import Regions, Source
-from weightcast.seams.transport import Sender, Transport
+from weightcast.seams.transport import Origins
 from weightcast.seams.versions import VersionedSender
 from weightcast.trainer import arguments
 from weightcast.trainer.fleet import Fleet, FleetMember
@@ -58,8 +57,8 @@ class Publisher(ClosedOnExit):
     `publish` on every rank. Rank 0 of the group talks to the engines; the other ranks ignore `engines` and `transport`.
 
     Memory on this side: the transport's slots (streaming) or arena (staged), stated there; nothing of the model's size
-    besides. With several trainer ranks: one bucket more on the publishing rank, one bucket's share on the others, and
-    the transport's slots on each rank that has an arena (streaming, `ipc://`, one for each device of the host).
+    besides. With several trainer ranks: the transport's slots or arena on each rank that leads an origin (one for each
+    host, see `PublishOptions.origins`); where ranks can't map it, one bucket more there and a bucket's share on them.
     One that nothing refers to any more closes itself; a traceback that is kept refers to it. Use `with`, or `close`.
     Thread-safe: concurrent calls wait for each other.
     """
@@ -305,16 +304,9 @@ class Publisher(ClosedOnExit):
             if dist.get_rank(group) < 0:
                 raise ValueError("this rank is not in trainer_group: make the publisher on its ranks only")
             if dist.get_world_size(group) > 1:
-                from weightcast.trainer.group.device_senders import SenderFactory
                 from weightcast.trainer.group.lead import TrainerGroup
 
-                deadline_seconds, per_device, factory = self._options.deadline_seconds, self._transport.per_device, None
-                # Staged buckets are in host memory, once for each host: in one arena.
-                if per_device is not None and self._options.install != "staged":
-                    # Without a reference to this publisher, which would keep it from being collected when dropped.
-                    make_sender = functools.partial(_make_sender, self._transport, self._url, deadline_seconds)
-                    factory = SenderFactory(per_device, make_sender, deadline_seconds)
-                self._group = TrainerGroup(group, self._source, deadline_seconds, factory)
+                self._group = TrainerGroup(group, self._source, self._options.deadline_seconds)
                 self._owned[:0] = self._group.owned
         self._is_joined = True
 
@@ -341,7 +333,8 @@ class Publisher(ClosedOnExit):
             # Before there is a sender, which may write.
             pack_plan.packer(regions)
         if self._connections is None:
-            sender = _make_sender(self._transport, self._url, self._options.deadline_seconds, self.run, device)
+            seconds = self._options.deadline_seconds
+            sender = self._transport.sender(self._url, run=self.run, device=device, deadline_seconds=seconds)
             with on_failure(sender.close):
                 host = None if self._transport.same_host else registry.host(self._url)
                 listener = LinkListener(self.run, host=host, heartbeat_seconds=self._options.lease_seconds / 4)
@@ -356,7 +349,25 @@ class Publisher(ClosedOnExit):
                 f"there is no engine to publish to, and {self._url} keeps nothing for later: pass engines=[...], or "
                 "call add_engine first (a store, file:///DIR, needs none)"
             )
-        return PublishInputs(start, version, regions, self._connections, pack_plan, fleet, again)
+        spread: Origins = self._transport.origins
+        # Staged buckets are host memory, counted once for each host; so are those of weights on a CPU.
+        if spread == "devices" and (self._options.install == "staged" or device.type == "cpu"):
+            spread = "one"
+        # A client's own sender copies buckets, which must all be on this rank.
+        if any(isinstance(member.client, BringsSender) for member in self._fleet):
+            spread = "one"
+        return PublishInputs(
+            start,
+            version,
+            regions,
+            self._connections,
+            pack_plan,
+            fleet,
+            again,
+            url=self._url,
+            spread=spread,
+            num_origins=MAX_ORIGINS if self._options.origins is None else self._options.origins,
+        )
 
     def _ready_pack_plan(self, regions: Regions, device: torch.device) -> PackPlan:
         """The plan for the source's specs: made once, and again when they have changed."""
@@ -406,7 +417,3 @@ def _close_all(owned: list[Closable]) -> None:
     for part in owned:
         with contextlib.suppress(Exception):
             part.close()
-
-
-def _make_sender(transport: Transport, url: str, deadline_seconds: float, run: str, device: torch.device) -> Sender:
-    return transport.sender(url, run=run, device=device, deadline_seconds=deadline_seconds)

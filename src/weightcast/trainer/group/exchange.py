@@ -38,30 +38,37 @@ _ROLL_CALL_SECONDS = 2.0
 _MAX_SILENCE_SECONDS = 10.0
 """The longest time that the publishing rank sends nothing.
 
-Other ranks pass a sign of life on to their receivers only when they hear from it: this is well below those deadlines.
+Other ranks of origins give their receivers a sign of life only when they hear from it: this is well below the
+receivers' deadlines.
 """
 
 
 class Instruction(enum.IntEnum):
-    """What an exchange is about; the publishing rank says it."""
+    """What an exchange is about; the publishing rank says it.
+
+    A round, which is the next bucket of each origin, is BUCKET (pack it), PACKED, and DIGESTED where digests are shared
+    out: see `gather`. OPEN, TRIAL and ASK are for the ranks that lead an origin: see `origins`.
+    """
 
     START = 1
     SETTLE = 2
     WAIT = 3
     BUCKET = 4
-    END = 5
-    OPEN = 6
-    SPREAD = 7
-    ASK = 8
-    MAP = 9
-    DIGEST = 10
+    PACKED = 5
+    DIGESTED = 6
+    OPEN = 7
+    TRIAL = 8
+    ASK = 9
+    END = 10
 
 
 class RankStatus(NamedTuple):
     """What one rank brings to an exchange: fixed numbers. `num_error_bytes` of its failure's record, or 0.
 
     `argument`, `version`: the publishing rank's. `news`, `digest_low`, `digest_high`, `device`: see `shares`.
-    `is_busy`, `num_failures`: see `device_senders`. `offset_bytes`, `is_mapped`: see `gather`.
+    `is_mapped`: this rank packs into its origin's memory. Of a rank that leads an origin: `is_busy`, `is_lost`,
+    `num_failures`: see `origins`; `next_round` is that of its next bucket, `offset_bytes` where the payload begins in
+    its memory, -1 if it has none; `is_moved`: that memory must be mapped again; `shares_digest`: see `gather`.
     """
 
     num_error_bytes: int = 0
@@ -72,10 +79,22 @@ class RankStatus(NamedTuple):
     digest_low: int = 0
     digest_high: int = 0
     device: int = 0
-    is_busy: int = 0
-    num_failures: int = 0
-    offset_bytes: int = 0
     is_mapped: int = 0
+    is_busy: int = 0
+    is_lost: int = 0
+    num_failures: int = 0
+    next_round: int = 0
+    offset_bytes: int = -1
+    is_moved: int = 0
+    shares_digest: int = 0
+
+
+def in_round(statuses: Sequence[RankStatus], number: int) -> list[RankStatus]:
+    """What ranks have brought to the exchange that begins a round, in which an origin that is ahead has no bucket."""
+    return [
+        each if each.next_round == number else each._replace(offset_bytes=-1, is_moved=0, shares_digest=0)
+        for each in statuses
+    ]
 
 
 class NextInstruction(NamedTuple):
@@ -133,7 +152,7 @@ class _ErrorAtNextExchange:
 
 
 class TrainerRanks:
-    """This rank's connections to the others. One thread calls it, besides `keeping_alive` and `receive_bucket`."""
+    """This rank's connections to the others. One thread calls it, besides `keeping_alive`."""
 
     def __init__(self, trainer_group: Any, deadline_seconds: float) -> None:
         """`trainer_group` as for `Rendezvous`. Nothing is connected before the first `start`."""
@@ -148,8 +167,8 @@ class TrainerRanks:
         """This rank's, which it brings to its next exchange."""
         self._deadline_seconds = deadline_seconds
         self._lock = threading.RLock()
-        self._groups: dict[Literal["gloo", "nccl", "arenas"], ProcessGroup] = {}
-        """All ranks, for host memory and for GPUs; and the ranks that have an arena."""
+        self._groups: dict[Literal["gloo", "nccl"], ProcessGroup] = {}
+        """All ranks, for host memory and for GPUs."""
         self._verdict: BaseException | None = None
         self._is_kept = False
         self._last_exchange = 0.0
@@ -228,18 +247,23 @@ class TrainerRanks:
                 raise verdict
             raise verdict from error
 
-    def announce(self, command: Instruction, argument: int = 0, offset_bytes: int = 0) -> list[RankStatus]:
+    def announce(self, command: Instruction, argument: int = 0) -> list[RankStatus]:
         """The publishing rank's exchange: what all do next."""
-        status = RankStatus(command=command, argument=argument, version=self.version, offset_bytes=offset_bytes)
-        return self.exchange(status)
+        return self.exchange(RankStatus(command=command, argument=argument, version=self.version))
 
-    def announce_when_idle(self, command: Instruction, argument: int = 0, data: bytes = b"") -> list[RankStatus]:
+    def uninterrupted(self) -> contextlib.AbstractContextManager[Any]:
+        """Held for exchanges that follow one another without a sign of life from `keeping_alive` between them."""
+        return self._lock
+
+    def announce_when_idle(
+        self, command: Instruction, argument: int = 0, data: bytes = b"", status: RankStatus | None = None
+    ) -> list[RankStatus]:
         """`announce`, repeated until no rank is busy: only then the command counts. Returns the rows of that exchange.
 
-        `data`, if there is any, is broadcast with it; `argument` is then its length. Blocks as long as a rank is busy:
-        whatever it is busy with has deadlines of its own.
+        `data`, if there is any, is broadcast with it; `argument` is then its length. `status`: what this rank brings
+        besides. Blocks as long as a rank is busy: whatever it is busy with has deadlines of its own.
         """
-        status = RankStatus(command=command, argument=len(data) or argument)
+        status = (status or RankStatus())._replace(command=command, argument=len(data) or argument)
         while True:
             with self._lock:
                 statuses = self.exchange(status._replace(version=self.version))
@@ -347,33 +371,6 @@ class TrainerRanks:
                     wait(works.pop())
         finally:
             works.clear()
-
-    def connect_arenas(self, group_ranks: Sequence[int], number: int, device: torch.device) -> None:
-        """Connect a group of these ranks alone for `broadcast_bucket` and `receive_bucket`; it replaces the former one.
-
-        The buckets are on `device`. Every rank calls it. `number`: another one for each such group.
-        """
-        with self._unbroken():
-            if former := self._groups.pop("arenas", None):
-                former.close()
-            if self.group_rank in group_ranks:
-                self._groups["arenas"] = self._rendezvous.part(group_ranks, f"arenas/{number}", device)
-
-    def broadcast_bucket(self, tensor: torch.Tensor) -> None:
-        """The publishing rank: give a contiguous tensor to every arena rank. Blocks until it has gone, or is queued."""
-        with self._lock, self._unbroken():
-            wait(self._groups["arenas"].broadcast(tensor, root=0))
-
-    def receive_bucket(self, tensor: torch.Tensor) -> None:
-        """Another arena rank: receive what is broadcast; blocks until it is there. For a thread of its own.
-
-        Raises PeerError, which leaves this rank's other groups as they are: the group of arenas is of no more use.
-        """
-        arenas = self._groups.get("arenas")
-        if arenas is None:
-            raise PeerDiedError("the trainer ranks lost each other", peer="trainer")
-        wait(arenas.broadcast(tensor, root=0))
-        self._wait_for_device(tensor)
 
     # --- the end ---
 

@@ -1,14 +1,15 @@
-"""The regions of all trainer ranks, packed into the publishing rank's buckets by the ranks that hold them.
+"""The regions of all trainer ranks, packed into the buckets of origins by the ranks that hold them.
 
-The plan of buckets is that of the whole tensors, however they are sharded. Invariants: each element is packed by one
-rank; a rank that can map the publishing rank's buffers writes each of its slices to its place there, any other sends
-its part of a bucket in one message; nothing is digested before every rank has said that its part is whole, and nothing
-sent before every rank has digested its blocks; once a rank has said so, it writes to that bucket no more.
+A round is the next bucket of each origin. Invariants: each element is packed by one rank, and into the origin beside
+it; a rank that can map its origin's buffers writes each of its slices to its place there, any other sends its part of a
+bucket to the rank that leads the origin, in one message; nothing is digested before every rank has said that its part
+is whole, and nothing sent before every rank has digested its blocks; once a rank has said so, it writes to that bucket
+no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -16,10 +17,10 @@ import torch
 from torch.distributed import Work
 
 from weightcast.format.bucket import Digest, Layout, queued_digest
-from weightcast.format.manifest import ITEMSIZE_BYTES, WeightVersion, encode
+from weightcast.format.manifest import ITEMSIZE_BYTES, decode, encode
 from weightcast.host.copy import copy_all
 from weightcast.host.memory import MemoryLocation, SealedMemory, map_shared, shared_memory_of
-from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks
+from weightcast.trainer.group.exchange import RankStatus, TrainerRanks
 from weightcast.trainer.packer import (
     BlockDigests,
     HeldRegion,
@@ -35,29 +36,47 @@ _ALIGNMENT_BYTES = 64
 """Of each rank's place in the staging buffer; what one rank sends has no gaps."""
 
 _MAX_DIGESTED_ALONE = 64
-"""Blocks that the publishing rank digests sooner than another exchange takes."""
+"""Blocks that the rank that leads an origin digests sooner than another exchange takes."""
 
 
 class SharedBuffers(msgspec.Struct, frozen=True):
-    """The publishing rank to all: the memory of its buckets, and where the digests of a bucket's blocks are written.
+    """A rank that leads an origin to all: the memory of its buckets, and where the digests of blocks are written.
 
-    Without `buckets` nothing can be mapped.
+    Without `buckets` nothing can be mapped. Other ranks bring neither.
     """
 
-    buckets: MemoryLocation | None
-    digests: MemoryLocation
+    buckets: MemoryLocation | None = None
+    digests: MemoryLocation | None = None
 
 
 class Contribution:
-    """What another rank brings. Memory: where it has to be sent, the largest part of a bucket, or twice that."""
+    """What a rank brings that leads no origin. Memory: where it has to be sent, the largest part of a bucket, or twice
+    that.
+    """
 
-    def __init__(self, ranks: TrainerRanks, layout: Layout, shards: Sequence[Shard], *, via: torch.device) -> None:
-        """`shards`: what was assigned to this rank. `via`: where messages lie."""
+    def __init__(
+        self,
+        ranks: TrainerRanks,
+        layout: Layout,
+        shards: Sequence[Shard],
+        *,
+        leader: int,
+        origin: int,
+        homes: Sequence[int],
+        via: torch.device,
+    ) -> None:
+        """`shards`: what was assigned to this rank, all for number `origin`, which group rank `leader` leads.
+
+        `homes`: the origin of each rank. `via`: where messages lie.
+        """
+        self.leader = leader
         self._ranks, self._layout, self._via = ranks, layout, via
+        self._beside = [rank for rank, home in enumerate(homes) if home == origin]
+        self._span = layout.manifest.spans[origin]
         self._part = PartPacker(layout, shards)
         self._device = shards[0].data.device if shards else via
         self._mapped: tuple[torch.Tensor, BlockDigests] | None = None
-        """The memory of the publishing rank's buckets, and the digests of the present one's blocks."""
+        """The memory of the origin's buckets, and the digests of the present one's blocks."""
         self._payloads: dict[int, tuple[int, torch.Tensor]] = {}
         """Of buckets in that memory, each with the byte where it begins: the same tensor as long as it stays there."""
         self._packed: torch.Tensor | None = None
@@ -69,31 +88,35 @@ class Contribution:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether this rank packs into the publishing rank's buckets, and sends nothing."""
+        """Whether this rank packs into the origin's buckets, and sends nothing."""
         return self._mapped is not None
 
     def map(self, buffers: SharedBuffers) -> None:
         """Pack into these buckets from now on, if this rank can map them."""
         self.close()
-        if buffers.buckets is not None:
+        if buffers.buckets is not None and buffers.digests is not None:
             buckets, digests = map_shared(buffers.buckets), map_shared(buffers.digests)
             if buckets is not None and digests is not None:
                 self._mapped = buckets, BlockDigests(digests)
 
     def close(self) -> None:
-        """Drop every view of the publishing rank's memory, and unmap it."""
+        """Drop every view of the origin's memory, and unmap it."""
         self._part.forget_views()
         self._payloads.clear()
         mapped, self._mapped = self._mapped, None
         if mapped is not None:
             mapped[1].close()
 
-    def bring(self, index: int, offset_bytes: int) -> None:
-        """Pack this rank's part of bucket `index`, whose payload begins at that byte; or send it.
+    def bring(self, number: int, statuses: Sequence[RankStatus]) -> None:
+        """Pack this rank's part of the origin's bucket of a round, if it has one; or send it.
 
         Waits until it has gone. What goes wrong in packing is raised at the next exchange. Raises PeerError.
         """
-        manifest, num_bytes = self._layout.manifest, self._part.slices.sizes[index]
+        manifest, offset_bytes = self._layout.manifest, statuses[self.leader].offset_bytes
+        if offset_bytes < 0:
+            return
+        index = self._span[number]
+        num_bytes = self._part.slices.sizes[index]
         if self._mapped is not None:
             with self._ranks.error_at_next_exchange():
                 digests = self._mapped[1]
@@ -104,18 +127,20 @@ class Contribution:
             with self._ranks.error_at_next_exchange():
                 self._pack_message(index, num_bytes)
             message = _pinned(num_bytes, self._via) if self._message is None else self._message
-            self._ranks.send(message[:num_bytes], 0)
+            self._ranks.send(message[:num_bytes], self.leader)
 
-    def digest(self, index: int, offset_bytes: int, statuses: Sequence[RankStatus]) -> None:
-        """Digest this rank's share of the blocks of bucket `index` that several ranks filled.
+    def digest(self, number: int, statuses: Sequence[RankStatus]) -> None:
+        """Digest this rank's share of the blocks of the round's bucket that several ranks filled.
 
         What goes wrong is raised at the next exchange.
         """
-        if self._mapped is not None:
+        status = statuses[self.leader]
+        if self._mapped is not None and status.offset_bytes >= 0 and status.shares_digest:
             with self._ranks.error_at_next_exchange():
-                digests, ranks = self._mapped[1], mapping_ranks(statuses)
-                blocks = digests.missing()[ranks.index(self._ranks.group_rank) :: len(ranks)]
-                digests.add(self._payload(index, offset_bytes), blocks)
+                digests = self._mapped[1]
+                mapping = [rank for rank in self._beside if rank == self.leader or statuses[rank].is_mapped]
+                blocks = digests.missing()[mapping.index(self._ranks.group_rank) :: len(mapping)]
+                digests.add(self._payload(self._span[number], status.offset_bytes), blocks)
 
     def _payload(self, index: int, offset_bytes: int) -> torch.Tensor:
         known = self._payloads.get(index)
@@ -136,8 +161,8 @@ class Contribution:
             self._message[:num_bytes].copy_(self._packed[:num_bytes])
 
 
-class GroupPacker:
-    """The publishing rank's side: has every rank pack its part of a bucket, and digest its share of the whole.
+class OriginPacker:
+    """The side of the rank that leads an origin: has the ranks beside it pack their parts of a bucket, and digest it.
 
     Memory: where ranks can't map the buckets, one staging buffer of at most a bucket, and a second where messages do
     not arrive on the buckets' device.
@@ -148,14 +173,19 @@ class GroupPacker:
         ranks: TrainerRanks,
         layout: Layout,
         shards: Sequence[Shard],
-        others: Sequence[Sequence[HeldRegion]],
+        others: Mapping[int, Sequence[HeldRegion]],
         *,
+        origin: int,
         via: torch.device,
     ) -> None:
-        """`others[r]`: what was assigned to group rank r + 1. `via`: where messages arrive."""
+        """`shards`: what was assigned to this rank; `others`: to each of the other ranks of this origin, by group rank.
+
+        `origin`: its number. `via`: where messages arrive.
+        """
         self._ranks, self._layout, self._via = ranks, layout, via
+        self._first = layout.manifest.spans[origin].start
         self._own = PartPacker(layout, shards)
-        self._others = [ShardSlices(layout, parts) for parts in others]
+        self._others = {rank: ShardSlices(layout, parts) for rank, parts in others.items()}
         self._shared: MemoryLocation | None = None
         """What the other ranks were told to map."""
         self._digest_memory: SealedMemory | None = None
@@ -171,42 +201,65 @@ class GroupPacker:
         """The same regions lie in other memory now."""
         self._own.rebind(shards)
 
-    @torch.no_grad()
-    def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
-        """Write the payload of bucket `index`; return its digest, as `Packer.fill` does.
+    def status(self, index: int, payload: torch.Tensor) -> RankStatus:
+        """What this rank brings to the exchange before bucket `index` is packed into `payload`.
 
-        Waits until every rank has packed and digested its part, each wait at most for the deadline. Raises what any
-        rank raised, on all of them, and PeerError.
+        It has no digest to share where it digests on the buckets' device. Raises InsufficientMemoryError.
         """
-        ranks, manifest = self._ranks, self._layout.manifest
-        num_bytes, kind, offset_bytes = manifest.buckets[index], manifest.digest_kind, int(payload.storage_offset())
-        ranks.version = version.number
-        self._share(payload)
+        if self._digest_memory is None:
+            size_bytes = BlockDigests.size_bytes(self._layout.manifest)
+            self._digest_memory = SealedMemory.allocate(size_bytes, kind="digests")
+            self._digests = BlockDigests(self._digest_memory.tensor())
+        is_moved = self._buffers(payload).buckets != self._shared
+        num_missing = self._num_missing.get(index, self._layout.manifest.buckets[index])
+        is_on_host = self._layout.manifest.digest_kind == "xxh3-128"
+        return RankStatus(
+            next_round=index - self._first,
+            offset_bytes=int(payload.storage_offset()),
+            is_moved=is_moved and bool(self._others),
+            shares_digest=is_on_host and bool(self._others) and num_missing > _MAX_DIGESTED_ALONE,
+        )
+
+    def share(self, payload: torch.Tensor) -> SharedBuffers:
+        """What the other ranks of the origin are to map."""
+        buffers = self._buffers(payload)
+        self._shared = buffers.buckets
+        return buffers
+
+    @torch.no_grad()
+    def pack(self, index: int, payload: torch.Tensor, statuses: Sequence[RankStatus]) -> None:
+        """Write this rank's part of the payload of bucket `index`, and what others send. Raises PeerError."""
         self._layout.clear_gaps(index, payload)
-        digests = None if kind != "xxh3-128" else self._digests
+        digests = self._block_digests()
         if digests is not None:
-            digests.reset(num_bytes)
-        statuses = ranks.announce(Instruction.BUCKET, index, offset_bytes)
-        messages = self._receive(index, statuses)
-        self._own.pack(index, payload, digests)
-        self._unpack(index, payload, messages)
+            digests.reset(self._layout.manifest.buckets[index])
+        try:
+            messages = self._receive(index, statuses)
+            self._own.pack(index, payload, digests)
+            self._ranks.arrived(self._works)
+            self._unpack(index, payload, messages)
+        finally:
+            # Whatever went wrong here, the ranks that send are not left waiting.
+            self._ranks.arrived(self._works)
+
+    def digest_share(self, index: int, payload: torch.Tensor, statuses: Sequence[RankStatus]) -> None:
+        """Digest this rank's share of the blocks that several ranks filled; all have packed."""
+        digests = self._block_digests()
+        if digests is not None:
+            missing = digests.missing()
+            self._num_missing[index] = len(missing)
+            digests.add(payload, missing[:: 1 + sum(bool(statuses[rank].is_mapped) for rank in self._others)])
+
+    def digest(self, index: int, payload: torch.Tensor, *, is_shared_out: bool) -> Digest:
+        """The payload's digest, once all have packed and, if it was shared out, digested; see `Fill.fill`."""
+        manifest, digests = self._layout.manifest, self._block_digests()
         if digests is None:
-            ranks.announce(Instruction.WAIT)
-            return queued_digest(payload[:num_bytes], kind)
-        is_shared_out = self._num_missing.get(index, num_bytes) > _MAX_DIGESTED_ALONE
-        ranks.announce(Instruction.DIGEST if is_shared_out else Instruction.WAIT, index, offset_bytes)
-        missing = digests.missing()
-        self._num_missing[index] = len(missing)
-        if is_shared_out:
-            digests.add(payload, missing[:: len(mapping_ranks(statuses))])
-            ranks.announce(Instruction.WAIT)
-        else:
+            return queued_digest(payload[: manifest.buckets[index]], manifest.digest_kind)
+        if not is_shared_out:
+            missing = digests.missing()
+            self._num_missing[index] = len(missing)
             digests.add(payload, missing)
         return digests.whole()
-
-    def drain(self) -> None:
-        """Take what is still under way: the ranks are then in step. Raises PeerError."""
-        self._ranks.arrived(self._works)
 
     def forget_views(self) -> None:
         """Drop every view of the transport's buffers."""
@@ -220,38 +273,31 @@ class GroupPacker:
             self._digest_memory.release(free=False)
         self._digests = self._digest_memory = None
 
-    def _share(self, payload: torch.Tensor) -> None:
-        """Have the other ranks map the memory of the buckets, if it can be shared, unless they have it."""
+    def _block_digests(self) -> BlockDigests | None:
+        return self._digests if self._layout.manifest.digest_kind == "xxh3-128" else None
+
+    def _buffers(self, payload: torch.Tensor) -> SharedBuffers:
         shared = shared_memory_of(payload)
-        location = None if shared is None else shared.location
-        if self._digest_memory is None:
-            size_bytes = BlockDigests.size_bytes(self._layout.manifest)
-            self._digest_memory = SealedMemory.allocate(size_bytes, kind="digests")
-            self._digests = BlockDigests(self._digest_memory.tensor())
-        elif location == self._shared:
-            return
-        buffers = SharedBuffers(location, self._digest_memory.location)
-        self._ranks.announce_when_idle(Instruction.MAP, data=encode(buffers))
-        self._shared = location
+        assert self._digest_memory is not None
+        return SharedBuffers(None if shared is None else shared.location, self._digest_memory.location)
 
     def _receive(self, index: int, statuses: Sequence[RankStatus]) -> list[_Message]:
         """Begin to receive the parts of the ranks that send theirs."""
         messages, start = [], 0
-        for group_rank, slices in enumerate(self._others, start=1):
+        for group_rank, slices in self._others.items():
             if slices.sizes[index] and not statuses[group_rank].is_mapped:
                 messages.append(_Message(group_rank, slices, start))
                 start = _aligned(start + slices.sizes[index])
         if messages and self._staging is None:
-            sums = map(sum, zip(*([_aligned(size) for size in slices.sizes] for slices in self._others), strict=True))
-            self._staging = _pinned(max(sums), self._via)
+            sizes = (slices.sizes for slices in self._others.values())
+            self._staging = _pinned(max(sum(map(_aligned, each)) for each in zip(*sizes, strict=True)), self._via)
         for group_rank, slices, start in messages:
             assert self._staging is not None
             self._works.append(self._ranks.receive(self._staging[start : start + slices.sizes[index]], group_rank))
         return messages
 
     def _unpack(self, index: int, payload: torch.Tensor, messages: Sequence[_Message]) -> None:
-        """Copy what comes for bucket `index` from the staging buffer to its places."""
-        self.drain()
+        """Copy what came for bucket `index` from the staging buffer to its places."""
         staging = self._staging
         if not messages or staging is None:
             return
@@ -273,9 +319,28 @@ class _Message(NamedTuple):
     start: int
 
 
-def mapping_ranks(statuses: Sequence[RankStatus]) -> list[int]:
-    """The group ranks that have the buckets mapped: the publishing one, whose they are, and those that say so."""
-    return [group_rank for group_rank, status in enumerate(statuses) if not group_rank or status.is_mapped]
+def mapped_again(
+    ranks: TrainerRanks,
+    statuses: list[RankStatus],
+    *,
+    shared: SharedBuffers | None = None,
+    contribution: Contribution | None = None,
+) -> list[RankStatus]:
+    """After the exchange that begins a round: have ranks map the memory of origins that has moved, if any has.
+
+    `shared`: what this rank has others map. Every rank calls it; returns what the ranks have brought, up to date.
+    """
+    if not any(status.is_moved for status in statuses):
+        return statuses
+    rows = ranks.gather(encode(SharedBuffers() if shared is None else shared))
+    is_mapped = False
+    with ranks.error_at_next_exchange():
+        if contribution is not None:
+            if statuses[contribution.leader].is_moved:
+                contribution.map(decode(rows[contribution.leader], SharedBuffers))
+            is_mapped = contribution.is_mapped
+    now = ranks.exchange(RankStatus(command=statuses[0].command, version=ranks.version, is_mapped=is_mapped))
+    return [status._replace(is_mapped=each.is_mapped) for status, each in zip(statuses, now, strict=True)]
 
 
 def message_order(cuts: Sequence[ShardSlice]) -> list[int]:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from weightcast.format.manifest import decode
 from weightcast.process_group import Closable
 from weightcast.seams.source import Source
-from weightcast.trainer.group.device_senders import MultiDeviceSender, Opening, SenderFactory
-from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks
-from weightcast.trainer.group.gather import SharedBuffers
-from weightcast.trainer.group.shares import Shares
+from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks, in_round
+from weightcast.trainer.group.gather import mapped_again
+from weightcast.trainer.group.origins import Opening, OriginsSender, Question
+from weightcast.trainer.group.shares import Settings, Shares
 from weightcast.trainer.publish_run import PublishInputs, PublishRun
 from weightcast.trainer.report import PublishReport
 
@@ -28,15 +28,12 @@ if TYPE_CHECKING:
 class TrainerGroup:
     """One rank's part in publishing together: the first rank leads, the others follow."""
 
-    def __init__(
-        self, group: ProcessGroup | None, source: Source, deadline_seconds: float, sender_factory: SenderFactory | None
-    ) -> None:
-        """`group`: None is the default one. `sender_factory`: for senders on other ranks than the publishing one."""
+    def __init__(self, group: ProcessGroup | None, source: Source, deadline_seconds: float) -> None:
+        """`group`: None is the default one."""
         self._ranks = TrainerRanks(group, deadline_seconds)
         self._source = source
-        self._sender_factory = sender_factory
-        self._shares = Shares(self._ranks, sender_factory)
-        self._device_sender: MultiDeviceSender | None = None
+        self._shares = Shares(self._ranks, deadline_seconds)
+        self._origins_sender: OriginsSender | None = None
         self.is_publishing = self._ranks.is_publishing
 
     @property
@@ -60,29 +57,34 @@ class TrainerGroup:
         ranks.version = version
         prepared: PublishInputs | None = None
         report: PublishReport | None = None
+
+        def settings() -> Settings:
+            assert prepared is not None
+            size, kind = prepared.pack_plan.bucket_size_bytes, prepared.pack_plan.layout.manifest.digest_kind
+            return Settings(run, prepared.url, size, kind, "gloo", prepared.spread, prepared.num_origins)
+
         with ranks.error_at_next_exchange():
             prepared = inputs()
             shares.look(self._source, prepared.regions)
         with self._in_step():
-            statuses = ranks.start(shares.status(None if prepared is None else prepared.pack_plan.layout))
+            statuses = ranks.start(shares.status(None if prepared is None else prepared.pack_plan.layout, settings))
             assert prepared is not None
             pack_plan, connections = prepared.pack_plan, prepared.connections
-            shares.lead(statuses, pack_plan.layout, pack_plan.bucket_size_bytes, run, connections.device)
-            if shares.arenas.others and self._device_sender is None:
-                # The first publish that has more than one arena: from now on one sender serves all of them.
-                assert self._sender_factory is not None
-                per_device = self._sender_factory.per_device
-                self._device_sender = connections.sender = MultiDeviceSender(connections.sender, ranks, per_device)
-            if self._device_sender is not None:
-                self._device_sender.use(shares.arenas.others)
+            layout = shares.lead(statuses, pack_plan.layout, settings)
+            if layout is not pack_plan.layout:
+                pack_plan.lay_out(layout)
+            connections.origins = shares.addresses
+            if shares.addresses and self._origins_sender is None:
+                # The first publish that has more than one origin: from now on one sender speaks for all.
+                self._origins_sender = connections.sender = OriginsSender(connections.sender)
+            if self._origins_sender is not None:
+                self._origins_sender.use(shares.packer())
             with ranks.error_at_next_exchange(), ranks.keeping_alive():
                 try:
                     pack_plan.use(prepared.regions, shares.packer())
                     report = publish_run.run(prepared)
                 finally:
                     ranks.version = max(version, publish_run.number)
-                    with ranks.error_at_next_exchange():
-                        shares.drain()
             error, data = ranks.error, b"" if report is None else report.to_json()
             try:
                 ranks.announce(Instruction.END, len(data))
@@ -99,10 +101,8 @@ class TrainerGroup:
         try:
             yield
         except BaseException as exc:
-            arena = self._shares.arenas.own
-            if arena is not None and arena.abort(f"{type(exc).__name__}: {exc}"):
-                # The group of arenas may have broken, and this rank alone know it.
-                self._shares.forget()
+            if self._shares.own is not None:
+                self._shares.own.abort(f"{type(exc).__name__}: {exc}")
             self._ranks.give_up()
             raise
         finally:
@@ -117,44 +117,56 @@ class TrainerGroup:
             shares.look(self._source, self._source.regions())
         with self._in_step():
             contribution = shares.follow(ranks.start(shares.status(None)))
-            arena, status = shares.arenas.own, RankStatus()
+            own, status, in_hand = shares.own, RankStatus(), list[RankStatus]()
             while True:
-                if arena is not None:
+                if own is not None:
                     with ranks.error_at_next_exchange():
-                        status = arena.status()
+                        status = own.status()
                 is_mapped = contribution is not None and contribution.is_mapped
                 command, argument, is_ready, statuses = ranks.next_instruction(status._replace(is_mapped=is_mapped))
                 match command:
                     case Instruction.END:
                         report: PublishReport = decode(ranks.broadcast(b"", argument), PublishReport)
-                        if arena is not None:
-                            arena.end()
+                        if own is not None:
+                            own.end()
                         return report
-                    case Instruction.MAP if is_ready:
-                        buffers: SharedBuffers = decode(ranks.broadcast(b"", argument), SharedBuffers)
+                    case Instruction.BUCKET if is_ready and not any(each.is_lost for each in statuses):
+                        in_hand = in_round(statuses, argument)
+                        shared = None if own is None else own.shared(in_hand)
+                        in_hand = mapped_again(ranks, in_hand, shared=shared, contribution=contribution)
+                        if own is not None:
+                            with ranks.error_at_next_exchange():
+                                own.pack(argument, in_hand)
                         if contribution is not None:
-                            contribution.map(buffers)
-                    case Instruction.BUCKET if contribution is not None:
-                        contribution.bring(argument, statuses[0].offset_bytes)
-                    case Instruction.DIGEST if contribution is not None:
-                        contribution.digest(argument, statuses[0].offset_bytes, statuses)
+                            contribution.bring(argument, in_hand)
+                    case Instruction.PACKED | Instruction.DIGESTED:
+                        if command == Instruction.PACKED and any(each.shares_digest for each in in_hand):
+                            if own is not None:
+                                own.digest_share(argument, in_hand)
+                            if contribution is not None:
+                                contribution.digest(argument, in_hand)
+                        elif own is not None:
+                            own.send(argument, in_hand)
                     case Instruction.OPEN if is_ready:
                         opening: Opening = decode(ranks.broadcast(b"", argument), Opening)
-                        if arena is not None:
-                            arena.open(shares.manifest, opening)
-                    case Instruction.SPREAD if is_ready and arena is not None:
-                        arena.take(argument)
-                    case Instruction.ASK if is_ready and arena is not None:
-                        arena.announce_failures()
-                    case _ if not is_ready and arena is not None:
-                        arena.wait()
+                        if own is not None:
+                            own.open(opening)
+                    case Instruction.TRIAL if is_ready and own is not None:
+                        with ranks.error_at_next_exchange():
+                            own.begin_trial()
+                    case Instruction.ASK if is_ready:
+                        question: Question = decode(ranks.broadcast(b"", argument), Question)
+                        if own is not None:
+                            own.report(question.peers)
+                    case _ if not is_ready and own is not None:
+                        own.wait()
 
     @property
     def owned(self) -> list[Closable]:
         """What `close` closes, without what the caller gave."""
-        return [self._ranks, self._shares.arenas]
+        return [self._ranks, self._shares]
 
     def close(self) -> None:
-        """Disconnect from the other ranks, without a word, and free this rank's arena. Idempotent."""
+        """Disconnect from the other ranks, without a word, and free this rank's origin. Idempotent."""
         self._ranks.close()
         self._shares.close()

@@ -8,7 +8,6 @@ serves it may be the one that stalls.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import threading
 import time
@@ -68,7 +67,7 @@ class Rendezvous:
                     epoch = self._arrive()
             finally:
                 arrived.set()
-            return self._group("gloo", f"{epoch}/gloo", range(len(self.ranks)), None)
+            return self._group("gloo", f"{epoch}/gloo", None)
 
         with on_failure(self.leave):
             return self._within(self._deadline_seconds, connect, ProcessGroup.close, arrived)
@@ -94,22 +93,14 @@ class Rendezvous:
 
     def nccl(self, device: torch.device) -> ProcessGroup:
         """A second group of the same ranks for bytes on GPUs. Every rank calls it."""
-        return self._group("nccl", f"{self._announced}/nccl", range(len(self.ranks)), device)
+        return self._group("nccl", f"{self._announced}/nccl", device)
 
-    def part(self, group_ranks: Sequence[int], name: str, device: torch.device) -> ProcessGroup:
-        """A group of some of these ranks, for bytes on `device`. Each of them calls it; a name serves once an epoch."""
-        backend, prefix = "nccl" if device.type == "cuda" else "gloo", f"{self._announced}/{name}"
-        make = functools.partial(self._group, backend, prefix, group_ranks, device)
-        return self._within(self._deadline_seconds, make, ProcessGroup.close)
-
-    def _group(
-        self, backend: str, prefix: str, group_ranks: Sequence[int], device: torch.device | None
-    ) -> ProcessGroup:
+    def _group(self, backend: str, prefix: str, device: torch.device | None) -> ProcessGroup:
         return ProcessGroup(
             backend,
             PrefixStore(prefix, self._store),
-            rank=group_ranks.index(self.group_rank),
-            size=len(group_ranks),
+            rank=self.group_rank,
+            size=len(self.ranks),
             timeout_seconds=self._deadline_seconds,
             device=device,
         )

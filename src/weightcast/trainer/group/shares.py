@@ -1,4 +1,4 @@
-"""What the trainer ranks agree on before bytes move: the same specs, who holds what, and who brings what.
+"""What the trainer ranks agree on before bytes move: the same specs, who holds what, who brings what to which origin.
 
 Invariants: ranks that differ raise the same error, all of them; nothing is exchanged beyond the first row of a publish
 while nothing has changed on any rank; the shards that a rank is asked for are ones that it said it holds.
@@ -6,23 +6,27 @@ while nothing has changed on any rank; the shards that a rank is asked for are o
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
 import torch
 
+from weightcast import registry
 from weightcast.errors import IncompatibleWeightsError
 from weightcast.format.bucket import Layout, narrow
-from weightcast.format.geometry import Region, relative, split
-from weightcast.format.manifest import ITEMSIZE_BYTES, DigestKind, Manifest, RunId, TensorSpec, decode, encode
+from weightcast.format.geometry import Region, merged, relative, split
+from weightcast.format.manifest import ITEMSIZE_BYTES, DigestKind, RunId, TensorSpec, decode, encode
 from weightcast.format.plan import plan
 from weightcast.seams.source import Regions, Source
-from weightcast.trainer.group.device_senders import DeviceArenas, SenderAssignment, SenderFactory, SenderLocation
+from weightcast.seams.transport import Origins
 from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks
-from weightcast.trainer.group.gather import Contribution, GroupPacker
+from weightcast.trainer.group.gather import Contribution, OriginPacker
+from weightcast.trainer.group.origins import GroupPacker, OriginSender, RankPlace, choose, homes, own_url
 from weightcast.trainer.packer import HeldRegion, SeenRegions, Shard, held_shards, require_tiling
 
 _MIN_SPLIT_BYTES = 1 << 20
@@ -36,30 +40,64 @@ class _HeldPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _HeldShards(msgspec.Struct, frozen=True):
-    """A rank to all: the regions that it holds, by number of the specs, and where it and an arena of its own are."""
+    """A rank to all: the regions that it holds, by number of the specs, and where it is."""
 
     parts: tuple[_HeldPart, ...]
-    location: SenderLocation
+    place: RankPlace
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """The publishing rank to all: what it takes to make the same plan."""
+    """The publishing rank to all: what it takes to make the same plan. `url`: of its transport.
+
+    `spread`, `num_origins`: where origins may be, and how many at most.
+    """
 
     run: RunId
+    url: str
     bucket_size_bytes: int
     digest_kind: DigestKind
-    manifest_digest: str
     backend: Literal["gloo", "nccl"]
-    assignment: SenderAssignment
+    spread: Origins
+    num_origins: int
+
+
+class _Address(msgspec.Struct, frozen=True):
+    """A rank to the publishing one: of its origin's sender. Empty: it has none; the next exchange raises why."""
+
+    address: str
+
+
+class Sharing(NamedTuple):
+    """What all ranks have computed alike. `leaders`: of each origin; `homes`: the origin to which each rank brings what
+    was `assigned` to it; `held`: what each holds.
+    """
+
+    layout: Layout
+    leaders: Sequence[int]
+    homes: Sequence[int]
+    held: Sequence[Sequence[HeldRegion]]
+    assigned: Sequence[Sequence[AssignedPart]]
+
+    def beside(self, origin: int) -> dict[int, list[HeldRegion]]:
+        """What the ranks of an origin bring, but for the one that leads it."""
+        return {
+            rank: [HeldRegion(self.held[rank][part].tensor, region) for part, region in parts]
+            for rank, parts in enumerate(self.assigned)
+            if self.homes[rank] == origin and rank != self.leaders[origin]
+        }
 
 
 class Shares:
-    """This rank's side, kept from publish to publish."""
+    """This rank's side, kept from publish to publish. `own`: the origin that it leads, on another than the publishing
+    rank; `addresses`: on the publishing rank, those of the other origins' senders.
+    """
 
-    def __init__(self, ranks: TrainerRanks, sender_factory: SenderFactory | None) -> None:
-        self.arenas = DeviceArenas(ranks, sender_factory)
+    def __init__(self, ranks: TrainerRanks, deadline_seconds: float) -> None:
+        self.own: OriginSender | None = None
+        self.addresses: tuple[str, ...] = ()
         self.run = ""
         self._ranks = ranks
+        self._deadline_seconds = deadline_seconds
         self._regions: SeenRegions | None = None
         self._specs: Sequence[TensorSpec] = ()
         self._digest = (0, 0)
@@ -67,11 +105,10 @@ class Shares:
         self._parts: list[HeldRegion] = []
         self._assigned: Sequence[AssignedPart] = ()
         self._is_settled = False
-        self._contribution: Contribution | None = None
-        self._packer: GroupPacker | None = None
+        self._settings: Settings | None = None
         self._layout: Layout | None = None
-        self._others: list[list[HeldRegion]] = []
-        self._via = torch.device("cpu")
+        self._holder: Contribution | OriginPacker | GroupPacker | None = None
+        """What this rank packs with."""
 
     # --- what this rank has ---
 
@@ -91,14 +128,15 @@ class Shares:
         if parts != self._parts:
             self._parts, self._is_settled = parts, False
         self._shards, self._regions = shards, SeenRegions(regions)
-        for holder in (self._contribution, self._packer):
-            if holder is not None and self._is_settled:
-                holder.rebind(self._own_shards())
+        if self._holder is not None and self._is_settled:
+            self._holder.rebind(self._own_shards())
 
-    def status(self, layout: Layout | None) -> RankStatus:
-        """What this rank brings to the first exchange. `layout`: the publishing rank's plan."""
+    def status(self, layout: Layout | None, settings: Callable[[], Settings] | None = None) -> RankStatus:
+        """What this rank brings to the first exchange. `layout`, `settings`: the publishing rank's."""
         low, high = self._digest
-        is_news = not self._is_settled or layout is not (self._layout if self._ranks.is_publishing else None)
+        is_news = not self._is_settled
+        if layout is not None and settings is not None:
+            is_news = is_news or layout is not self._layout or settings() != self._settings
         number = 0
         gpu = next((shard.data.device for shard in self._shards if shard.data.is_cuda), None)
         if gpu is not None:
@@ -118,11 +156,15 @@ class Shares:
         self._is_settled = False
 
     def close(self) -> None:
-        """Free this rank's arena, and drop what holds on to the transport's buffers."""
-        self.arenas.close()
-        for part in (self._packer, self._contribution):
-            if part is not None:
-                part.close()
+        """Free this rank's origin, and drop what holds on to the transport's buffers. Idempotent."""
+        self._lead_none()
+        if self._holder is not None:
+            self._holder.close()
+
+    def _lead_none(self) -> None:
+        own, self.own = self.own, None
+        if own is not None:
+            own.close()
 
     def _own_shards(self) -> list[Shard]:
         """What this rank brings."""
@@ -133,105 +175,110 @@ class Shares:
             own.append(Shard(shard.tensor, region, data))
         return own
 
-    def _settle(self, device: torch.device) -> tuple[list[list[HeldRegion]], list[SenderLocation]]:
-        """Have every rank know what all hold, and so who brings what. `device`: where this rank's arena would be.
-
-        Returns what each rank brings, and where each is; what goes wrong is raised at the next exchange.
+    def _settle(self, settings: Settings) -> Sharing | None:
+        """Have every rank know what all hold, and so who brings what. None: what went wrong is raised at the next
+        exchange.
         """
-        ranks = self._ranks
+        ranks, sharing, low, high = self._ranks, None, 0, 0
+        place = RankPlace.of(self._device() if self.own is None else self.own.device)
         held = tuple(_HeldPart(part.tensor, part.region.offsets, part.region.sizes) for part in self._parts)
-        rows = ranks.gather(encode(_HeldShards(held, self.arenas.location(device))))
-        brought: list[list[HeldRegion]] = [[] for _ in rows]
-        locations: list[SenderLocation] = []
+        rows = ranks.gather(encode(_HeldShards(held, place)))
         with ranks.error_at_next_exchange():
             holdings: list[_HeldShards] = [decode(row, _HeldShards) for row in rows]
-            locations = [holding.location for holding in holdings]
             held_by_all = [[HeldRegion(p.tensor, Region(p.offsets, p.sizes)) for p in each.parts] for each in holdings]
-            first = locations[0]
-            near = [location.host == first.host and first.device_type == "cpu" for location in locations]
-            assigned = assign(self._specs, held_by_all, [True, *near[1:]])
-            self._assigned = assigned[ranks.group_rank]
-            brought = [
-                [HeldRegion(regions[part].tensor, region) for part, region in parts]
-                for regions, parts in zip(held_by_all, assigned, strict=True)
-            ]
-        return brought, locations
+            sharing = share(self._specs, held_by_all, [holding.place for holding in holdings], settings)
+            low, high = struct.unpack_from("<qq", bytes.fromhex(sharing.layout.manifest.digest()))
+        statuses = ranks.exchange(
+            RankStatus(command=Instruction.SETTLE, version=ranks.version, digest_low=low, digest_high=high)
+        )
+        with ranks.error_at_next_exchange():
+            if (low, high) != (first := (statuses[0].digest_low, statuses[0].digest_high)):
+                raise IncompatibleWeightsError(
+                    f"this rank's plan of buckets has the digest {low:x}, the publishing rank's {first[0]:x}: install "
+                    "the same weightcast on every trainer rank"
+                )
+        assert sharing is not None, "an exchange with an error raises"
+        self._assigned, self._settings = sharing.assigned[ranks.group_rank], settings
+        if self._holder is not None:
+            self._holder.close()
+        self._holder = None
+        return sharing
 
     # --- the publishing rank ---
 
-    def lead(
-        self, statuses: Sequence[RankStatus], layout: Layout, bucket_size_bytes: int, run: str, device: torch.device
-    ) -> None:
+    def lead(self, statuses: Sequence[RankStatus], layout: Layout, settings: Callable[[], Settings]) -> Layout:
         """After the first exchange: have every rank know its share. Raises on every rank alike.
 
-        `device`: of the publishing rank's own arena.
+        `layout`: of the buckets if there is one origin. Returns what they are packed by.
         """
         self._compare(statuses)
-        if not any(status.news for status in statuses):
-            return
+        if self._layout is not None and not any(status.news for status in statuses):
+            return self._layout
         self._is_settled, ranks = False, self._ranks
-        brought, locations = self._settle(device)
-        ranks.announce(Instruction.SETTLE)
         gpus = {status.device for status in statuses}
-        is_nccl = 0 not in gpus and len(gpus) == len(statuses)
-        backend: Literal["gloo", "nccl"] = "nccl" if is_nccl else "gloo"
-        arenas, manifest = self.arenas.assignment(locations), layout.manifest
-        settings = Settings(run, bucket_size_bytes, manifest.digest_kind, manifest.digest(), backend, arenas)
-        ranks.announce_when_idle(Instruction.SETTLE, data=encode(settings))
-        self._layout, self._others, self._via = layout, brought[1:], self._connected(backend)
-        self.arenas.lead(arenas, locations, device)
-        if self._packer is not None:
-            self._packer.close()
-        self._packer = None
+        found = settings()
+        if 0 not in gpus and len(gpus) == len(statuses):
+            found = msgspec.structs.replace(found, backend="nccl")
+        ranks.announce_when_idle(Instruction.SETTLE, data=encode(found))
+        sharing = self._settle(found)
+        assert sharing is not None
+        self._settings = settings()
+        if len(sharing.leaders) > 1:
+            layout = sharing.layout
+        rows = ranks.gather(encode(_Address("")))
+        self.addresses = tuple(decode(rows[rank], _Address).address for rank in sharing.leaders[1:])
+        via, own = self._connected(found.backend), self._own_shards()
+        packer = OriginPacker(ranks, layout, own, sharing.beside(0), origin=0, via=via)
+        self._holder = GroupPacker(ranks, layout.manifest, sharing.leaders, packer)
+        self._layout, self._is_settled = layout, True
+        return layout
 
     def packer(self) -> GroupPacker:
         """What fills buckets in this publish."""
-        if self._packer is None:
-            assert self._layout is not None
-            self._packer = GroupPacker(self._ranks, self._layout, self._own_shards(), self._others, via=self._via)
-            self._is_settled = True
-        return self._packer
-
-    def drain(self) -> None:
-        """Take what is still on its way to the packer. Raises PeerError."""
-        if self._packer is not None:
-            self._packer.drain()
+        assert isinstance(self._holder, GroupPacker)
+        return self._holder
 
     # --- the others ---
 
     def follow(self, statuses: Sequence[RankStatus]) -> Contribution | None:
-        """After the first exchange: what this rank brings; None if it can't, which the next exchange raises."""
+        """After the first exchange: what this rank brings; None if it leads an origin."""
         self._compare(statuses)
-        if self._contribution is not None and not any(status.news for status in statuses):
-            return self._contribution
-        self._is_settled, ranks, device = False, self._ranks, self._device()
-        self._settle(device)
-        ranks.next_instruction()
-        settings: Settings = decode(ranks.broadcast(b"", ranks.next_instruction().argument), Settings)
-        self.run, via = settings.run, self._connected(settings.backend)
-        self.arenas.follow(settings.assignment, settings.run, device)
-        if self._contribution is not None:
-            self._contribution.close()
-        contribution = None
-        with ranks.error_at_next_exchange():
-            manifest = plan(self._specs, settings.bucket_size_bytes, digest_kind=settings.digest_kind)
-            if manifest.digest() != settings.manifest_digest:
-                raise IncompatibleWeightsError(
-                    f"this rank's plan of buckets has the digest {manifest.digest()[:16]}, the publishing rank's "
-                    f"{settings.manifest_digest[:16]}: install the same weightcast on every trainer rank"
-                )
-            self._layout = Layout(manifest)
-            self._contribution = contribution = Contribution(ranks, self._layout, self._own_shards(), via=via)
-        self._is_settled = ranks.error is None
-        return contribution
+        if any(status.news for status in statuses):
+            self._is_settled, ranks = False, self._ranks
+            settings: Settings = decode(ranks.broadcast(b"", ranks.next_instruction().argument), Settings)
+            self.run = settings.run
+            sharing = self._settle(settings)
+            assert sharing is not None
+            address = ""
+            with ranks.error_at_next_exchange():
+                if ranks.group_rank in sharing.leaders:
+                    address = self._lead(settings)
+                else:
+                    self._lead_none()
+            ranks.gather(encode(_Address(address)))
+            via, own = self._connected(settings.backend), self._own_shards()
+            layout, origin = sharing.layout, sharing.homes[ranks.group_rank]
+            if self.own is not None:
+                self._holder = OriginPacker(ranks, layout, own, sharing.beside(origin), origin=origin, via=via)
+                self.own.use(layout.manifest, origin, self._holder)
+            else:
+                leader, homes_ = sharing.leaders[origin], sharing.homes
+                self._holder = Contribution(ranks, layout, own, leader=leader, origin=origin, homes=homes_, via=via)
+            self._is_settled = True
+        return self._holder if isinstance(self._holder, Contribution) else None
+
+    def _lead(self, settings: Settings) -> str:
+        """Lead an origin; return the address of its sender. One that was made for the same run is kept."""
+        if self.own is not None and self.own.run != settings.run:
+            self._lead_none()
+        if self.own is None:
+            device, run, seconds = self._device(), settings.run, self._deadline_seconds
+            make = registry.transport(settings.url).sender
+            sender = make(own_url(settings.url), run=run, device=device, deadline_seconds=seconds)
+            self.own = OriginSender(self._ranks, sender, run, device, seconds)
+        return self.own.address
 
     # --- both ---
-
-    @property
-    def manifest(self) -> Manifest:
-        """Of the plan that was agreed on."""
-        assert self._layout is not None
-        return self._layout.manifest
 
     def _compare(self, statuses: Sequence[RankStatus]) -> None:
         """Raises IncompatibleWeightsError on all ranks, naming the first difference, unless all have the same specs."""
@@ -271,13 +318,45 @@ class AssignedPart(NamedTuple):
     region: Region
 
 
-def assign(
-    specs: Sequence[TensorSpec], held: Sequence[Sequence[HeldRegion]], near: Sequence[bool]
-) -> list[list[AssignedPart]]:
-    """Who brings what, by group rank; every rank computes the same. `near`: who can reach the memory of the buckets.
+def share(
+    specs: Sequence[TensorSpec],
+    held: Sequence[Sequence[HeldRegion]],
+    places: Sequence[RankPlace],
+    settings: Settings,
+) -> Sharing:
+    """Who brings what to which origin, and the plan of all buckets; every rank computes the same.
 
-    Of a region that several ranks hold, each of those that are near brings a block, or each of all where none is; a
-    small region goes to the rank that has the least to bring. Raises IncompatibleWeightsError unless the regions,
+    Each tensor lies whole in an origin that can have all of it. Raises IncompatibleWeightsError unless the regions,
+    replicas counted once, tile every tensor.
+    """
+    make_plan = functools.partial(plan, specs, settings.bucket_size_bytes, digest_kind=settings.digest_kind)
+    leaders = choose(places, settings.spread, settings.num_origins)
+    while True:
+        beside = homes(places, settings.spread, leaders)
+        assigned = assign(specs, held, beside)
+        brought: list[defaultdict[str, list[Region]]] = [defaultdict(list) for _ in leaders]
+        for home, parts, regions in zip(beside, assigned, held, strict=True):
+            for part, region in parts:
+                brought[home or 0][specs[regions[part].tensor].name].append(region)
+        if len(leaders) == 1:
+            manifest = make_plan()
+            break
+        if all(brought):
+            manifest = make_plan(origins=[{n: merged(found) for n, found in each.items()} for each in brought])
+            break
+        # An origin without a bucket is none; if it is the publishing rank's, all others send to that.
+        leaders = [leader for leader, found in zip(leaders, brought, strict=True) if found] if brought[0] else [0]
+    return Sharing(Layout(manifest), leaders, [home or 0 for home in beside], held, assigned)
+
+
+def assign(
+    specs: Sequence[TensorSpec], held: Sequence[Sequence[HeldRegion]], beside: Sequence[int | None]
+) -> list[list[AssignedPart]]:
+    """Who brings what, by group rank; every rank computes the same. `beside`: the origin that each rank is beside.
+
+    A load group is brought to one origin where the ranks beside it hold all of it; to that which has the least yet.
+    Of a region that several of them hold, each brings a block; a small region goes to the rank that has the least to
+    bring. Ranks beside no origin bring what nobody else holds. Raises IncompatibleWeightsError unless the regions,
     replicas counted once, tile every tensor.
     """
     holders: list[dict[Region, list[tuple[int, int]]]] = [{} for _ in specs]
@@ -286,15 +365,33 @@ def assign(
             holders[part.tensor].setdefault(part.region, []).append((group_rank, index))
     require_tiling(specs, holders, _TOGETHER)
     assigned: list[list[AssignedPart]] = [[] for _ in held]
-    loads = [0] * len(held)
-    for spec, found in zip(specs, holders, strict=True):
-        for region, candidates in found.items():
-            chosen = [candidate for candidate in candidates if near[candidate[0]]] or candidates
-            if region.numel * ITEMSIZE_BYTES[spec.dtype] < _MIN_SPLIT_BYTES:
+    loads, origin_loads = [0] * len(held), [0] * (1 + max((home or 0 for home in beside), default=0))
+    groups: dict[str, list[int]] = {}
+    for number, spec in enumerate(specs):
+        groups.setdefault(spec.load_group, []).append(number)
+    order = list(groups.values())
+    if len(origin_loads) > 1:
+        order.sort(key=lambda numbers: -sum(specs[number].num_bytes for number in numbers))
+    for numbers in order:
+        found = [
+            (region, ITEMSIZE_BYTES[specs[number].dtype], [c for c in each if beside[c[0]] is not None] or each)
+            for number in numbers
+            for region, each in holders[number].items()
+        ]
+        if not found:
+            continue
+        able = [{beside[group_rank] or 0 for group_rank, _ in candidates} for _, _, candidates in found]
+        shared = set.intersection(*able)
+        for (region, itemsize, candidates), origins in zip(found, able, strict=True):
+            origin = min(shared or origins, key=lambda number: (origin_loads[number], number))
+            shared = shared and {origin}
+            chosen = [candidate for candidate in candidates if (beside[candidate[0]] or 0) == origin]
+            if region.numel * itemsize < _MIN_SPLIT_BYTES:
                 chosen = [min(chosen, key=lambda candidate: (loads[candidate[0]], candidate[0]))]
             for (group_rank, index), block in zip(chosen, split(region, len(chosen)), strict=False):
                 assigned[group_rank].append(AssignedPart(index, block))
-                loads[group_rank] += block.numel * ITEMSIZE_BYTES[spec.dtype]
+                loads[group_rank] += block.numel * itemsize
+                origin_loads[origin] += block.numel * itemsize
     return assigned
 
 

@@ -10,6 +10,6 @@ from weightcast.seams.transport import Transport
 from weightcast.transports.collective.receiver import CollectiveReceiver
 from weightcast.transports.collective.sender import CollectiveSender
 
-TRANSPORT = Transport(sender=CollectiveSender, receiver=CollectiveReceiver, same_host=False)
+TRANSPORT = Transport(sender=CollectiveSender, receiver=CollectiveReceiver, same_host=False, origins="hosts")
 
 __all__ = ["TRANSPORT", "CollectiveReceiver", "CollectiveSender"]

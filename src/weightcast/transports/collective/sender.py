@@ -78,8 +78,17 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
         process_group.close_at_exit(self)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
-        """Begin an update, or begin it again after a loss: wait for `peers` to be connected, and for their group."""
+        """Begin an update, or begin it again after a loss: wait for `peers` to be connected, and for their group.
+
+        An update in progress that has lost nobody goes on too: another origin's sender may have.
+        """
         with self.condition:
+            former, group = self._update, self._group
+            if former is not None and former.is_open and former.version == version and not former.is_whole:
+                if former.peers == set(peers) and group is not None and not self._is_in_trouble(former, group):
+                    return former.next
+                self._leave()
+                former.is_interrupted = True
             update = self._begin_open(version, peers)
             if update is None:
                 arena_layout = place(manifest, num_slots=_NUM_SLOTS, staged=False)

@@ -1,15 +1,14 @@
 """`ipc://`: publisher and engines on one host share memory; nothing is copied but into it and out of it.
 
-`arena` and `cuda` are the memory, `channel` and `records` the signals, `devices` the choice among a host's senders.
+`arena` and `cuda` are the memory, `channel` and `records` the signals.
 """
 
 from __future__ import annotations
 
 from weightcast.seams.transport import Transport
-from weightcast.transports.ipc import devices as ipc_devices
 from weightcast.transports.ipc.receiver import IpcReceiver
 from weightcast.transports.ipc.sender import IpcSender
 
-TRANSPORT = Transport(sender=IpcSender, receiver=IpcReceiver, same_host=True, per_device=ipc_devices)
+TRANSPORT = Transport(sender=IpcSender, receiver=IpcReceiver, same_host=True, origins="devices")
 
 __all__ = ["TRANSPORT", "IpcReceiver", "IpcSender"]

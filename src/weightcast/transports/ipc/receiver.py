@@ -21,7 +21,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host.closing import on_failure
 from weightcast.host.deadline import Deadline
 from weightcast.links.link import check_same_user
-from weightcast.transports.ipc import devices, records
+from weightcast.transports.ipc import records
 from weightcast.transports.ipc.arena import MappedSharedArena
 from weightcast.transports.ipc.channel import SCHEME, Channel
 from weightcast.transports.ipc.cuda import MappedCudaArena
@@ -34,7 +34,7 @@ class IpcReceiver(ArenaReceiver):
     def __init__(
         self, url: str, *, peer: str, run: str, deadline_seconds: float = 60.0, device: torch.device | None = None
     ) -> None:
-        """Connect as `peer` to a sender's address; of several, to that of `device`, by default host memory.
+        """Connect as `peer` to a sender's address. `device` means nothing here: an arena is on its sender's.
 
         Raises PeerDiedError, PeerTimeoutError, StaleVersionError.
         """
@@ -42,9 +42,7 @@ class IpcReceiver(ArenaReceiver):
         self._num_waiting = 0
         self._descriptor: int | None = None
         """That of the record that is being taken, if it came with one that nobody owns yet."""
-        # Of one sender, nothing is to be chosen.
-        address = devices.choose(url, device or torch.device("cpu")) if "?" in url else url
-        self._channel = _connect(address, records.IpcHello(run, peer), min(deadline_seconds, CONNECT_SECONDS))
+        self._channel = _connect(url, records.IpcHello(run, peer), min(deadline_seconds, CONNECT_SECONDS))
         with on_failure(self._channel.close):
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
