@@ -398,7 +398,7 @@ class GroupPacker:
 
 
 class OriginsSender:
-    """Implements `Sender` for all origins, on the publishing rank. `own` closes with it, the others with their ranks."""
+    """Implements `Sender` for all origins, on the publishing rank. `own` closes with it, others with their ranks."""
 
     def __init__(self, own: Sender) -> None:
         self.address = own.address
