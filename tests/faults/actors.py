@@ -75,7 +75,7 @@ def digests(model: nn.Module) -> dict[str, str]:
 
 
 def settle_in(options: dict[str, Any]) -> None:
-    """Move to the network that the option `namespace` names, and to the device that `device_label` names.
+    """Move to the network that the option `namespace` names, and to the host that `host_label` names.
 
     Without the option `collects`, for tests of memory, the garbage collector is off: what has ended frees its sockets
     and threads by itself, and not some time later.
@@ -85,8 +85,10 @@ def settle_in(options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     if namespace := options.pop("namespace", None):
         enter(namespace)
-    if label := options.pop("device_label", None):
-        os.environ["WEIGHTCAST_DEVICE_LABEL"] = label
+    if label := options.pop("host_label", None):
+        from weightcast.trainer.group import origins
+
+        origins.host_identity = lambda: label
 
 
 class Stops:

@@ -67,17 +67,17 @@ class Stage:
         return self._start_publisher(engines, options).wait()
 
     def trainer_ranks(
-        self, number: int, *engines: EngineProcess, labels: str = "", **options: object
+        self, number: int, *engines: EngineProcess, hosts: str = "", **options: object
     ) -> list[PublisherProcess]:
         """A publisher of that many trainer ranks. Their store is served here, as torchrun's agent does.
 
-        `labels`: of each rank's device, one character each; without one, none has a label.
+        `hosts`: the name of each rank's host, one character each; without one, all are on this host.
         """
         timeout = datetime.timedelta(seconds=DEADLINE_SECONDS)
         store = TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
         self._stores.append(store)
         ranks = [Rank(index, number, store.port) for index in range(number)]
-        labelled = [{"rank": rank} | ({"device_label": labels[rank.number]} if labels else {}) for rank in ranks]
+        labelled = [{"rank": rank} | ({"host_label": hosts[rank.number]} if hosts else {}) for rank in ranks]
         actors = [self._start_publisher(engines, options | each) for each in labelled]
         return [actor.wait() for actor in actors]
 
@@ -175,5 +175,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What goes over a network plays several hosts, and so do several trainer ranks."""
     for item in items:
         wire = getattr(getattr(item, "callspec", None), "params", {}).get("wire", IPC)
-        if wire != IPC or item.path.name == "test_trainer_ranks.py":
+        if wire != IPC or item.path.name in ("test_trainer_ranks.py", "test_origins.py"):
             item.add_marker(pytest.mark.cluster)

@@ -250,19 +250,21 @@ class Rank:
         masters: bool = False,
         group: Sequence[int] | None = None,
         is_apart: bool = False,
+        hosts: int = 1,
         **options: Any,
     ) -> None:
         """`group`: the trainer ranks that publish; the first one does it for all.
 
-        `is_apart`: this rank can't map another's memory, as in another container.
+        `is_apart`: this rank can't map another's memory, as in another container. `hosts`: the ranks are on so many.
         """
         import torch.distributed as dist
         from core.direct import DirectEngine, RecordingEngine
 
         from weightcast.host.memory import map_shared
-        from weightcast.trainer.group import gather
+        from weightcast.trainer.group import gather, origins
 
         self.unmake()
+        origins.host_identity = lambda: f"host {self.rank * hosts // self.size}"
         gather.map_shared = _nothing_mapped if is_apart else map_shared
         members = tuple(range(self.size)) if group is None else tuple(group)
         if group is not None:
@@ -411,6 +413,25 @@ class Rank:
 
         sender.open, sender.buffer, sender.send = losing_open, losing_buffer, losing_send
 
+    def spans(self) -> list[range]:
+        """The numbers of each origin's buckets."""
+        return list(self.publisher._pack_plan.layout.manifest.spans)
+
+    def lose_nobody(self, at: int) -> None:
+        """Once, this rank's sender notices at its bucket `at` that its group is broken, and nobody to blame for it."""
+        own = self.publisher._group._shares.own
+        sender = self.publisher._connections.sender._own if own is None else own._sender
+        send = sender.send
+
+        def losing_send(index: int, num_bytes: int) -> None:
+            if index == at:
+                sender.send = send
+                with sender.condition:
+                    sender._interrupt(sender._update, {}, PeerDiedError("as if a connection had broken", peer="x"))
+            send(index, num_bytes)
+
+        sender.send = losing_send
+
     def publish_often(self, number: int) -> None:
         for _ in range(number):
             self.publisher.publish()
@@ -434,14 +455,16 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _count(counts: dict[str, int]) -> None:
-    """Count what goes through every group of weightcast's."""
+    """Count what goes through every group of weightcast's; and of that "bucket", by a sender, and "part", of one."""
     from weightcast.process_group import ProcessGroup
+    from weightcast.trainer.group.exchange import TrainerRanks
+    from weightcast.transports.collective.group import BroadcastGroup
 
-    def counted(name: str, size_at: int) -> Any:
-        original = getattr(ProcessGroup, name)
+    def counted(owner: Any, name: str, size_at: int, word: str) -> Any:
+        original = getattr(owner, name)
 
         def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
-            what = f"{name} row" if args[size_at].dtype == torch.int64 else name
+            what = f"{word} row" if args[size_at].dtype == torch.int64 else word
             counts[what] = counts.get(what, 0) + 1
             counts[f"{what} bytes"] = counts.get(f"{what} bytes", 0) + args[size_at].nbytes
             return original(self, *args, **kwargs)
@@ -449,7 +472,9 @@ def _count(counts: dict[str, int]) -> None:
         return counting
 
     for name, size_at in (("send", 0), ("receive", 0), ("all_gather", 1), ("broadcast", 0)):
-        setattr(ProcessGroup, name, counted(name, size_at))
+        setattr(ProcessGroup, name, counted(ProcessGroup, name, size_at, name))
+    BroadcastGroup.send = counted(BroadcastGroup, "send", 1, "bucket")  # type: ignore[method-assign]
+    TrainerRanks.send = counted(TrainerRanks, "send", 0, "part")  # type: ignore[method-assign]
 
 
 def rank_main(pipe: Connection, rank: int, size: int) -> None:

@@ -266,6 +266,29 @@ def test_buckets_of_a_former_attempt_are_ignored(fake: tuple[IpcReceiver, socket
     arena.close(free=False)
 
 
+def test_an_attempt_that_was_given_up_before_the_sender_had_heard_so_is_not_the_next_one(
+    fake: tuple[IpcReceiver, socket.socket],
+) -> None:
+    receiver, sock = fake
+    receiver.open(numbered(), version(1), staged=True)
+    receiver.end()
+    arena = OwnedSharedArena(1, SIZE_BYTES)
+    record, descriptor = arena.announcement()
+    socket.send_fds(sock, [encode(record)], [descriptor])
+    for index in range(2):
+        start = index * SIZE_BYTES // 2
+        arena.buffers.get(index, start, start + HEADER_BYTES, 8192).payload.fill_(index + 1)
+    sock.send(encode(BEGIN))
+    sock.send(encode(_ready()))
+    receiver.open(numbered(), version(1), staged=True)
+    buckets = Background(lambda: next(iter(receiver)))
+    sock.send(encode(BeginUpdate(version=1, update=2, staged=True, num_buckets=5, num_given_up=1)))
+    sock.send(encode(_ready(update=2, offset_bytes=SIZE_BYTES // 2)))
+    payload = buckets.result().buffer.payload
+    assert torch.equal(payload, torch.full_like(payload, 2))
+    arena.close(free=False)
+
+
 def test_an_abandoned_arena_is_not_reused_for_another_layout(ipc_ends: Ends) -> None:
     sender, manifest, larger = ipc_ends.sender(deadline_seconds=0.3), numbered(2), numbered(1, 14336)
     stalled, lively = ipc_ends.receiver(sender, "stalled"), ipc_ends.receiver(sender, "lively")

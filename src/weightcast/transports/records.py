@@ -23,13 +23,17 @@ Handle = Annotated[bytes, msgspec.Meta(max_length=1 << 14)]
 
 
 class BeginUpdate(msgspec.Struct, frozen=True, tag="begin", tag_field="kind"):
-    """An update that the receiver takes part in. The same `update` again: it goes on after a loss, from `first` on."""
+    """An update that the receiver takes part in. The same `update` again: it goes on after a loss, from `first` on.
+
+    `num_given_up`: how many updates this receiver had given up before they began, as far as the sender had heard.
+    """
 
     version: VersionNumber
     update: Count
     staged: bool
     num_buckets: Count
     first: Count = 0
+    num_given_up: Count = 0
 
 
 class BucketReady(msgspec.Struct, frozen=True, tag="ready", tag_field="kind"):

@@ -68,19 +68,21 @@ class SentUpdate:
     def is_whole(self) -> bool:
         return self.next >= self.num_buckets
 
-    def begin(self) -> BeginUpdate:
-        return BeginUpdate(self.version.number, self.number, self.staged, self.num_buckets, self.next)
+    def begin(self, peer: ConnectedPeer) -> BeginUpdate:
+        given_up = peer.num_given_up
+        return BeginUpdate(self.version.number, self.number, self.staged, self.num_buckets, self.next, given_up)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ConnectedPeer:
     """A receiver that is connected. `progress_at`: when it said something last. `declined`: the version that it gave up
-    before it began. `generation`: of the sender's arena that it was told of.
+    before it began, and `num_given_up` how many there were. `generation`: of the sender's arena that it was told of.
     """
 
     name: str
     progress_at: float = dataclasses.field(default_factory=time.monotonic, kw_only=True)
     declined: int | None = dataclasses.field(default=None, kw_only=True)
+    num_given_up: int = dataclasses.field(default=0, kw_only=True)
     generation: int = dataclasses.field(default=-1, kw_only=True)
 
     def died(self, reason: object) -> PeerDiedError:
@@ -211,6 +213,7 @@ class SendingEnd(abc.ABC, Generic[U, P]):
                 peer.declined = None
             case UpdateEnded():
                 took_part, ended = False, (record.version, record.update)
+                peer.num_given_up += not record.update
                 if update is not None and ended in ((update.version.number, n) for n in (0, update.number)):
                     took_part = peer.name in update.peers
                     self._on_ended(peer, update)
@@ -391,7 +394,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
             self._update, self._waiting = update, update.peers
             for name in sorted(update.peers):
                 if name in update.peers:
-                    self._post(self._peers[name], update.begin())
+                    self._post(peer := self._peers[name], update.begin(peer))
         return 0
 
     def buffer(self, index: int) -> BucketBuffer:

@@ -108,7 +108,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
             if update.next > update.first:
                 update.first, update.num_fruitless = update.next, 0
             for member in members:
-                self._post(member, update.begin())
+                self._post(member, update.begin(member))
             if update.is_whole:
                 update.peers.clear()
             return update.next

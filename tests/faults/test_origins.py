@@ -1,0 +1,260 @@
+"""Trainer ranks on several hosts, each with an origin of its own, and engines that receive from all of them.
+
+The hosts are names here. Over `ipc://`, which has one origin for each host that it reaches, all are on this one.
+"""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from faults.actors import arenas
+from faults.conftest import (
+    GLOO,
+    IPC,
+    Footprints,
+    Stage,
+    assert_one_whole_version,
+    assert_serves,
+    eventually,
+    is_free,
+    on,
+    served,
+    weight_info,
+)
+from faults.engine_actor import EngineProcess
+from faults.publisher_actor import PublisherProcess, publish_together
+
+DEADLINE_SECONDS = 4.0
+STREAMING, STAGED = "streaming", "staged"
+
+
+def two_hosts(stage: Stage, install: str, hosts: str = "ab") -> tuple[list[PublisherProcess], list[EngineProcess]]:
+    """Trainer ranks on these hosts, and two engines, which serve content 1 as version 1."""
+    engines = stage.engines(2)
+    ranks = stage.trainer_ranks(len(hosts), *engines, hosts=hosts, install=install, deadline_seconds=DEADLINE_SECONDS)
+    assert publish_together(ranks, 1, 1)["failures"] == {}
+    return ranks, engines
+
+
+def assert_all_serve(ranks: list[PublisherProcess], engines: list[EngineProcess], content: int) -> None:
+    """The next publish works, for all."""
+    outcome = publish_together(ranks, content)
+    assert outcome["failures"] == {}
+    for engine in engines:
+        assert_serves(engine, str(outcome["version"]), content)
+
+
+def assert_not_mixed(engine: EngineProcess, install: str) -> None:
+    """An engine whose update has failed serves content 1; streaming, it may have to refuse to serve."""
+    info = weight_info(engine)
+    assert not info["paused"], info
+    if install == STAGED or not info["torn"]:
+        assert_serves(engine, "1", 1)
+
+
+# --- who sends what ---
+
+
+@pytest.mark.parametrize(("wire", "install"), [on(IPC, STREAMING), on(IPC, STAGED), on(GLOO, STAGED)])
+@pytest.mark.parametrize("hosts", ["ab", "aabb", pytest.param("abcd", marks=pytest.mark.full)])
+def test_engines_hold_what_all_hosts_send(stage: Stage, hosts: str, install: str) -> None:
+    ranks, engines = two_hosts(stage, install, hosts)
+    for content in (2, 3):
+        assert_all_serve(ranks, engines, content)
+    leaders = [hosts.index(host) for host in sorted(set(hosts))]
+    own = [len(arenas(rank.pid, f"{rank.pid}-")) for rank in ranks]
+    assert own == [int(number in leaders) for number in range(len(ranks))]
+
+
+@pytest.mark.parametrize("wire", [on(GLOO)])
+@pytest.mark.parametrize("hosts", ["ab", pytest.param("aabb", marks=pytest.mark.full)])
+def test_engines_hold_the_full_tensors_of_an_fsdp2_model(stage: Stage, hosts: str) -> None:
+    engines = stage.engines(2)
+    ranks = stage.trainer_ranks(len(hosts), *engines, hosts=hosts, fsdp=True)
+    for content in (1, 2):
+        assert publish_together(ranks, content, content)["failures"] == {}
+        for rank in ranks:
+            rank.tell("full digests")
+        full, *others = [rank.hear("full digests") for rank in ranks]
+        assert all(other == full for other in others)
+        assert [served(engine) for engine in engines] == [(str(content), full)] * 2
+
+
+@pytest.mark.parametrize(("wire", "install"), [on(IPC, STREAMING), on(GLOO, STAGED)])
+def test_many_publishes_leave_nothing(stage: Stage, install: str) -> None:
+    engines = [stage.engine(collects=True) for _ in range(2)]
+    ranks = stage.trainer_ranks(2, *engines, hosts="ab", install=install, collects=True)
+    for content in range(1, 21):
+        assert publish_together(ranks, content)["failures"] == {}
+    seen = Footprints(*ranks, *engines)
+    before = [rank.footprint()["rss_bytes"] for rank in ranks]
+    for content in range(21, 61):
+        assert publish_together(ranks, content)["failures"] == {}
+    after = [rank.footprint()["rss_bytes"] for rank in ranks]
+    assert all(now - former < 2 << 20 for former, now in zip(before, after, strict=True))
+    seen.assert_settled()
+    assert_all_serve(ranks, engines, 61)
+
+
+# --- engines that fail, while one origin or the other has a bucket in hand ---
+
+
+@pytest.mark.parametrize(
+    ("wire", "install", "stops", "number"),
+    [
+        on(GLOO, STAGED, 0, signal.SIGKILL),
+        on(GLOO, STAGED, 1, signal.SIGKILL),
+        on(GLOO, STAGED, 1, signal.SIGSTOP),
+        on(GLOO, STREAMING, 1, signal.SIGKILL),
+        on(IPC, STREAMING, 1, signal.SIGKILL),
+        on(GLOO, STAGED, 0, signal.SIGSTOP, full=True),
+        on(GLOO, STREAMING, 0, signal.SIGSTOP, full=True),
+        on(IPC, STREAMING, 0, signal.SIGSTOP, full=True),
+        on(IPC, STAGED, 1, signal.SIGSTOP, full=True),
+    ],
+)
+def test_a_lost_engine_costs_the_other_nothing(stage: Stage, install: str, stops: int, number: int) -> None:
+    ranks, (lost, other) = two_hosts(stage, install)
+    ranks[stops].ask("stop at", "mid-bucket")
+    for rank in ranks:
+        rank.tell("publish", 2, 2)
+    ranks[stops].hear("at")
+    lost.signal(number)
+    ranks[stops].tell("go")
+    outcomes = [rank.hear("published") for rank in ranks]
+    assert outcomes[0] == outcomes[1]
+    assert list(outcomes[0]["failures"]) == [lost.url]
+    assert_serves(other, "2", 2)
+    if number == signal.SIGSTOP:
+        lost.signal(signal.SIGCONT)
+        eventually(lambda: is_free(lost), "the engine that stood still gives the update up")
+        assert_not_mixed(lost, install)
+        assert_all_serve(ranks, [lost, other], 3)
+    else:
+        again = stage.engine(lost.port)
+        assert_all_serve(ranks, [again, other], 3)
+
+
+@pytest.mark.parametrize(("wire", "install"), [on(IPC, STREAMING), on(GLOO, STAGED)])
+@pytest.mark.parametrize("stops", [0, 1])
+def test_a_corrupt_byte_of_either_origin_is_refused(stage: Stage, install: str, stops: int) -> None:
+    ranks, engines = two_hosts(stage, install)
+    ranks[stops].ask("corrupt")
+    outcome = publish_together(ranks, 2, 2)
+    assert {failure[0] for failure in outcome["failures"].values()} == {"IntegrityError"}
+    for engine in engines:
+        assert_not_mixed(engine, install)
+    assert_all_serve(ranks, engines, 3)
+
+
+@pytest.mark.parametrize("wire", [on(GLOO)])
+def test_an_engine_that_cannot_load_costs_the_other_nothing(stage: Stage) -> None:
+    ranks, engines = two_hosts(stage, STAGED)
+    engines[1].ask("fail load", True)
+    outcome = publish_together(ranks, 2, 2)
+    assert {name: failure[0] for name, failure in outcome["failures"].items()} == {engines[1].url: "InstallError"}
+    assert_serves(engines[0], "2", 2)
+    engines[1].ask("fail load", False)
+    assert_all_serve(ranks, engines, 3)
+
+
+# --- trainer ranks that fail ---
+
+
+@pytest.mark.parametrize(
+    ("wire", "install", "stops"),
+    [
+        on(GLOO, STAGED, 0),
+        on(GLOO, STAGED, 1),
+        on(IPC, STREAMING, 1),
+        on(GLOO, STREAMING, 1, full=True),
+        on(IPC, STREAMING, 0, full=True),
+    ],
+)
+def test_a_killed_host_is_an_error_and_a_restarted_trainer_heals(stage: Stage, install: str, stops: int) -> None:
+    """Killed while the publishing rank has a bucket in hand, or while it sends one itself."""
+    ranks, engines = two_hosts(stage, install)
+    publishing, other = ranks
+    footprints = Footprints(*engines)
+    ranks[stops].ask("stop at", "mid-bucket")
+    for rank in ranks:
+        rank.tell("publish", 2, 2)
+    ranks[stops].hear("at")
+    other.kill()
+    if stops == 0:
+        publishing.tell("go")
+    for attempt in (2, 3):
+        kind, text = publishing.hear("published")["error"]
+        assert kind in ("PeerDiedError", "PeerTimeoutError")
+        assert "trainer rank 1" in text
+        for engine in engines:
+            assert_not_mixed(engine, install)
+        if attempt == 2:
+            publishing.tell("publish", 3, 3)
+    publishing.close()
+
+    restarted = stage.trainer_ranks(2, *engines, hosts="ab", install=install, deadline_seconds=DEADLINE_SECONDS)
+    assert_all_serve(restarted, engines, 4)
+    footprints.assert_settled()
+
+
+@pytest.mark.parametrize(
+    ("wire", "install", "stops"),
+    [on(GLOO, STAGED, 1), on(GLOO, STAGED, 0, full=True), on(IPC, STREAMING, 1, full=True)],
+)
+def test_a_stopped_host_is_an_error_and_when_woken_goes_on(stage: Stage, install: str, stops: int) -> None:
+    ranks, engines = two_hosts(stage, install)
+    publishing, other = ranks
+    footprints = Footprints(*ranks, *engines)
+    ranks[stops].ask("stop at", "mid-bucket")
+    for rank in ranks:
+        rank.tell("publish", 2, 2)
+    ranks[stops].hear("at")
+    other.signal(signal.SIGSTOP)
+    ranks[stops].tell("go")
+    kind, text = publishing.hear("published")["error"]
+    assert kind == "PeerTimeoutError"
+    assert "trainer rank 1" in text
+    other.signal(signal.SIGCONT)
+    assert "error" in other.hear("published")
+    assert_all_serve(ranks, engines, 3)
+    footprints.assert_settled()
+
+
+@pytest.mark.parametrize(("wire", "install"), [on(GLOO, STAGED), on(IPC, STREAMING, full=True)])
+@pytest.mark.parametrize("phase", ["mid-bucket", "before seal"])
+def test_the_publishing_rank_is_killed(stage: Stage, install: str, phase: str) -> None:
+    ranks, engines = two_hosts(stage, install)
+    publishing, other = ranks
+    publishing.ask("stop at", phase)
+    for rank in ranks:
+        rank.tell("publish", 2, 2)
+    publishing.hear("at")
+    publishing.kill()
+    kind, text = other.hear("published")["error"]
+    assert kind in ("PeerDiedError", "PeerTimeoutError")
+    assert "trainer rank 0" in text
+    for engine in engines:
+        eventually(lambda engine=engine: is_free(engine), "the dead publisher's hold ends")
+        if install == STAGED:
+            assert_one_whole_version(engine, {"1": 1})
+    other.close()
+
+    restarted = stage.trainer_ranks(2, *engines, hosts="ab", install=install, deadline_seconds=DEADLINE_SECONDS)
+    assert_all_serve(restarted, engines, 3)
+
+
+@pytest.mark.parametrize(("wire", "victim"), [on(IPC, 0), on(IPC, 1), on(GLOO, 1)])
+def test_memory_that_an_origin_lacks_is_everybodys_error(stage: Stage, victim: int) -> None:
+    engines = stage.engines(2)
+    ranks = stage.trainer_ranks(2, *engines, hosts="ab")
+    ranks[victim].ask("refuse memory", True)
+    for rank in ranks:
+        rank.tell("publish", 1, 1)
+    errors = [rank.hear("published")["error"] for rank in ranks]
+    assert [kind for kind, _ in errors] == ["InsufficientMemoryError"] * 2
+    assert errors[1 - victim][1].startswith(f"trainer rank {victim}: ")
+    ranks[victim].ask("refuse memory", False)
+    assert_all_serve(ranks, engines, 2)

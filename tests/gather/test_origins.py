@@ -1,0 +1,224 @@
+"""Trainer ranks on several hosts: each host's ranks pack into an origin of their own, which a rank there sends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gather.squad import MODELS, Squad, squad
+from gather.test_gather import failed, published
+from weightcast.format.geometry import Region, merged
+from weightcast.format.manifest import TensorSpec
+from weightcast.trainer.group.origins import RankPlace, choose, homes
+from weightcast.trainer.group.shares import Settings, share
+from weightcast.trainer.packer import HeldRegion
+
+NUM_RANKS = 4
+GLOO: dict[str, Any] = {"transport": "gloo://127.0.0.1:0"}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Squad]:
+    with squad(NUM_RANKS) as members:
+        yield members
+
+
+def sent_by(outcomes: list[dict[str, Any]]) -> list[int]:
+    """Bytes of buckets that each rank has broadcast, headers included."""
+    return [outcome["counts"].get("bucket bytes", 0) for outcome in outcomes]
+
+
+# --- bytes ---
+
+
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+@pytest.mark.parametrize("cut", ["rows", "columns", "strided", "last_alone", "hybrid", "replicated", "transposed"])
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_every_sharding_arrives_whole(ranks: Squad, cut: str, hosts: int, install: str) -> None:
+    ranks.all("make", "table", cut, hosts=hosts, install=install, **GLOO)
+    for content in (1, 2):
+        report = published(ranks.publish(content))
+        assert report["version"] == content - 1
+        assert ranks[0].ask("check", content) == []
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize(("hosts", "leaders"), [(1, [0]), (2, [0, 2]), (4, [0, 1, 2, 3])])
+@pytest.mark.parametrize("cut", ["rows", "replicated"])
+def test_each_host_sends_its_share(ranks: Squad, cut: str, hosts: int, leaders: list[int], is_apart: bool) -> None:
+    ranks.all("make", "many", cut, hosts=hosts, is_apart=is_apart, **GLOO)
+    num_bytes = sum(tensor.nbytes for tensor in MODELS["many"](0).values())
+    for content in (1, 2):
+        outcomes = ranks.publish(content)
+        published(outcomes)
+        assert ranks[0].ask("check", content) == []
+        sent = sent_by(outcomes)
+        assert [rank for rank, each in enumerate(sent) if each] == leaders
+        assert sum(sent) >= num_bytes
+        assert max(sent) <= 1.2 * sum(sent) / hosts
+        assert any("part" in outcome["counts"] for outcome in outcomes) == (is_apart and hosts < NUM_RANKS)
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_at_most_as_many_origins_as_asked_for(ranks: Squad, limit: int) -> None:
+    ranks.all("make", "many", "rows", hosts=4, origins=limit, is_apart=True, **GLOO)
+    outcomes = ranks.publish(1)
+    published(outcomes)
+    assert ranks[0].ask("check", 1) == []
+    assert [rank for rank, sent in enumerate(sent_by(outcomes)) if sent] == list(range(limit))
+
+
+def test_only_the_first_host_has_an_origin_where_memory_must_be_shared(ranks: Squad) -> None:
+    ranks.all("make", "table", "rows", hosts=2, is_apart=True)
+    outcomes = ranks.publish(1)
+    published(outcomes)
+    assert ranks[0].ask("check", 1) == []
+    assert all("part" in outcome["counts"] for outcome in outcomes[1:])
+
+
+def test_a_round_costs_at_most_three_exchanges(ranks: Squad) -> None:
+    ranks.all("make", "large", "rows", hosts=2, bucket_size_bytes=1 << 20, **GLOO)
+    published(ranks.publish(1))
+    outcomes = ranks.publish(2)
+    num_rounds = published(outcomes)["num_buckets"] // 2 + 1
+    exchanges = outcomes[0]["counts"]["broadcast row"]
+    # Besides: those in which a rank was busy with its engines.
+    assert exchanges >= 2 * num_rounds
+    assert all(outcome["counts"]["send row"] >= exchanges for outcome in outcomes[1:])
+
+
+def test_a_fleet_that_grows_and_a_publish_that_fails(ranks: Squad) -> None:
+    ranks.all("make", "table", "rows", hosts=2, num_engines=2, **GLOO)
+    published(ranks.publish(1))
+    ranks[0].ask("fail_engine", 0)
+    errors = failed(ranks.publish(2))
+    assert all("engine-0" in text for _, text in errors)
+    ranks[0].ask("fail_engine", None)
+    published(ranks.publish(3))
+    assert ranks[0].ask("check", 3) == []
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+@pytest.mark.parametrize("bucket", [0, 4])
+def test_a_rank_that_fails_at_a_bucket(ranks: Squad, failing: int, bucket: int) -> None:
+    ranks.all("make", "table", "rows", hosts=2, **GLOO)
+    published(ranks.publish(1))
+    spans = ranks[0].ask("spans")
+    ranks[failing].ask("fail_at", spans[failing // 2][bucket], RuntimeError("out of paper"))
+    errors = [outcome["error"] for outcome in ranks.publish(2)]
+    assert errors[failing] == ("RuntimeError", "out of paper")
+    assert sum(f"trainer rank {failing}" in text for _, text in errors) == NUM_RANKS - 1
+    published(ranks.publish(3))
+    assert ranks[0].ask("check", 3) == []
+
+
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+def test_every_origin_brings_a_late_engine_to_the_version_of_the_others(ranks: Squad, install: str) -> None:
+    ranks.all("make", "table", "rows", hosts=2, install=install, **GLOO)
+    published(ranks.publish(1))
+    report = published(ranks.all("sync", "late", is_new=True))
+    assert (report["version"], list(report["engines"])) == (0, ["late"])
+    assert ranks[0].ask("check", 1) == []
+    assert published(ranks.all("sync", "late"))["version"] == 0, "it serves it already"
+    # Only what the other host brings has changed.
+    for rank in (2, 3):
+        ranks[rank].ask("fill", 2)
+    errors = failed(ranks.all("sync", "later", is_new=True))
+    assert all("weights have changed since" in text for _, text in errors)
+    ranks.all("fill", 2)
+    assert published(ranks.publish(2))["version"] == 1
+    assert ranks[0].ask("check", 2) == []
+    assert ranks[0].ask("serves") == [1, 1, 1]
+
+
+@pytest.mark.parametrize("group_rank", [0, 2])
+@pytest.mark.parametrize("at", [0, 2, -1])
+def test_an_origin_that_has_lost_peers_goes_on(ranks: Squad, group_rank: int, at: int) -> None:
+    """As if an engine had been lost, at the first bucket, at another, and at the last."""
+    ranks.all("make", "table", "rows", hosts=2, num_engines=2, **GLOO)
+    published(ranks.publish(1))
+    spans = ranks[0].ask("spans")
+    ranks[group_rank].ask("lose_nobody", spans[group_rank // 2][at] - spans[group_rank // 2][0])
+    report = published(ranks.publish(2))
+    assert all(result["error"] is None for result in report["engines"].values())
+    assert ranks[0].ask("check", 2) == []
+    published(ranks.publish(3))
+    assert ranks[0].ask("check", 3) == []
+
+
+def test_many_publishes_leave_nothing(ranks: Squad) -> None:
+    ranks.all("make", "many", "rows", hosts=2, **GLOO)
+    ranks.all("publish_often", 5)
+    before = ranks.all("footprint")
+    ranks.all("publish_often", 20)
+    for former, now in zip(before, ranks.all("footprint"), strict=True):
+        assert now["fds"] <= former["fds"]
+        assert now["threads"] <= former["threads"]
+
+
+# --- who leads, who brings what: no processes ---
+
+A0, A1, B0 = RankPlace("a", "0"), RankPlace("a", "1"), RankPlace("b", "0")
+
+
+@pytest.mark.parametrize(
+    ("places", "spread", "limit", "leaders", "beside"),
+    [
+        ([A0, A1, B0], "one", 9, [0], [0, 0, None]),
+        ([A0, A1, B0, B0], "hosts", 9, [0, 2], [0, 0, 1, 1]),
+        ([A0, A1, B0, B0], "hosts", 1, [0], [0, 0, None, None]),
+        ([A0, A1, A0, B0], "devices", 9, [0, 1], [0, 1, 0, None]),
+        ([A0, A1, A0, B0], "devices", 1, [0], [0, 0, 0, None]),
+        ([B0, A0, A1], "hosts", 9, [0, 1], [0, 1, 1]),
+    ],
+)
+def test_who_leads_an_origin(
+    places: list[RankPlace], spread: Any, limit: int, leaders: list[int], beside: list[int | None]
+) -> None:
+    assert choose(places, spread, limit) == leaders
+    assert homes(places, spread, leaders) == beside
+
+
+def settings(**more: Any) -> Settings:
+    return Settings("0" * 32, "gloo://a", 1 << 20, "xxh3-128", "gloo", "hosts", 9, **more)
+
+
+def test_replicas_on_two_hosts_leave_whole_tensors_in_one_origin() -> None:
+    specs = [TensorSpec(f"w{n}", "float32", (64, n + 1), group="pair" if n in (3, 4) else "") for n in range(16)]
+    halves = [Region((32 * half, 0), (32, 0)) for half in (0, 1)]
+    held = [[HeldRegion(n, Region(halves[half].offsets, (32, n + 1))) for n in range(16)] for half in (0, 1, 0, 1)]
+    found = share(specs, held, [A0, A1, B0, B0], settings())
+    manifest = found.layout.manifest
+    assert len(manifest.origins) == 2
+    origin_of = [origin for origin, span in enumerate(manifest.spans) for _ in span]
+    origins = [{origin_of[piece.bucket] for piece in record.pieces} for record in manifest.tensors]
+    assert all(len(each) == 1 for each in origins)
+    assert origins[3] == origins[4]
+    assert all(len(record.pieces) == 1 for record in manifest.tensors)
+    loads = [sum(manifest.buckets[index] for index in span) for span in manifest.spans]
+    assert max(loads) < 1.2 * min(loads)
+
+
+def test_an_origin_with_nothing_to_send_is_none() -> None:
+    specs = [TensorSpec("w", "float32", (4,))]
+    whole, nothing = [HeldRegion(0, Region((0,), (4,)))], list[HeldRegion]()
+    for held, leaders in (([whole, nothing], [0]), ([nothing, whole], [0]), ([whole, whole], [0])):
+        found = share(specs, held, [A0, B0], settings())
+        assert found.leaders == leaders
+        assert found.layout.manifest.origins == ()
+
+
+@pytest.mark.parametrize(
+    ("regions", "expected"),
+    [
+        ([((0, 0), (2, 4)), ((2, 0), (2, 4))], [((0, 0), (4, 4))]),
+        ([((2, 0), (2, 2)), ((0, 2), (2, 2)), ((0, 0), (2, 2)), ((2, 2), (2, 2))], [((0, 0), (4, 4))]),
+        ([((0, 0), (1, 4)), ((2, 0), (1, 4))], [((0, 0), (1, 4)), ((2, 0), (1, 4))]),
+        ([((), ())], [((), ())]),
+        ([], []),
+    ],
+)
+def test_regions_that_adjoin_become_one(regions: list[Any], expected: list[Any]) -> None:
+    assert merged([Region(*each) for each in regions]) == [Region(*each) for each in expected]
