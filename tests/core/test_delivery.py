@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
@@ -54,13 +56,16 @@ class RegionEngine(RecordingEngine):
     def __init__(self) -> None:
         super().__init__()
         self.regions: list[tuple[str, Region]] = []
+        self.num_calls = 0
 
-    def load_region(self, name: str, region: Region, part: torch.Tensor) -> None:
-        self.regions.append((name, region))
-        whole = self.held.setdefault(name, torch.zeros(100, 50))
-        assert part.shape == region.sizes
-        rows = slice(region.offsets[0], region.offsets[0] + region.sizes[0])
-        whole[rows, region.offsets[1] : region.offsets[1] + region.sizes[1]] = part
+    def load_regions(self, parts: Iterable[tuple[str, Region, torch.Tensor]]) -> None:
+        self.num_calls += 1
+        for name, region, part in parts:
+            self.regions.append((name, region))
+            whole = self.held.setdefault(name, torch.zeros(100, 50))
+            assert part.shape == region.sizes
+            rows = slice(region.offsets[0], region.offsets[0] + region.sizes[0])
+            whole[rows, region.offsets[1] : region.offsets[1] + region.sizes[1]] = part
 
 
 @pytest.mark.parametrize("install", ["staged", "streaming"])
@@ -69,6 +74,7 @@ def test_engine_that_takes_regions_gets_cut_tensors_in_parts(install: str) -> No
     with fleet(TensorSource(TENSORS), engine, install=install) as (publisher, _):
         publisher.publish()
     assert len(engine.regions) > 1
+    assert engine.num_calls == 1 if install == "staged" else engine.num_calls > 1
     assert {name for name, _ in engine.regions} == {"big"}
     assert sum(region.numel for _, region in engine.regions) == BIG.numel()
     assert_same(engine.held, TENSORS)

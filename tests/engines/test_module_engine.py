@@ -145,7 +145,7 @@ def test_casts_only_when_asked_and_only_plain_floats() -> None:
     assert engine.can_cast("float64", "float32")
     engine.load([("weight", wide)])
     assert torch.equal(net.weight, wide.float())
-    engine.load_region("weight", Region((1,), (1,)), torch.tensor([9.0]).bfloat16())
+    engine.load_regions([("weight", Region((1,), (1,)), torch.tensor([9.0]).bfloat16())])
     assert net.weight[1] == 9
     for name in ("scale", "count"):
         with pytest.raises(IncompatibleWeightsError, match="cast=True"):
@@ -171,7 +171,7 @@ def test_discard_forgets_what_was_loaded() -> None:
     engine = ModuleEngine(make_net())
     update = update_of(engine)
     engine.load(update.items())
-    engine.load_region("0.weight", Region((0, 0), (5, 4)), update["0.weight"])
+    engine.load_regions([("0.weight", Region((0, 0), (5, 4)), update["0.weight"])])
     engine.discard()
     with pytest.raises(IncompleteUpdateError, match="6 of 6"):
         engine.commit(VERSION)
@@ -185,7 +185,7 @@ def test_any_tiling_by_regions_is_the_whole(data: st.DataObject) -> None:
     engine = ModuleEngine(module)
     for region in data.draw(st.permutations(cut(data, Region((0,) * len(shape), shape)))):
         part = whole[tuple(slice(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True))]
-        engine.load_region("value", region, part)
+        engine.load_regions([("value", region, part)])
     engine.commit(VERSION)
     assert bits(module.value) == bits(whole)
 
@@ -206,7 +206,7 @@ def cut(data: st.DataObject, region: Region) -> list[Region]:
 
 def test_regions_that_leave_a_hole_are_incomplete() -> None:
     engine = ModuleEngine(buffers(value=torch.zeros(4, 4)))
-    engine.load_region("value", Region((0, 0), (2, 4)), torch.ones(2, 4))
+    engine.load_regions([("value", Region((0, 0), (2, 4)), torch.ones(2, 4))])
     with pytest.raises(IncompleteUpdateError, match="'value' was loaded in part"):
         engine.commit(VERSION)
 
@@ -223,16 +223,16 @@ BAD_REGIONS = {
 def test_a_region_that_does_not_fit_is_refused(region: Region) -> None:
     module = buffers(value=torch.zeros(4, 4))
     with pytest.raises(IncompatibleWeightsError, match="not a region of 'value'"):
-        ModuleEngine(module).load_region("value", region, torch.ones(2, 4))
+        ModuleEngine(module).load_regions([("value", region, torch.ones(2, 4))])
     assert not module.value.any()
 
 
 def test_a_region_of_another_dtype_or_name_is_refused() -> None:
     engine = ModuleEngine(buffers(value=torch.zeros(4)))
     with pytest.raises(IncompatibleWeightsError, match="is float64"):
-        engine.load_region("value", Region((0,), (1,)), torch.ones(1, dtype=torch.float64))
+        engine.load_regions([("value", Region((0,), (1,)), torch.ones(1, dtype=torch.float64))])
     with pytest.raises(IncompatibleWeightsError, match="unknown tensor 'other'"):
-        engine.load_region("other", Region((0,), (1,)), torch.ones(1))
+        engine.load_regions([("other", Region((0,), (1,)), torch.ones(1))])
 
 
 def test_an_undo_copy_restores_every_bit() -> None:
@@ -324,7 +324,7 @@ def test_parameters_made_in_inference_mode_are_written() -> None:
     restore = engine.snapshot()
     before = bits(net.weight)
     engine.load(update.items())
-    engine.load_region("weight", Region((0, 0), (2, 3)), update["weight"])
+    engine.load_regions([("weight", Region((0, 0), (2, 3)), update["weight"])])
     engine.commit(VERSION)
     assert bits(net.weight) == bits(update["weight"])
     restore()

@@ -43,7 +43,7 @@ class ModuleEngine:
         self._is_fresh = False
         self._replaced = False
         self._loaded: set[int] = set()
-        self._parts: dict[int, set[Region]] = {}
+        self._parts: dict[int, list[Region]] = {}
 
     @property
     def snapshot_bytes(self) -> int:
@@ -89,18 +89,33 @@ class ModuleEngine:
         self._copy([self._targets.views[number] for number in numbers], sources)
         self._loaded |= unique
 
-    def load_region(self, name: str, region: Region, part: torch.Tensor) -> None:
-        """Copy a part of a tensor into its place. Raises as `load`."""
+    def load_regions(self, parts: Iterable[tuple[str, Region, torch.Tensor]]) -> None:
+        """Copy parts of tensors into their places. Raises as `load`, before anything is written."""
+        names: list[str] = []
+        regions: list[Region] = []
+        sources: list[torch.Tensor] = []
+        for name, region, part in parts:
+            names.append(name)
+            regions.append(region)
+            sources.append(part)
+        if not names:
+            return
         self._begin()
-        (number,) = self._targets.numbers([name])
-        target = self._targets.views[number]
-        if not is_inside(region, target.shape) or tuple(part.shape) != region.sizes:
-            found = f"{list(part.shape)} elements at {list(region.offsets)}"
-            raise IncompatibleWeightsError(f"{found} are not a region of {name!r} {list(target.shape)}")
-        self._check_dtype(number, part)
-        self._copy([narrow(target, region)], [part])
-        if region.numel:
-            self._parts.setdefault(number, set()).add(region)
+        numbers = self._targets.numbers(names)
+        views, dtypes = self._targets.views, self._targets.dtypes
+        targets: list[torch.Tensor] = []
+        for number, region, source in zip(numbers, regions, sources, strict=True):
+            target = views[number]
+            if source.shape != region.sizes or not is_inside(region, target.shape):
+                found = f"{list(source.shape)} elements at {list(region.offsets)}"
+                name = self._live.specs[number].name
+                raise IncompatibleWeightsError(f"{found} are not a region of {name!r} {list(target.shape)}")
+            if source.dtype is not dtypes[number]:
+                self._check_dtype(number, source)
+            targets.append(narrow(target, region))
+        self._copy(targets, sources)
+        for number, region in zip(numbers, regions, strict=True):
+            self._parts.setdefault(number, []).append(region)
 
     def commit(self, version: WeightVersion) -> None:
         """Every tensor has been loaded since the last commit or discard: `version` is served.
@@ -208,7 +223,8 @@ class ModuleEngine:
         if number not in self._parts:
             return False
         try:
-            check_tiling(list(self._parts[number]), spec.shape, spec.name)
+            # Names that are tied may come each with the same parts.
+            check_tiling(list(dict.fromkeys(self._parts[number])), spec.shape, spec.name)
         except ManifestError as exc:
             raise IncompleteUpdateError(f"{spec.name!r} was loaded in part: {exc}") from exc
         return True

@@ -154,6 +154,11 @@ class Manifest(msgspec.Struct, frozen=True):
         return tuple(map(range, ends, ends[1:]))
 
     @property
+    def bucket_origins(self) -> list[int]:
+        """Which origin each bucket leaves from."""
+        return [origin for origin, span in enumerate(self.spans) for _ in span]
+
+    @property
     def rounds(self) -> list[int]:
         """The numbers of all buckets in the order in which they are sent: the next of each origin in turn."""
         return [index for each in itertools.zip_longest(*self.spans) for index in each if index is not None]

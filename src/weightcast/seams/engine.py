@@ -46,9 +46,12 @@ class Engine(Protocol):
 
 @runtime_checkable
 class RegionLoader(Protocol):
-    """An engine that can take a part of a tensor, so that a tensor larger than a bucket is not put together first."""
+    """An engine that can take parts of tensors, so that a tensor that is cut over buckets is not put together first.
 
-    def load_region(self, name: str, region: Region, part: torch.Tensor) -> None: ...
+    `load_regions` gets each part with its tensor's name and its region. Called as `load` is, and after it.
+    """
+
+    def load_regions(self, parts: Iterable[tuple[str, Region, torch.Tensor]]) -> None: ...
 
 
 @runtime_checkable

@@ -2,8 +2,9 @@
 
 Invariants: a tensor is handed out once and only when every byte of it is there, all of them by the last bucket (a
 manifest's pieces tile its tensors); members of a load group go in one call. Tensors that lie whole in one piece of
-memory are views of it; only what was cut, or belongs to a group that spans buckets, is put together in memory of its
-own, unless the engine takes regions (`RegionLoader`).
+memory are views of it; only what was cut is put together in memory of its own, and when streaming also what belongs to
+a group that spans buckets, unless the engine takes regions (`RegionLoader`). Staged, a tensor with pieces of several
+origins is put together while buckets arrive, never while the engine is paused.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import torch
 from weightcast.checkpoint.live import CASTABLE
 from weightcast.errors import IncompatibleWeightsError, UnsupportedError, listed
 from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow
-from weightcast.format.geometry import is_run, row_major, start_elements
+from weightcast.format.geometry import Region, is_run, row_major, start_elements
 from weightcast.format.manifest import Manifest, TensorRecord, TensorSpec
 from weightcast.host import memory as host_memory
+from weightcast.host.copy import copy_all
 from weightcast.seams.engine import Casting, Engine, RegionLoader, Undoable, Validating
 
 Named = tuple[str, torch.Tensor]
@@ -28,12 +30,32 @@ Named = tuple[str, torch.Tensor]
 
 @dataclasses.dataclass(slots=True)
 class _BucketLoad:
-    """What one bucket gives: views of whole tensors by `names`, `regions` as parts, `partial` to be put together."""
+    """What one bucket gives: views of whole tensors by `names`, `regions` as parts, `partial` to be put together.
+
+    `ends`: what is in `partial` here and in no bucket of a higher number.
+    """
 
     names: list[str] = dataclasses.field(default_factory=list)
     positions: list[int] = dataclasses.field(default_factory=list)
     regions: list[tuple[str, int, Entry]] = dataclasses.field(default_factory=list)
     partial: list[tuple[int, Entry]] = dataclasses.field(default_factory=list)
+    ends: list[TensorRecord] = dataclasses.field(default_factory=list)
+
+
+class StagedBuckets:
+    """What a staged update has received. Memory: `LoadPlan.straddling_bytes`, besides the transport's buckets.
+
+    `payloads`: by number of the bucket. `straddling`: tensors with pieces of several origins, by name.
+    """
+
+    def __init__(self) -> None:
+        self.payloads: dict[int, torch.Tensor] = {}
+        self.straddling: dict[str, torch.Tensor] = {}
+
+    def clear(self) -> None:
+        """Free everything."""
+        self.payloads.clear()
+        self.straddling.clear()
 
 
 class LoadPlan:
@@ -53,7 +75,8 @@ class LoadPlan:
         self._loads = [_BucketLoad() for _ in layout.entries]
         self._without_elements = [record for record in layout.manifest.tensors if not record.pieces]
         self._num_partial = collections.Counter[str]()  # pieces to be put together, by load group
-        for load, entries in zip(self._loads, layout.entries, strict=True):
+        self._pieces: dict[str, list[tuple[int, int, Entry]]] = {}  # the same by tensor: bucket, position, entry
+        for index, (load, entries) in enumerate(zip(self._loads, layout.entries, strict=True)):
             for position, entry in enumerate(entries):
                 names = self._names(entry.record)
                 if entry.is_whole and entry.record.group not in spanning:
@@ -64,23 +87,62 @@ class LoadPlan:
                 else:
                     load.partial.append((position, entry))
                     self._num_partial[entry.record.load_group] += 1
+                    self._pieces.setdefault(entry.record.name, []).append((index, position, entry))
+        origins = layout.manifest.bucket_origins
+        self._straddling: set[str] = set()
+        self.straddling_bytes = 0
+        """Memory of its own that a staged update needs for tensors with pieces of several origins."""
+        for name, pieces in self._pieces.items():
+            index, _, entry = pieces[-1]
+            self._loads[index].ends.append(entry.record)
+            if len({origins[bucket] for bucket, _, _ in pieces}) > 1:
+                self._straddling.add(name)
+                self.straddling_bytes += entry.record.num_bytes
 
-    def load_all(self, payloads: Sequence[torch.Tensor]) -> None:
-        """Staged: one call of `load` with everything, then the regions of what was cut. `payloads[k]`: of bucket k."""
-        parts = self.assembly(keeps_views=True)
-        complete = (self._complete(index, payload, parts) for index, payload in enumerate(payloads))
+    def require_memory(self) -> None:
+        """Staged: raises InsufficientMemoryError unless there is room for `straddling_bytes`."""
+        if self.straddling_bytes:
+            host_memory.require(
+                self.straddling_bytes,
+                f"putting together {len(self._straddling)} tensors of which each trainer host sends a part",
+                'publish with install="streaming" or from one origin, or free memory',
+            )
+
+    def stage(self, index: int, payload: torch.Tensor, staged: StagedBuckets) -> None:
+        """Staged: keep a bucket until `load_all`, and copy its pieces of tensors that straddle origins."""
+        staged.payloads[index] = payload
+        # Made now, and kept, so that they need not be made while the engine is paused.
+        views = self.layout.views(index, payload)
+        found = [(position, entry) for position, entry in self._loads[index].partial if self._straddles(entry)]
+        if not found:
+            return
+        targets = []
+        for _, entry in found:
+            record = entry.record
+            if record.name not in staged.straddling:
+                whole = torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype], device=payload.device)
+                staged.straddling[record.name] = whole
+            targets.append(narrow(staged.straddling[record.name], entry.piece.region))
+        copy_all(targets, [views[position] for position, _ in found])
+        if payload.is_cuda:
+            # The thread that installs has a stream of its own.
+            torch.cuda.current_stream(payload.device).synchronize()
+
+    def load_all(self, staged: StagedBuckets) -> None:
+        """Staged: one call of `load` with everything, then the regions of what was cut."""
+        payloads = sorted(staged.payloads.items())
+        complete = (self._ended(index, payload, staged) for index, payload in payloads)
         self.engine.load(itertools.chain(*complete, self._empty()))
-        for index, payload in enumerate(payloads):
-            self._load_regions(index, payload)
+        self._load_regions(payloads)
 
-    def assembly(self, *, keeps_views: bool = False) -> Assembly:
-        """What `load_bucket` carries from bucket to bucket of one update. `keeps_views`: the buckets stay."""
-        return Assembly(self._num_partial, keeps_views=keeps_views)
+    def assembly(self) -> Assembly:
+        """What `load_bucket` carries from bucket to bucket of one update."""
+        return Assembly(self._num_partial)
 
     def load_bucket(self, index: int, payload: torch.Tensor, parts: Assembly) -> None:
         """Streaming: load what this bucket completes; `parts` carries what is cut over to the next."""
         self._load(self._complete(index, payload, parts))
-        self._load_regions(index, payload)
+        self._load_regions([(index, payload)])
 
     def load_end(self) -> None:
         """Streaming, after the last bucket: tensors without elements."""
@@ -91,13 +153,36 @@ class LoadPlan:
         if named:
             self.engine.load(named)
 
+    def _straddles(self, entry: Entry) -> bool:
+        return entry.record.name in self._straddling
+
+    def _whole(self, index: int, views: Sequence[torch.Tensor]) -> Iterator[Named]:
+        """The tensors that are views of this bucket."""
+        load = self._loads[index]
+        return zip(load.names, map(views.__getitem__, load.positions), strict=True)
+
     def _complete(self, index: int, payload: torch.Tensor, parts: Assembly) -> Iterator[Named]:
-        """Every tensor that is whole with this bucket, with its load group."""
-        load, views = self._loads[index], self.layout.views(index, payload)
-        yield from zip(load.names, map(views.__getitem__, load.positions), strict=True)
-        for position, entry in load.partial:
+        """Streaming: every tensor that is whole with this bucket, with its load group."""
+        views = self.layout.views(index, payload)
+        yield from self._whole(index, views)
+        for position, entry in self._loads[index].partial:
             for record, tensor in parts.add(entry, views[position]):
                 yield from ((name, tensor) for name in self._names(record))
+
+    def _ended(self, index: int, payload: torch.Tensor, staged: StagedBuckets) -> Iterator[Named]:
+        """Staged: every tensor of which this is the last bucket by number."""
+        yield from self._whole(index, self.layout.views(index, payload))
+        for record in self._loads[index].ends:
+            tensor = staged.straddling.get(record.name)
+            if tensor is None:
+                tensor = _joined(
+                    record,
+                    [
+                        (entry, self.layout.views(bucket, staged.payloads[bucket])[position])
+                        for bucket, position, entry in self._pieces[record.name]
+                    ],
+                )
+            yield from ((name, tensor) for name in self._names(record))
 
     def _empty(self) -> Iterator[Named]:
         """Tensors without elements, which are in no bucket."""
@@ -105,14 +190,17 @@ class LoadPlan:
             tensor = torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype])
             yield from ((name, tensor) for name in self._names(record))
 
-    def _load_regions(self, index: int, payload: torch.Tensor) -> None:
-        regions = self._loads[index].regions
-        if not regions:
-            return
-        assert isinstance(self.engine, RegionLoader)
+    def _load_regions(self, payloads: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """One call with the regions of these buckets, by number."""
+        cut = [(index, payload) for index, payload in payloads if self._loads[index].regions]
+        if cut:
+            assert isinstance(self.engine, RegionLoader)
+            self.engine.load_regions(itertools.chain.from_iterable(map(self._regions, *zip(*cut, strict=True))))
+
+    def _regions(self, index: int, payload: torch.Tensor) -> Iterator[tuple[str, Region, torch.Tensor]]:
         views = self.layout.views(index, payload)
-        for name, position, entry in regions:
-            self.engine.load_region(name, entry.piece.region, views[position])
+        for name, position, entry in self._loads[index].regions:
+            yield name, entry.piece.region, views[position]
 
     def _names(self, record: TensorSpec) -> list[str]:
         """Under which names a record is handed out: the engine's own, once for each of its tensors; else all."""
@@ -121,45 +209,25 @@ class LoadPlan:
         return list(dict.fromkeys(self._primary[name] for name in record.names if name in self._primary))
 
 
-@dataclasses.dataclass(slots=True)
-class _PartialTensor:
-    """`whole` is what pieces are copied into; None: they are kept as `views`."""
-
-    record: TensorRecord
-    whole: torch.Tensor | None
-    views: list[tuple[Entry, torch.Tensor]] = dataclasses.field(default_factory=list)
-
-
 class Assembly:
-    """Tensors and load groups in the making. Memory: the tensors that are begun and not yet handed out.
+    """Streaming: tensors and load groups in the making. Memory: the tensors that are begun and not yet handed out."""
 
-    `keeps_views`: the pieces stay valid, and a tensor whose pieces lie in one run is not copied.
-    """
-
-    def __init__(self, num_pieces: Mapping[str, int], *, keeps_views: bool) -> None:
+    def __init__(self, num_pieces: Mapping[str, int]) -> None:
         """`num_pieces`: of each load group."""
         self._missing = dict(num_pieces)
-        self._keeps_views = keeps_views
-        self._begun: dict[str, dict[str, _PartialTensor]] = {}
+        self._begun: dict[str, dict[str, tuple[TensorRecord, torch.Tensor]]] = {}
 
     def add(self, entry: Entry, view: torch.Tensor) -> Iterator[tuple[TensorRecord, torch.Tensor]]:
         """Take one piece; yield its tensor, or all of its load group, if that is whole now."""
         record, key = entry.record, entry.record.load_group
         members = self._begun.setdefault(key, {})
         if record.name not in members:
-            dtype = TORCH_DTYPES[record.dtype]
-            whole = None if self._keeps_views else torch.empty(record.shape, dtype=dtype, device=view.device)
-            members[record.name] = _PartialTensor(record, whole)
-        member = members[record.name]
-        if member.whole is None:
-            member.views.append((entry, view))
-        else:
-            narrow(member.whole, entry.piece.region).copy_(view)
+            whole = torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype], device=view.device)
+            members[record.name] = record, whole
+        narrow(members[record.name][1], entry.piece.region).copy_(view)
         self._missing[key] -= 1
         if self._missing[key] == 0:
-            del self._begun[key]
-            for done in members.values():
-                yield done.record, _joined(done.record, done.views) if done.whole is None else done.whole
+            yield from self._begun.pop(key).values()
 
 
 def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -> torch.Tensor:

@@ -1,23 +1,26 @@
-"""A run's hold on a worker: its link and its receiver, connected in the background, and what it has sent."""
+"""A run's hold on a worker: its link and its receivers, connected in the background, and what it has sent."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import hmac
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from msgspec import UNSET
 
 from weightcast import registry
-from weightcast.errors import ClosedError, RefusedError, WeightcastError, detached
+from weightcast.errors import ClosedError, RefusedError, WeightcastError, detached, malformed
+from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import Hello, InitInfo, LinkMessage, Secret, UpdateInfo
+from weightcast.host.closing import on_failure
 from weightcast.links.link import WorkerLink
-from weightcast.seams.transport import Receiver
+from weightcast.seams.transport import Bucket, Receiver
 from weightcast.serving.load_plan import LoadPlan
 from weightcast.serving.update import Update
 
@@ -29,7 +32,7 @@ _MIN_PATIENCE_SECONDS = 60.0
 
 
 class PublisherSession:
-    """A run's hold on the worker: its link, its receiver, the layouts it has sent."""
+    """A run's hold on the worker: its link, its receivers, the layouts it has sent."""
 
     def __init__(
         self,
@@ -105,14 +108,19 @@ class PublisherSession:
         info, rank = self.info, self._engine_rank
         failure: str | None = None
         try:
-            # The receiver first: a hello on the link means that this worker is ready for an offer.
-            self.receiver = registry.transport(info.transport).receiver(
-                info.transport,
-                peer=f"{info.engine}#{rank}" if rank else info.engine,
-                run=info.run,
-                device=self._device,
-                deadline_seconds=max(info.deadline_seconds, _MIN_PATIENCE_SECONDS),
-            )
+            # The receivers first: a hello on the link means that this worker is ready for an offer.
+            receivers: list[Receiver] = []
+            with on_failure(lambda: _for_all([receiver.close for receiver in receivers])):
+                for address in (info.transport, *info.origins):
+                    receiver = registry.transport(address).receiver(
+                        address,
+                        peer=f"{info.engine}#{rank}" if rank else info.engine,
+                        run=info.run,
+                        device=self._device,
+                        deadline_seconds=max(info.deadline_seconds, _MIN_PATIENCE_SECONDS),
+                    )
+                    receivers.append(receiver)
+            self.receiver = OriginReceivers(receivers) if info.origins else receivers[0]
             if self.ended is None:
                 # Not once it is over: a late hello would be taken for that of the hold in its place.
                 self._link = WorkerLink(
@@ -138,6 +146,15 @@ class PublisherSession:
         self.require_going_on()
         assert self.receiver is not None
         return self.receiver
+
+    def require_origins(self, manifest: Manifest) -> None:
+        """Raises ManifestError unless there is an address for each origin of the manifest."""
+        found, known = len(manifest.spans), 1 + len(self.info.origins)
+        if found > known:
+            raise malformed(
+                "origin",
+                f"buckets of {found} origins were offered, expected at most {known}: init named so many addresses",
+            )
 
     def send(self, message: LinkMessage) -> None:
         """Send over the link; a publisher that has gone is noticed by the link itself."""
@@ -167,3 +184,60 @@ class PublisherSession:
         # Views keep the transport's memory mapped; this object may be part of a cycle and live on until a collection.
         if self.load_plan is not None:
             self.load_plan.layout.forget_views()
+
+
+class OriginReceivers(Receiver):
+    """Implements `Receiver` for an update that leaves from several origins, over one receiver for each.
+
+    A bucket has the manifest's own number, and is valid until the next one of its origin is asked for. An error of any
+    origin is raised when that origin's turn comes.
+    """
+
+    def __init__(self, receivers: Sequence[Receiver]) -> None:
+        """`receivers[o]` is connected to the sender of origin o. An update of fewer origins uses the first ones."""
+        self._receivers = receivers
+        self._manifest: Manifest | None = None
+
+    def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
+        self._manifest = manifest
+        for origin, _ in enumerate(manifest.spans):
+            part = manifest.of_origin(origin) if manifest.origins else manifest
+            self._receivers[origin].open(part, version, staged=staged)
+
+    def __iter__(self) -> Iterator[Bucket]:
+        """Every bucket once, the next of each origin in turn."""
+        manifest = self._manifest
+        assert manifest is not None, "open() comes first"
+        origins, spans = manifest.bucket_origins, manifest.spans
+        arriving = [_numbered(*pair) for pair in zip(self._receivers, spans, strict=False)]
+        for index in manifest.rounds:
+            yield from itertools.islice(arriving[origins[index]], 1)
+        # Each is asked once more: that releases its last bucket, and finds a sender that has gone meanwhile.
+        for rest in arriving:
+            yield from rest
+
+    def reread(self, bucket: Bucket) -> bool:
+        assert self._manifest is not None, "open() comes first"
+        origin = self._manifest.bucket_origins[bucket.index]
+        start = self._manifest.spans[origin].start
+        return self._receivers[origin].reread(Bucket(bucket.index - start, bucket.buffer))
+
+    def end(self) -> None:
+        _for_all([receiver.end for receiver in self._receivers])
+
+    def close(self) -> None:
+        _for_all([receiver.close for receiver in self._receivers])
+
+
+def _numbered(receiver: Receiver, span: range) -> Iterator[Bucket]:
+    """The buckets of one origin under the numbers that they have in the whole manifest."""
+    for bucket in receiver:
+        yield Bucket(span.start + bucket.index, bucket.buffer)
+        del bucket
+
+
+def _for_all(calls: Sequence[Callable[[], None]]) -> None:
+    """Make every call, whatever one of them raises."""
+    with contextlib.ExitStack() as stack:
+        for call in calls:
+            stack.callback(call)

@@ -14,8 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-import torch
-
 from weightcast.engines.gate import Gate
 from weightcast.errors import (
     IncompleteUpdateError,
@@ -31,7 +29,7 @@ from weightcast.format.messages import Offer, Seal
 from weightcast.host.closing import on_failure
 from weightcast.seams.engine import Undoable
 from weightcast.seams.transport import Bucket, Receiver
-from weightcast.serving.load_plan import LoadPlan
+from weightcast.serving.load_plan import LoadPlan, StagedBuckets
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +78,7 @@ class Update:
         self._former: tuple[WeightVersion | None, str] = (None, "")
         self._restore: Callable[[], None] | None = None
         self._touched = False
-        self._payloads: list[torch.Tensor] = []
+        self._staged = StagedBuckets()
         self._root = ""
         # Held while the engine is being written, so that an abort waits for it.
         self._writing = threading.Lock()
@@ -103,8 +101,10 @@ class Update:
     def open(self) -> None:
         """Prepare the receiver; streaming: pause generation until the update ends. Does not wait for the publisher.
 
-        Raises PeerTimeoutError if a step of generation does not end by the deadline.
+        Raises InsufficientMemoryError; PeerTimeoutError if a step of generation does not end by the deadline.
         """
+        if not self._streaming:
+            self._load_plan.require_memory()
         self._receiver.open(self._manifest, self.version, staged=not self._streaming)
         if self._streaming:
             self._gate.begin_writing(self._writer, deadline_seconds=self._deadline_seconds)
@@ -112,45 +112,50 @@ class Update:
                 self._gate.end_writing(self._writer)
 
     def receive(self) -> str:
-        """Receive and check every bucket; return the root digest. Streaming: load each as it comes.
+        """Receive and check every bucket, in the order of the manifest's rounds; return the root digest.
+
+        Streaming: load each as it comes. Staged: put together what straddles origins, as its pieces come.
 
         Raises IntegrityError, PeerDiedError, PeerTimeoutError, UpdateAbortedError, or what the engine's `load` raised
         as InstallError. The caller aborts then.
         """
         self._move(State.OFFERED, State.RECEIVING)
-        digests: list[bytes] = []
+        digests: dict[int, bytes] = {}
+        order, origins = iter(self._manifest.rounds), self._manifest.bucket_origins
         parts = self._load_plan.assembly() if self._streaming else None
         # An abort may come while this thread holds a bucket, and have released the others already.
-        with on_failure(self._payloads.clear):
+        with on_failure(self._staged.clear):
             for bucket in self._receiver:
-                header = self._check(bucket, len(digests))
-                digests.append(header.digest)
+                index = next(order, self.num_buckets)
+                if bucket.index != index or index == self.num_buckets:
+                    raise IntegrityError(f"bucket {bucket.index} arrived, bucket {index} was expected")
+                header = self._check(bucket, origins[index])
+                digests[index] = header.digest
                 payload = decoded(bucket.buffer, header)
                 if parts is None:
-                    self._payloads.append(payload)
+                    self._load_plan.stage(index, payload, self._staged)
                 else:
                     with self._loading():
-                        self._load_plan.load_bucket(header.index, payload, parts)
+                        self._load_plan.load_bucket(index, payload, parts)
             if len(digests) != self.num_buckets:
                 raise IncompleteUpdateError(f"{len(digests)} of {self.num_buckets} buckets arrived")
             if self._streaming:
                 with self._loading():
                     self._load_plan.load_end()
-        self._root = root_digest(self._load_plan.manifest_digest, digests)
+        self._root = root_digest(self._load_plan.manifest_digest, [digests[index] for index in range(self.num_buckets)])
         self._move(State.RECEIVING, State.RECEIVED)
         return self._root
 
-    def _check(self, bucket: Bucket, index: int) -> BucketHeader:
-        if bucket.index != index or index >= self.num_buckets:
-            raise IntegrityError(f"bucket {bucket.index} arrived, bucket {index} was expected")
-        num_bytes, kind = self._manifest.buckets[index], self._manifest.digest_kind
+    def _check(self, bucket: Bucket, origin: int) -> BucketHeader:
+        index, kind = bucket.index, self._manifest.digest_kind
+        num_bytes = self._manifest.buckets[index]
         try:
-            return check_bucket(bucket.buffer, num_bytes, self.version, index, kind)
+            return check_bucket(bucket.buffer, num_bytes, self.version, index, kind, origin)
         except IntegrityError:
             # A loader that writes into the tensors it is given may have spoilt this process's view of the bucket.
             if not self._receiver.reread(bucket):
                 raise
-        return check_bucket(bucket.buffer, num_bytes, self.version, index, kind)
+        return check_bucket(bucket.buffer, num_bytes, self.version, index, kind, origin)
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
@@ -206,7 +211,7 @@ class Update:
                 try:
                     self._touch()
                     if not self._streaming:
-                        self._load_plan.load_all(self._payloads)
+                        self._load_plan.load_all(self._staged)
                     self._engine.commit(self.version)
                 except BaseException as exc:
                     # No error that is raised is kept: its frames would keep views of the transport's memory alive.
@@ -286,7 +291,7 @@ class Update:
         return False
 
     def _release(self) -> None:
-        self._payloads.clear()
+        self._staged.clear()
         if self.state is not State.INSTALLED or not self._settles:
             self._restore = None
         try:

@@ -129,7 +129,8 @@ class Worker:
                 f"the publisher speaks protocol {info.protocol}, this engine speaks {PROTOCOL}: update one end"
             )
         try:
-            registry.transport(info.transport)
+            for address in (info.transport, *info.origins):
+                registry.transport(address)
         except (ValueError, ImportError) as exc:
             raise UnsupportedError(f"this engine has no such transport: {exc}") from exc
         with self._init_lock:
@@ -371,6 +372,7 @@ class Worker:
         manifest.check()
         if known is None and manifest.digest() != offer.manifest_digest:
             raise ManifestError(f"the manifest's digest is {manifest.digest()}, the offer says {offer.manifest_digest}")
+        session.require_origins(manifest)
         session.load_plan = admit(manifest, offer.manifest_digest, self.engine, specs)
         return session.load_plan
 

@@ -133,9 +133,17 @@ class EngineContract(OverPayloads):
             if not spec.shape or 0 in spec.shape or spec.shape[0] > 100:
                 engine.load([(spec.name, tensors[spec.name])])
                 continue
-            for row in reversed(range(spec.shape[0])):
-                region = Region((row, *(0 for _ in spec.shape[1:])), (1, *spec.shape[1:]))
-                engine.load_region(spec.name, region, tensors[spec.name][row : row + 1])
+            rows = list(reversed(range(spec.shape[0])))
+            parts = [
+                (
+                    spec.name,
+                    Region((row, *(0 for _ in spec.shape[1:])), (1, *spec.shape[1:])),
+                    tensors[spec.name][row, None],
+                )
+                for row in rows
+            ]
+            engine.load_regions(parts[:1])
+            engine.load_regions(iter(parts[1:]))
         engine.commit(ONE)
         self.assert_holds(engine, payload)
 

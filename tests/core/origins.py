@@ -1,0 +1,147 @@
+"""A trainer of several hosts, made by hand: a sender for each origin, one link, and the worker that they update."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from core.direct import DirectEngine
+from weightcast import registry
+from weightcast.format.bucket import BucketBuffer, Layout, header_digest, narrow, root_digest
+from weightcast.format.geometry import Region, split, whole
+from weightcast.format.manifest import Manifest, TensorSpec
+from weightcast.format.messages import Abort, Accepted, InitInfo, InstallMode, Offer, Received, Seal
+from weightcast.format.plan import plan
+from weightcast.links.link import Link, LinkListener
+from weightcast.seams.transport import Sender
+from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, version, write_raw_header
+
+Spoil = Callable[[BucketBuffer], object]
+
+
+def over(specs: Sequence[TensorSpec], bucket_size_bytes: int, num_origins: int) -> Manifest:
+    """A plan in which tensors are cut by rows, cut by columns, or lie whole in one origin or another, in turn."""
+    origins: list[dict[str, list[Region]]] = [{} for _ in range(num_origins)]
+    for number, spec in enumerate(specs):
+        region, first = whole(spec.shape), number // 4
+        if number % 4 < 2 and spec.shape:
+            parts = split(region, num_origins) if number % 4 == 0 else _columns(region, num_origins)
+        else:
+            parts, first = [region], number
+        for position, part in enumerate(parts):
+            origins[(first + position) % num_origins].setdefault(spec.name, []).append(part)
+    shapes = {spec.name for spec in specs if 0 not in spec.shape}
+    return plan(specs, bucket_size_bytes, origins=[held for held in origins if shapes & held.keys()])
+
+
+def _columns(region: Region, num_parts: int) -> list[Region]:
+    """Cut across the last dim."""
+    swapped = Region(region.offsets[::-1], region.sizes[::-1])
+    return [Region(part.offsets[::-1], part.sizes[::-1]) for part in split(swapped, num_parts)]
+
+
+class Hosts:
+    """`senders[o]` is origin o's. Leaving `stack` closes everything."""
+
+    def __init__(self, url: str, client: DirectEngine, stack: contextlib.ExitStack, *, num_origins: int = 2) -> None:
+        self.client = client
+        self._url, self._stack = url, stack
+        self.senders = [self._sender() for _ in range(num_origins)]
+        self._listener = LinkListener(RUN)
+        stack.callback(self._listener.close)
+        stack.callback(client.close)
+        self.link = self.connect()
+
+    def _sender(self) -> Sender:
+        make = registry.transport(self._url).sender
+        sender = make(self._url, run=RUN, device=torch.device("cpu"), deadline_seconds=PATIENCE_SECONDS)
+        self._stack.callback(sender.close)
+        return sender
+
+    def replace(self, origin: int) -> None:
+        """Another sender in the place of one that was closed, and another session of the same run."""
+        self.senders[origin] = self._sender()
+        self.link = self.connect()
+
+    def connect(self) -> Link:
+        first, *others = (sender.address for sender in self.senders)
+        listener = self._listener
+        listener.drop(self.client.name, "the test connects again")
+        info = InitInfo(
+            RUN, self.client.name, first, listener.address, listener.secret, lease_seconds=60.0, origins=tuple(others)
+        )
+        self.client.init(info)
+        (link,) = listener.wait(self.client.name, 1, PATIENCE_SECONDS)
+        return link
+
+    def offer(self, manifest: Manifest, number: int, install: InstallMode, *, undo: bool = False) -> None:
+        """Offer a version and wait until it is accepted. Raises what the worker refuses it with."""
+        secret = self._listener.secret
+        self.client.update(Offer(RUN, number, manifest.digest(), manifest, install=install, undo=undo, secret=secret))
+        self.link.wait(Accepted, number, PATIENCE_SECONDS)
+
+    def open(self, manifest: Manifest, number: int, install: InstallMode) -> None:
+        for origin, _ in enumerate(manifest.spans):
+            part = manifest.of_origin(origin) if manifest.origins else manifest
+            staged = install == "staged"
+            self.senders[origin].open(part, version(number), peers=[self.client.name], staged=staged)
+
+    def send(
+        self,
+        manifest: Manifest,
+        tensors: Mapping[str, torch.Tensor],
+        number: int,
+        index: int,
+        *,
+        spoil: Spoil = lambda buffer: None,
+        header: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        """Fill and send one bucket; return its digest. `spoil` changes it last; `header` what its header says."""
+        origin, size = manifest.bucket_origins[index], manifest.buckets[index]
+        local = index - manifest.spans[origin].start
+        buffer = self.senders[origin].buffer(local)
+        payload = buffer.payload[:size].zero_()
+        layout = Layout(manifest)
+        for entry, view in zip(layout.entries[index], layout.views(index, payload), strict=True):
+            view.copy_(narrow(tensors[entry.record.name], entry.piece.region))
+        said: dict[str, Any] = {"version": version(number), "index": index, "origin": origin, **(header or {})}
+        num_bytes = write_raw_header(buffer, size, kind=manifest.digest_kind, **said)
+        digest = header_digest(buffer.header)
+        spoil(buffer)
+        self.senders[origin].send(local, num_bytes)
+        return digest
+
+    def send_all(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], number: int) -> str:
+        """Send every bucket in its turn, as trainer ranks do; return the root."""
+        digests = {index: self.send(manifest, tensors, number, index) for index in manifest.rounds}
+        return root_digest(manifest.digest(), [digests[index] for index in range(len(manifest.buckets))])
+
+    def publish(
+        self,
+        manifest: Manifest,
+        tensors: Mapping[str, torch.Tensor],
+        number: int,
+        install: InstallMode,
+        *,
+        undo: bool = False,
+    ) -> None:
+        """All of an update. Raises whatever the worker says of it."""
+        self.offer(manifest, number, install, undo=undo)
+        self.open(manifest, number, install)
+        root = self.send_all(manifest, tensors, number)
+        received = self.link.wait(Received, number, PATIENCE_SECONDS)
+        assert received.root == root
+        self.seal(manifest, number, root)
+        self.client.finish(number)
+
+    def seal(self, manifest: Manifest, number: int, root: str) -> None:
+        self.client.update(Seal(RUN, number, len(manifest.buckets), root, self._listener.secret))
+
+    def give_up(self, number: int) -> None:
+        """What a publisher does when one origin has failed: end the update on every one of them."""
+        for sender in self.senders:
+            sender.abort("another origin has failed")
+        self.client.update(Abort(RUN, number, "an origin has failed", self._listener.secret))
