@@ -105,8 +105,8 @@ class ProcessGroup:
     ) -> None:
         """Connect all `size` members; blocks until they are there. `timeout_seconds` is each operation's as well.
 
-        `backend`: "gloo" or "nccl". `host`: the address of this host that the others reach, for gloo; by default what
-        torch finds. `device`: this rank's, for NCCL. Raises PeerError, UnsupportedError (no such backend here).
+        `backend`: "gloo" or "nccl". `host`: the address of this host that the others reach, for gloo; by default that of
+        the interfaces in GLOO_SOCKET_IFNAME, else of this host's name, as for torch's own groups. `device`: this rank's, for NCCL. Raises PeerError, UnsupportedError (no such backend here).
         """
         self.backend = backend
         self.rank, self.size = rank, size
@@ -117,7 +117,13 @@ class ProcessGroup:
             if backend == "gloo":
                 gloo = torch_groups.ProcessGroupGloo
                 options = gloo._Options()
-                options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
+                interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+                if host:
+                    options._devices = [gloo.create_device(hostname=host)]
+                elif interfaces:
+                    options._devices = [gloo.create_device(interface=name) for name in interfaces.split(",")]
+                else:
+                    options._devices = [gloo.create_default_device()]
                 options._timeout, options._threads = timeout, 2
                 self._group: Any = gloo(store, rank, size, options)
             else:

@@ -32,11 +32,17 @@ _AVAILABLE_BYTES = host_memory.available_bytes
 
 
 class Rank(NamedTuple):
-    """One of the trainer ranks of a publisher; their store is served on this port of the loopback."""
+    """One of the trainer ranks of a publisher. Their store is at this address, by default served by the test.
+
+    `interface`: by which the ranks reach each other; `serves_store`: this one serves the store.
+    """
 
     number: int
     size: int
     store_port: int
+    store_host: str = "127.0.0.1"
+    interface: str = "lo"
+    serves_store: bool = False
 
 
 class RowShards:
@@ -205,9 +211,10 @@ def _join(rank: Rank) -> None:
     """Make torch's default group."""
     from torch import distributed
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = rank.interface
     timeout = datetime.timedelta(seconds=_JOIN_SECONDS)
-    store = distributed.TCPStore("127.0.0.1", rank.store_port, None, False, timeout)
+    serves = rank.serves_store
+    store = distributed.TCPStore(rank.store_host, rank.store_port, None, serves, timeout, wait_for_workers=False)
     distributed.init_process_group("gloo", store=store, rank=rank.number, world_size=rank.size, timeout=timeout)
 
 

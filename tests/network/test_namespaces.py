@@ -1,4 +1,4 @@
-"""A trainer and two engines on hosts of their own, linked by a switch at 1 Gbit/s: weights, speed, a cable pulled."""
+"""Trainers and engines on hosts of their own, linked by a switch at 1 Gbit/s: weights, speed, a cable pulled."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 from faults.actors import expected_digests
 from faults.engine_actor import EngineProcess
-from faults.publisher_actor import PublisherProcess
+from faults.publisher_actor import PublisherProcess, Rank, publish_together
 from network.namespaces import Network, NotPermittedError, namespaces, network
 
 pytestmark = pytest.mark.cluster
@@ -22,6 +22,8 @@ WIDTH = 2048
 LINK_MBIT_PER_SECOND = 1000
 LINK_BYTES_PER_SECOND = LINK_MBIT_PER_SECOND * 1e6 / 8
 LINK_SHARE = 0.9
+SLOW_MBIT_PER_SECOND = 400
+STORE_PORT = 29500
 MAX_TRIES = 12
 """Other work on this machine takes the processors away, and the first publish forms the group."""
 DEADLINE_SECONDS = 2.0
@@ -51,6 +53,26 @@ class Hosts:
         )
         self._actors.append(actor)
         return actor.wait()
+
+    def trainer_ranks(self, *hosts: str, engines: Sequence[EngineProcess], **options: Any) -> list[PublisherProcess]:
+        """FSDP2 ranks of one trainer, in this order on these hosts. The first one serves their store."""
+        first, actors = self.net.address(hosts[0]), []
+        for number, host in enumerate(hosts):
+            rank = Rank(number, len(hosts), STORE_PORT, first, "eth0", serves_store=not number)
+            actors.append(
+                PublisherProcess(
+                    [engine.url for engine in engines],
+                    transport=f"gloo://{first}:0",
+                    width=WIDTH,
+                    namespace=self.net.namespace(host),
+                    token="secret",
+                    rank=rank,
+                    fsdp=True,
+                    **options,
+                )
+            )
+        self._actors += actors
+        return [actor.wait() for actor in actors]
 
     def end_all(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -148,6 +170,35 @@ def test_a_link_that_goes_down_in_mid_bucket_costs_its_engine_only(hosts: Hosts)
     assert publisher.publish(3)["failures"] == {}
     for engine in (cut, other):
         assert_serves(engine, "2", 3)
+
+
+def test_two_trainer_hosts_send_at_once(record_property: Any) -> None:
+    """FSDP2 over two ranks on each of two hosts, whose links are the slowest: each host sends what its ranks hold."""
+    seconds: dict[int | None, list[float]] = {1: [], None: []}
+    with network("trainer-a", "trainer-b", "engine-a", "engine-b") as made:
+        for host in ("trainer-a", "trainer-b"):
+            made.limit(host, SLOW_MBIT_PER_SECOND)
+        for num_origins, found in seconds.items():
+            with contextlib.ExitStack() as stack:
+                hosts = Hosts(made)
+                stack.callback(hosts.end_all)
+                engines = [hosts.engine("engine-a"), hosts.engine("engine-b")]
+                places = ("trainer-a", "trainer-a", "trainer-b", "trainer-b")
+                ranks = hosts.trainer_ranks(*places, engines=engines, origins=num_origins)
+                for content in range(1, 4):
+                    outcome = publish_together(ranks, content)
+                    assert outcome["failures"] == {}
+                    found.append(outcome["seconds"]["pack"] + outcome["seconds"]["send"])
+                for rank in ranks:
+                    rank.tell("full digests")
+                full = [rank.hear("full digests") for rank in ranks]
+                for engine in engines:
+                    info, digests = engine.ask("served", answer="served")
+                    assert (info["weight_version"], digests) == (str(outcome["version"]), full[0])
+    ratio = min(seconds[None]) / min(seconds[1])
+    record_property("seconds", {str(number): found for number, found in seconds.items()})
+    print(f"two origins take {ratio:.3f} x the time of one: {seconds}")
+    assert ratio <= 0.62, seconds
 
 
 def test_nothing_is_left_of_a_network(net: Network) -> None:
