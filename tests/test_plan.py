@@ -117,6 +117,63 @@ def test_any_regions(found: list[TensorSpec], bucket_size_bytes: int, data: st.D
             assert any(_inside(piece.region, region) for region in regions[record.name])
 
 
+@given(specs(), bucket_sizes, st.integers(2, 4), st.data())
+def test_any_regions_from_any_origins(
+    found: list[TensorSpec], bucket_size_bytes: int, num_origins: int, data: st.DataObject
+) -> None:
+    """Each origin's buckets hold its own regions and no others; together they hold everything once."""
+    origins: list[dict[str, list[Region]]] = [{} for _ in range(num_origins)]
+    for spec in found:
+        for region in data.draw(cuts(whole(spec.shape))):
+            data.draw(st.sampled_from(origins)).setdefault(spec.name, []).append(region)
+    if any(not any(region.numel for regions in held.values() for region in regions) for held in origins):
+        with pytest.raises(ManifestError, match="each with a bucket") as caught:
+            plan(found, bucket_size_bytes, origins=origins)
+        assert caught.value.fault == "origin"
+        return
+    manifest = plan(found, bucket_size_bytes, origins=origins)
+    assert_every_byte_once(manifest)
+    assert_sizes(manifest, bucket_size_bytes)
+    assert Manifest.decode(manifest.encode()) == manifest
+    assert [number for span in manifest.spans for number in span] == list(range(len(manifest.buckets)))
+    bucket_origins = manifest.bucket_origins
+    for record in manifest.tensors:
+        for piece in record.pieces:
+            held = origins[bucket_origins[piece.bucket]][record.name]
+            assert any(_inside(piece.region, region) for region in held)
+    assert_rounds(manifest)
+    for origin, regions in enumerate(origins):
+        assert_alone(manifest, origin, regions, bucket_size_bytes)
+
+
+def assert_rounds(manifest: Manifest) -> None:
+    """Each origin's buckets in order, and never one origin two rounds ahead of another that has buckets left."""
+    origins, num_sent = manifest.bucket_origins, [0] * len(manifest.spans)
+    assert sorted(manifest.rounds) == list(range(len(manifest.buckets)))
+    for number in manifest.rounds:
+        origin = origins[number]
+        assert number == manifest.spans[origin][num_sent[origin]]
+        num_sent[origin] += 1
+        left = [sent for sent, span in zip(num_sent, manifest.spans, strict=True) if sent < len(span)]
+        assert num_sent[origin] - min(left, default=num_sent[origin]) <= 1
+
+
+def assert_alone(manifest: Manifest, origin: int, regions: dict[str, list[Region]], bucket_size_bytes: int) -> None:
+    """What is laid out of an origin depends on nothing that another origin holds."""
+    span, part = manifest.spans[origin], manifest.of_origin(origin)
+    assert part.buckets == manifest.buckets[span.start : span.stop]
+    assert (part.origins, part.tensors, part.digest_kind) == ((), (), manifest.digest_kind)
+    for group in {record.load_group for record in manifest.tensors}:
+        own = [
+            (record, piece)
+            for record in manifest.tensors
+            for piece in record.pieces
+            if record.load_group == group and piece.bucket in span
+        ]
+        if sum(align(piece_bytes(*each)) for each in own) <= bucket_size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES:
+            assert len({piece.bucket for _, piece in own}) <= 1
+
+
 def _inside(inner: Region, outer: Region) -> bool:
     return all(
         o <= i and i + isz <= o + osz

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -15,11 +16,31 @@ from weightcast.format.geometry import Region, split, whole
 from weightcast.format.manifest import Manifest, TensorSpec
 from weightcast.format.messages import Abort, Accepted, InitInfo, InstallMode, Offer, Received, Seal
 from weightcast.format.plan import plan
-from weightcast.links.link import Link, LinkListener
+from weightcast.links.link import LinkListener
 from weightcast.seams.transport import Sender
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, version, write_raw_header
 
+SHAPES = {"rows": (64, 32), "columns": (48, 40), "first": (700,), "second": (3, 5), "q_a": (40, 30), "kv_a": (20, 30)}
+SPECS = [
+    TensorSpec(name, "float32", shape, group="attention" if name.endswith("_a") else "")
+    for name, shape in SHAPES.items()
+]
+
 Spoil = Callable[[BucketBuffer], object]
+
+
+class Weights(torch.nn.Module):
+    """Parameters of these shapes. The load group is of two tensors that leave, in part, from different origins."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.randn(shape, generator=generator), False))
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    return dict(Weights(seed).state_dict())
 
 
 def over(specs: Sequence[TensorSpec], bucket_size_bytes: int, num_origins: int) -> Manifest:
@@ -43,6 +64,46 @@ def _columns(region: Region, num_parts: int) -> list[Region]:
     return [Region(part.offsets[::-1], part.sizes[::-1]) for part in split(swapped, num_parts)]
 
 
+def fill_and_send(
+    sender: Sender,
+    manifest: Manifest,
+    tensors: Mapping[str, torch.Tensor],
+    number: int,
+    index: int,
+    *,
+    spoil: Spoil = lambda buffer: None,
+    header: Mapping[str, Any] | None = None,
+) -> bytes:
+    """See `Hosts.send`. `sender` is that of the bucket's origin."""
+    origin, size = manifest.bucket_origins[index], manifest.buckets[index]
+    local = index - manifest.spans[origin].start
+    buffer = sender.buffer(local)
+    payload = buffer.payload[:size].zero_()
+    layout = Layout(manifest)
+    for entry, view in zip(layout.entries[index], layout.views(index, payload), strict=True):
+        view.copy_(narrow(tensors[entry.record.name], entry.piece.region))
+    said: dict[str, Any] = {"version": version(number), "index": index, "origin": origin, **(header or {})}
+    num_bytes = write_raw_header(buffer, size, kind=manifest.digest_kind, **said)
+    digest = header_digest(buffer.header)
+    spoil(buffer)
+    sender.send(local, num_bytes)
+    return digest
+
+
+def drive(pipe: Connection, url: str, encoded: bytes, origin: int, install: InstallMode) -> None:
+    """A trainer host of its own process: version 2 of `weights(2)`, from one origin, bucket by bucket as it is told."""
+    manifest = Manifest.decode(encoded)
+    sender = registry.transport(url).sender(url, run=RUN, device=torch.device("cpu"), deadline_seconds=PATIENCE_SECONDS)
+    pipe.send(sender.address)
+    pipe.recv()
+    sender.open(manifest.of_origin(origin), version(2), peers=["a"], staged=install == "staged")
+    pipe.send("open")
+    while True:
+        index = pipe.recv()
+        fill_and_send(sender, manifest, weights(2), 2, index)
+        pipe.send(index)
+
+
 class Hosts:
     """`senders[o]` is origin o's. Leaving `stack` closes everything."""
 
@@ -53,7 +114,7 @@ class Hosts:
         self._listener = LinkListener(RUN)
         stack.callback(self._listener.close)
         stack.callback(client.close)
-        self.link = self.connect()
+        self.connect()
 
     def _sender(self) -> Sender:
         make = registry.transport(self._url).sender
@@ -64,18 +125,21 @@ class Hosts:
     def replace(self, origin: int) -> None:
         """Another sender in the place of one that was closed, and another session of the same run."""
         self.senders[origin] = self._sender()
-        self.link = self.connect()
+        self.connect()
 
-    def connect(self) -> Link:
-        first, *others = (sender.address for sender in self.senders)
+    def connect(self) -> None:
+        self.connect_to(dict(enumerate(sender.address for sender in self.senders)))
+
+    def connect_to(self, addresses: Mapping[int, str]) -> None:
+        """Have the worker connect to the senders of these addresses, by origin."""
+        first, *others = (addresses[origin] for origin in sorted(addresses))
         listener = self._listener
         listener.drop(self.client.name, "the test connects again")
         info = InitInfo(
             RUN, self.client.name, first, listener.address, listener.secret, lease_seconds=60.0, origins=tuple(others)
         )
         self.client.init(info)
-        (link,) = listener.wait(self.client.name, 1, PATIENCE_SECONDS)
-        return link
+        (self.link,) = listener.wait(self.client.name, 1, PATIENCE_SECONDS)
 
     def offer(self, manifest: Manifest, number: int, install: InstallMode, *, undo: bool = False) -> None:
         """Offer a version and wait until it is accepted. Raises what the worker refuses it with."""
@@ -100,19 +164,8 @@ class Hosts:
         header: Mapping[str, Any] | None = None,
     ) -> bytes:
         """Fill and send one bucket; return its digest. `spoil` changes it last; `header` what its header says."""
-        origin, size = manifest.bucket_origins[index], manifest.buckets[index]
-        local = index - manifest.spans[origin].start
-        buffer = self.senders[origin].buffer(local)
-        payload = buffer.payload[:size].zero_()
-        layout = Layout(manifest)
-        for entry, view in zip(layout.entries[index], layout.views(index, payload), strict=True):
-            view.copy_(narrow(tensors[entry.record.name], entry.piece.region))
-        said: dict[str, Any] = {"version": version(number), "index": index, "origin": origin, **(header or {})}
-        num_bytes = write_raw_header(buffer, size, kind=manifest.digest_kind, **said)
-        digest = header_digest(buffer.header)
-        spoil(buffer)
-        self.senders[origin].send(local, num_bytes)
-        return digest
+        sender = self.senders[manifest.bucket_origins[index]]
+        return fill_and_send(sender, manifest, tensors, number, index, spoil=spoil, header=header)
 
     def send_all(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], number: int) -> str:
         """Send every bucket in its turn, as trainer ranks do; return the root."""

@@ -8,22 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from transports.ipc_children import Child
 
 import weightcast
 from core.direct import DirectEngine, RecordingEngine
-from core.origins import Hosts, over
+from core.origins import SPECS, Hosts, Weights, drive, over, weights
 from weightcast.errors import (
     InsufficientMemoryError,
     IntegrityError,
     ManifestError,
     PeerDiedError,
+    PeersLostError,
     UnsupportedError,
     UpdateAbortedError,
     WeightcastError,
 )
 from weightcast.format.bucket import BucketBuffer
 from weightcast.format.geometry import Region
-from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
+from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import InitInfo, InstallMode, Received
 from weightcast.format.plan import plan
 from weightcast.host import memory as host_memory
@@ -46,26 +48,11 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 INSTALLS: list[InstallMode] = ["staged", "streaming"]
 GLOO = "gloo://127.0.0.1:0"
-SHAPES = {"rows": (64, 32), "columns": (48, 40), "first": (700,), "second": (3, 5), "q_a": (40, 30), "kv_a": (20, 30)}
-SPECS = [
-    TensorSpec(name, "float32", shape, group="attention" if name.endswith("_a") else "")
-    for name, shape in SHAPES.items()
-]
 BUCKET_BYTES = 4096
 
 
-class Weights(torch.nn.Module):
-    """Parameters of these shapes. The load group is of two tensors that leave, in part, from different origins."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        for name, shape in SHAPES.items():
-            self.register_parameter(name, torch.nn.Parameter(torch.randn(shape, generator=generator), False))
-
-
 class WholeTensors:
-    """A `ModuleEngine` that takes no regions. `groups`: in which call of `load` each tensor came."""
+    """A `ModuleEngine` that takes no regions. `calls`: the names in each call of `load`."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._engine = weightcast.ModuleEngine(model)
@@ -80,10 +67,6 @@ class WholeTensors:
 
 
 ENGINES: list[Callable[[torch.nn.Module], Any]] = [weightcast.ModuleEngine, WholeTensors]
-
-
-def weights(seed: int) -> dict[str, torch.Tensor]:
-    return dict(Weights(seed).state_dict())
 
 
 def bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
@@ -222,6 +205,44 @@ def assert_old_version_stays(
     assert hosts.client.gate.is_open
     if end == "close":
         hosts.replace(origin)
+    hosts.publish(manifest, weights(3), 3, install)
+    assert bits(model.state_dict()) == bits(weights(3))
+
+
+@pytest.mark.parametrize(
+    ("url", "install", "origin"),
+    [("ipc://", "staged", 0), ("ipc://", "streaming", 1), (GLOO, "staged", 1), (GLOO, "streaming", 0)],
+)
+def test_a_host_that_is_killed_half_way_leaves_the_old_version(
+    url: str, install: InstallMode, origin: int, stack: contextlib.ExitStack
+) -> None:
+    manifest, model = over(SPECS, BUCKET_BYTES, 2), Weights()
+    hosts = Hosts(url, DirectEngine("a", WholeTensors(model)), stack)
+    hosts.publish(manifest, weights(1), 1, install)
+    child = stack.enter_context(Child(drive, url, manifest.encode(), origin, install))
+    local = hosts.senders[1 - origin]
+    hosts.senders[origin].close()
+    hosts.connect_to({origin: child.hear(), 1 - origin: local.address})
+    hosts.offer(manifest, 2, install, undo=True)
+    child.pipe.send(None)
+    local.open(manifest.of_origin(1 - origin), version(2), peers=["a"], staged=install == "staged")
+    assert child.hear() == "open"
+    for index in manifest.rounds[:4]:
+        if manifest.bucket_origins[index] == origin:
+            child.pipe.send(index)
+            assert child.hear() == index
+        else:
+            hosts.send(manifest, weights(2), 2, index)
+    with failing(hosts, 2, (PeerDiedError,), "gone"):
+        child.kill()
+        if origin:
+            # The worker may wait for the other one's bucket first, or have left the update by now.
+            with contextlib.suppress(PeersLostError):
+                hosts.send(manifest, weights(2), 2, manifest.rounds[4])
+    assert bits(model.state_dict()) == bits(weights(1))
+    assert hosts.client.gate.version == version(1)
+    assert hosts.client.gate.is_open
+    hosts.replace(origin)
     hosts.publish(manifest, weights(3), 3, install)
     assert bits(model.state_dict()) == bits(weights(3))
 

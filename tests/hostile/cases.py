@@ -267,6 +267,32 @@ MANIFESTS: dict[str, Case] = {
         "bucket 1 is empty",
     ),
     "a bucket and no tensors": (changed(lambda d: d["tensors"].clear()), "bucket", "bucket 0 is empty"),
+    # origins
+    "one origin that is listed": (
+        with_("origins", value=[2]),
+        "origin",
+        "1 origins with 2 buckets, expected none or 2",
+    ),
+    "an origin without buckets": (with_("origins", value=[2, 0]), "origin", "2 origins with 2 buckets.*each with a"),
+    "an origin of less than no buckets": (
+        with_("origins", value=[3, -1]),
+        "origin",
+        "each with a bucket, and 2 buckets",
+    ),
+    "origins with fewer buckets": (
+        with_("origins", value=[1, 1, 1]),
+        "origin",
+        "3 origins with 3 buckets.*and 2 buckets",
+    ),
+    "origins of more buckets than there are": (with_("origins", value=[1 << 62, 1 << 62]), "origin", "and 2 buckets"),
+    "too many origins": (
+        changed(lambda d: d.update(origins=[1] * (m.MAX_ORIGINS + 1))),
+        "origin",
+        f"{m.MAX_ORIGINS + 1} origins.*expected none or 2 to {m.MAX_ORIGINS}",
+    ),
+    "origins is a number": (with_("origins", value=2), "type", "Expected `array`"),
+    "buckets of an origin as text": (with_("origins", value=["1", "1"]), "type", "Expected `int`"),
+    "origins is null": (with_("origins", value=None), "type", "Expected `array`"),
     # offsets
     "misaligned offset": (with_(*FIRST, "offset_bytes", value=8), "offset", "must be multiples of 256"),
     "negative offset": (with_(*FIRST, "offset_bytes", value=-256), "offset", "offset -256 of bucket 0"),
@@ -363,6 +389,10 @@ INITS: dict[str, Case] = {
     "secret is empty": (_but(INIT, secret=""), "type", "regex"),
     "run is a path": (_but(INIT, run="../../etc/passwd"), "type", "regex"),
     "engine too long": (_but(INIT, engine="e" * 4097), "type", "length <= 4096"),
+    "origin too long": (_but(INIT, origins=["x" * 4097]), "type", "length <= 4096"),
+    "too many origins": (_but(INIT, origins=["x"] * (m.MAX_ORIGINS + 1)), "type", f"length <= {m.MAX_ORIGINS}"),
+    "origins is text": (_but(INIT, origins="ipc://@x"), "type", "Expected `array`"),
+    "origin is null": (_but(INIT, origins=[None]), "type", "Expected `str`"),
     "link is a list": (_but(INIT, link=["unix:@y"]), "type", "Expected `str`"),
     "takeover is text": (_but(INIT, takeover="yes"), "type", "Expected `bool`"),
     "protocol is text": (_but(INIT, protocol="1"), "type", "Expected `int`"),

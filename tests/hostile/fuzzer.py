@@ -44,6 +44,10 @@ def manifest(data: bytes) -> bool:
         return False
     assert Manifest.decode(found.encode()) == found
     assert found.num_bytes <= sum(found.buckets)
+    assert sorted(found.rounds) == list(range(len(found.buckets)))
+    parts = [found.of_origin(origin) for origin, _ in enumerate(found.spans)]
+    assert sum((part.buckets for part in parts), ()) == found.buckets
+    assert len(found.bucket_origins) == len(found.buckets)
     if sum(found.buckets) < _LAID_OUT_BYTES:
         layout = Layout(found)
         payload = torch.empty(found.max_bucket_bytes, dtype=torch.uint8)
@@ -91,7 +95,7 @@ def frames(data: bytes) -> bool:
 
 _VERSION = WeightVersion("0123456789abcdef" * 2, 7)
 _BUCKET = BucketBuffer.of(torch.zeros(HEADER_BYTES + 512, dtype=torch.uint8))
-write_raw_header(_BUCKET, 512, _VERSION, 3, "xxh3-128")
+write_raw_header(_BUCKET, 512, _VERSION, 3, "xxh3-128", origin=2)
 _HEADER = bytes(_BUCKET.header.tolist())
 
 
@@ -99,7 +103,7 @@ def header(data: bytes) -> bool:
     """Only the one right header is accepted."""
     found = torch.frombuffer(bytearray(data[:HEADER_BYTES].ljust(1)), dtype=torch.uint8)
     try:
-        check_bucket(BucketBuffer(found, _BUCKET.payload), 512, _VERSION, 3, "xxh3-128")
+        check_bucket(BucketBuffer(found, _BUCKET.payload), 512, _VERSION, 3, "xxh3-128", origin=2)
     except IntegrityError:
         return False
     assert data[:HEADER_BYTES] == _HEADER

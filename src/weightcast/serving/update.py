@@ -142,8 +142,10 @@ class Update:
             if self._streaming:
                 with self._loading():
                     self._load_plan.load_end()
-        self._root = root_digest(self._load_plan.manifest_digest, [digests[index] for index in range(self.num_buckets)])
-        self._move(State.RECEIVING, State.RECEIVED)
+            self._root = root_digest(
+                self._load_plan.manifest_digest, [digests[index] for index in range(self.num_buckets)]
+            )
+            self._move(State.RECEIVING, State.RECEIVED)
         return self._root
 
     def _check(self, bucket: Bucket, origin: int) -> BucketHeader:
