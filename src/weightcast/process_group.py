@@ -105,8 +105,9 @@ class ProcessGroup:
     ) -> None:
         """Connect all `size` members; blocks until they are there. `timeout_seconds` is each operation's as well.
 
-        `backend`: "gloo" or "nccl". `host`: the address of this host that the others reach, for gloo; by default that of
-        the interfaces in GLOO_SOCKET_IFNAME, else of this host's name, as for torch's own groups. `device`: this rank's, for NCCL. Raises PeerError, UnsupportedError (no such backend here).
+        `backend`: "gloo" or "nccl". `host`: the address of this host that the others reach, for gloo; by default that
+        of the interfaces in GLOO_SOCKET_IFNAME, else of this host's name, as for torch's own groups. `device`: this
+        rank's, for NCCL. Raises PeerError, UnsupportedError (no such backend here).
         """
         self.backend = backend
         self.rank, self.size = rank, size

@@ -18,6 +18,7 @@ import torch
 from publishers import publisher_of
 
 from weightcast.errors import PeerDiedError, PeersLostError
+from weightcast.format.bucket import narrow
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held
@@ -412,6 +413,57 @@ class Rank:
                 raise PeersLostError("as if an engine had been lost", survivors)
 
         sender.open, sender.buffer, sender.send = losing_open, losing_buffer, losing_send
+
+    def add_stock(self) -> None:
+        """Add an engine that brings a sender of its own, which is known only once it was asked what it is."""
+        from core.test_brought_sender import Bringing, ListedSender
+
+        from weightcast.seams.client import EngineClient
+
+        class Keeping(ListedSender):
+            def open(self, manifest: Any, version: Any, *, peers: Sequence[str], staged: bool) -> int:
+                self.kept: dict[int, bytes] = {}
+                return super().open(manifest, version, peers=peers, staged=staged)
+
+            def buffer(self, index: int) -> Any:
+                self.last = super().buffer(index)
+                return self.last
+
+            def send(self, index: int, num_bytes: int) -> None:
+                self.kept[index] = bytes(self.last.payload[: self._manifest.buckets[index]].tolist())
+
+        class Stock(Bringing):
+            name = "stock"
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.own = Keeping()
+
+        class Unknown(EngineClient):
+            name = "stock"
+
+            def connect(self) -> Any:
+                return stock
+
+        self.stock = stock = Stock()
+        self.publisher.add_engine(Unknown())  # type: ignore[abstract]
+
+    def remove(self, name: str) -> None:
+        self.publisher.remove_engine(name)
+
+    def check_stock(self, content: int) -> list[str]:
+        """The tensors that the stock engine was not sent."""
+        from weightcast.format.bucket import Layout
+
+        manifest = self.stock.own._manifest
+        layout, wrong = Layout(manifest), []
+        expected = MODELS[self.source.model](content)
+        for index in range(len(manifest.buckets)):
+            payload = torch.frombuffer(bytearray(self.stock.own.kept[index]), dtype=torch.uint8)
+            for entry, view in zip(layout.entries[index], layout.views(index, payload), strict=True):
+                if not _same(narrow(expected[entry.record.name], entry.piece.region), view):
+                    wrong.append(entry.record.name)
+        return wrong
 
     def spans(self) -> list[range]:
         """The numbers of each origin's buckets."""

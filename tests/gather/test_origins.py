@@ -78,6 +78,22 @@ def test_only_the_first_host_has_an_origin_where_memory_must_be_shared(ranks: Sq
     assert all("part" in outcome["counts"] for outcome in outcomes[1:])
 
 
+def test_an_engine_that_brings_its_own_sender_gets_all_of_the_bytes(ranks: Squad) -> None:
+    """They must be on one rank then, also if what the engine is becomes known only in the middle of a publish."""
+    ranks.all("make", "table", "rows", hosts=2, **GLOO)
+    assert len(ranks[0].ask("spans") if published(ranks.publish(1)) else []) == 2
+    ranks.all("add_stock")
+    for content in (2, 3):
+        published(ranks.publish(content))
+        assert len(ranks[0].ask("spans")) == 1
+        assert ranks[0].ask("check", content) == []
+        assert ranks[0].ask("check_stock", content) == []
+    ranks.all("remove", "stock")
+    published(ranks.publish(4))
+    assert len(ranks[0].ask("spans")) == 2
+    assert ranks[0].ask("check", 4) == []
+
+
 def test_a_round_costs_at_most_three_exchanges(ranks: Squad) -> None:
     ranks.all("make", "large", "rows", hosts=2, bucket_size_bytes=1 << 20, **GLOO)
     published(ranks.publish(1))

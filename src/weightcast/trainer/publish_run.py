@@ -112,7 +112,8 @@ class PublishInputs:
     """What a publish is made of on the rank that publishes. `start`: when it began, by `time.perf_counter`.
 
     `fleet`: the engines that are to take it. `again`: not a new version, but this one once more. `url`: the
-    transport's. `spread`, `num_origins`: where several trainer ranks may have origins, and how many at most.
+    transport's. `spread`, `num_origins`: where several trainer ranks may have origins, as far as engines are known, and
+    how many at most.
     """
 
     start: float
@@ -123,7 +124,7 @@ class PublishInputs:
     fleet: Fleet
     again: PublishedVersion | None
     url: str
-    spread: Origins
+    spread: Callable[[], Origins]
     num_origins: int
 
 
@@ -241,11 +242,13 @@ class PublishRun:
         self._fingerprints: Fingerprints | None = None if options.verify is None else {}
         self._digests: Sequence[bytes | torch.Tensor] | None = None
 
-    def run(self, inputs: PublishInputs) -> PublishReport:
+    def run(self, inputs: PublishInputs, on_known: Callable[[], None] | None = None) -> PublishReport:
         """Publish under the number of the inputs, by default one above the last and above every engine's version.
 
         A version that is published again keeps its number. It goes out only if its buckets have the digests that they
         had: those that are staged still, or else the source's weights. Engines that serve it already are left alone.
+
+        `on_known` is called when every engine has said what it is, before anything is offered.
 
         Returns a report that names each engine's failure. Raises only what ends the update for everybody.
         """
@@ -255,14 +258,17 @@ class PublishRun:
         is_stored = again is not None and again.is_stored
         if again is not None:
             self._fingerprints = again.fingerprints
-        self._manifest = manifest = inputs.pack_plan.layout.manifest
         options, secret = self._options, inputs.connections.listener.secret
-        fill = inputs.pack_plan.packer(inputs.regions)
         for member in self._fleet:
             member.begin(self._run, options.deadline_seconds, self._watchdog)
         try:
             with self._timed("offer"):
-                self._join()
+                newcomers = self._ask()
+                if on_known is not None:
+                    on_known()
+                self._manifest = manifest = inputs.pack_plan.layout.manifest
+                fill = inputs.pack_plan.packer(inputs.regions)
+                self._join(newcomers)
                 sender = self._connections.sender
                 kept = sender.newest_version() if isinstance(sender, VersionedSender) else -1
                 newest = max((kept, *(member.newest_version for member in self._fleet)))
@@ -345,12 +351,13 @@ class PublishRun:
         finally:
             setattr(self._seconds, stage, getattr(self._seconds, stage) + time.perf_counter() - start)
 
-    def _join(self) -> None:
-        """Connect each member that has no link, or whose workers' receivers are not all connected to the sender.
+    def _ask(self) -> list[FleetMember]:
+        """Ask each member that is to be connected what it is; return those.
 
-        For a version that is published again, each that does not serve it: what comes late of the first time comes over
-        a link that was ended. Those that are not there yet are asked again until they are, or the time for all of them
-        together has passed.
+        They are those that have no link, or whose workers' receivers are not all connected to the sender; for a version
+        that is published again, each that does not serve it: what comes late of the first time comes over a link that
+        was ended. Those that are not there yet are asked again until they are, or the time for all of them together has
+        passed.
         """
         sender, listener = self._connections.sender, self._connections.listener
         newcomers = []
@@ -372,7 +379,11 @@ class PublishRun:
                 names = ", ".join(member.name for member in absent)
                 logger.info("waiting up to %g s for engines that are starting: %s", self._wait_ready_seconds, names)
         self._fleet.refuse_doubles(newcomers)
-        self._fleet.each(self._join_member, [member for member in newcomers if member.result.error is None])
+        return newcomers
+
+    def _join(self, members: Iterable[FleetMember]) -> None:
+        """Connect these members with the publisher."""
+        self._fleet.each(self._join_member, [member for member in members if member.result.error is None])
         for member in self._fleet:
             for link in member.links:
                 link.forget()

@@ -349,13 +349,16 @@ class Publisher(ClosedOnExit):
                 f"there is no engine to publish to, and {self._url} keeps nothing for later: pass engines=[...], or "
                 "call add_engine first (a store, file:///DIR, needs none)"
             )
-        spread: Origins = self._transport.origins
-        # Staged buckets are host memory, counted once for each host; so are those of weights on a CPU.
-        if spread == "devices" and (self._options.install == "staged" or device.type == "cpu"):
-            spread = "one"
-        # A client's own sender copies buckets, which must all be on this rank.
-        if any(isinstance(member.client, BringsSender) for member in self._fleet):
-            spread = "one"
+
+        def spread() -> Origins:
+            # A client's own sender copies buckets, which must all be on this rank; staged buckets are host memory,
+            # counted once for each host, and so are those of weights on a CPU.
+            is_brought = any(isinstance(member.client, BringsSender) for member in self._fleet)
+            is_on_host = self._options.install == "staged" or device.type == "cpu"
+            if is_brought or (self._transport.origins == "devices" and is_on_host):
+                return "one"
+            return self._transport.origins
+
         return PublishInputs(
             start,
             version,

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from weightcast.format.bucket import Layout
 from weightcast.format.manifest import decode
 from weightcast.process_group import Closable
 from weightcast.seams.source import Source
@@ -58,31 +59,24 @@ class TrainerGroup:
         prepared: PublishInputs | None = None
         report: PublishReport | None = None
 
-        def settings() -> Settings:
-            assert prepared is not None
-            size, kind = prepared.pack_plan.bucket_size_bytes, prepared.pack_plan.layout.manifest.digest_kind
-            return Settings(run, prepared.url, size, kind, "gloo", prepared.spread, prepared.num_origins)
-
         with ranks.error_at_next_exchange():
             prepared = inputs()
             shares.look(self._source, prepared.regions)
         with self._in_step():
-            statuses = ranks.start(shares.status(None if prepared is None else prepared.pack_plan.layout, settings))
+            status = shares.status()
+            if prepared is not None:
+                status = shares.status(prepared.pack_plan.layout, _settings(run, prepared))
+            statuses = ranks.start(status)
             assert prepared is not None
-            pack_plan, connections = prepared.pack_plan, prepared.connections
-            layout = shares.lead(statuses, pack_plan.layout, settings)
-            if layout is not pack_plan.layout:
-                pack_plan.lay_out(layout)
-            connections.origins = shares.addresses
-            if shares.addresses and self._origins_sender is None:
-                # The first publish that has more than one origin: from now on one sender speaks for all.
-                self._origins_sender = connections.sender = OriginsSender(connections.sender)
-            if self._origins_sender is not None:
-                self._origins_sender.use(shares.packer())
+            self._use(shares.lead(statuses, prepared.pack_plan.layout, _settings(run, prepared)), prepared)
+
+            def settle_again() -> None:
+                """Which kind of server an engine is, and so what it takes, may be known only now."""
+                self._use(shares.settle(prepared.pack_plan.layout, _settings(run, prepared)), prepared)
+
             with ranks.error_at_next_exchange(), ranks.keeping_alive():
                 try:
-                    pack_plan.use(prepared.regions, shares.packer())
-                    report = publish_run.run(prepared)
+                    report = publish_run.run(prepared, settle_again)
                 finally:
                     ranks.version = max(version, publish_run.number)
             error, data = ranks.error, b"" if report is None else report.to_json()
@@ -94,6 +88,19 @@ class TrainerGroup:
                     raise error
             ranks.broadcast(data, len(data))
             return report
+
+    def _use(self, layout: Layout, prepared: PublishInputs) -> None:
+        """Pack by this layout, and send from the origins that were agreed on."""
+        packer, connections = self._shares.packer(), prepared.connections
+        if layout is not prepared.pack_plan.layout:
+            prepared.pack_plan.lay_out(layout)
+        prepared.pack_plan.use(prepared.regions, packer)
+        connections.origins = self._shares.addresses
+        if connections.origins and self._origins_sender is None:
+            # The first publish that has more than one origin: from now on one sender speaks for all.
+            self._origins_sender = connections.sender = OriginsSender(connections.sender)
+        if self._origins_sender is not None:
+            self._origins_sender.use(packer)
 
     @contextlib.contextmanager
     def _in_step(self) -> Iterator[None]:
@@ -116,9 +123,10 @@ class TrainerGroup:
         with ranks.error_at_next_exchange():
             shares.look(self._source, self._source.regions())
         with self._in_step():
-            contribution = shares.follow(ranks.start(shares.status(None)))
-            own, status, in_hand = shares.own, RankStatus(), list[RankStatus]()
+            shares.follow(ranks.start(shares.status()))
+            status, in_hand = RankStatus(), list[RankStatus]()
             while True:
+                own, contribution = shares.own, shares.contribution
                 if own is not None:
                     with ranks.error_at_next_exchange():
                         status = own.status()
@@ -130,6 +138,9 @@ class TrainerGroup:
                         if own is not None:
                             own.end()
                         return report
+                    case Instruction.SETTLE if is_ready:
+                        shares.agree(argument)
+                        status = RankStatus()
                     case Instruction.BUCKET if is_ready and not any(each.is_lost for each in statuses):
                         in_hand = in_round(statuses, argument)
                         shared = None if own is None else own.shared(in_hand)
@@ -170,3 +181,8 @@ class TrainerGroup:
         """Disconnect from the other ranks, without a word, and free this rank's origin. Idempotent."""
         self._ranks.close()
         self._shares.close()
+
+
+def _settings(run: str, prepared: PublishInputs) -> Settings:
+    size, kind = prepared.pack_plan.bucket_size_bytes, prepared.pack_plan.layout.manifest.digest_kind
+    return Settings(run, prepared.url, size, kind, "gloo", prepared.spread(), prepared.num_origins)

@@ -10,8 +10,8 @@ import functools
 import hashlib
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, cast
 
 import msgspec
 import torch
@@ -106,6 +106,7 @@ class Shares:
         self._assigned: Sequence[AssignedPart] = ()
         self._is_settled = False
         self._settings: Settings | None = None
+        self._backend: Literal["gloo", "nccl"] = "gloo"
         self._layout: Layout | None = None
         self._holder: Contribution | OriginPacker | GroupPacker | None = None
         """What this rank packs with."""
@@ -131,12 +132,12 @@ class Shares:
         if self._holder is not None and self._is_settled:
             self._holder.rebind(self._own_shards())
 
-    def status(self, layout: Layout | None, settings: Callable[[], Settings] | None = None) -> RankStatus:
+    def status(self, layout: Layout | None = None, settings: Settings | None = None) -> RankStatus:
         """What this rank brings to the first exchange. `layout`, `settings`: the publishing rank's."""
         low, high = self._digest
         is_news = not self._is_settled
-        if layout is not None and settings is not None:
-            is_news = is_news or layout is not self._layout or settings() != self._settings
+        if layout is not None:
+            is_news = is_news or layout is not self._layout or settings != self._settings
         number = 0
         gpu = next((shard.data.device for shard in self._shards if shard.data.is_cuda), None)
         if gpu is not None:
@@ -175,11 +176,9 @@ class Shares:
             own.append(Shard(shard.tensor, region, data))
         return own
 
-    def _settle(self, settings: Settings) -> Sharing | None:
-        """Have every rank know what all hold, and so who brings what. None: what went wrong is raised at the next
-        exchange.
-        """
-        ranks, sharing, low, high = self._ranks, None, 0, 0
+    def _share(self, settings: Settings) -> Sharing:
+        """Have every rank know what all hold, and so who brings what. What goes wrong on one rank is raised by all."""
+        ranks, sharing, low, high = self._ranks, cast(Sharing, None), 0, 0
         place = RankPlace.of(self._device() if self.own is None else self.own.device)
         held = tuple(_HeldPart(part.tensor, part.region.offsets, part.region.sizes) for part in self._parts)
         rows = ranks.gather(encode(_HeldShards(held, place)))
@@ -197,8 +196,7 @@ class Shares:
                     f"this rank's plan of buckets has the digest {low:x}, the publishing rank's {first[0]:x}: install "
                     "the same weightcast on every trainer rank"
                 )
-        assert sharing is not None, "an exchange with an error raises"
-        self._assigned, self._settings = sharing.assigned[ranks.group_rank], settings
+        self._assigned = sharing.assigned[ranks.group_rank]
         if self._holder is not None:
             self._holder.close()
         self._holder = None
@@ -206,31 +204,33 @@ class Shares:
 
     # --- the publishing rank ---
 
-    def lead(self, statuses: Sequence[RankStatus], layout: Layout, settings: Callable[[], Settings]) -> Layout:
+    def lead(self, statuses: Sequence[RankStatus], layout: Layout, settings: Settings) -> Layout:
         """After the first exchange: have every rank know its share. Raises on every rank alike.
 
-        `layout`: of the buckets if there is one origin. Returns what they are packed by.
+        `layout`: what buckets are packed by so far. Returns what they are packed by from now on.
         """
         self._compare(statuses)
-        if self._layout is not None and not any(status.news for status in statuses):
-            return self._layout
-        self._is_settled, ranks = False, self._ranks
         gpus = {status.device for status in statuses}
-        found = settings()
-        if 0 not in gpus and len(gpus) == len(statuses):
-            found = msgspec.structs.replace(found, backend="nccl")
-        ranks.announce_when_idle(Instruction.SETTLE, data=encode(found))
-        sharing = self._settle(found)
-        assert sharing is not None
-        self._settings = settings()
-        if len(sharing.leaders) > 1:
-            layout = sharing.layout
-        rows = ranks.gather(encode(_Address("")))
+        self._backend = "nccl" if 0 not in gpus and len(gpus) == len(statuses) else "gloo"
+        return self.settle(layout, settings) if any(status.news for status in statuses) else layout
+
+    def settle(self, layout: Layout, settings: Settings) -> Layout:
+        """Have every rank know its share under these settings, unless all do. See `lead`."""
+        if self._is_settled and settings == self._settings and layout is self._layout:
+            return layout
+        self._is_settled, ranks = False, self._ranks
+        with ranks.uninterrupted():
+            found = msgspec.structs.replace(settings, backend=self._backend)
+            ranks.announce_when_idle(Instruction.SETTLE, data=encode(found))
+            sharing = self._share(found)
+            rows = ranks.gather(encode(_Address("")))
+            via = self._connected(self._backend)
         self.addresses = tuple(decode(rows[rank], _Address).address for rank in sharing.leaders[1:])
-        via, own = self._connected(found.backend), self._own_shards()
-        packer = OriginPacker(ranks, layout, own, sharing.beside(0), origin=0, via=via)
+        if sharing.layout.manifest != layout.manifest:
+            layout = sharing.layout
+        packer = OriginPacker(ranks, layout, self._own_shards(), sharing.beside(0), origin=0, via=via)
         self._holder = GroupPacker(ranks, layout.manifest, sharing.leaders, packer)
-        self._layout, self._is_settled = layout, True
+        self._layout, self._settings, self._is_settled = layout, settings, True
         return layout
 
     def packer(self) -> GroupPacker:
@@ -240,31 +240,38 @@ class Shares:
 
     # --- the others ---
 
-    def follow(self, statuses: Sequence[RankStatus]) -> Contribution | None:
-        """After the first exchange: what this rank brings; None if it leads an origin."""
+    def follow(self, statuses: Sequence[RankStatus]) -> None:
+        """After the first exchange: learn what to bring, if anything has changed."""
         self._compare(statuses)
         if any(status.news for status in statuses):
-            self._is_settled, ranks = False, self._ranks
-            settings: Settings = decode(ranks.broadcast(b"", ranks.next_instruction().argument), Settings)
-            self.run = settings.run
-            sharing = self._settle(settings)
-            assert sharing is not None
-            address = ""
-            with ranks.error_at_next_exchange():
-                if ranks.group_rank in sharing.leaders:
-                    address = self._lead(settings)
-                else:
-                    self._lead_none()
-            ranks.gather(encode(_Address(address)))
-            via, own = self._connected(settings.backend), self._own_shards()
-            layout, origin = sharing.layout, sharing.homes[ranks.group_rank]
-            if self.own is not None:
-                self._holder = OriginPacker(ranks, layout, own, sharing.beside(origin), origin=origin, via=via)
-                self.own.use(layout.manifest, origin, self._holder)
+            self.agree(self._ranks.next_instruction().argument)
+
+    def agree(self, num_bytes: int) -> None:
+        """Take the publishing rank's settings, which have that length, and prepare what they ask of this rank."""
+        self._is_settled, ranks = False, self._ranks
+        settings: Settings = decode(ranks.broadcast(b"", num_bytes), Settings)
+        self.run = settings.run
+        sharing = self._share(settings)
+        address = ""
+        with ranks.error_at_next_exchange():
+            if ranks.group_rank in sharing.leaders:
+                address = self._lead(settings)
             else:
-                leader, homes_ = sharing.leaders[origin], sharing.homes
-                self._holder = Contribution(ranks, layout, own, leader=leader, origin=origin, homes=homes_, via=via)
-            self._is_settled = True
+                self._lead_none()
+        ranks.gather(encode(_Address(address)))
+        via, own = self._connected(settings.backend), self._own_shards()
+        layout, origin = sharing.layout, sharing.homes[ranks.group_rank]
+        if self.own is not None:
+            self._holder = OriginPacker(ranks, layout, own, sharing.beside(origin), origin=origin, via=via)
+            self.own.use(layout.manifest, origin, self._holder)
+        else:
+            leader, beside = sharing.leaders[origin], sharing.homes
+            self._holder = Contribution(ranks, layout, own, leader=leader, origin=origin, homes=beside, via=via)
+        self._is_settled = True
+
+    @property
+    def contribution(self) -> Contribution | None:
+        """What this rank brings; None if it leads an origin."""
         return self._holder if isinstance(self._holder, Contribution) else None
 
     def _lead(self, settings: Settings) -> str:
