@@ -11,7 +11,7 @@ from gather.squad import MODELS, Squad, squad
 from gather.test_gather import failed, published
 from weightcast.format.geometry import Region, merged
 from weightcast.format.manifest import TensorSpec
-from weightcast.trainer.group.origins import RankPlace, choose, homes
+from weightcast.trainer.group.origins import RankPlace, choose, homes, own_url
 from weightcast.trainer.group.shares import Settings, share
 from weightcast.trainer.packer import HeldRegion
 
@@ -195,6 +195,19 @@ def test_who_leads_an_origin(
 ) -> None:
     assert choose(places, spread, limit) == leaders
     assert homes(places, spread, leaders) == beside
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("gloo://127.0.0.1:0", "gloo://127.0.0.1:0"),
+        ("gloo://127.0.0.1:29501", "gloo://127.0.0.1:29501"),
+        ("gloo://localhost", "gloo://127.0.0.1:0"),
+        ("ipc://", "ipc://"),
+    ],
+)
+def test_the_address_of_an_origin_on_another_host(url: str, expected: str) -> None:
+    assert own_url(url) == expected
 
 
 def settings(**more: Any) -> Settings:

@@ -128,10 +128,14 @@ class SendingEnd(abc.ABC, Generic[U, P]):
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]:
-        """Those who were dropped, or have gone, since the version was opened: as of now. Does not wait."""
+        """Those who were dropped, or have gone, since the version was opened: as of now. Does not wait.
+
+        Who asks keeps the peers waiting: they are told that the sender lives.
+        """
         with self.condition:
             if not self._closed:
                 self._listen()
+                self._give_signs()
             return dict(self._failures)
 
     def connected(self, peers: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import NoReturn
@@ -95,17 +96,20 @@ def _where(place: RankPlace, spread: Origins) -> tuple[str, ...]:
 
 
 def own_url(url: str) -> str:
-    """The URL of a sender on this host: the publishing rank's, with the address by which this host reaches that one."""
+    """The URL of a sender on this host: the publishing rank's, with the address by which this host reaches that one.
+
+    Its port is the same one, so that it is known which to let through. Raises OSError if that host has no address.
+    """
     scheme = registry.scheme(url)
     if registry.transport(url).same_host:
         return url
-    host = registry.host(url)
+    host, port = registry.host(url), urllib.parse.urlsplit(url).port or 0
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         # Of a datagram socket this sends nothing, and only looks the route up.
         probe.connect(address)
         own = probe.getsockname()[0]
-    return f"{scheme}://[{own}]:0" if ":" in own else f"{scheme}://{own}:0"
+    return f"{scheme}://[{own}]:{port}" if ":" in own else f"{scheme}://{own}:{port}"
 
 
 class OriginSender:
