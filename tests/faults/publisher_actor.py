@@ -109,7 +109,7 @@ class StoppingClient(weightcast.HttpEngine):
 
 
 class Senders:
-    """Makes a transport's senders: they stop after bucket 1, send it corrupt once, and take their time to pack."""
+    """Makes a transport's senders: they stop after buckets 0 and 1, send it corrupt once, and take their time to pack."""
 
     def __init__(self, url: str, stops: Stops, pack_seconds: float) -> None:
         self._scheme, _, rest = url.partition("://")
@@ -136,8 +136,8 @@ class Senders:
                 self.corrupts = False
                 buffer(index).payload[7] ^= 255
             send(index, num_bytes)
-            if index == 1:
-                self._stops.reach("mid-bucket")
+            if index < 2:
+                self._stops.reach(("first bucket", "mid-bucket")[index])
 
         sender.send, sender.buffer = stopping_send, slow_buffer
         return sender

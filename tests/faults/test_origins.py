@@ -98,6 +98,38 @@ def test_many_publishes_leave_nothing(stage: Stage, install: str) -> None:
     assert_all_serve(ranks, engines, 61)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("wire", "install"), [on(GLOO, STAGED), on(GLOO, STREAMING), on(IPC, STREAMING)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", ["engine", "trainer"])
+def test_four_origins(stage: Stage, install: str, victim: str, number: int) -> None:
+    """An engine or the last trainer rank is lost while the third origin has a bucket in hand."""
+    ranks, (lost, other) = two_hosts(stage, install, "abcd")
+    ranks[2].ask("stop at", "first bucket")
+    for rank in ranks:
+        rank.tell("publish", 2, 2)
+    ranks[2].hear("at")
+    actor = lost if victim == "engine" else ranks[3]
+    actor.signal(number)
+    ranks[2].tell("go")
+    outcomes = [rank.hear("published") for rank in ranks if rank is not actor]
+    if victim == "engine":
+        assert all(outcome == outcomes[0] for outcome in outcomes)
+        assert list(outcomes[0]["failures"]) == [lost.url]
+        assert_serves(other, "2", 2)
+    else:
+        assert all("trainer rank 3" in outcome["error"][1] for outcome in outcomes)
+        for engine in (lost, other):
+            assert_not_mixed(engine, install)
+    if number == signal.SIGSTOP:
+        actor.signal(signal.SIGCONT)
+        if victim == "engine":
+            eventually(lambda: is_free(lost), "the engine that stood still gives the update up")
+        else:
+            assert "error" in actor.hear("published")
+        assert_all_serve(ranks, [lost, other], 3)
+
+
 # --- engines that fail, while one origin or the other has a bucket in hand ---
 
 
