@@ -105,7 +105,7 @@ class LoadPlan:
             host_memory.require(
                 self.straddling_bytes,
                 f"putting together {len(self._straddling)} tensors of which each trainer host sends a part",
-                'publish with install="streaming" or from one origin, or free memory',
+                'publish with origins=1 or install="streaming", or free memory',
             )
 
     def stage(self, index: int, payload: torch.Tensor, staged: StagedBuckets) -> None:
