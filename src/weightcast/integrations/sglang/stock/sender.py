@@ -59,6 +59,7 @@ class StockSender:
             raise UnsupportedError(f"stock SGLang takes no weights over {scheme}://: use {', '.join(_ROUTES)}")
         self.address = context.url
         self._route: Route = _ROUTES[scheme](context)
+        self.is_staged = self._route.is_staged
         self._known: dict[str, SglangStockServer] = {}
         self._pool = ThreadPoolExecutor(max_workers=MAX_PARALLEL, thread_name_prefix="weightcast-sglang")
         self._shipper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-ship")
@@ -69,10 +70,6 @@ class StockSender:
         self._current = -1
         self._is_open = False
         self._closed = False
-
-    @property
-    def is_staged(self) -> bool:
-        return self._route.is_staged
 
     def add(self, server: SglangStockServer) -> None:
         """Serve this one too, in the place of a former one of its name."""
