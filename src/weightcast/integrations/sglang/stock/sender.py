@@ -21,7 +21,7 @@ from weightcast.integrations.sglang.stock.route_disk import DiskRoute
 from weightcast.integrations.sglang.stock.route_distributed import DistributedRoute
 from weightcast.integrations.sglang.stock.route_tensor import TensorRoute
 from weightcast.integrations.sglang.stock.server import MAX_PARALLEL, Servers, SglangStockServer
-from weightcast.seams.client import SenderContext
+from weightcast.seams.client import ClientSender, SenderContext
 
 _ROUTES: Mapping[str, Any] = {
     "gloo": DistributedRoute,
@@ -71,9 +71,12 @@ class StockSender:
         self._is_open = False
         self._closed = False
 
-    def add(self, server: SglangStockServer) -> None:
-        """Serve this one too, in the place of a former one of its name."""
-        self._known[server.name] = server
+    @classmethod
+    def joined(cls, server: SglangStockServer, known: Sequence[ClientSender], context: SenderContext) -> StockSender:
+        """The one sender for all stock servers of a publisher; this server takes the place of a former of its name."""
+        sender = next((other for other in known if isinstance(other, cls)), None) or cls(context)
+        sender._known[server.name] = server
+        return sender
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]:

@@ -16,7 +16,6 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import msgspec
 
@@ -42,16 +41,8 @@ _encode = msgspec.json.encode
 logger = logging.getLogger(__name__)
 
 
-class ServerSender(ClientSender, Protocol):
-    """The sender that all stock servers of a publisher share."""
-
-    def __init__(self, context: SenderContext) -> None: ...
-
-    def add(self, server: SglangStockServer) -> None: ...
-
-
 class SglangStockServer(EngineClient, ServesTraffic):
-    """The client for one stock server; it brings the sender that all of them share."""
+    """The client for one stock server; it brings the sender that all of them share, found or made by `join`."""
 
     def __init__(
         self,
@@ -60,7 +51,7 @@ class SglangStockServer(EngineClient, ServesTraffic):
         server: ServerInfo,
         *,
         pause: SglangPause,
-        sender_type: type[ServerSender],
+        join: Callable[[SglangStockServer, Sequence[ClientSender], SenderContext], ClientSender],
     ) -> None:
         self.name = routes.name
         self.routes = routes
@@ -73,7 +64,7 @@ class SglangStockServer(EngineClient, ServesTraffic):
         """What the server is to load in the install, where the sender writes to disk."""
         self._server = server
         self._pause_mode: SglangPause = pause
-        self._sender_type = sender_type
+        self._join = join
         self._held: Sequence[TensorSpec] | None = reference(model.model_path, revision=None, cache_dir=None)
         """The server's checkpoint, or else (with a warning in the log) the first complete offer."""
         self._label = model.weight_version
@@ -133,11 +124,7 @@ class SglangStockServer(EngineClient, ServesTraffic):
             self._checksums = self.routes.checksums()
 
     def sender(self, known: Sequence[ClientSender], context: SenderContext) -> ClientSender:
-        """The one sender for all stock servers of a publisher."""
-        shared = next((other for other in known if isinstance(other, self._sender_type)), None)
-        sender = self._sender_type(context) if shared is None else shared
-        sender.add(self)
-        return sender
+        return self._join(self, known, context)
 
     # --- the update, in this order ---
 
