@@ -61,7 +61,6 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "numpy": ("format.tensor_digest", "bench.*", "demo.*", "testing.*"),
     "xxhash": ("format.bucket", "trainer.packer"),
     "h11": ("control.client",),
-    "httpx": ("demo.*",),
     "safetensors": ("checkpoint.files",),
     "huggingface_hub": ("integrations.plugin.checkpoint_header",),
     "ray": ("integrations.vllm.clients",),

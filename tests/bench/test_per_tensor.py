@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,15 +11,14 @@ import msgspec
 import pytest
 import torch
 
-from weightcast.bench.baselines import TensorMessage, TensorSlot, load_each, take_from_slot
+from weightcast.bench.baselines import TensorMessage, TensorSlot, UseSlot, load_each, take_from_slot
 from weightcast.bench.channel import BenchChannel, Done, await_done
 from weightcast.bench.model import build_model, fill, local_tensors
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import IntegrityError, PeerDiedError, PeerTimeoutError
-from weightcast.format.bucket import HEADER_BYTES
+from weightcast.format.bucket import BucketBuffer
 from weightcast.format.manifest import TensorSpec
-from weightcast.transports.ipc.arena import MappedSharedArena
-from weightcast.transports.ipc.records import SharedArena
+from weightcast.host.memory import map_shared
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -74,12 +72,9 @@ def test_every_tensor_arrives_at_every_engine() -> None:
 
 
 def _load(model: torch.nn.Module, bench: BenchChannel) -> None:
-    record, descriptor = bench.receive_command(SharedArena)
-    assert descriptor is not None
-    arena = MappedSharedArena(record, descriptor)
-    buffer = arena.buffers.get(0, 0, HEADER_BYTES, record.size_bytes - HEADER_BYTES)
-    load_each(ModuleEngine(model), bench, partial(take_from_slot, buffer))
-    arena.close()
+    memory = map_shared(bench.receive(UseSlot).location)
+    assert memory is not None
+    load_each(ModuleEngine(model), bench, partial(take_from_slot, BucketBuffer.of(memory)))
     bench.close()
 
 
@@ -96,19 +91,6 @@ def test_a_tensor_that_was_changed_on_the_way_is_refused(ends: tuple[BenchChanne
     slot.close()
 
 
-def test_a_message_and_a_descriptor(ends: tuple[BenchChannel, BenchChannel]) -> None:
-    ours, theirs = ends
-    memory = os.memfd_create("memory")
-    ours.send(Note("memory"), memory)
-    message, descriptor = theirs.receive_command(Note)
-    assert message == Note("memory")
-    assert descriptor is not None
-    os.pwrite(descriptor, b"seen", 0)
-    assert os.pread(memory, 4, 0) == b"seen"
-    os.close(memory)
-    os.close(descriptor)
-
-
 def test_what_a_worker_failed_with_is_told(ends: tuple[BenchChannel, BenchChannel]) -> None:
     ours, theirs = ends
     theirs.send(Done())
@@ -121,15 +103,14 @@ def test_what_a_worker_failed_with_is_told(ends: tuple[BenchChannel, BenchChanne
 def test_the_end_of_the_peer_is_an_error(ends: tuple[BenchChannel, BenchChannel]) -> None:
     ours, theirs = ends
     theirs.close()
-    for call in (lambda: ours.receive(Note), lambda: ours.receive_command(Note), lambda: ours.send(Note("x"))):
+    for call in (lambda: ours.receive(Note), lambda: ours.send(Note("x"))):
         with pytest.raises(PeerDiedError, match="the engine"):
             call()
 
 
 def test_a_silent_peer_is_an_error() -> None:
     ours, theirs = pair(deadline_seconds=0.05)
-    for call in (lambda: ours.receive(Note), lambda: ours.receive_command(Note)):
-        with pytest.raises(PeerTimeoutError, match=r"the engine did not answer within 0\.05 s"):
-            call()
+    with pytest.raises(PeerTimeoutError, match=r"the engine did not answer within 0\.05 s"):
+        ours.receive(Note)
     ours.close()
     theirs.close()

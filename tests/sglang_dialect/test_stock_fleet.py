@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from warm_python import WarmPython
 from sglang_dialect.conftest import BUCKET_BYTES, Start, tensors
 from sglang_dialect.dying import MOMENTS, Moment
 from sglang_dialect.stock_sglang import StockSglang
-from weightcast import Publisher, PublishError
+from weightcast import Publisher, PublishError, TensorSource
 from weightcast.control.server.app import EngineServer
 from weightcast.errors import (
     ControlError,
@@ -38,9 +39,7 @@ from weightcast.errors import (
     WeightcastError,
 )
 from weightcast.format.manifest import TensorSpec
-from weightcast.format.plan import plan
 from weightcast.integrations.sglang.stock.route_tensor import _require_here
-from weightcast.integrations.sglang.stock.server import CheckpointAcceptance
 from weightcast.process_group import serve_store
 from weightcast.seams.source import Regions
 
@@ -242,11 +241,19 @@ def test_the_servers_own_dtype_is_taken_as_well(start: Start) -> None:
     assert_serves(server, 3, 3)
 
 
-def test_where_no_checkpoint_can_be_read_the_first_update_is_the_measure() -> None:
-    acceptance = CheckpointAcceptance(None, "float32")
-    acceptance.accept(plan(Trained().specs(), 4096))
-    with pytest.raises(IncompatibleWeightsError, match=r"missing tensor 'layers\.5\.scale'"):
-        acceptance.accept(plan(Tensors(wrong("missing")).specs(), 4096))
+def test_where_no_checkpoint_can_be_read_the_first_update_is_the_measure(checkpoint: Path, tmp_path: Path) -> None:
+    file = Path(shutil.copy(checkpoint / "model.safetensors", tmp_path))
+    source = TensorSource(tensors(1))
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(StockSglang(tmp_path))
+        file.unlink()
+        made = stack.enter_context(publisher(source, server))
+        assert made.publish(version=1).ok
+        source.replace(wrong("missing"))
+        error = failures(made)[server.url]
+        assert isinstance(error, IncompatibleWeightsError)
+        assert "missing tensor 'layers.5.scale'" in str(error)
+        assert_serves(server, 1, 1)
 
 
 def test_the_session_of_a_dead_trainer_is_closed(start: Start) -> None:

@@ -29,10 +29,9 @@ from weightcast.format.bucket import (
     write_header,
 )
 from weightcast.format.manifest import WeightVersion
+from weightcast.host.memory import MemoryLocation, SealedMemory
 from weightcast.process_group import ProcessGroup, Store, serve_store, wait
 from weightcast.seams.engine import Engine
-from weightcast.transports.ipc.arena import OwnedSharedArena
-from weightcast.transports.ipc.records import SharedArena
 
 MAX_MEMCPY_BYTES = 2 << 30
 NUM_BUFFERS = 2
@@ -51,6 +50,12 @@ class TensorMessage(msgspec.Struct, frozen=True):
     shape: tuple[int, ...] = ()
 
 
+class UseSlot(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
+    """Map the slot of a `TensorSlot`, and load what comes into it."""
+
+    location: MemoryLocation
+
+
 class JoinGroup(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
     """Join the process group of the baselines, whose store has this port."""
 
@@ -63,8 +68,8 @@ class Broadcasts(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
     per_tensor: bool
 
 
-EngineCommand: TypeAlias = SharedArena | JoinGroup | Broadcasts
-"""What the bench sends to an engine, which answers each with Done once it is ready. SharedArena: `TensorSlot.lend`."""
+EngineCommand: TypeAlias = UseSlot | JoinGroup | Broadcasts
+"""What the bench sends to an engine, which answers each with Done once it is ready."""
 
 
 class Memcpy:
@@ -123,13 +128,13 @@ class TensorSlot:
 
     def __init__(self, largest_bytes: int) -> None:
         """Raises InsufficientMemoryError if the host or a cgroup hasn't that much left."""
-        self._arena = OwnedSharedArena(0, HEADER_BYTES + largest_bytes)
-        self.buffer = self._arena.buffers.get(0, 0, HEADER_BYTES, largest_bytes)
+        self._memory = SealedMemory.allocate(HEADER_BYTES + largest_bytes, "a slot for each tensor")
+        self.buffer = BucketBuffer.of(self._memory.tensor())
         self.buffer.payload.zero_()
 
     def lend(self, engines: Channels) -> None:
         """Let every engine map the slot; they wait for tensors until `end`."""
-        send_all(engines, *self._arena.announcement())
+        send_all(engines, UseSlot(self._memory.location))
         await_done(engines)
 
     def publish(self, tensors: Tensors, engines: Channels) -> float:
@@ -149,7 +154,7 @@ class TensorSlot:
         send_all(engines, TensorMessage(""))
 
     def close(self) -> None:
-        self._arena.close(free=True)
+        self._memory.release(free=True)
 
 
 def take_from_slot(buffer: BucketBuffer, message: TensorMessage) -> torch.Tensor:

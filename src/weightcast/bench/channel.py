@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -18,8 +18,6 @@ from weightcast.format.manifest import decode, encode
 
 ANSWER_SECONDS = 600.0
 MAX_PACKET_BYTES = 1 << 16
-
-R = TypeVar("R", bound=msgspec.Struct)
 
 
 class BenchChannel:
@@ -36,31 +34,21 @@ class BenchChannel:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, timeout)
 
-    def send(self, record: msgspec.Struct, descriptor: int | None = None) -> None:
-        """Send one record, with a descriptor if given."""
+    def send(self, record: msgspec.Struct) -> None:
         try:
-            if descriptor is None:
-                self._socket.send(encode(record))
-            else:
-                socket.send_fds(self._socket, [encode(record)], [descriptor])
+            self._socket.send(encode(record))
         except OSError as exc:
             raise self._error(exc) from exc
 
-    def receive(self, kind: type[R]) -> R:
-        """The next record."""
+    def receive(self, kind: Any) -> Any:
+        """The next record, of this class or union."""
         try:
-            record: R = _decoded(self._socket.recv(MAX_PACKET_BYTES), kind)
-            return record
+            data = self._socket.recv(MAX_PACKET_BYTES)
+            if not data:
+                raise ConnectionResetError
         except OSError as exc:
             raise self._error(exc) from exc
-
-    def receive_command(self, kind: Any) -> tuple[Any, int | None]:
-        """The next record of the union `kind`, and the descriptor if one came with it, which the caller closes."""
-        try:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 1)
-            return _decoded(data, kind), descriptors[0] if descriptors else None
-        except OSError as exc:
-            raise self._error(exc) from exc
+        return decode(data, kind)
 
     def close(self) -> None:
         self._socket.close()
@@ -71,12 +59,6 @@ class BenchChannel:
         return PeerDiedError(f"{self.peer} has ended its connection to the bench", peer=self.peer)
 
 
-def _decoded(data: bytes, kind: Any) -> Any:
-    if not data:
-        raise ConnectionResetError
-    return decode(data, kind)
-
-
 class Done(msgspec.Struct, frozen=True, omit_defaults=True):
     """A worker has done the last command. `error`: how it failed. `url`: an engine's control routes, at its start."""
 
@@ -84,9 +66,9 @@ class Done(msgspec.Struct, frozen=True, omit_defaults=True):
     url: str = ""
 
 
-def send_all(workers: Sequence[BenchChannel], record: msgspec.Struct, descriptor: int | None = None) -> None:
+def send_all(workers: Sequence[BenchChannel], record: msgspec.Struct) -> None:
     for worker in workers:
-        worker.send(record, descriptor)
+        worker.send(record)
 
 
 def await_done(workers: Sequence[BenchChannel]) -> list[Done]:

@@ -13,11 +13,7 @@ from weightcast.format.amounts import count, size
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _MIB = 1 << 20
-_INK, _GRID = "#333333", "#dddddd"
-_BAR_COLORS = {"one memcpy": "#9aa5b1", "raw broadcast": "#9aa5b1", "publish": "#2563eb"}
-_SLOW_COLOR = "#b45309"
-_STAGE_COLORS = {"gather": "#94a3b8", "offer": "#64748b", "pack": "#2563eb", "send": "#93c5fd", "seal": "#a78bfa"}
-_INSTALL_COLOR = "#f59e0b"
+_STAGES = ("gather", "offer", "pack", "send", "seal")
 
 
 def view(result: BenchResult) -> Iterator[str | Table]:
@@ -106,7 +102,7 @@ def plot(result: BenchResult, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 7.4), layout="constrained")
-    figure.suptitle(f"{_title(result)}: {count(result.num_tensors, 'tensor')}, {size(result.num_bytes)}", color=_INK)
+    figure.suptitle(f"{_title(result)}: {count(result.num_tensors, 'tensor')}, {size(result.num_bytes)}")
     comparison, stages = figure.subplots(2, 1, height_ratios=(2, 3))
     measured = {
         "one memcpy": result.memcpy_seconds,
@@ -116,30 +112,24 @@ def plot(result: BenchResult, path: Path) -> None:
         "full_tensor()": result.full_tensor_seconds,
     }
     bars = {name: seconds * 1e3 for name, seconds in measured.items() if seconds is not None}
-    colors = [_BAR_COLORS.get(name, _SLOW_COLOR) for name in bars]
-    drawn = comparison.barh(list(bars), list(bars.values()), color=colors, height=0.6)
-    comparison.bar_label(drawn, fmt="{:,.1f} ms", padding=4, color=_INK)
+    drawn = comparison.barh(list(bars), list(bars.values()))
+    comparison.bar_label(drawn, fmt="{:,.1f} ms", padding=4)
     comparison.invert_yaxis()
     comparison.margins(x=0.2)
     comparison.set_xlabel("milliseconds, median")
     # A bar for each run, of stages that follow one another; the pause, which overlaps them, is a mark.
     labels = [str(index + 1) for index in range(len(result.runs))]
     bottom = [0.0] * len(labels)
-    for stage, color in (*_STAGE_COLORS.items(), ("install", _INSTALL_COLOR)):
+    for stage in (*_STAGES, "install"):
         heights = [run.seconds.get(stage, 0.0) * 1e3 for run in result.runs]
         if stage == "install":  # what the stages of the publisher's report leave of the whole
             heights = [max(run.publish_seconds * 1e3 - low, 0.0) for run, low in zip(result.runs, bottom, strict=True)]
-        stages.bar(labels, heights, bottom=bottom, label=stage, color=color, width=0.7)
+        stages.bar(labels, heights, bottom=bottom, label=stage)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     pauses = [run.pause_seconds * 1e3 for run in result.runs]
-    stages.scatter(labels, pauses, marker="_", s=1200, color=_INK, label="pause")
+    stages.plot(labels, pauses, "k_", markersize=20, label="pause")
     stages.set(xlabel="run", ylabel="milliseconds")
-    legend = stages.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small")
-    for handle in legend.legend_handles:
-        if hasattr(handle, "set_sizes"):
-            handle.set_sizes([120])
-    for axes, direction in ((comparison, "x"), (stages, "y")):
-        axes.grid(axis=direction, color=_GRID)
+    stages.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small")
+    for axes in (comparison, stages):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_axisbelow(True)
     figure.savefig(path, dpi=144)

@@ -21,7 +21,15 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from weightcast.bench.baselines import BaselineGroup, Broadcasts, EngineCommand, JoinGroup, load_each, take_from_slot
+from weightcast.bench.baselines import (
+    BaselineGroup,
+    Broadcasts,
+    EngineCommand,
+    JoinGroup,
+    UseSlot,
+    load_each,
+    take_from_slot,
+)
 from weightcast.bench.channel import ANSWER_SECONDS, BenchChannel, Done, await_done, send_all
 from weightcast.bench.model import TrainerRank, build_model, trainer_rank
 from weightcast.bench.result import BenchSettings
@@ -29,11 +37,10 @@ from weightcast.control.server.app import EngineServer
 from weightcast.engines.gate import Gate
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import PeerDiedError, WeightcastError
-from weightcast.format.bucket import HEADER_BYTES
+from weightcast.format.bucket import BucketBuffer
 from weightcast.format.manifest import TensorSpec, decode
+from weightcast.host.memory import map_shared
 from weightcast.process_group import join_store, serve_store
-from weightcast.transports.ipc.arena import MappedSharedArena
-from weightcast.transports.ipc.records import SharedArena
 
 LOOPBACK = "127.0.0.1"
 END_SECONDS = 10.0
@@ -76,12 +83,11 @@ def serve_engine(job: Job, bench: BenchChannel) -> None:
     with EngineServer(ModuleEngine(model), gate=Gate()) as server, contextlib.ExitStack() as stack:
         bench.send(Done(url=server.url))
         while True:
-            command, descriptor = bench.receive_command(EngineCommand)
-            match command:
-                case SharedArena() if descriptor is not None:
-                    with contextlib.closing(MappedSharedArena(command, descriptor)) as arena:
-                        buffer = arena.buffers.get(0, 0, HEADER_BYTES, command.size_bytes - HEADER_BYTES)
-                        load_each(engine, bench, functools.partial(take_from_slot, buffer))
+            match command := bench.receive(EngineCommand):
+                case UseSlot(location):
+                    memory = map_shared(location)
+                    assert memory is not None, "the bench runs on this host, as this user"
+                    load_each(engine, bench, functools.partial(take_from_slot, BucketBuffer.of(memory)))
                 case JoinGroup():
                     store = join_store(job.settings.host, command.port, ANSWER_SECONDS)
                     group = BaselineGroup(job.settings, num_bytes, store, job.number + 1)

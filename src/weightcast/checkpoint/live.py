@@ -12,9 +12,10 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
+import msgspec
 import torch
 from torch import nn
 
@@ -49,6 +50,13 @@ def cast_target(dtype: object) -> str:
     if DTYPE_NAMES.get(dtype) not in CASTABLE:
         raise ValueError(f"dtype is {dtype}; weights can be cast to {choices}")
     return DTYPE_NAMES[dtype]
+
+
+def cast_specs(specs: Iterable[TensorSpec], dtype: str | None) -> tuple[TensorSpec, ...]:
+    """The specs, with `dtype` in place of those that can be cast to it; None: as they are."""
+    return tuple(
+        msgspec.structs.replace(spec, dtype=dtype) if dtype and spec.dtype in CASTABLE else spec for spec in specs
+    )
 
 
 _WRAPPER_CHILDREN = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})

@@ -188,26 +188,29 @@ class HttpRoutes:
     """
 
     def __init__(self, url: str, *, token: str | None, timeout_seconds: float) -> None:
-        root = _root_of(url)
+        wanted = "is not the URL of an engine; write one like http://127.0.0.1:8000"
+        if not isinstance(url, str):
+            raise TypeError(f"{url!r:.80} {wanted}")
+        self.name = url.rstrip("/")
+        try:
+            parts = self._url = urllib.parse.urlsplit(self.name)
+            is_whole = url.startswith(("http://", "https://")) and parts.hostname and parts.port != 0
+        except ValueError:
+            is_whole = False
+        if not is_whole or parts.query or parts.fragment or url.split() != [url]:
+            raise ValueError(f"{url!r} {wanted}")
+        if "@" in parts.netloc:
+            raise ValueError(f"{url!r} is not the URL of an engine: a user and a password are not sent: pass token=")
         if token is not None and not _TOKEN.fullmatch(str(token)):
             raise ValueError("the token must be one word of ASCII, without spaces and line ends")
-        self.name = url.rstrip("/")
-        path = self.name.removeprefix(root)
-        self.path_hint = f"; its URL has the path {path}: give the server's root, {root}" if path else ""
+        root = f"{parts.scheme}://{parts.netloc}"
+        self.path_hint = f"; its URL has the path {parts.path}: give the server's root, {root}" if parts.path else ""
         """For a server that does not answer as an engine: what is wrong with its URL, or empty."""
         self.token = token
         self.headers = {"content-type": "application/json"}
         if token is not None:
             self.headers["authorization"] = f"Bearer {token}"
         self._timeout_seconds = number_of_seconds("timeout_seconds", timeout_seconds)
-        try:
-            self._url = urllib.parse.urlsplit(self.name)
-            if not self._url.hostname or self._url.port == 0 or " " in self._url.netloc:
-                raise ValueError("it has no host, or a port that can't be connected to")
-            if "@" in self._url.netloc:
-                raise ValueError("a user and a password are not sent: pass token=")
-        except ValueError as exc:
-            raise ValueError(f"{url!r} is not the URL of an engine: {exc}") from exc
         self._lock = threading.Lock()
         self._idle: list[tuple[HttpConnection, float]] = []
         """Kept connections, and when each had its last answer, by `time.monotonic`; the last one used is at the end."""
@@ -303,7 +306,12 @@ class HttpRoutes:
             if isinstance(exc, ssl.SSLError):
                 raise ControlError(f"{self.name}{path} did not answer by TLS: {exc}", peer=self.name) from exc
             raise PeerDiedError(f"{self.name}{path} can't be reached: {exc}", peer=self.name) from exc
-        self._keep(connection)
+        with self._lock:
+            is_kept = not self._closed and connection.is_reusable
+            if is_kept:
+                self._idle.append((connection, time.monotonic()))
+        if not is_kept:
+            connection.close()
         if len(content) > MAX_MESSAGE_BYTES:
             raise ControlError(f"{self.name}{path} answered with over {MAX_MESSAGE_BYTES} bytes", peer=self.name)
         if status not in expected:
@@ -322,13 +330,6 @@ class HttpRoutes:
             if time.monotonic() - used_at < _MAX_IDLE_SECONDS and connection.is_reusable:
                 return connection
             connection.close()
-
-    def _keep(self, connection: HttpConnection) -> None:
-        with self._lock:
-            if not self._closed and connection.is_reusable:
-                self._idle.append((connection, time.monotonic()))
-                return
-        connection.close()
 
     def _error(self, path: str, status: int, content: bytes) -> WeightcastError:
         """The error inside a reply: weightcast's own record where there is one, else the text that came.
@@ -437,18 +438,3 @@ def _remaining_seconds(deadline: Deadline) -> float:
     if deadline.has_passed:
         raise TimeoutError("timed out")
     return deadline.remaining_seconds or 1e-6
-
-
-def _root_of(url: object) -> str:
-    """The URL of a server without its path. Raises TypeError for what is no text, ValueError for what is no URL."""
-    wanted = "is not the URL of an engine; write one like http://127.0.0.1:8000"
-    if not isinstance(url, str):
-        raise TypeError(f"{url!r:.80} {wanted}")
-    try:
-        parts = urllib.parse.urlsplit(url)
-        is_whole = url.startswith(("http://", "https://")) and parts.hostname and parts.port != 0
-    except ValueError:
-        is_whole = False
-    if not is_whole or parts.query or parts.fragment or url.split() != [url]:
-        raise ValueError(f"{url!r} {wanted}")
-    return f"{parts.scheme}://{parts.netloc}"

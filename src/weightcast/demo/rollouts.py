@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import httpx
+import msgspec
 
+from weightcast.control.client import HttpRoutes
 from weightcast.demo import task
 from weightcast.demo.task import Puzzle
-from weightcast.errors import ControlError, PeerDiedError, PeerTimeoutError
 
 REQUESTS_PER_ENGINE = 2
 TIMEOUT_SECONDS = 60.0
@@ -47,7 +47,7 @@ class Rollouts:
     def __init__(self, urls: Sequence[str], *, prompts_per_request: int, seed: int) -> None:
         self._prompts_per_request = prompts_per_request
         self._seeds = itertools.count(seed << 32, 1 << 12)
-        self._http = httpx.Client(timeout=TIMEOUT_SECONDS, trust_env=False)
+        self._routes = {url: HttpRoutes(url, token=None, timeout_seconds=TIMEOUT_SECONDS) for url in urls}
         self._pools = {url: ThreadPoolExecutor(REQUESTS_PER_ENGINE) for url in urls}
 
     def request(self, puzzles: Sequence[Puzzle], num_answers: int) -> list[Future[list[Group]]]:
@@ -67,23 +67,17 @@ class Rollouts:
         """Cancel the requests that were not sent yet, wait for the others. Idempotent."""
         for pool in self._pools.values():
             pool.shutdown(wait=True, cancel_futures=True)
-        self._http.close()
+        for routes in self._routes.values():
+            routes.close()
 
     def _post(
         self, url: str, puzzles: Sequence[Puzzle], num_answers: int, temperature: float, seed: int
     ) -> list[Group]:
         prompts, max_tokens = [puzzle.prompt_ids for puzzle in puzzles], puzzles[0].num_answer_tokens
         sampling = {"n": num_answers, "temperature": temperature, "logprobs": 0, "seed": seed}
-        body = {"prompt": prompts, "max_tokens": max_tokens, **sampling}
-        try:
-            reply = self._http.post(f"{url}/v1/completions", json=body)
-        except httpx.TimeoutException as exc:
-            raise PeerTimeoutError(f"{url} did not complete within {TIMEOUT_SECONDS:.0f} s", peer=url) from exc
-        except httpx.HTTPError as exc:
-            raise PeerDiedError(f"{url} can't be reached for a completion: {exc}", peer=url) from exc
-        if reply.status_code != 200:
-            raise ControlError(f"{url} answered {reply.status_code} to a completion: {reply.text[:500]}", peer=url)
-        answers = map(_answer, reply.json()["choices"])
+        body = msgspec.json.encode({"prompt": prompts, "max_tokens": max_tokens, **sampling})
+        reply = msgspec.json.decode(self._routes[url].post("/v1/completions", body))
+        answers = map(_answer, reply["choices"])
         return [Group(puzzle, tuple(itertools.islice(answers, num_answers))) for puzzle in puzzles]
 
 

@@ -29,18 +29,10 @@ class Gate:
         self._num_drains = 0
         self._num_steps = 0
         self._exclusive = False
-        self._torn = ""
-        self._version: WeightVersion | None = None
-
-    @property
-    def version(self) -> WeightVersion | None:
-        """The version that serves; None before the first update."""
-        return self._version
-
-    @property
-    def torn(self) -> str:
-        """Why the engine must not serve, or empty."""
-        return self._torn
+        self.torn = ""
+        """Why the engine must not serve, or empty; set by `tear`."""
+        self.version: WeightVersion | None = None
+        """The version that serves, set by `set_version`; None before the first update."""
 
     @property
     def is_paused(self) -> bool:
@@ -54,7 +46,7 @@ class Gate:
     @property
     def is_open(self) -> bool:
         """Whether a step could begin now."""
-        return not (self.is_paused or self._exclusive or self._torn)
+        return not (self.is_paused or self._exclusive or self.torn)
 
     @contextlib.contextmanager
     def step(self, *, timeout_seconds: float | None = None) -> Iterator[WeightVersion | None]:
@@ -64,13 +56,13 @@ class Gate:
         than `timeout_seconds`.
         """
         with self._condition:
-            if not self._condition.wait_for(lambda: self.is_open or self._torn, timeout_seconds):
+            if not self._condition.wait_for(lambda: self.is_open or self.torn, timeout_seconds):
                 raise PeerTimeoutError(f"the engine was still paused after {timeout_seconds} s", peer="engine")
-            if self._torn:
-                raise EngineTornError(self._torn)
+            if self.torn:
+                raise EngineTornError(self.torn)
             self._num_steps += 1
         try:
-            yield self._version
+            yield self.version
         finally:
             with self._condition:
                 self._num_steps -= 1
@@ -79,7 +71,7 @@ class Gate:
     def wait_open(self, timeout_seconds: float) -> bool:
         """Wait until a step could begin; False after the timeout or if torn."""
         with self._condition:
-            self._condition.wait_for(lambda: self.is_open or self._torn, timeout_seconds)
+            self._condition.wait_for(lambda: self.is_open or self.torn, timeout_seconds)
             return self.is_open
 
     def pause(self, mode: str = "keep", *, owner: str = "", deadline_seconds: float = 60.0) -> None:
@@ -162,17 +154,17 @@ class Gate:
         None: the weights are again those from before the first update.
         """
         with self._condition:
-            self._version, self._torn = version, ""
+            self.version, self.torn = version, ""
             self._condition.notify_all()
 
     def tear(self, reason: str) -> None:
         """The weights are of no whole version: refuse every step until `set_version` or `mend`."""
         with self._condition:
-            self._torn = reason
+            self.torn = reason
             self._condition.notify_all()
 
     def mend(self) -> None:
         """The former version has been restored whole."""
         with self._condition:
-            self._torn = ""
+            self.torn = ""
             self._condition.notify_all()

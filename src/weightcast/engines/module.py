@@ -39,11 +39,7 @@ class ModuleEngine:
         self._live = LiveCheckpoint(model, buffers=buffers, names=names)
         self._live.require_memory()
         self._targets = _ParameterTargets(self._live)
-        self._updating = False
-        self._is_fresh = False
-        self._replaced = False
-        self._loaded: set[int] = set()
-        self._parts: dict[int, list[Region]] = {}
+        self.discard()
 
     @property
     def snapshot_bytes(self) -> int:
@@ -142,8 +138,8 @@ class ModuleEngine:
         self._updating = False
         self._is_fresh = False
         self._replaced = False
-        self._loaded = set()
-        self._parts = {}
+        self._loaded = set[int]()
+        self._parts = dict[int, list[Region]]()
 
     def snapshot(self) -> Callable[[], None]:
         """Copy the live weights to host memory; the result restores them, and frees nothing until it is dropped.

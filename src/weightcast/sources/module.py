@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 import torch
 from torch import nn
 
-from weightcast.checkpoint.live import CASTABLE, Buffers, LiveCheckpoint, Names, OnAdapters, cast_target
+from weightcast.checkpoint.live import Buffers, LiveCheckpoint, Names, OnAdapters, cast_specs, cast_target
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Regions
 
@@ -56,10 +55,7 @@ class ModuleSource:
         self._live.refresh()
         if self._of is not self._live.specs:
             self._of = self._live.specs
-            self._specs = tuple(
-                msgspec.structs.replace(spec, dtype=self._dtype) if self._dtype and spec.dtype in CASTABLE else spec
-                for spec in self._live.specs
-            )
+            self._specs = cast_specs(self._live.specs, self._dtype)
         return self._specs
 
     def regions(self) -> Regions:

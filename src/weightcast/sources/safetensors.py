@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 import torch
 
 from weightcast.checkpoint.files import INDEX_FILE, SINGLE_FILE, read_index, read_tensors
-from weightcast.checkpoint.live import CASTABLE, cast_target
+from weightcast.checkpoint.live import cast_specs, cast_target
 from weightcast.errors import ClosedError
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import whole
@@ -48,7 +47,7 @@ class SafetensorsSource(ClosedOnExit):
             shown = ", ".join(missing[:8])
             raise ValueError(f"{len(missing)} tensors that {path / INDEX_FILE} names are in no shard: {shown}")
         held = (TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in tensors.items())
-        self._specs = tuple(held if target is None else (_cast(spec, target) for spec in held))
+        self._specs = cast_specs(held, target)
         self._regions = {name: ((whole(tensor.shape), tensor),) for name, tensor in tensors.items()}
 
     def specs(self) -> Sequence[TensorSpec]:
@@ -69,10 +68,6 @@ class SafetensorsSource(ClosedOnExit):
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("this SafetensorsSource was closed: make a new one")
-
-
-def _cast(spec: TensorSpec, dtype: str) -> TensorSpec:
-    return msgspec.structs.replace(spec, dtype=dtype) if spec.dtype in CASTABLE else spec
 
 
 def _files(path: Path, weight_map: Mapping[str, str] | None) -> list[Path]:

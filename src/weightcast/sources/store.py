@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from weightcast.format.bucket import TORCH_DTYPES, BucketBuffer, Layout, narrow, slot_size_bytes
+from weightcast.format.bucket import TORCH_DTYPES, Layout, narrow
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.host import memory as host_memory
@@ -50,14 +50,9 @@ class StoreSource:
 
 def _read(version: PinnedVersion) -> dict[str, torch.Tensor]:
     manifest, layout = version.manifest, Layout(version.manifest)
-    buffer = BucketBuffer.of(torch.empty(slot_size_bytes(manifest), dtype=torch.uint8))
     host_memory.require(manifest.num_bytes, f"reading version {version.stored.number}", "free memory")
     tensors = {r.name: torch.empty(r.shape, dtype=TORCH_DTYPES[r.dtype]) for r in manifest.tensors}
-    digests = []
-    for index, entries in enumerate(layout.entries):
-        payload, digest = version.read_checked(index, buffer)
-        digests.append(digest)
-        targets = [narrow(tensors[entry.record.name], entry.piece.region) for entry in entries]
+    for index, payload in enumerate(version.payloads()):
+        targets = [narrow(tensors[entry.record.name], entry.piece.region) for entry in layout.entries[index]]
         copy_all(targets, layout.views(index, payload))
-    version.check_root(digests)
     return tensors

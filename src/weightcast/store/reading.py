@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -181,23 +181,17 @@ class PinnedVersion(ClosedOnExit):
         payload = buffer.payload.numpy().data[: self.manifest.buckets[index]]
         files.read_at(self._descriptors[file], (buffer.header.numpy().data, payload), offset, self._paths[file])
 
-    def read_checked(self, index: int, buffer: BucketBuffer) -> tuple[torch.Tensor, bytes]:
-        """Read, check and decode bucket `index`: its payload and digest. Raises IntegrityError."""
-        self.read(index, buffer)
-        num_bytes, kind = self.manifest.buckets[index], self.manifest.digest_kind
-        header = check_bucket(buffer, num_bytes, self.stored.version, index, kind)
-        return decoded(buffer, header), header.digest
+    def payloads(self) -> Iterator[torch.Tensor]:
+        """Each bucket's payload, read, checked and decoded, in the memory of one: it is valid until the next.
 
-    def check(self, step: Callable[[int], None]) -> None:
-        """Read and check everything in the memory of one bucket; `step` gets the bytes of each. IntegrityError."""
+        Raises IntegrityError: at the end too, if the buckets are not those of one version.
+        """
         buffer, digests = BucketBuffer.of(torch.empty(slot_size_bytes(self.manifest), dtype=torch.uint8)), []
         for index, num_bytes in enumerate(self.manifest.buckets):
-            digests.append(self.read_checked(index, buffer)[1])
-            step(num_bytes)
-        self.check_root(digests)
-
-    def check_root(self, digests: Sequence[bytes]) -> None:
-        """Prove that these are the digests of all buckets. Raises IntegrityError."""
+            self.read(index, buffer)
+            header = check_bucket(buffer, num_bytes, self.stored.version, index, self.manifest.digest_kind)
+            digests.append(header.digest)
+            yield decoded(buffer, header)
         root = root_digest(self.stored.manifest_digest, digests)
         if root != self.stored.root:
             raise IntegrityError(

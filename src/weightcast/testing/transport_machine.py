@@ -8,21 +8,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from weightcast import registry
 from weightcast.errors import PeerDiedError, UpdateAbortedError, WeightcastError
 from weightcast.format.bucket import HEADER_BYTES, Layout
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.seams.transport import Receiver
 from weightcast.testing.payloads import PAYLOADS, Payload
 from weightcast.testing.transport_kit import (
-    PATIENCE_SECONDS,
-    RUN,
     Reader,
     RecoveringSender,
+    TransportEnds,
     pack_and_send,
     unpack,
     version,
@@ -34,34 +30,25 @@ _SMALL = [p for p in PAYLOADS if p.name not in ("many_tiny", "special_floats")]
 _OVER = (UpdateAbortedError, PeerDiedError)
 
 
-class Rig:
-    """One sender, its receivers and what they have read, driven step by step."""
+class Rig(TransportEnds):
+    """One end that sends, its receivers and what they have read, driven step by step."""
 
     def __init__(self, url: str) -> None:
-        self._transport = registry.transport(url)
-        make, device = self._transport.sender, torch.device("cpu")
-        self.sender = RecoveringSender(make(url, run=RUN, device=device, deadline_seconds=PATIENCE_SECONDS))
-        self.receivers: dict[str, Receiver] = {}
+        self.url, self.stack = url, contextlib.ExitStack()
+        self.end = RecoveringSender(self.sender())
+        self.stack.callback(self.end.close)
+        self.receivers = {peer: self.receiver(self.end, peer) for peer in _PEERS}
         self.readers: dict[str, Reader] = {}
-        self._layout: Layout | None = None
         self._packer: Packer | None = None
-        for peer in _PEERS:
-            self.connect(peer)
-
-    def connect(self, peer: str) -> None:
-        make, address, device = self._transport.receiver, self.sender.address, torch.device("cpu")
-        self.receivers[peer] = make(address, run=RUN, peer=peer, device=device, deadline_seconds=PATIENCE_SECONDS)
 
     def open(self, payload: Payload, manifest: Manifest, version: WeightVersion, staged: bool) -> None:
         self.readers = {p: Reader(r, manifest, version, staged=staged) for p, r in self.receivers.items()}
-        self.sender.open(manifest, version, peers=list(self.receivers), staged=staged)
-        self._layout = Layout(manifest)
-        self._packer = Packer(self._layout, payload.tensors())
+        self.end.open(manifest, version, peers=list(self.receivers), staged=staged)
+        self._packer = Packer(Layout(manifest), payload.tensors())
 
-    def send(self, index: int, version: WeightVersion) -> None:
-        assert self._layout is not None
+    def send(self, index: int, manifest: Manifest, version: WeightVersion) -> None:
         assert self._packer is not None
-        pack_and_send(self.sender, self._packer, self._layout.manifest, version, index)
+        pack_and_send(self.end, self._packer, manifest, version, index)
 
     def outcome(self, peer: str) -> list[bytes] | str:
         """The buckets that the peer has received, or how its update ended; which of both is left open."""
@@ -73,9 +60,7 @@ class Rig:
             return type(exc).__name__
 
     def close(self) -> None:
-        for receiver in self.receivers.values():
-            receiver.close()
-        self.sender.close()
+        self.stack.close()
         if self._packer is not None:
             # Its views would keep the memory for as long as hypothesis keeps the machine.
             self._packer.forget_views()
@@ -111,20 +96,21 @@ class TransportMachine(RuleBasedStateMachine):
         self.payload, self.manifest, self.num_sent = payload, payload.manifest(), 0
         for rig in self.rigs.values():
             rig.open(payload, self.manifest, version(self.number), staged)
-        self.both(lambda rig: sorted(rig.sender.failures))
+        self.both(lambda rig: sorted(rig.end.failures))
 
     @precondition(lambda self: self.manifest is not None and self.num_sent < len(self.manifest.buckets))
     @rule(count=st.integers(1, 8))
     def send(self, count: int) -> None:
-        assert self.manifest is not None
-        for _ in range(min(count, len(self.manifest.buckets) - self.num_sent)):
-            self.both(lambda rig: rig.send(self.num_sent, version(self.number)))
+        manifest = self.manifest
+        assert manifest is not None
+        for _ in range(min(count, len(manifest.buckets) - self.num_sent)):
+            self.both(lambda rig: rig.send(self.num_sent, manifest, version(self.number)))
             self.num_sent += 1
 
     @precondition(lambda self: self.manifest is not None)
     @rule(skip=st.integers(1, 3))
     def send_out_of_turn(self, skip: int) -> None:
-        self.both(lambda rig: rig.sender.send(self.num_sent + skip, HEADER_BYTES))
+        self.both(lambda rig: rig.end.send(self.num_sent + skip, HEADER_BYTES))
 
     @precondition(lambda self: self.manifest is not None and self.num_sent == len(self.manifest.buckets))
     @rule()
@@ -137,14 +123,14 @@ class TransportMachine(RuleBasedStateMachine):
                 assert isinstance(found, list), found
                 assert unpack(self.manifest, found) == expected
                 rig.receivers[peer].end()
-        self.both(lambda rig: sorted(rig.sender.failures))
+        self.both(lambda rig: sorted(rig.end.failures))
         self.manifest = None
 
     @precondition(lambda self: self.manifest is not None and self.num_sent < len(self.manifest.buckets))
     @rule()
     def abort(self) -> None:
         for rig in self.rigs.values():
-            rig.sender.abort("the machine said so")
+            rig.end.abort("the machine said so")
             for peer in list(rig.readers):
                 assert rig.outcome(peer) == "over"
                 rig.receivers[peer].end()
@@ -160,13 +146,13 @@ class TransportMachine(RuleBasedStateMachine):
             if reader is not None:
                 with contextlib.suppress(WeightcastError):
                     reader.result()
-            rig.connect(peer)
+            rig.receivers[peer] = rig.receiver(rig.end, peer)
 
     @invariant()
     def aborting_nothing_is_harmless(self) -> None:
         if self.manifest is None:
             for rig in self.rigs.values():
-                rig.sender.abort("nothing")
+                rig.end.abort("nothing")
 
     def teardown(self) -> None:
         for rig in self.rigs.values():

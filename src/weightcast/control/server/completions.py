@@ -186,9 +186,8 @@ class AnswerFormat:
 
 
 def _version_fields(version: WeightVersion | None) -> dict[str, str]:
-    if version is None:
-        return {"weight_version": _label(None), "weight_run": ""}
-    return {"weight_version": _label(version.number), "weight_run": version.run}
+    number, run = (None, "") if version is None else (version.number, version.run)
+    return {"weight_version": _label(number), "weight_run": run}
 
 
 def _label(number: int | None) -> str:

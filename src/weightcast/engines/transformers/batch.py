@@ -81,7 +81,8 @@ class DecodeBatch:
         self.rows = list(rows)
         self._model = model
         self._version: WeightVersion | None = None
-        self._cache: DynamicCache | None = None
+        self._cache: Any = None
+        """A DynamicCache, if any. Where `_can_join`: keys and values of num_rows x num_heads x length x head_size."""
         self._mask = torch.empty(0)  # num_rows x cached tokens: 0 for padding, 1 for a token
 
     def step(self, version: WeightVersion | None) -> None:
@@ -126,7 +127,7 @@ class DecodeBatch:
         # Padding that all remaining rows have belonged to a longer row that is gone.
         excess = self._mask.shape[1] - max(row.num_tokens - 1 for row in self.rows)
         if excess > 0 and _can_join(self._cache):
-            for layer in _layers(self._cache):
+            for layer in self._cache.layers:
                 layer.keys, layer.values = layer.keys[..., excess:, :], layer.values[..., excess:, :]
             self._mask = self._mask[:, excess:]
 
@@ -143,16 +144,11 @@ class DecodeBatch:
         is_sparse = length * (len(self.rows) + len(other.rows)) > 2 * (self._mask.numel() + other._mask.numel())
         if is_sparse or not (_can_join(self._cache) and _can_join(other._cache)):
             return False
-        for layer, added in zip(_layers(self._cache), _layers(other._cache), strict=True):
+        for layer, added in zip(self._cache.layers, other._cache.layers, strict=True):
             layer.keys, layer.values = _join(layer.keys, added.keys), _join(layer.values, added.values)
         self._mask = _join(self._mask[..., None], other._mask[..., None])[..., 0]
         self.rows += other.rows
         return True
-
-
-def _layers(cache: DynamicCache) -> list[Any]:
-    """The layers of a cache that can be joined: keys and values of num_rows x num_heads x length x head_size."""
-    return cast("list[Any]", cache.layers)
 
 
 def _can_select(cache: DynamicCache) -> bool:

@@ -55,23 +55,20 @@ class TextGenerator(ClosedOnExit):
         self.gate = gate
         self.tokenizer = tokenizer
         self._model = CausalModel(model, tokenizer)
+        self.max_model_len = self._model.max_model_len
+        """How many tokens a sequence may have, prompt and output together."""
         self._max_batch_size, self._max_prefill_tokens = max_batch_size, max_prefill_tokens
         self._max_queue = max_queue
         self._condition = threading.Condition()
         self._waiting: deque[DecodeRow] = deque()
         self._batches: deque[DecodeBatch] = deque()
-        self._num_running = 0
+        self.num_running = 0
         self._is_aborting = False
         self._has_cancelled = False
         self._is_closed = False
         gate.drain = self._drain
         self._thread = threading.Thread(target=self._run, name="weightcast-generator", daemon=True)
         self._thread.start()
-
-    @property
-    def max_model_len(self) -> int:
-        """How many tokens a sequence may have, prompt and output together."""
-        return self._model.max_model_len
 
     @property
     def is_alive(self) -> bool:
@@ -81,10 +78,6 @@ class TextGenerator(ClosedOnExit):
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        return self._num_running
 
     def submit(
         self,
@@ -201,7 +194,7 @@ class TextGenerator(ClosedOnExit):
     def _wait_for_work(self) -> bool:
         """False once the generator is closed."""
         with self._condition:
-            while not (self._is_closed or self._num_running or (self._waiting and not self.gate.is_draining)):
+            while not (self._is_closed or self.num_running or (self._waiting and not self.gate.is_draining)):
                 self._condition.wait(_POLL_SECONDS if self._waiting else None)
             return not self._is_closed
 
@@ -210,7 +203,7 @@ class TextGenerator(ClosedOnExit):
         rows: list[DecodeRow] = []
         longest = 0
         with self._condition:  # so that a drain sees each row either waiting or running
-            while self._waiting and not self.gate.is_draining and self._num_running < self._max_batch_size:
+            while self._waiting and not self.gate.is_draining and self.num_running < self._max_batch_size:
                 row = self._waiting[0]
                 longest = max(longest, row.num_tokens)
                 if rows and longest * (len(rows) + 1) > self._max_prefill_tokens:
@@ -218,7 +211,7 @@ class TextGenerator(ClosedOnExit):
                 self._waiting.popleft()
                 if not row.is_over:
                     rows.append(row)
-                    self._num_running += 1
+                    self.num_running += 1
         if rows:
             self._batches.append(DecodeBatch(self._model, rows))
         elif self._batches:
@@ -237,8 +230,8 @@ class TextGenerator(ClosedOnExit):
             if not any(batch.try_join(newest) for batch in self._batches):
                 self._batches.append(newest)
         with self._condition:
-            self._num_running = sum(len(batch.rows) for batch in self._batches)
-            if not self._num_running:
+            self.num_running = sum(len(batch.rows) for batch in self._batches)
+            if not self.num_running:
                 self._is_aborting = False
             if self._has_cancelled:
                 self._has_cancelled = False
@@ -250,7 +243,7 @@ class TextGenerator(ClosedOnExit):
             rows = [*self._waiting, *(row for batch in self._batches for row in batch.rows)]
             self._waiting.clear()
             self._batches.clear()
-            self._num_running = 0
+            self.num_running = 0
             self._condition.notify_all()
         for row in rows:
             row.request.fail(error)
@@ -261,12 +254,12 @@ class TextGenerator(ClosedOnExit):
         """See `Gate`: wait until the running requests have ended, or end them."""
         deadline = Deadline(deadline_seconds)
         with self._condition:
-            self._is_aborting = mode == "abort" and self._num_running > 0
+            self._is_aborting = mode == "abort" and self.num_running > 0
             self._condition.notify_all()
-            if deadline.wait_for(self._condition, lambda: not self._num_running):
+            if deadline.wait_for(self._condition, lambda: not self.num_running):
                 return
             self._is_aborting = False
             raise PeerTimeoutError(
-                f"{self._num_running} sequences still ran after {deadline_seconds} s; pause with `abort` or `keep`",
+                f"{self.num_running} sequences still ran after {deadline_seconds} s; pause with `abort` or `keep`",
                 peer="engine",
             )

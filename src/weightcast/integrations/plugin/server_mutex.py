@@ -85,20 +85,16 @@ class ServerMutex:
                     await self._lock.acquire()
                     turn.callback(self._lock.release)
                     # flock has no asynchronous notification: poll.
-                    while not self._is_granted():
+                    while True:
+                        with contextlib.suppress(BlockingIOError):
+                            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                            break
                         await asyncio.sleep(_POLL_SECONDS)
             except TimeoutError as exc:
                 text = f"another request has had this vLLM to itself for {deadline_seconds:g} s: ask again"
                 raise PeerTimeoutError(text, peer="engine") from exc
             turn.callback(fcntl.flock, self._fd, fcntl.LOCK_UN)
             yield
-
-    def _is_granted(self) -> bool:
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
 
 def _byte(fd: int, offset: int) -> int:

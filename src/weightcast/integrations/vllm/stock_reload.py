@@ -172,11 +172,13 @@ class ReloadServer(EngineClient, ServesTraffic):
         model, load = self._config.model_config, self._config.load_config
         held = reference(model.model, revision=model.revision, cache_dir=load.download_dir)
         if held is not None:
-            require_fit(self._manifest.tensors, held, can_cast=self._can_cast)
-
-    def _can_cast(self, offered: str, saved: str) -> bool:
-        """vLLM casts at its start, if it was given a dtype; what has that dtype already it takes as it is."""
-        return offered == self._config.model_config.dtype.removeprefix("torch.") and {offered, saved} <= CASTABLE
+            # vLLM casts at its start, if it was given a dtype; what has that dtype already it takes as it is.
+            dtype = model.dtype.removeprefix("torch.")
+            require_fit(
+                self._manifest.tensors,
+                held,
+                can_cast=lambda offered, saved: offered == dtype and {offered, saved} <= CASTABLE,
+            )
 
     def _check_cpu(self, manifest: Manifest) -> None:
         """What vLLM's reload leaves as it was, and says nothing of, where it packs weights for a CPU."""

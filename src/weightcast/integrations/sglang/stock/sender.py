@@ -21,7 +21,7 @@ from weightcast.integrations.sglang.stock.route_disk import DiskRoute
 from weightcast.integrations.sglang.stock.route_distributed import DistributedRoute
 from weightcast.integrations.sglang.stock.route_tensor import TensorRoute
 from weightcast.integrations.sglang.stock.server import MAX_PARALLEL, Servers, SglangStockServer
-from weightcast.seams.client import SenderContext
+from weightcast.seams.client import ClientSender, SenderContext
 
 _ROUTES: Mapping[str, Any] = {
     "gloo": DistributedRoute,
@@ -59,6 +59,7 @@ class StockSender:
             raise UnsupportedError(f"stock SGLang takes no weights over {scheme}://: use {', '.join(_ROUTES)}")
         self.address = context.url
         self._route: Route = _ROUTES[scheme](context)
+        self.is_staged = self._route.is_staged
         self._known: dict[str, SglangStockServer] = {}
         self._pool = ThreadPoolExecutor(max_workers=MAX_PARALLEL, thread_name_prefix="weightcast-sglang")
         self._shipper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-ship")
@@ -70,13 +71,12 @@ class StockSender:
         self._is_open = False
         self._closed = False
 
-    @property
-    def is_staged(self) -> bool:
-        return self._route.is_staged
-
-    def add(self, server: SglangStockServer) -> None:
-        """Serve this one too, in the place of a former one of its name."""
-        self._known[server.name] = server
+    @classmethod
+    def joined(cls, server: SglangStockServer, known: Sequence[ClientSender], context: SenderContext) -> StockSender:
+        """The one sender for all stock servers of a publisher; this server takes the place of a former of its name."""
+        sender = next((other for other in known if isinstance(other, cls)), None) or cls(context)
+        sender._known[server.name] = server
+        return sender
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]:

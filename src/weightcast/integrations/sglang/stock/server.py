@@ -16,7 +16,6 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import msgspec
 
@@ -27,7 +26,7 @@ from weightcast.errors import (
     WeightcastError,
     detached,
 )
-from weightcast.format.manifest import Manifest, TensorSpec
+from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import InitInfo, Offer, UpdateInfo, WeightInfo
 from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.sglang.stock.routes import Checksums, ModelInfo, ServerInfo, SglangPause, SglangRoutes
@@ -42,36 +41,8 @@ _encode = msgspec.json.encode
 logger = logging.getLogger(__name__)
 
 
-class CheckpointAcceptance:
-    """Holds offers against the tensors that a server has, or else against the first complete offer.
-
-    `held`: the header of its checkpoint, if this host can read that (a directory, or a repository in the local cache of
-    the hub). `dtype`: the one that the server computes in, which is taken as well.
-    """
-
-    def __init__(self, held: Sequence[TensorSpec] | None, dtype: str) -> None:
-        self.held = held
-        self._dtype = dtype
-
-    def accept(self, manifest: Manifest) -> None:
-        """Raises IncompatibleWeightsError, naming every tensor that is unknown, missing or of another form."""
-        offered = [record.spec for record in manifest.tensors]
-        if self.held is None:
-            self.held = offered
-            return
-        require_fit(offered, self.held, can_cast=lambda offered, held: offered == self._dtype)
-
-
-class ServerSender(ClientSender, Protocol):
-    """The sender that all stock servers of a publisher share."""
-
-    def __init__(self, context: SenderContext) -> None: ...
-
-    def add(self, server: SglangStockServer) -> None: ...
-
-
 class SglangStockServer(EngineClient, ServesTraffic):
-    """The client for one stock server; it brings the sender that all of them share."""
+    """The client for one stock server; it brings the sender that all of them share, found or made by `join`."""
 
     def __init__(
         self,
@@ -80,7 +51,7 @@ class SglangStockServer(EngineClient, ServesTraffic):
         server: ServerInfo,
         *,
         pause: SglangPause,
-        sender_type: type[ServerSender],
+        join: Callable[[SglangStockServer, Sequence[ClientSender], SenderContext], ClientSender],
     ) -> None:
         self.name = routes.name
         self.routes = routes
@@ -93,10 +64,9 @@ class SglangStockServer(EngineClient, ServesTraffic):
         """What the server is to load in the install, where the sender writes to disk."""
         self._server = server
         self._pause_mode: SglangPause = pause
-        self._sender_type = sender_type
-        # Warns in the log if the checkpoint can't be read here.
-        held = reference(model.model_path, revision=None, cache_dir=None)
-        self._acceptance = CheckpointAcceptance(held, server.dtype)
+        self._join = join
+        self._held: Sequence[TensorSpec] | None = reference(model.model_path, revision=None, cache_dir=None)
+        """The server's checkpoint, or else (with a warning in the log) the first complete offer."""
         self._label = model.weight_version
         self._run = self._version_run = ""
         self._known_manifest = ""
@@ -107,7 +77,7 @@ class SglangStockServer(EngineClient, ServesTraffic):
     @property
     def wanted_names(self) -> frozenset[str]:
         """Names that the server's own checkpoint has; of tied tensors each of them is to be sent."""
-        return frozenset(spec.name for spec in self._acceptance.held or ())
+        return frozenset(spec.name for spec in self._held or ())
 
     # --- control ---
 
@@ -142,7 +112,10 @@ class SglangStockServer(EngineClient, ServesTraffic):
             raise UnsupportedError(f"{self.name} is stock SGLang, which keeps no undo copy: publish with undo=False")
         self.info()
         if info.manifest is not None:
-            self._acceptance.accept(info.manifest)
+            offered = [record.spec for record in info.manifest.tensors]
+            if self._held is None:
+                self._held = offered
+            require_fit(offered, self._held, can_cast=lambda offered, held: offered == self._server.dtype)
             self._known_manifest = info.manifest_digest
         assert info.manifest_digest == self._known_manifest, "a manifest is left out only if it was accepted before"
         self.is_whole, self.directory = False, ""
@@ -151,11 +124,7 @@ class SglangStockServer(EngineClient, ServesTraffic):
             self._checksums = self.routes.checksums()
 
     def sender(self, known: Sequence[ClientSender], context: SenderContext) -> ClientSender:
-        """The one sender for all stock servers of a publisher."""
-        shared = next((other for other in known if isinstance(other, self._sender_type)), None)
-        sender = self._sender_type(context) if shared is None else shared
-        sender.add(self)
-        return sender
+        return self._join(self, known, context)
 
     # --- the update, in this order ---
 
