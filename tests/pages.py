@@ -40,10 +40,9 @@ while True:
     try:
         urllib.request.urlopen(sys.argv[1], timeout=10).read()
         break
-    except OSError:
-        os.kill(int(sys.argv[2]), 0)
-        if time.monotonic() > deadline:
-            raise
+    except OSError as error:
+        if not os.path.exists(f"/proc/{sys.argv[2]}") or time.monotonic() > deadline:
+            sys.exit(f"{sys.argv[1]} does not answer: {error}")
         time.sleep(0.1)
 END
 }
@@ -103,7 +102,7 @@ def put_repository(folder: Path) -> Path:
     return folder
 
 
-def run(lines: Iterable[str], folder: Path, environment: Mapping[str, str] = {}) -> None:  # noqa: B006
+def run(lines: Iterable[str], folder: Path, environment: Mapping[str, str] = {}) -> None:
     """Run them in one shell, in `folder`. Each must end well; what serves goes on until the end, and must then."""
     if subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode:
         pytest.skip("namespaces are not permitted here")
@@ -114,10 +113,10 @@ def run(lines: Iterable[str], folder: Path, environment: Mapping[str, str] = {})
         env={
             **os.environ,
             **NO_INDEX,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "WEIGHTCAST_PYTHON": sys.executable,
             "OMP_NUM_THREADS": "1",
             **environment,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         },
         capture_output=True,
         text=True,

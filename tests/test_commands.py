@@ -6,8 +6,6 @@ store is ended after its first version. Packages are those of this environment, 
 
 from __future__ import annotations
 
-import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -51,7 +49,7 @@ FIRST = {
     "store.md": ["weightcast serve MODEL_DIR --port 8000"],
     "vllm.md": ENVIRONMENT,
 }
-"""What a page's commands find: versions in its store, a server at its URL, a cluster, an environment to install into."""
+"""What a page's commands find: versions in its store, a server at its URL, a cluster, an environment of one's own."""
 
 
 def test_what_is_not_run_is_on_a_page() -> None:
