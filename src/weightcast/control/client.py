@@ -189,7 +189,8 @@ class HttpRoutes:
 
     def __init__(self, url: str, *, token: str | None, timeout_seconds: float) -> None:
         root = _root_of(url)
-        if token is not None and not _TOKEN.fullmatch(str(token)):
+        given: Any = token
+        if given is not None and not (isinstance(given, str) and _TOKEN.fullmatch(given)):
             raise ValueError("the token must be one word of ASCII, without spaces and line ends")
         self.name = url.rstrip("/")
         path = self.name.removeprefix(root)

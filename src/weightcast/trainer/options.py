@@ -42,6 +42,9 @@ class PublishOptions:
             raise ValueError(f"on_failure is {self.on_failure!r}; it must be 'raise' or 'report'")
         if self.verify not in (None, "engines"):
             raise ValueError(f"verify is {self.verify!r}; it must be 'engines' or None")
+        for name in ("undo", "takeover"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         number_of_seconds("deadline_seconds", self.deadline_seconds)
         number_of_seconds("lease_seconds", self.lease_seconds)
         if self.bucket_size_bytes is not None:
