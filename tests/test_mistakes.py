@@ -23,15 +23,21 @@ from torch.distributed.tensor import DTensor, Shard
 import weightcast
 from weightcast import (
     EngineServer,
+    Follower,
+    Gate,
     HttpEngine,
     LocalEngine,
+    MegatronSource,
     ModuleEngine,
     ModuleSource,
     Publisher,
     PublishOptions,
+    Region,
     SafetensorsSource,
     StoreSource,
     TensorSource,
+    TensorSpec,
+    TextGenerator,
     cli,
     follow,
     rollback,
@@ -43,6 +49,7 @@ from weightcast.errors import (
     IncompatibleWeightsError,
     PeerDiedError,
     VersionNotFoundError,
+    WeightcastError,
 )
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -207,6 +214,63 @@ def a_source_of_ones_own_without_regions(folder: Path) -> None:
     publish(Source(), ModuleEngine(linear()))
 
 
+SPEC = "one of them is TensorSpec(name='weight', "
+
+
+def a_source_of(specs: Any) -> Mistake:
+    class Source:
+        def specs(self) -> object:
+            return specs
+
+        def regions(self) -> object:
+            return {"weight": [(Region((0,), (4,)), torch.ones(4))]}
+
+    return lambda folder: publish(Source(), ModuleEngine(linear()))
+
+
+for word, specs, shown in (
+    ("a_dict", {"weight": torch.ones(4)}, "it returned a dict"),
+    ("nothing", None, "it returned None"),
+    ("a_generator", (spec for spec in ()), "it returned a generator"),
+    ("a_tuple_each", [("weight", "float32", (4,))], "one of them is a tuple"),
+    ("a_dtype_of_torch", [TensorSpec("weight", torch.float32, (4,))], f"{SPEC}dtype=torch.float32,"),
+    ("an_unknown_dtype", [TensorSpec("weight", "fp32", (4,))], f"{SPEC}dtype='fp32'"),
+    ("a_size_as_the_shape", [TensorSpec("weight", "float32", 4)], f"{SPEC}dtype='float32', shape=4,"),
+    ("a_float_in_a_shape", [TensorSpec("weight", "float32", (4.0,))], f"{SPEC}dtype='float32', shape=(4.0,)"),
+):
+    sentence = (
+        "specs() of the source must return a sequence of TensorSpec, such as TensorSpec('weight', 'bfloat16', (8, 4"
+    )
+    MISTAKES[f"{word}_as_the_specs"] = (a_source_of(specs), TypeError, f"{sentence})); {shown}")
+
+
+@gives(TypeError, "regions() of the source must return a mapping of names to sequences of (Region, tensor)")
+def an_array_as_a_region(folder: Path) -> None:
+    class Source:
+        def specs(self) -> object:
+            return [TensorSpec("weight", "float32", (4,))]
+
+        def regions(self) -> object:
+            return {"weight": [(Region((0,), (4,)), [1.0, 2.0, 3.0, 4.0])]}
+
+    publish(Source(), ModuleEngine(linear()))
+
+
+@gives(TypeError, "names gave None for one of ['weight']; it must give a name")
+def names_that_leave_one_out(folder: Path) -> None:
+    ModuleSource(linear(), names=lambda name: None)  # type: ignore[arg-type, return-value]
+
+
+@gives(TypeError, "path is a Linear; it must be a checkpoint's directory or file")
+def a_module_as_the_checkpoint(folder: Path) -> None:
+    SafetensorsSource(linear())  # type: ignore[arg-type]
+
+
+@gives(FileNotFoundError, "hf_config is 'Qwen/Qwen3-0.6B': Qwen/Qwen3-0.6B is not there; nothing is fetched from a hub")
+def a_models_name_as_megatrons_configuration(folder: Path) -> None:
+    MegatronSource(linear(), "Qwen/Qwen3-0.6B")
+
+
 # --- engines ---
 
 
@@ -319,6 +383,26 @@ def a_publish_to_nobody(folder: Path) -> None:
 @gives(ValueError, "the token must be one word of ASCII, without spaces and line ends")
 def a_token_with_the_line_end_of_its_file(folder: Path) -> None:
     publisher(engines=[NOBODY], token="s3cret\n")
+
+
+@gives(ValueError, "the token must be one word of ASCII")
+def a_token_in_bytes(folder: Path) -> None:
+    publisher(engines=[NOBODY], token=b"s3cret")
+
+
+@gives(ValueError, "a token must be text, printable ASCII without spaces")
+def a_servers_token_in_bytes(folder: Path) -> None:
+    EngineServer(ModuleEngine(linear()), token=b"s3cret")  # type: ignore[arg-type]
+
+
+@gives(WeightcastError, "name an address of this host, and a free port or 0 for any")
+def a_server_on_another_hosts_address(folder: Path) -> None:
+    EngineServer(ModuleEngine(linear()), host="192.0.2.1", token="s3cret").start()
+
+
+@gives(TypeError, "Linear is no causal language model of transformers: it can't generate")
+def a_module_that_does_not_generate(folder: Path) -> None:
+    TextGenerator(linear(), gate=Gate())
 
 
 @gives(TypeError, "OrderedDict is no torch.nn.Module: pass the model itself")
@@ -482,6 +566,11 @@ def a_dict_as_the_options(folder: Path) -> None:
     publisher(options={"undo": True})
 
 
+@gives(TypeError, "undo is 'no'; it must be True or False")
+def a_word_as_a_flag(folder: Path) -> None:
+    PublishOptions(undo="no")  # type: ignore[arg-type]
+
+
 @gives(TypeError, "bucket_size_bytes is '64MB' (a str); it must be a whole number")
 def a_size_as_a_string(folder: Path) -> None:
     PublishOptions(bucket_size_bytes="64MB")  # type: ignore[arg-type]
@@ -593,6 +682,25 @@ def following_into_a_module(folder: Path) -> None:
     next(follow(f"file://{folder}", linear()))  # type: ignore[arg-type]
 
 
+@gives(FileExistsError, "weights can't be made: File exists")
+def a_file_as_a_store(folder: Path) -> None:
+    (folder / "weights").touch()
+    with Publisher(ModuleSource(linear()), transport=f"file://{folder}/weights") as publisher:
+        publisher.publish()
+
+
+@gives(FileNotFoundError, "the directory /proc/weights can't be made: No such file or directory")
+def a_store_where_nothing_can_be_made(folder: Path) -> None:
+    with Publisher(ModuleSource(linear()), transport="file:///proc/weights") as publisher:
+        publisher.publish()
+
+
+@gives(TypeError, "timeout_seconds is '5'; it must be a number of seconds")
+def a_wait_for_a_string(folder: Path) -> None:
+    with Follower(f"file://{store(folder)}", ModuleEngine(linear())) as follower:
+        follower.wait("5")  # type: ignore[arg-type]
+
+
 @gives(TypeError, "version is 0; it must be a WeightVersion(run, number)")
 def a_number_as_a_stores_version(folder: Path) -> None:
     StoreSource(f"file://{folder}", version=0)  # type: ignore[arg-type]
@@ -650,6 +758,13 @@ COMMANDS: tuple[tuple[str, int, str], ...] = (
     ("serve Qwen/Qwen3-0.6B", exits.USAGE, "is no directory: download the model first, nothing is fetched from a hub"),
     ("serve {checkpoint}", exits.USAGE, "has no config.json: give the directory that save_pretrained wrote"),
     ("bench --num-engines 0", exits.USAGE, "num_engines is 0"),
+    (
+        "publish {checkpoint} --transport file:///proc/x",
+        exits.USAGE,
+        "the directory /proc/x can't be made: No such file",
+    ),
+    ("export file://{store} /proc/x", exits.USAGE, "the directory /proc/x can't be made: No such file"),
+    ("bench --shapes uniform --total-mib 99999999", exits.NEGATIVE, "left: measure a smaller model"),
     ("bench --transport nccl", exits.USAGE, "nccl moves memory of a GPU only: add --device cuda, or use gloo"),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -80,6 +81,25 @@ def test_the_api_page_has_every_public_name_with_its_contract_and_an_example() -
         assert inspect.getdoc(public), name
         assert name in shown or public.__module__ == "weightcast.errors", f"{name} has no entry"
         assert name in examples, f"{name} has no example"
+
+
+def test_the_site_shows_the_signature_of_every_public_name(tmp_path: Path) -> None:
+    """As it is built: without a warning, so that every link on it leads somewhere."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    parts = re.split(r'<h\d id="(?:weightcast\.)?([\w.]+)"', (tmp_path / "api.html").read_text())
+    signed = {
+        name.split(".")[-1] for name, body in zip(parts[1::2], parts[2::2], strict=True) if "doc-signature" in body
+    }
+    # An error that carries nothing but its message has no constructor of its own.
+    plain = {
+        name
+        for name in weightcast.__all__
+        if getattr(getattr(weightcast, name), "__init__", None) is Exception.__init__
+    }
+    assert set(weightcast.__all__) - {"errors", "__version__"} - signed == plain
 
 
 def messages() -> list[str]:

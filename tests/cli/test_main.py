@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from weightcast import cli
+from weightcast import EngineServer, TensorSpec, cli
 from weightcast.cli import exits
 from weightcast.errors import IncompatibleWeightsError, PeerDiedError, PublishError
 
@@ -224,3 +226,29 @@ def test_a_token_file_without_one_token(content: str, tmp_path: Path, capsys: py
     file.write_text(content)
     assert cli.main(["inspect", NOBODY, "--token-file", str(file)]) == exits.USAGE
     assert "must hold one token" in capsys.readouterr().err
+
+
+def test_an_engine_that_does_not_list_its_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Engine:
+        """The four methods of an engine, and no way to look into it."""
+
+        def specs(self) -> list[TensorSpec]:
+            return [TensorSpec("a", "float32", (2,))]
+
+        def load(self, tensors: object) -> None: ...
+
+        def commit(self, version: object) -> None: ...
+
+        def discard(self) -> None: ...
+
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    with EngineServer(Engine()) as server:
+        assert cli.main(["publish", str(tmp_path), "--engine", server.url, "--version", "7"]) == exits.OK
+        capsys.readouterr()
+        assert cli.main(["inspect", server.url]) == exits.OK
+        assert capsys.readouterr().out.startswith("version 7 of run ")
+        assert cli.main(["inspect", server.url, "--json"]) == exits.OK
+        shown = json.loads(capsys.readouterr().out)
+        assert (shown["engine"]["weight_version"], shown["tensors"]) == ("7", [])
+        assert cli.main(["verify", str(tmp_path), "--engine", server.url]) == exits.NEGATIVE
+        assert f"{server.url} does not list its tensors" in capsys.readouterr().err

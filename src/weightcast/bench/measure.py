@@ -17,13 +17,15 @@ import msgspec
 import torch
 
 from weightcast.bench import shapes
-from weightcast.bench.baselines import BaselineGroup, Memcpy, TensorSlot, make_group
+from weightcast.bench.baselines import MAX_MEMCPY_BYTES, BaselineGroup, Memcpy, TensorSlot, make_group
 from weightcast.bench.channel import BenchChannel
 from weightcast.bench.meters import UsageMeters
 from weightcast.bench.model import local_tensors
 from weightcast.bench.result import Asked, BenchResult, BenchSettings, Ends, Run
 from weightcast.bench.workers import Step, Trainer, started_engines, started_trainer
 from weightcast.control.client import HttpEngine
+from weightcast.format.amounts import count
+from weightcast.host.memory import require
 from weightcast.trainer.report import PublishReport
 
 Note = Callable[[str], None]
@@ -48,6 +50,9 @@ def measure(settings: BenchSettings, note: Note = lambda text: None) -> BenchRes
         num_bytes=settings.num_bytes,
     )
     num_bytes = sum(spec.num_bytes for spec in specs)
+    if settings.device == "cpu":
+        needed = (1 + settings.num_engines) * num_bytes + 2 * min(num_bytes, MAX_MEMCPY_BYTES)
+        require(needed, f"{settings.shapes} for {count(settings.num_engines, 'engine')}", "measure a smaller model")
     with contextlib.ExitStack() as stack:
         trainer = stack.enter_context(started_trainer(specs, settings))
         note("measuring memcpy")

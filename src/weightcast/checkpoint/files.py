@@ -33,7 +33,10 @@ class UnfinishedDirectory:
         """Makes missing parents of `target` too. Raises OSError."""
         self._target = target
         self.path = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-        self.path.mkdir(parents=True)
+        try:
+            self.path.mkdir(parents=True)
+        except OSError as exc:
+            raise OSError(exc.errno, f"the directory {target} can't be made: {exc.strerror}") from exc
 
     def finish(self) -> None:
         """Rename it to its target, which must not be there, or be empty. Raises OSError."""

@@ -258,6 +258,8 @@ def _records(
         if names is not None:
             renamed = [names.get(m, m) if isinstance(names, Mapping) else names(m) for m in members]
         for name in renamed:
+            if not isinstance(name, str):
+                raise TypeError(f"names gave {name!r:.80} for one of {members[:4]}; it must give a name")
             if name in seen:
                 raise ValueError(f"two tensors are called {name!r} in checkpoint form: mend `names` or the module")
             seen.add(name)

@@ -33,7 +33,10 @@ _HOST_AND_PORT = re.compile(r"[^/\s]+:\d+/?")
 
 
 class Inspection(msgspec.Struct, frozen=True):
-    """The JSON of `inspect`. Of `engine` and `store` at most one; totals are of the tensors that the filter lets by."""
+    """The JSON of `inspect`. Of `engine` and `store` at most one; totals are of the tensors that the filter lets by.
+
+    An engine without the ability "inspect" (vLLM, SGLang) says its version and lists no tensors.
+    """
 
     target: str
     engine: WeightInfo | None
@@ -64,7 +67,8 @@ def _look(target: str, token_file: Path | None) -> tuple[WeightInfo | None, Stor
         from weightcast.control.client import HttpEngine
 
         with contextlib.closing(HttpEngine(target, token=output.read_token(token_file))) as engine:
-            return engine.info(), None, engine.specs()
+            info = engine.connect().info()
+            return info, None, engine.specs() if "inspect" in info.abilities else ()
     if values.is_store(target):
         from weightcast.store.reading import pinned, store_status
 
@@ -80,6 +84,9 @@ def _look(target: str, token_file: Path | None) -> tuple[WeightInfo | None, Stor
 
 
 def _view(found: Inspection, pattern: str) -> Iterator[str | Table]:
+    if found.engine is not None and "inspect" not in found.engine.abilities:
+        yield f"{_state(found.engine)}; this kind of engine does not list its tensors"
+        return
     if not found.tensors:
         yield f"no tensor matches {pattern!r}"
         return
@@ -112,9 +119,8 @@ def _store_lines(store: StoreInfo) -> Iterator[str]:
 def _state(info: WeightInfo) -> str:
     is_default = info.weight_version == "default"
     version = "the version it was started with" if is_default else f"version {info.weight_version}"
+    version += f" of run {info.run[:8]}" if info.run else ""
     parts = [version if not info.torn else f"torn: {info.torn}"]
-    if info.run:
-        parts.append(f"of run {info.run[:8]}")
     if info.holder:
         parts.append(f"held by run {info.holder[:8]}")
     if info.paused:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from weightcast.cli import exits, output, values
-from weightcast.errors import ControlError
+from weightcast.errors import ControlError, UnsupportedError
 from weightcast.format.amounts import count, size
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.deadline import in_background
@@ -150,7 +150,12 @@ def _ask(url: str, token: str | None) -> tuple[str, Holding]:
     from weightcast.control.client import HttpEngine
 
     with contextlib.closing(HttpEngine(url, token=token, timeout_seconds=ENGINE_TIMEOUT_SECONDS)) as engine:
-        before = engine.info()
+        before = engine.connect().info()
+        if "inspect" not in before.abilities:
+            raise UnsupportedError(
+                f"{url} does not list its tensors (vLLM's and SGLang's servers don't), so it can't be compared with a "
+                "checkpoint; `weightcast inspect` shows its version"
+            )
         held = Holding(engine.specs(), engine.digests())
         after = engine.info()
     if (before.run, before.weight_version) != (after.run, after.weight_version):

@@ -201,7 +201,8 @@ class HttpRoutes:
             raise ValueError(f"{url!r} {wanted}")
         if "@" in parts.netloc:
             raise ValueError(f"{url!r} is not the URL of an engine: a user and a password are not sent: pass token=")
-        if token is not None and not _TOKEN.fullmatch(str(token)):
+        given: Any = token
+        if given is not None and not (isinstance(given, str) and _TOKEN.fullmatch(given)):
             raise ValueError("the token must be one word of ASCII, without spaces and line ends")
         root = f"{parts.scheme}://{parts.netloc}"
         self.path_hint = f"; its URL has the path {parts.path}: give the server's root, {root}" if parts.path else ""

@@ -138,7 +138,7 @@ def render(result: Result) -> str:
             draw(result).savefig(svg, format="svg", metadata=metadata, transparent=True)
     verdict = [f'<p class="bad">failed: {escape(failure)}</p>' for failure in failures]
     checks = [
-        (c.engine, "differs" if c.problems else "equal", c.version, f"{c.num_tokens} of {c.num_prompts} prompts")
+        (c.engine, "differs" if c.problems else "equal", c.version, f"{c.num_tokens} in {c.num_prompts} prompts")
         + tuple(f"{value:.4f}" for value in (c.max_difference, c.tolerance, c.control_difference))
         for c in result.checks
     ]

@@ -134,6 +134,8 @@ class Follower(ClosedOnExit):
     def wait(self, timeout_seconds: float, *, stop: threading.Event | None = None) -> Followed | None:
         """Poll until there is news; None after the timeout (0: one poll), or soon after `stop` was set."""
         stop = stop or threading.Event()
+        if timeout_seconds != 0:
+            number_of_seconds("timeout_seconds", timeout_seconds)
         for _ in Deadline(timeout_seconds).polls(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, stop.wait):
             followed = None if stop.is_set() else self.poll()
             if followed is not None or stop.is_set():

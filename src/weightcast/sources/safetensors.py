@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -30,6 +31,8 @@ class SafetensorsSource(ClosedOnExit):
 
     def __init__(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
         target = None if dtype is None else cast_target(dtype)
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"path is a {type(path).__name__}; it must be a checkpoint's directory or file")
         self._closed = False
         path = Path(path)
         weight_map = read_index(path)

@@ -69,8 +69,11 @@ def check_folder(path: Path) -> None:
 
 def make_folder(path: Path) -> None:
     """Make a directory, if it is not there. Raises InsufficientMemoryError, OSError."""
-    with room_for(path):
-        path.mkdir(parents=True, exist_ok=True)
+    try:
+        with room_for(path):
+            path.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise OSError(exc.errno, f"the directory {path} can't be made: {exc.strerror}") from exc
 
 
 def open_file(path: Path, flags: int) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+
+from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec
 
 
 def whole_number(name: str, value: Any) -> int:
@@ -36,6 +38,23 @@ def require_source(source: object) -> None:
     elif isinstance(source, (str, os.PathLike)):
         remedy = "pass SafetensorsSource(directory) for a checkpoint, or StoreSource('file:///directory') for a store"
     raise TypeError(f"source is {_shown(source)}, not a source of weights: {remedy}")
+
+
+def require_specs(specs: object) -> None:
+    """Raises TypeError unless a source's specs() returned tensors by name, dtype and shape."""
+    what = (
+        "specs() of the source must return a sequence of TensorSpec, such as TensorSpec('weight', 'bfloat16', (8, 4))"
+    )
+    if not isinstance(specs, Sequence):
+        raise TypeError(f"{what}; it returned {_shown(specs)}")
+    for spec in specs:
+        if not isinstance(spec, TensorSpec):
+            raise TypeError(f"{what}; one of them is {_shown(spec)}")
+        name: Any = spec.name
+        shape: Any = spec.shape
+        is_shape = isinstance(shape, Sequence) and all(isinstance(size, int) for size in shape)
+        if not (isinstance(name, str) and spec.dtype in ITEMSIZE_BYTES and is_shape):
+            raise TypeError(f"{what}; one of them is {spec!r:.200}")
 
 
 def require_engines(engines: object) -> None:

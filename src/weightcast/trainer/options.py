@@ -52,6 +52,9 @@ class PublishOptions:
             if origins < 1:
                 raise ValueError(f"origins is {origins}; it must be at least 1, or None for one on each trainer host")
             object.__setattr__(self, "origins", min(origins, MAX_ORIGINS))
+        for name in ("undo", "takeover"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         number_of_seconds("deadline_seconds", self.deadline_seconds)
         number_of_seconds("lease_seconds", self.lease_seconds)
         if self.bucket_size_bytes is not None:

@@ -378,6 +378,7 @@ class Publisher(ClosedOnExit):
             return self._pack_plan
         specs = self._source.specs()
         if self._pack_plan is None or self._pack_plan.specs is not specs:
+            arguments.require_specs(specs)
             largest = self._transport.default_bucket_size_bytes[device.type]
             size = self._options.bucket_size_bytes
             if size is None:
@@ -393,7 +394,7 @@ def _name_of(engine: str | EngineClient) -> str:
 
 def _device_of(regions: Regions) -> torch.device:
     try:
-        devices = {tensor.device for held in regions.values() for _, tensor in held}
+        devices = {torch.device(tensor.device) for held in regions.values() for _, tensor in held}
     except (AttributeError, TypeError, ValueError):
         what = "regions() of the source must return a mapping of names to sequences of (Region, tensor)"
         raise TypeError(f"{what}; it returned a {type(regions).__name__}") from None

@@ -107,8 +107,8 @@ class EngineServer:
             # acknowledgement of its header.
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as exc:
-            where = f"{self._host}:{self._port}"
-            raise WeightcastError(f"can't listen on {where}: {exc}; choose a free port, or 0 for any") from exc
+            what = f"can't listen on {self._host}:{self._port}: {exc}"
+            raise WeightcastError(f"{what}; name an address of this host, and a free port or 0 for any") from exc
         self._port = self._socket.getsockname()[1]
         self._thread = threading.Thread(
             target=self._uvicorn.run, args=([self._socket],), name="weightcast-server", daemon=True
@@ -212,11 +212,11 @@ def _check_port(port: object) -> None:
         raise ValueError(f"port is {port!r}; it must be a number from 0 to 65535, 0 for any that is free")
 
 
-def _check_exposure(host: str, token: str | None) -> None:
+def _check_exposure(host: str, token: Any) -> None:
     """Raises ValueError for a token that no header can carry, and for a reachable host without a token."""
     if token is not None:
-        if not token or not token.isascii() or not token.isprintable() or " " in token:
-            raise ValueError("a token must be printable ASCII without spaces, and not empty")
+        if not isinstance(token, str) or not token or not token.isascii() or not token.isprintable() or " " in token:
+            raise ValueError("a token must be text, printable ASCII without spaces, and not empty")
         return
     try:
         addresses = [str(address[0]).partition("%")[0] for _, address in _resolve(host, 0)]

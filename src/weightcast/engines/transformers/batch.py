@@ -27,6 +27,8 @@ class CausalModel:
     """A transformers causal language model in eval mode, called as its own `generate` calls it."""
 
     def __init__(self, model: Any, tokenizer: Tokenizer | None) -> None:
+        if not hasattr(model, "generate"):
+            raise TypeError(f"{type(model).__name__} is no causal language model of transformers: it can't generate")
         self._model = model.eval()
         self.device: torch.device = model.device
         config = model.config.get_text_config(decoder=True)
@@ -58,7 +60,9 @@ class CausalModel:
         return cast(torch.Tensor, answer.logits[:, -1])
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
-        """Raises ValueError for prompts or stop tokens that this model can't take."""
+        """Raises TypeError or ValueError for prompts or stop tokens that this model can't take."""
+        if not all(hasattr(prompt, "__len__") for prompt in prompts):
+            raise TypeError("each prompt must be a list of token ids: [[1, 2, 3]], not [1, 2, 3]")
         if not prompts or not all(len(prompt) for prompt in prompts):
             raise ValueError("a prompt is empty; it needs at least one token")
         longest = max(map(len, prompts))

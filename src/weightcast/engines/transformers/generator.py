@@ -129,6 +129,8 @@ class TextGenerator(ClosedOnExit):
         timeout_seconds: float = 60.0,
     ) -> list[Completion]:
         """Continue each prompt (text or token ids) and wait for all. Raises what `submit` does, PeerTimeoutError."""
+        if isinstance(prompts, str):
+            raise TypeError(f"prompts is a str; pass a list of prompts: [{prompts[:40]!r}]")
         request = self.submit([self.encode(p) if isinstance(p, str) else p for p in prompts], sampling)
         try:
             return request.future.result(timeout_seconds)

@@ -217,8 +217,10 @@ def read_config(source: Any) -> Config:
     Raises ValueError for what is none of these, FileNotFoundError for a path where none is.
     """
     if isinstance(source, str | os.PathLike):
-        path = Path(source)
-        config: Any = json.loads((path / "config.json" if path.is_dir() else path).read_bytes())
+        path = Path(source, "config.json") if os.path.isdir(source) else Path(source)
+        if not path.is_file():
+            raise FileNotFoundError(f"hf_config is {str(source)!r}: {path} is not there; nothing is fetched from a hub")
+        config: Any = json.loads(path.read_bytes())
     else:
         config = source.to_dict() if hasattr(source, "to_dict") else source
     try:
