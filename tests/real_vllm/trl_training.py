@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import queue
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -20,23 +22,28 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState, DistributedType
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from trl.experimental.async_distillation import AsyncDistillationConfig, AsyncDistillationTrainer
 from trl.experimental.async_distillation import async_rollout_worker as distillation
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo import async_rollout_worker as grpo
 
 from real_vllm.trl_on_cpus import train_without_a_gpu
-from weightcast import PublishOptions
+from weightcast import PublishError, PublishOptions
 from weightcast.integrations.trl import WeightcastTransfer
 
 BATCH = 8
 PROMPT = (5, 6, 7, 8)
 NUM_TOKENS = 8
+START_SECONDS = 120.0
 
 
 @dataclasses.dataclass
 class Training:
-    """`sglang`: the URL of the server that makes the rollouts; without one they are made here."""
+    """`sglang`: the URL of the server that makes the rollouts; without one they are made here.
+
+    `victim`, `victim_pid`: an engine whose session is killed when the second step begins; the fourth one waits for it.
+    """
 
     model: str
     output: str
@@ -45,9 +52,10 @@ class Training:
     num_steps: int = 3
     on_failure: Literal["raise", "skip"] = "raise"
     sglang: str = ""
+    victim: str = ""
+    victim_pid: int = 0
 
-    def trainer(self, *callbacks: transformers.TrainerCallback) -> Any:
-        """TRL's, ready to train and to be saved."""
+    def trainer(self) -> Any:
         transfer = WeightcastTransfer(
             self.urls, on_failure=self.on_failure, options=PublishOptions(deadline_seconds=20, lease_seconds=10)
         )
@@ -73,7 +81,7 @@ class Training:
         parts: dict[str, Any] = {
             "model": self.model,
             "train_dataset": datasets.Dataset.from_dict({"prompt": [[{"role": "user", "content": "w5"}]] * BATCH}),
-            "callbacks": list(callbacks),
+            "callbacks": [Events(self)],
             "weight_transfer": transfer,
         }
         train_without_a_gpu()
@@ -123,6 +131,36 @@ def taught(tokens: Sequence[int], logprobs: Sequence[float], version: int, group
         prompt_id=group,
         enqueued_at=time.time(),
     )
+
+
+class Events(transformers.TrainerCallback):
+    """What happens to an engine in a training."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not (state.is_world_process_zero and self._training.victim):
+            return
+        if state.global_step == 1:
+            os.killpg(self._training.victim_pid, signal.SIGKILL)
+            self._await(is_up=False)
+        if state.global_step == 3:
+            self._await(is_up=True)
+
+    def _await(self, *, is_up: bool) -> None:
+        end = time.monotonic() + START_SECONDS
+        while answers(self._training.victim) is not is_up:
+            if time.monotonic() > end:
+                raise TimeoutError(f"{self._training.victim} is {'not up' if is_up else 'up'} after {START_SECONDS} s")
+            time.sleep(0.1)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/weight_info", timeout=5, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 class MadeRollouts:
@@ -190,12 +228,20 @@ def shard_on_cpus() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     training = Training(**json.loads(sys.argv[1]))
-    trainer = training.trainer()
-    trainer.train()
-    trainer.save_model(training.output)
+    trainer, failure = training.trainer(), None
+    try:
+        trainer.train()
+    except PublishError as error:
+        if dist.is_initialized():
+            raise
+        failure = error
+    state = get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if trainer.accelerator.is_main_process:
+        trainer.model.save_pretrained(training.output, state_dict=state)
         kinds = sorted({type(parameter).__name__ for parameter in trainer.model.parameters()})
         print(json.dumps({"parameters": kinds, "logs": trainer.state.log_history}), flush=True)
+    if failure is not None:
+        raise failure
 
 
 if __name__ == "__main__":
