@@ -238,6 +238,7 @@ def main() -> None:
     state = get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if trainer.accelerator.is_main_process:
         trainer.model.save_pretrained(training.output, state_dict=state)
+        trainer.processing_class.save_pretrained(training.output)
         kinds = sorted({type(parameter).__name__ for parameter in trainer.model.parameters()})
         print(json.dumps({"parameters": kinds, "logs": trainer.state.log_history}), flush=True)
     if failure is not None:
