@@ -1,6 +1,6 @@
 """TRL's AsyncGRPOTrainer, with weightcast as its weight transfer: two lines more than TRL alone, marked with a plus.
 
-    pip install 'weightcast[trl]' vllm
+    pip install 'PATH_TO_WEIGHTCAST[trl]' vllm
     VLLM_PLUGINS=weightcast vllm serve MODEL --weight-transfer-config '{"backend": "weightcast"}'
     python examples/trl_async_grpo.py MODEL http://127.0.0.1:8000
 

@@ -38,6 +38,7 @@ NOT_RUN = {
     "source .venv/bin/activate": _INDEX,
     "pip install '.[serve]'": _INDEX,
     "pip install PATH_TO_WEIGHTCAST": _INDEX,
+    "pip install 'PATH_TO_WEIGHTCAST[trl]'": _INDEX,
     "./scripts/test": "is what runs tests, and CI runs it",
     """VLLM_PLUGINS=weightcast vllm serve MODEL --weight-transfer-config '{"backend": "weightcast"}'""": (
         "needs vLLM: tests/real_vllm starts its servers in this way"
