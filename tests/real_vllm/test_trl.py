@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from real_engines.process import free_port
+from real_engines.process import STOP_SECONDS, free_port
 from real_engines.reference import ReferenceServer
 from real_engines.setups import on
 
@@ -43,6 +41,30 @@ ENVIRONMENT = child_environment(ONE) | {
 
 def program(name: str) -> Path:
     return TESTS / "real_vllm" / name
+
+
+@contextlib.contextmanager
+def training(name: str, *arguments: str, num_ranks: int = 1) -> Iterator[subprocess.Popen[str]]:
+    """A program of this folder at work; what is left of it and its ranks is ended with this block."""
+    launch = ["-m", "torch.distributed.run", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    launch = [*launch, "--nproc-per-node", str(num_ranks)] if num_ranks > 1 else []
+    with subprocess.Popen(
+        [sys.executable, *launch, str(program(name)), *arguments],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            # A launcher that is asked to end ends its ranks, which are in sessions of their own.
+            process.terminate()
+            try:
+                process.wait(STOP_SECONDS)
+            finally:
+                process.kill()
 
 
 @on(ONE)
@@ -85,7 +107,9 @@ def test_the_recipe_for_server_mode_gives_each_step_answers_of_its_own_weights(
     (recipe,) = [body for body in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "sync_weights" in body]
     (tmp_path / "recipe.py").write_text(recipe)
     arguments = [str(tmp_path / "recipe.py"), str(checkpoint()), server.url, str(tmp_path / "output")]
-    out = run(program("trl_server_mode.py"), *arguments, environment=ENVIRONMENT)
+    with training("trl_server_mode.py", *arguments, num_ranks=2) as process:
+        out, err = process.communicate(timeout=PROGRAM_SECONDS)
+    assert process.returncode == 0, err[-4000:]
     differences = [float(value) for value in re.findall(r"'sampling/sampling_logp_difference/max': '([^']+)'", out)]
     assert len(differences) == 3, out
     assert max(differences) < 1e-3, "a step's answers are of other weights than the trainer's"
@@ -112,27 +136,6 @@ def engines(servers: list[ReferenceServer]) -> list[ReferenceServer]:
     return servers
 
 
-@contextlib.contextmanager
-def training(output: Path, *, num_ranks: int = 1, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """`trl_training.py` at work, ended with this block."""
-    launch = ["-m", "torch.distributed.run", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    launch = [*launch, "--nproc-per-node", str(num_ranks)] if num_ranks > 1 else []
-    arguments = json.dumps({"output": str(output)} | options)
-    with subprocess.Popen(
-        [sys.executable, *launch, str(program("trl_training.py")), arguments],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-
 def told(out: str) -> dict[str, Any]:
     """What the training printed last."""
     return json.loads(out.splitlines()[-1])
@@ -148,22 +151,22 @@ def assert_holds(engine: ReferenceServer, weights: Path) -> None:
     assert engine.ask(PROMPT, NUM_TOKENS)
 
 
-def options_of(checkpoint: Checkpoints, engine: ReferenceServer, victim: ReferenceServer) -> dict[str, Any]:
-    """Of a training with both engines, the second of which is killed when the second step begins."""
-    return {
-        "model": str(checkpoint()),
-        "urls": [engine.url, victim.url],
-        "victim": victim.url,
-        "victim_pid": victim.process.pid,
-    }
+@contextlib.contextmanager
+def losing(
+    victim: ReferenceServer, model: Path, output: Path, *, num_ranks: int = 1, **options: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """A training whose engine `victim` is killed when the second step begins."""
+    fields = {"model": str(model), "output": str(output), "victim": victim.url, "victim_pid": victim.process.pid}
+    with training("trl_training.py", json.dumps(fields | options), num_ranks=num_ranks) as process:
+        yield process
 
 
 def test_sharded_ranks_train_on_without_an_engine_that_died_and_take_it_back(
     engines: list[ReferenceServer], checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     engine, victim = engines
-    options = options_of(checkpoint, engine, victim) | {"on_failure": "skip", "num_steps": 5}
-    with training(tmp_path, num_ranks=2, **options) as process:
+    options = {"urls": [engine.url, victim.url], "on_failure": "skip", "num_steps": 5}
+    with losing(victim, checkpoint(), tmp_path, num_ranks=2, **options) as process:
         assert victim.process_ended(PROGRAM_SECONDS)
         victim.restart()
         out, err = process.communicate(timeout=PROGRAM_SECONDS)
@@ -181,7 +184,8 @@ def test_an_engine_that_died_ends_the_training_and_the_others_serve_its_last_wei
     engines: list[ReferenceServer], checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     engine, victim = engines
-    with training(tmp_path, kind="distillation", **options_of(checkpoint, engine, victim)) as process:
+    urls = [engine.url, victim.url]
+    with losing(victim, checkpoint(), tmp_path, urls=urls, kind="distillation") as process:
         out, err = process.communicate(timeout=PROGRAM_SECONDS)
     assert process.returncode == 1
     assert re.search(rf"PublishError: 1 of 2 engines did not take version \d+: {victim.url}: ", err), err
@@ -194,7 +198,7 @@ def test_no_rank_is_left_when_an_engine_ends_the_training(
     engines: list[ReferenceServer], checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     engine, victim = engines
-    with training(tmp_path, num_ranks=2, **options_of(checkpoint, engine, victim)) as process:
+    with losing(victim, checkpoint(), tmp_path, urls=[engine.url, victim.url], num_ranks=2) as process:
         _, err = process.communicate(timeout=PROGRAM_SECONDS)
     assert process.returncode == 1
     assert re.search(rf"PublishError: 1 of 2 engines did not take version \d+: {victim.url}: ", err), err

@@ -1,7 +1,6 @@
-"""Runs a program that trains with TRL where there is no GPU: `trl_on_cpus.py PROGRAM ARGUMENTS`.
+"""What TRL 1.16's trainers want of a GPU without a need for it. `trl_on_cpus.py PROGRAM ARGUMENTS` runs a program so.
 
-What TRL 1.16's asynchronous trainers want of a GPU without a need for it: its name, and a kernel for attention over
-packed sequences. The program is imported under its own name, by which the processes that TRL spawns find its functions.
+The program is imported under its own name, by which the processes that TRL spawns find its functions.
 """
 
 from __future__ import annotations
@@ -13,9 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState, DistributedType, PartialState
 
 
 def train_without_a_gpu() -> None:
+    """For the asynchronous trainers: the name of the GPU, and its kernel for attention over packed sequences."""
     from trl.experimental.async_grpo import packing
 
     torch.cuda.get_device_name = lambda *_: "cpu"
@@ -37,6 +38,20 @@ def _attend(
         )
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+def shard_without_gpus() -> dict[str, Any]:
+    """The arguments of a trainer that shards a Qwen3 with FSDP2, which accelerate allows on GPUs only."""
+    make = AcceleratorState.__init__
+
+    def make_sharding(self: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
+        make(self, *args, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+            self.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+
+    AcceleratorState.__init__ = make_sharding
+    return {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Runs the recipe of docs/trl.md for GRPOTrainer on a CPU: `trl_server_mode.py RECIPE MODEL URL OUTPUT`."""
+"""Runs the recipe of docs/trl.md for GRPOTrainer on CPUs: `torchrun trl_server_mode.py RECIPE MODEL URL OUTPUT`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any
 import datasets
 import torch
 import trl
+from torch.distributed.tensor import DTensor
+
+from real_vllm.trl_on_cpus import shard_without_gpus
 
 
 def even_tokens(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
@@ -40,9 +43,12 @@ def main() -> None:
             save_strategy="no",
             logging_steps=1,
             disable_tqdm=True,
+            **shard_without_gpus(),
         ),
     }
-    exec(compile(Path(recipe).read_text(), recipe, "exec"), {"arguments": arguments, "url": url})
+    names: dict[str, Any] = {"arguments": arguments, "url": url}
+    exec(compile(Path(recipe).read_text(), recipe, "exec"), names)
+    assert all(isinstance(parameter, DTensor) for parameter in names["trainer"].model.parameters())
 
 
 if __name__ == "__main__":

@@ -21,14 +21,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate.state import AcceleratorState, DistributedType
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from trl.experimental.async_distillation import AsyncDistillationConfig, AsyncDistillationTrainer
 from trl.experimental.async_distillation import async_rollout_worker as distillation
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo import async_rollout_worker as grpo
 
-from real_vllm.trl_on_cpus import train_without_a_gpu
+from real_vllm.trl_on_cpus import shard_without_gpus, train_without_a_gpu
 from weightcast import PublishError, PublishOptions
 from weightcast.integrations.trl import WeightcastTransfer
 
@@ -76,8 +75,7 @@ class Training:
             "disable_tqdm": True,
         }
         if dist.is_torchelastic_launched():
-            shard_on_cpus()
-            options |= {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}}
+            options |= shard_without_gpus()
         parts: dict[str, Any] = {
             "model": self.model,
             "train_dataset": datasets.Dataset.from_dict({"prompt": [[{"role": "user", "content": "w5"}]] * BATCH}),
@@ -211,18 +209,6 @@ class SGLangRollouts(MadeRollouts):
         reply.raise_for_status()
         rows = [answer["meta_info"]["output_token_logprobs"] for answer in reply.json()]
         return [([token for _, token, *_ in row], [logprob for logprob, *_ in row]) for row in rows]
-
-
-def shard_on_cpus() -> None:
-    """Accelerate knows FSDP2 on GPUs only; all of it but the choice runs on a CPU."""
-    make = AcceleratorState.__init__
-
-    def make_sharding(self: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
-        make(self, *args, fsdp_plugin=fsdp_plugin, **options)
-        if fsdp_plugin is not None:
-            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
-
-    AcceleratorState.__init__ = make_sharding
 
 
 def main() -> None:
