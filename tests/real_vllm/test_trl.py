@@ -6,7 +6,6 @@ The trainings run in processes of their own, as a user's do.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import re
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import trl
 from real_engines.process import STOP_SECONDS, free_port
 from real_engines.reference import ReferenceServer
 from real_engines.setups import on
@@ -27,7 +27,7 @@ from real_vllm.oracle import NUM_TOKENS, PROMPT, assert_is_of, assert_other
 from real_vllm.programs import PROGRAM_SECONDS, run
 from real_vllm.servers import ONE, PLAIN, TESTS, Server, child_environment
 from real_vllm.trainer import trainer
-from weightcast import PublishError, PublishOptions, cli
+from weightcast import LocalEngine, PublishError, PublishOptions, TensorSink, cli
 from weightcast.integrations.trl import WeightcastTransfer
 
 EXAMPLE = TESTS.parent / "examples" / "trl_async_grpo.py"
@@ -205,6 +205,30 @@ def test_no_rank_is_left_when_an_engine_ends_the_training(
     assert engine.ask(PROMPT, NUM_TOKENS)
 
 
+# --- in one process ---
+
+
+def test_each_update_is_of_the_tensors_as_they_are_then() -> None:
+    """Cast on the way; the publisher plans once for tensors that stay where they are, and again where others come."""
+    sink = TensorSink()
+    weights = {"a": torch.randn(40, 8, dtype=torch.float64), "steps": torch.tensor(3)}
+    transfer = WeightcastTransfer([LocalEngine(sink)], dtype=torch.bfloat16, transport="memory://")
+    for version in range(4):
+        if version == 2:
+            weights["a"] = torch.randn(40, 8, dtype=torch.float64)  # in other memory
+        if version == 3:
+            weights["b"] = torch.ones(5)
+        weights["a"].add_(1)
+        transfer.send_weights((name, tensor.detach()) for name, tensor in weights.items())
+        assert transfer.report.version == version
+        expected = {name: t.bfloat16() if t.is_floating_point() else t for name, t in weights.items()}
+        assert sink.tensors.keys() == expected.keys()
+        assert all(torch.equal(sink.tensors[name], tensor) for name, tensor in expected.items())
+    transfer.destroy()
+    transfer.send_weights(iter(weights.items()))  # of a second `train`
+    transfer.destroy()
+
+
 # --- mistakes ---
 
 
@@ -225,7 +249,7 @@ def test_a_wrong_argument_is_named_before_the_training(options: dict[str, Any], 
 def test_a_trl_that_was_not_tested_is_named_with_the_one_that_was(
     version: str, is_named: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
+    monkeypatch.setattr(trl, "__version__", version)
     WeightcastTransfer([]).destroy()
     assert (f"this is TRL {version}" in caplog.text) is is_named
     assert ("pip install 'trl==1.16.*'" in caplog.text) is is_named

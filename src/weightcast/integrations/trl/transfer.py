@@ -7,7 +7,6 @@ processes. So the tensors are all taken before anything else can fail, and publi
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import inspect
 import logging
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
+import trl
 
 from weightcast.errors import PublishError
 from weightcast.seams.client import EngineClient
@@ -29,10 +29,10 @@ TESTED_WITH = "1.16"
 
 
 class WeightcastTransfer:
-    """What `AsyncGRPOTrainer` and `AsyncDistillationTrainer` take as `weight_transfer`: updates are weightcast's.
+    """The `weight_transfer` of an `AsyncGRPOTrainer` or an `AsyncDistillationTrainer`: each update is one publish.
 
-    Engines serve while weights travel, and pause to install. TRL's first process publishes; on the others this object
-    is not used. `report` is what the last update did.
+    Engines generate while weights travel, and pause to install. TRL's first process publishes; the others don't use
+    this object. `report`: of the last update; None before the first.
 
     Memory on the first process: the transport's. With several processes, besides: the whole model, kept from the first
     update on, in host memory (for "nccl://" on its GPU).
@@ -43,6 +43,7 @@ class WeightcastTransfer:
         engines: Sequence[str | EngineClient],
         *,
         on_failure: Literal["raise", "skip"] = "raise",
+        dtype: torch.dtype | None = None,
         transport: str = "ipc://",
         token: str | None = None,
         options: PublishOptions | None = None,
@@ -52,7 +53,8 @@ class WeightcastTransfer:
 
         `on_failure`: what an update does that an engine did not take. "raise": PublishError ends the training. "skip":
         a warning; training goes on, that engine serves what it had, or nothing, and the next update tries it again. The
-        first update raises always. `wait_ready_seconds`: how long the first update waits for engines that are starting.
+        first update raises always. `dtype`: what the weights are cast to while they are packed, as of `TensorSource`.
+        `wait_ready_seconds`: how long the first update waits for engines that are starting.
 
         Raises ValueError or TypeError for other arguments than these.
         """
@@ -60,7 +62,7 @@ class WeightcastTransfer:
             raise ValueError(f"on_failure is {on_failure!r}; it must be 'raise' or 'skip'")
         if options is not None and getattr(options, "on_failure", "raise") != "raise":
             raise ValueError("options.on_failure is 'report': pass on_failure='skip' to WeightcastTransfer instead")
-        version = importlib.metadata.version("trl")
+        version = trl.__version__
         if version.split(".")[:2] != TESTED_WITH.split("."):
             logger.warning(
                 "weightcast was tested with TRL %s, and this is TRL %s: if updates fail, or the logs have no metrics "
@@ -71,7 +73,7 @@ class WeightcastTransfer:
         self._skips = on_failure == "skip"
         self._wait_ready_seconds = wait_ready_seconds
         self._has_updated = False
-        self._source = TensorSource()
+        self._source = TensorSource(dtype=dtype)
         self._is_on_host = not transport.startswith("nccl:")
         self._open = functools.partial(
             Publisher,
