@@ -22,6 +22,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 NOT_RUN = {
+    "pip install 'PATH_TO_WEIGHTCAST[trl]'": "needs TRL: scripts/test-vllm installs it by the extra",
     "./scripts/test": "is what runs tests, and CI runs it",
     """VLLM_PLUGINS=weightcast vllm serve MODEL --weight-transfer-config '{"backend": "weightcast"}'""": (
         "needs vLLM: tests/real_vllm/test_page.py runs it"

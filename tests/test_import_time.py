@@ -62,14 +62,22 @@ print(torch.distributed.is_available() and torch.distributed.is_initialized(), t
     assert run(code).split() == ["False", "1"]
 
 
-def test_a_missing_extra_is_named() -> None:
-    code = """
+@pytest.mark.parametrize(
+    ("package", "use", "extra"),
+    [
+        ("starlette", "import weightcast; weightcast.EngineServer", "serve"),
+        ("torchrl", "import weightcast.integrations.torchrl", "torchrl"),
+        ("trl", "import weightcast.integrations.trl", "trl"),
+    ],
+)
+def test_a_missing_extra_is_named(package: str, use: str, extra: str) -> None:
+    code = f"""
 import sys
-sys.modules["starlette"] = None
-import weightcast
+sys.modules["{package}"] = None
 try:
-    weightcast.EngineServer
+    {use}
 except ModuleNotFoundError as error:
     print(error)
 """
-    assert run(code).endswith("it comes with weightcast's extra `serve`: pip install 'PATH_TO_WEIGHTCAST[serve]'\n")
+    remedy = f"it comes with weightcast's extra `{extra}`: pip install 'PATH_TO_WEIGHTCAST[{extra}]'\n"
+    assert run(code).endswith(remedy)

@@ -78,6 +78,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "sglang": ("integrations.sglang.*",),
     "torchrl": ("integrations.torchrl.*",),
     "tensordict": ("integrations.torchrl.*",),
+    "trl": ("integrations.trl.*",),
     "megatron": ("sources.megatron.source",),
 }
 

@@ -86,4 +86,9 @@ def make_tokenizer(vocabulary: int = VOCABULARY) -> Any:
     inner.pre_tokenizer = WhitespaceSplit()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    # TRL takes a completion apart with it, and refuses a tokenizer that has none.
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "fields": {"content": {"close_pattern": "$", "content": "text"}},
+    }
     return tokenizer

@@ -120,7 +120,7 @@ class Server(ServerProcess):
     def _command(self) -> list[str]:
         setup = self.setup
         command = [python_of("vllm"), "-m", "vllm.entrypoints.cli.main", "serve", str(self._folder)]
-        command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--served-model-name", "tiny", str(self._folder), "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", str(setup.dtype).removeprefix("torch."), "--enforce-eager"]
         command += ["--enable-scale-out"]  # the one HTTP route that says which tokens came from which version
         command += ["--max-model-len", "512", "--max-num-seqs", "16", "--worker-extension-cls", self._extension]

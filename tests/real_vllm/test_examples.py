@@ -8,14 +8,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import transformers
 from real_engines.setups import on
 
 from real_vllm.conftest import Checkpoints
-from real_vllm.oracle import NUM_TOKENS, PROMPT, assert_is_of, assert_other
 from real_vllm.programs import run
 from real_vllm.servers import ONE, PLAIN, STOCK, TESTS, Server, child_environment
-from real_vllm.trainer import FILE, IPC, trainer
+from real_vllm.trainer import FILE, IPC
 
 EXAMPLES = TESTS.parent / "examples"
 
@@ -45,22 +43,3 @@ def test_the_example_with_a_server(server: Server, checkpoint: Checkpoints, tmp_
     arguments = [str(checkpoint()), server.url, "--transport", transport]
     out = run(EXAMPLES / "vllm_http.py", *arguments, environment=child_environment(server.setup))
     assert len(re.findall(r"the server answers as the model", out)) == 3, out
-
-
-@on(ONE)
-def test_trl_trains_a_policy_that_the_server_serves(server: Server, checkpoint: Checkpoints, tmp_path: Path) -> None:
-    with trainer(server.setup, server.url) as it:
-        before = it.publish(0).version
-    environment = child_environment(server.setup) | {"TRL_EXPERIMENTAL_SILENCE": "1"}
-    out = run(EXAMPLES / "trl_async_grpo.py", str(checkpoint()), server.url, str(tmp_path), environment=environment)
-    published = [int(version) for version in re.findall(r"version (\d+): \d+ bytes", out)]
-    assert published == [before + 1 + step for step in range(7)], out
-    assert server.version() == str(published[-1])
-    divergence = [float(value) for value in re.findall(r"'kl': '([^']+)'", out)]
-    assert len(divergence) == 6, out
-    assert divergence[0] < 1e-6, "the first step trains on answers of the very weights that it has"
-    answer = server.ask(PROMPT, NUM_TOKENS)
-    with Server(PLAIN, tmp_path) as cold:
-        assert answer == cold.ask(PROMPT, NUM_TOKENS)
-    assert_is_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32").eval(), PROMPT, answer)
-    assert_other(it.of(0), PROMPT, answer)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from weightcast.checkpoint.live import CASTABLE, cast_target
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec
@@ -19,14 +20,17 @@ class TensorSource:
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor] | None = None,
+        dtype: torch.dtype | None = None,
         *,
         groups: Mapping[str, str] | None = None,
         aliases: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """`groups`: for names that must reach an engine in one call, the name of their group. `aliases`: for a name,
+        """`dtype`: what half, bfloat16, single and double precision tensors are cast to while they are packed; others
+        stay. `groups`: for names that must reach an engine in one call, the name of their group. `aliases`: for a name,
         the other names that are tied to the same values. Raises ValueError for a dtype that can't travel, TypeError for
-        what is no mapping of tensors.
+        what is no dtype or no mapping of tensors.
         """
+        self._dtype = None if dtype is None else cast_target(dtype)
         self._groups, self._aliases = groups or {}, aliases or {}
         self.tensors: dict[str, torch.Tensor] = {}
         self._specs: tuple[TensorSpec, ...] = ()
@@ -42,7 +46,7 @@ class TensorSource:
         specs = tuple(
             TensorSpec(
                 name,
-                DTYPE_NAMES[tensor.dtype],
+                self._dtype if self._dtype and DTYPE_NAMES[tensor.dtype] in CASTABLE else DTYPE_NAMES[tensor.dtype],
                 tuple(tensor.shape),
                 aliases=tuple(self._aliases.get(name, ())),
                 group=self._groups.get(name, ""),
