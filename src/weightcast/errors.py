@@ -43,6 +43,7 @@ _EXTRAS = {
     "matplotlib": "demo",
     "torchrl": "torchrl",
     "tensordict": "torchrl",
+    "verl": "verl",
 }
 """Packages that the core does not need -> the extra that brings them."""
 
