@@ -18,7 +18,7 @@ _install() {
     _say "installing verl, Ray and weightcast"
     # verl alone: its own list has experiment trackers and trainers, which nothing here imports.
     _pip install -c constraints-verl.txt --no-deps "$(grep '^verl==' constraints-verl.txt)"
-    _pip install -c constraints-verl.txt ray tensordict transformers codetiming hydra-core datasets pillow fastapi \
+    _pip install -c constraints-verl.txt ray tensordict transformers codetiming hydra-core datasets pillow fastapi accelerate \
         pytest-timeout -e '.[serve,testing]'
 }
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import importlib.metadata
 import importlib.util
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import ray
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 from verl.checkpoint_engine import CheckpointEngineRegistry, CheckpointEngineWorker
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
@@ -25,13 +25,13 @@ from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 from verl.workers.rollout import BaseRollout
 
 
-
 def _verls_own_kit() -> Any:
     """The module that verl's own tests of checkpoint engines share. Its package is called `tests`, as this folder's."""
     files = importlib.metadata.files("verl") or []
     (path,) = [file.locate() for file in files if str(file) == "tests/checkpoint_engine/test_utils.py"]
     spec = importlib.util.spec_from_file_location("verls_checkpoint_engine_kit", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -40,7 +40,9 @@ def _verls_own_kit() -> Any:
 verls_kit = _verls_own_kit()
 BACKEND = "weightcast"
 DEADLINE_SECONDS = 20.0
-SHAPES = {f"layers.{i}.{name}": shape for i in range(24) for name, shape in (("w", (512, 301)), ("b", (7,)), ("e", (0, 3)))}
+SHAPES = {
+    f"layers.{i}.{name}": shape for i in range(24) for name, shape in (("w", (512, 301)), ("b", (7,)), ("e", (0, 3)))
+}
 
 
 def value(step: int, name: str) -> float:
@@ -63,17 +65,23 @@ class Trainer(Worker):
     def __init__(self, config: CheckpointEngineConfig) -> None:
         super().__init__()
         initialize_global_process_group_ray(backend="cpu:gloo")
-        kwargs = dict(config.engine_kwargs.get(config.backend, {}))
+        self.seconds, self.fails_at, self.num_taken, self.path = 0.0, "", 0, ""
+        self.renew(config)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def renew(self, config: CheckpointEngineConfig) -> None:
+        kwargs = dict(config.engine_kwargs[BACKEND])
+        bucket_size = config.update_weights_bucket_megabytes << 20
+        is_master = dist.get_rank() == 0
         self.checkpoint_engine = CheckpointEngineRegistry.new(
-            config.backend,
-            is_master=(dist.get_rank() == 0),
-            bucket_size=config.update_weights_bucket_megabytes << 20,
-            **kwargs,
+            BACKEND, is_master=is_master, bucket_size=bucket_size, **kwargs
         )
-        self.seconds, self.fails_at, self.num_taken = 0.0, "", 0
 
     def _weights(self, step: int) -> Iterator[tuple[str, torch.Tensor]]:
         self.num_taken = 0
+        if self.path:
+            yield from AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.bfloat16).state_dict().items()
+            return
         for name, tensor in weights(step, self.seconds):
             if name == self.fails_at:
                 raise RuntimeError(f"the exporter failed at {name}")
@@ -89,8 +97,9 @@ class Trainer(Worker):
         return getattr(self.checkpoint_engine, method)(*args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def setup(self, seconds: float = 0.0, fails_at: str = "") -> None:
-        self.seconds, self.fails_at = seconds, fails_at
+    def setup(self, seconds: float = 0.0, fails_at: str = "", path: str = "") -> None:
+        """How long the weights take, at which it fails, and the checkpoint that they are of instead."""
+        self.seconds, self.fails_at, self.path = seconds, fails_at, path
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def state(self) -> tuple[int, int]:
@@ -140,6 +149,13 @@ class Rollout(CheckpointEngineWorker):
         super().__init__(rollout_config, SimpleNamespace(), Model(rollout_config))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def renew(self, config: CheckpointEngineConfig) -> None:
+        bucket_size = config.update_weights_bucket_megabytes << 20
+        kwargs = config.engine_kwargs[BACKEND]
+        self.checkpoint_engine = CheckpointEngineRegistry.new(BACKEND, bucket_size=bucket_size, **kwargs)
+        self.server_adapter = Model(self.rollout_config)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def state(self) -> tuple[int, int | None, int]:
         return os.getpid(), self.server_adapter.step(), self.server_adapter.num_updates
 
@@ -182,51 +198,53 @@ def config(**kwargs: Any) -> CheckpointEngineConfig:
 
 
 def group(cls: type, num: int, **kwargs: Any) -> RayWorkerGroup:
-    pool = RayResourcePool(process_on_nodes=[num], use_gpu=False, max_colocate_count=10)
+    pool = RayResourcePool(process_on_nodes=[num], use_gpu=False, max_colocate_count=1)
     return RayWorkerGroup(
         resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(cls), **kwargs), device_name="cpu"
     )
 
 
 class Cluster:
-    """Trainer ranks, and replicas of `workers_each` rollout workers."""
+    """Trainer ranks and rollout workers, which are started once, and a manager of some of them."""
 
-    def __init__(self, manager: type, num_trainers: int, num_replicas: int, workers_each: int = 1, **kwargs: Any) -> None:
-        self.config = config(**kwargs)
-        rollout_config = RolloutConfig(
-            name="vllm", tensor_model_parallel_size=workers_each, checkpoint_engine=self.config
-        )
-        self.rollout = group(Rollout, num_replicas * workers_each, rollout_config=rollout_config)
-        self.trainers = group(Trainer, num_trainers, config=self.config)
-        self.replicas = [
-            Replica(replica_rank=rank, config=rollout_config, model_config=SimpleNamespace())
-            for rank in range(num_replicas)
-        ]
-        for replica in self.replicas:
-            asyncio.run(replica.init_hybrid(self.rollout))
-        self.manager = manager(self.config, self.trainers, list(self.replicas))
+    def __init__(self, num_trainers: int, num_rollouts: int) -> None:
+        self.rollout_config = RolloutConfig(name="vllm", checkpoint_engine=config())
+        self.trainers = group(Trainer, num_trainers, config=config())
+        self.rollouts = group(Rollout, num_rollouts, rollout_config=self.rollout_config)
         self._pool = concurrent.futures.ThreadPoolExecutor(1)
 
+    def begin(self, manager: type, replicas: Sequence[int], **kwargs: Any) -> None:
+        """New engines everywhere; `replicas`: the number of workers of each."""
+        self.config, begin = config(**kwargs), 0
+        self.trainers.renew(self.config)
+        self.trainers.setup()
+        self.rollouts.renew(self.config)
+        self.rollouts.setup()
+        self.replicas = []
+        for rank, num_workers in enumerate(replicas):
+            replica = Replica(replica_rank=rank, config=self.rollout_config, model_config=SimpleNamespace())
+            replica.workers = self.rollouts.workers[begin : begin + num_workers]
+            begin += num_workers
+            self.replicas.append(replica)
+        self.manager = manager(self.config, self.trainers, list(self.replicas))
+
     def update(self, step: int) -> dict[str, Any]:
-        return self.manager.update_weights(global_steps=step)
+        return dict(self.manager.update_weights(global_steps=step))
 
     def update_in_background(self, step: int) -> concurrent.futures.Future[dict[str, Any]]:
         return self._pool.submit(self.update, step)
 
+    def steps(self) -> list[int | None]:
+        """Which step each rollout worker of the manager's replicas holds."""
+        return [step for _, step, _ in self.states()]
+
     def states(self) -> list[tuple[int, int | None, int]]:
-        """Of every rollout worker that lives: its pid, the step that it holds, how many updates verl began there."""
-        found = [worker.state.remote() for worker in self.workers()]
-        return ray.get(found)
+        """Of every rollout worker of the manager's: its pid, the step that it holds, how many updates verl began."""
+        return list(ray.get([worker.state.remote() for replica in self.manager.replicas for worker in replica.workers]))
 
-    def workers(self) -> list[Any]:
-        return [worker for replica in self.manager.replicas for worker in replica.workers]
-
-    def new_trainers(self, num: int) -> None:
-        self.trainers = group(Trainer, num, config=self.config)
-        self.manager.actor_wg = self.trainers
+    def renew_trainers(self) -> None:
+        """Start one trainer in the place of those that died."""
+        self.trainers = self.manager.actor_wg = group(Trainer, 1, config=self.config)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
-        for worker in [*self.rollout.workers, *self.trainers.workers]:
-            ray.kill(worker)
-

@@ -15,6 +15,7 @@ import ray
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine
 
+from weightcast import registry
 from weightcast.errors import InstallError, PublishError
 from weightcast.format.messages import InstallMode
 from weightcast.format.plan import fitting_bucket_size
@@ -29,6 +30,7 @@ from weightcast.trainer.report import PublishReport
 
 DEADLINE_SECONDS = 300.0
 _LEASE_SECONDS = 30.0
+_LAST_CALL_SECONDS = 5.0
 
 
 class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -59,6 +61,8 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             deadline_seconds=number_of_seconds("deadline_seconds", deadline_seconds),
             lease_seconds=min(_LEASE_SECONDS, deadline_seconds),
         )
+        if transport is not None:
+            registry.transport(transport)
         self._is_trainer = is_master is not None
         self._transport = transport
         self._host = host
@@ -191,8 +195,11 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._publisher = self._workers = None
 
     def _forget(self) -> None:
-        """Also what the weights are like, which may be what failed."""
+        """Also what the weights are like, which may be what failed. Rollout workers wait no longer."""
         self._disconnect()
+        workers = RolloutWorkers(self._endpoints, timeout_seconds=_LAST_CALL_SECONDS)
+        workers.shutdown()
+        workers.close()
         self._source = IteratorSource()
 
     def _own_host(self) -> str:

@@ -45,7 +45,7 @@ class RolloutEngine:
 
     def __init__(self, *, device: torch.device, deadline_seconds: float) -> None:
         self.device = device
-        self.worker = Worker(self, gate=Gate(), install_deadline_seconds=deadline_seconds)
+        self.worker = RolloutWorker(self, gate=Gate(), install_deadline_seconds=deadline_seconds)
         self._deadline_seconds = deadline_seconds
         self._condition = threading.Condition()
         self._tensors: Iterable[Named] | None = None
@@ -90,6 +90,11 @@ class RolloutEngine:
     def discard(self) -> None:
         if self._is_offered:
             self._change(error=self.worker.failure or UpdateAbortedError("the update was given up"))
+
+    def give_up(self) -> None:
+        """The trainer sends no more of an update, of which perhaps nothing was offered."""
+        if not self._is_committed:
+            self._change(error=self._error or UpdateAbortedError("the trainer gave the update up: its error says why"))
 
     def _change(self, *, offered: bool = True, committed: bool = False, error: WeightcastError | None = None) -> None:
         with self._condition:
@@ -150,6 +155,16 @@ class RolloutEngine:
                     raise PeerTimeoutError(f"the trainer offered no weights within {seconds:g} s", peer="trainer")
                 self._condition.wait(_POLL_SECONDS)
             return None if self._is_committed else self._tensors
+
+
+class RolloutWorker(Worker):
+    """A worker whose engine is told when a trainer ends the transfer, whether it had begun or not."""
+
+    engine: RolloutEngine
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.engine.give_up()
 
 
 class RolloutServer:

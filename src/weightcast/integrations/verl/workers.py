@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -9,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from weightcast.control.client import HttpEngine
-from weightcast.errors import WeightcastError
+from weightcast.errors import PeerError, WeightcastError
 from weightcast.format.messages import InitInfo, UpdateInfo, WeightInfo
 from weightcast.seams.client import EngineClient
 
@@ -47,6 +48,11 @@ class RolloutWorkers(EngineClient):
     def finish(self, version: int) -> None:
         self.has_finished = True
         self._each(lambda client: client.finish(version))
+
+    def shutdown(self) -> None:
+        """Have the workers give up what they wait for, as far as they can be reached."""
+        with contextlib.suppress(PeerError):
+            self._each(HttpEngine.shutdown)
 
     def close(self) -> None:
         """Close the connections; the publisher does not, since this client is not its own. Idempotent."""
