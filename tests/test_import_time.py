@@ -10,7 +10,7 @@ import pytest
 SERVER = ("fastapi", "starlette", "uvicorn", "transformers", "prometheus_client", "weightcast.control.server.app")
 CLIENT = ("httpx", "h11", "weightcast.trainer.publisher", "weightcast.control.client")
 TOOLS = ("rich", "matplotlib", "weightcast.cli", "weightcast.demo", "weightcast.bench", "weightcast.testing")
-ENGINES = ("vllm", "sglang", "torchrl", "ray", "megatron")
+ENGINES = ("vllm", "sglang", "torchrl", "ray", "megatron", "verl")
 
 
 def run(code: str) -> str:

@@ -63,7 +63,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "h11": ("control.client",),
     "safetensors": ("checkpoint.files",),
     "huggingface_hub": ("integrations.plugin.checkpoint_header",),
-    "ray": ("integrations.vllm.clients",),
+    "ray": ("integrations.vllm.clients", "integrations.verl.checkpoint_engine"),
     "transformers": ("engines.transformers.*", "demo.*", "bench.shapes", "cli.serve"),
     "tokenizers": ("demo.*",),
     "fastapi": ("integrations.vllm.routes", "integrations.sglang.engine"),
@@ -80,6 +80,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "tensordict": ("integrations.torchrl.*",),
     "trl": ("integrations.trl.*",),
     "megatron": ("sources.megatron.source",),
+    "verl": ("integrations.verl.*",),
 }
 
 UNSAFE = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}

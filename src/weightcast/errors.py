@@ -44,6 +44,7 @@ _EXTRAS = {
     "torchrl": "torchrl",
     "tensordict": "torchrl",
     "trl": "trl",
+    "verl": "verl",
 }
 """Packages that the core does not need -> the extra that brings them."""
 

@@ -109,7 +109,7 @@ class StoppingClient(weightcast.HttpEngine):
 
 
 class Senders:
-    """Makes a transport's senders: they stop after buckets 0 and 1, send it corrupt once, and take their time to pack."""
+    """Makes a transport's senders: they stop after buckets 0 and 1, send 1 corrupt once, and pack slowly."""
 
     def __init__(self, url: str, stops: Stops, pack_seconds: float) -> None:
         self._scheme, _, rest = url.partition("://")

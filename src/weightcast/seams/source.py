@@ -1,12 +1,14 @@
 """The seam of sources: what a trainer rank publishes, as views of its memory, each with its place in a global tensor.
 
 Source.regions(), then .specs()      at each publish; specs only when regions gave another object
+StreamSource.stream(), then .specs() at each publish, where tensors exist one at a time only
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeAlias
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -37,3 +39,28 @@ class Source(Protocol):
         Returns the same object as long as every view is still of the same memory, of the same specs: a publisher then
         does not ask for the specs again.
         """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorStream:
+    """Whole tensors with their names, in the order of the specs, each valid until the next is asked for.
+
+    `device`: where they are.
+    """
+
+    device: torch.device
+    tensors: Iterator[tuple[str, torch.Tensor]]
+
+
+@runtime_checkable
+class StreamSource(Protocol):
+    """A source of tensors that exist one at a time: an exporter gathers or converts each when it is asked for.
+
+    It is published by one rank, and each stream once: a bucket that was lost on its way can't be packed again.
+    """
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """Names, dtypes and shapes, as of `Source`, of the stream that was asked for last."""
+
+    def stream(self) -> TensorStream:
+        """The tensors of the next version. The publisher takes them to their end, unless the publish fails."""

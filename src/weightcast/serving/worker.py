@@ -68,7 +68,8 @@ class Worker:
     """Serves the control protocol for one `Engine`. Every method may be called from any thread.
 
     `installs` are the ways of installing that the engine has. `settles`: an install can be taken back until `settle`;
-    until then its undo copy is kept. Raises TypeError for what is no engine.
+    until then its undo copy is kept. `engine_rank` and `world_size` may be changed as long as no run
+    holds the worker. Raises TypeError for what is no engine.
     """
 
     def __init__(
@@ -86,8 +87,8 @@ class Worker:
         require_engine(engine)
         self.engine = engine
         self.gate = gate
-        self._engine_rank = engine_rank
-        self._world_size = world_size
+        self.engine_rank = engine_rank
+        self.world_size = world_size
         self._metrics = metrics
         self._install_deadline_seconds = install_deadline_seconds
         self._installs = installs
@@ -114,7 +115,7 @@ class Worker:
             holder="" if session is None else session.info.run,
             paused=self.gate.is_paused,
             torn=self.gate.torn,
-            world_size=self._world_size,
+            world_size=self.world_size,
             abilities=tuple(name for name, has in able.items() if has),
             instance=self.instance,
         )
@@ -135,7 +136,7 @@ class Worker:
             raise UnsupportedError(f"this engine has no such transport: {exc}") from exc
         with self._init_lock:
             device = self.engine.device if isinstance(self.engine, OnDevice) else torch.device("cpu")
-            former, session = self._session, PublisherSession(info, self._engine_rank, device, self._on_end)
+            former, session = self._session, PublisherSession(info, self.engine_rank, device, self._on_end)
             if former is not None:
                 # Its secret as well: `info` gives the run's id to every client.
                 is_same = info.run == former.info.run and former.is_of(info.secret)
@@ -205,7 +206,7 @@ class Worker:
                 self._unsettled = update if self._settles else None
                 self._observe("update", time.perf_counter() - update.offered_at)
                 # One line for an engine: its other ranks install the same.
-                logger.log(logging.DEBUG if self._engine_rank else logging.INFO, "%s", update.describe(seconds))
+                logger.log(logging.DEBUG if self.engine_rank else logging.INFO, "%s", update.describe(seconds))
                 session.send(Installed(number, seconds))
         except IncompleteUpdateError:
             # Another caller's install of it may have ended while this one waited.
@@ -245,6 +246,14 @@ class Worker:
         """The version that is installed and not settled, if there is one."""
         update = self._unsettled
         return None if update is None else update.version
+
+    @property
+    def failure(self) -> WeightcastError | None:
+        """Why the update in progress was given up, or else why its publisher's hold has ended."""
+        session = self._session
+        if session is None:
+            return None
+        return session.ended if session.update is None else session.update.error or session.ended
 
     def send_failed(self, version: WeightVersion, error: WeightcastError) -> None:
         """Say on the link what became of a version, where others than this worker decided it."""

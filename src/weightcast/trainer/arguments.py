@@ -26,7 +26,7 @@ def whole_number(name: str, value: Any) -> int:
 
 def require_source(source: object) -> None:
     """Raises TypeError unless it is a source of weights."""
-    if _has(source, "specs", "regions"):
+    if _has(source, "specs", "regions") or _has(source, "specs", "stream"):
         return
     remedy = "pass an object with specs() and regions(), such as ModuleSource(model)"
     if isinstance(source, type):

@@ -31,7 +31,7 @@ from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import Closable
 from weightcast.seams.client import BringsSender, EngineClient
-from weightcast.seams.source import Regions, Source
+from weightcast.seams.source import Regions, Source, StreamSource
 from weightcast.seams.transport import Origins
 from weightcast.seams.versions import VersionedSender
 from weightcast.trainer import arguments
@@ -40,6 +40,7 @@ from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import PackPlan
 from weightcast.trainer.publish_run import Connections, OnProgress, PublishedVersion, PublishInputs, PublishRun
 from weightcast.trainer.report import PublishReport
+from weightcast.trainer.stream_packer import StreamPacker
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,7 +66,7 @@ class Publisher(ClosedOnExit):
 
     def __init__(
         self,
-        source: Source,
+        source: Source | StreamSource,
         *,
         transport: str = "ipc://",
         engines: Sequence[str | EngineClient] = (),
@@ -304,6 +305,8 @@ class Publisher(ClosedOnExit):
             if dist.get_rank(group) < 0:
                 raise ValueError("this rank is not in trainer_group: make the publisher on its ranks only")
             if dist.get_world_size(group) > 1:
+                if isinstance(self._source, StreamSource):
+                    raise ValueError("a source that streams its tensors is published by one rank: trainer_group=None")
                 from weightcast.trainer.group.lead import TrainerGroup
 
                 self._group = TrainerGroup(group, self._source, self._options.deadline_seconds)
@@ -326,10 +329,14 @@ class Publisher(ClosedOnExit):
         fleet, again = (self._fleet, None) if of is None else (self._fleet.only(of), self._published)
         if of is not None and again is None:
             raise ValueError(f"version {self.version} was not sent whole to any engine: publish a new version")
-        regions = self._source.regions()
-        device = _device_of(regions) if self._connections is None else self._connections.device
+        stream = self._source.stream() if isinstance(self._source, StreamSource) else None
+        regions: Regions = {} if isinstance(self._source, StreamSource) else self._source.regions()
+        device = _device_of(regions) if stream is None else stream.device
+        device = device if self._connections is None else self._connections.device
         pack_plan = self._ready_pack_plan(regions, device)
-        if self._group is None:
+        if stream is not None:
+            pack_plan.use(regions, StreamPacker(pack_plan.layout, stream.tensors))
+        elif self._group is None:
             # Before there is a sender, which may write.
             pack_plan.packer(regions)
         if self._connections is None:

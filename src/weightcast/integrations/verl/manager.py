@@ -1,0 +1,145 @@
+"""verl's `CheckpointEngineManager` with an end for each failure: replicas resume, or are named as what they are.
+
+Invariants: after `update_weights`, whatever it raises, each replica generates again, but for those whose workers may
+hold parts of two versions; no wait for a worker goes on once another has failed and the deadline has passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any
+
+from verl.checkpoint_engine.base import CheckpointEngineManager, _worker_cls
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from verl.utils.ray_utils import auto_await
+
+from weightcast.errors import InstallError, WeightcastError
+from weightcast.integrations.verl import BACKEND
+from weightcast.integrations.verl.checkpoint_engine import DEADLINE_SECONDS
+
+logger = logging.getLogger(__name__)
+
+
+class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc]
+    """For `rollout.checkpoint_manager_class`, with the backend "weightcast" or "naive".
+
+    `torn_replicas`: those that were left paused, until an update succeeds. Raises ValueError for another backend.
+    """
+
+    def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
+        if config.backend not in (BACKEND, "naive"):
+            raise ValueError(
+                f"the backend is {config.backend!r}, which {type(self).__name__} can't undo: set "
+                f"rollout.checkpoint_engine.backend to {BACKEND!r}, or leave checkpoint_manager_class out"
+            )
+        super().__init__(config, actor_wg, replicas)
+        self.torn_replicas: list[Any] = []
+        self._deadline_seconds = float(config.engine_kwargs.get(BACKEND, {}).get("deadline_seconds", DEADLINE_SECONDS))
+
+    @auto_await  # type: ignore[untyped-decorator]
+    async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
+        """As verl's. Raises what the trainer raised, else the first rollout worker's error.
+
+        InstallError, which names them, if replicas may hold parts of two versions: these stay paused.
+        """
+        if self.backend != BACKEND:
+            return dict(await super().update_weights(global_steps))
+        replicas, torn = list(self.replicas), [*self.torn_replicas]
+        try:
+            await self.abort_replicas()
+            await self.release_kv_cache_replicas()
+            workers = [worker for replica in replicas for worker in replica.workers]
+            rollout = RayWorkerGroup(worker_handles=workers, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
+            await self._connect(rollout)
+            refs = self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
+            refs += rollout.update_weights(global_steps=global_steps)
+            outcomes = await self._settled(map(_result, refs), is_bounded=False)
+            trainers, rollouts = outcomes[: self.actor_wg.world_size], outcomes[self.actor_wg.world_size :]
+            torn = self._torn(replicas, trainers, rollouts)
+            _raise_first(outcomes, torn)
+            await self._on_all(rollout, {"method": "finalize"}, {"method": "finalize"})
+        finally:
+            self.torn_replicas = torn
+            errors = await self._resume([replica for replica in replicas if replica not in torn])
+        if errors:
+            raise errors[0]
+        return {name: value for metrics in trainers for name, value in (metrics or {}).items()}
+
+    async def _connect(self, rollout: Any) -> None:
+        """verl's `build_process_group`, with a deadline."""
+        metadata = await self._on_all(rollout, {"method": "prepare"}, {"method": "prepare"})
+        sizes = self.actor_wg.world_size, rollout.world_size
+        topology = self.backend_cls.build_topology(*sizes, metadata)
+        await self._on_all(rollout, *({**each, "method": "init_process_group"} for each in topology))
+
+    async def _on_all(self, rollout: Any, on_trainers: dict[str, Any], on_rollouts: dict[str, Any]) -> list[Any]:
+        """Call the engines of all workers, a method by its name; arguments are lists, one for each worker."""
+        refs = []
+        for workers, arguments in ((self.actor_wg, on_trainers), (rollout, on_rollouts)):
+            method = [arguments["method"]] * workers.world_size
+            refs += workers.execute_checkpoint_engine(**{**arguments, "method": method})
+        outcomes = await self._settled(map(_result, refs))
+        _raise_first(outcomes, [])
+        return outcomes
+
+    async def _settled(self, calls: Iterable[Coroutine[Any, Any, Any]], *, is_bounded: bool = True) -> list[Any]:
+        """What each call returned, or its exception. Not bounded: the deadline begins when one of them has failed."""
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        first_timeout = self._deadline_seconds if is_bounded else None
+        if tasks:
+            _, pending = await asyncio.wait(tasks, timeout=first_timeout, return_when=asyncio.FIRST_EXCEPTION)
+            if pending:
+                await asyncio.wait(pending, timeout=self._deadline_seconds)
+        late = TimeoutError(f"no answer within {2 * self._deadline_seconds:g} s, or after another worker's failure")
+        return [(task.exception() or task.result()) if task.done() else late for task in tasks]
+
+    def _torn(self, replicas: Sequence[Any], trainers: Sequence[Any], rollouts: Sequence[Any]) -> list[Any]:
+        """Whose workers may hold parts of two versions, or not all the same one."""
+        # What became of a worker that did not answer: the trainer knows whether any was asked to install.
+        is_untouched = any(_is_untouched(outcome) for outcome in trainers)
+        torn, begin = [], 0
+        for replica in replicas:
+            own = rollouts[begin : begin + len(replica.workers)]
+            begin += len(replica.workers)
+            kept = [_is_untouched(each) or (is_untouched and isinstance(each, Exception)) for each in own]
+            is_torn = not all(kept) or replica in self.torn_replicas
+            if is_torn and any(isinstance(each, BaseException) for each in own):
+                torn.append(replica)
+        return torn
+
+    async def _resume(self, replicas: Sequence[Any]) -> list[BaseException]:
+        """Resume each; one that can't be resumed keeps no other from it. The errors are logged, and returned."""
+
+        async def resume(replica: Any) -> None:
+            await replica.resume_kv_cache()
+            await replica.resume_generation()
+
+        errors = []
+        for replica, done in zip(replicas, await self._settled(map(resume, replicas)), strict=True):
+            if isinstance(done, BaseException):
+                logger.error("replica %s was not resumed: %s", replica.replica_rank, done)
+                errors.append(done)
+        return errors
+
+
+def _raise_first(outcomes: Sequence[Any], torn: Sequence[Any]) -> None:
+    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    if not errors:
+        return
+    error = next((each for each in errors if isinstance(each, WeightcastError)), errors[0])
+    if torn:
+        names = ", ".join(str(replica.replica_rank) for replica in torn)
+        message = f"replicas {names} may hold parts of two versions, and stay paused until an update succeeds"
+        raise InstallError(f"{message}: {error}", torn=True) from error
+    raise error
+
+
+async def _result(ref: Any) -> Any:
+    return await ref
+
+
+def _is_untouched(outcome: Any) -> bool:
+    """Whether a worker failed before any was asked to install, and so has what it had."""
+    return isinstance(outcome, WeightcastError) and not isinstance(outcome, InstallError)

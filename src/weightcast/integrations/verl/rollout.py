@@ -1,0 +1,181 @@
+"""A rollout worker's end: an `Engine` whose model verl loads, and a server for the trainer that updates it.
+
+Invariants: verl is given no tensor of a staged update before all rollout workers have all of it; an update that was
+given up after that is an InstallError; no wait goes on after its deadline, or after the trainer has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Iterable
+
+import torch
+
+from weightcast.control.server.app import EngineServer
+from weightcast.engines.gate import Gate
+from weightcast.errors import (
+    InstallError,
+    PeerDiedError,
+    PeerTimeoutError,
+    StaleVersionError,
+    UpdateAbortedError,
+    WeightcastError,
+    detached,
+)
+from weightcast.format.manifest import WeightVersion
+from weightcast.host.deadline import Deadline
+from weightcast.serving.worker import Worker
+
+_POLL_SECONDS = 0.1
+_REJOIN_SECONDS = 10.0
+"""How long a trainer that has closed its publisher may take to connect with another one."""
+
+Named = tuple[str, torch.Tensor]
+
+
+class RolloutEngine:
+    """An `Engine`: what the worker loads is what `receive` yields.
+
+    `load` waits until verl has taken every tensor, and for at most `deadline_seconds` for each. Calls come from the
+    worker's threads; `expect` and `receive` are for the thread of verl's event loop.
+    """
+
+    def __init__(self, *, device: torch.device, deadline_seconds: float) -> None:
+        self.device = device
+        self.worker = RolloutWorker(self, gate=Gate(), install_deadline_seconds=deadline_seconds)
+        self._deadline_seconds = deadline_seconds
+        self._condition = threading.Condition()
+        self._tensors: Iterable[Named] | None = None
+        """What is to be loaded now."""
+        self._error: WeightcastError | None = None
+        """Why the update that was offered last is not installed."""
+        self._is_offered = False
+        self._is_committed = False
+        self._expected: int | None = None
+        self._progress_at = 0.0
+
+    # --- the worker's calls ---
+
+    def specs(self) -> None:
+        """A version is offered; verl's rollout has the last word on what it takes."""
+        self._change(offered=True)
+
+    def load(self, tensors: Iterable[Named]) -> None:
+        """Have verl take these. Raises PeerTimeoutError, or why it takes no more."""
+        with self._condition:
+            self._tensors, self._progress_at = tensors, time.monotonic()
+            self._condition.notify_all()
+            while self._is_loading:
+                remaining_seconds = self._progress_at + self._deadline_seconds - time.monotonic()
+                if remaining_seconds <= 0:
+                    self._tensors = None
+                    raise PeerTimeoutError(f"verl's rollout took no tensor for {self._deadline_seconds:g} s")
+                self._condition.wait(remaining_seconds)
+            if self._error is not None:
+                raise detached(self._error)
+
+    @property
+    def _is_loading(self) -> bool:
+        return self._tensors is not None and self._error is None
+
+    def commit(self, version: WeightVersion) -> None:
+        """Raises StaleVersionError if verl waits for another step."""
+        if self._expected is not None and self._expected != version.number:
+            raise StaleVersionError(f"version {version.number} was sent, verl waits for step {self._expected}")
+        self._change(committed=True)
+
+    def discard(self) -> None:
+        if self._is_offered:
+            self._change(error=self.worker.failure or UpdateAbortedError("the update was given up"))
+
+    def give_up(self) -> None:
+        """The trainer sends no more of an update, of which perhaps nothing was offered."""
+        if not self._is_committed:
+            self._change(error=self._error or UpdateAbortedError("the trainer gave the update up: its error says why"))
+
+    def _change(self, *, offered: bool = True, committed: bool = False, error: WeightcastError | None = None) -> None:
+        with self._condition:
+            self._is_offered, self._is_committed, self._error = offered, committed, error
+            if not committed:
+                self._tensors = None
+            self._condition.notify_all()
+
+    # --- verl's calls ---
+
+    def expect(self) -> None:
+        """Forget the update before."""
+        self._change(offered=False)
+
+    def receive(self, number: int | None) -> AsyncIterator[Named]:
+        """The tensors of the next update, each valid until the next is asked for.
+
+        Waits here until all have arrived (streaming: those of the first bucket), so that verl has begun nothing if it
+        raises: why the update was given up, PeerDiedError, or PeerTimeoutError if nothing is offered by the deadline.
+        In the iteration, where parts of the new version are loaded: InstallError.
+        """
+        self._expected = number
+        first = self._next()
+        assert first is not None, "an update has at least one bucket"
+        return self._taken(first)
+
+    async def _taken(self, tensors: Iterable[Named] | None) -> AsyncIterator[Named]:
+        try:
+            while tensors is not None:
+                for name, tensor in tensors:
+                    if self._tensors is None:
+                        raise UpdateAbortedError("the update was given up while verl took its tensors")
+                    self._progress_at = time.monotonic()
+                    yield name, tensor.to(self.device)
+                with self._condition:
+                    self._tensors = None
+                    self._condition.notify_all()
+                tensors = await asyncio.get_running_loop().run_in_executor(None, self._next)
+        except WeightcastError as exc:
+            raise InstallError(f"the rollout holds parts of two versions: {exc}", torn=True) from exc
+        finally:
+            if not self._is_committed:
+                self._change(error=self._error or InstallError("verl's rollout failed while it took the weights"))
+
+    def _next(self) -> Iterable[Named] | None:
+        """Wait for what is to be loaded; None once the version is installed."""
+        deadline, hold = Deadline(self._deadline_seconds), Deadline(self._deadline_seconds)
+        with self._condition:
+            while self._tensors is None and not self._is_committed:
+                if self._error is not None:
+                    raise detached(self._error)
+                if self.worker.info().holder:
+                    hold = Deadline(_REJOIN_SECONDS)
+                elif hold.has_passed and not deadline.has_passed:
+                    raise PeerDiedError("the trainer's connection ended before all weights were sent", peer="trainer")
+                if not self._is_offered and deadline.has_passed:
+                    seconds = self._deadline_seconds
+                    raise PeerTimeoutError(f"the trainer offered no weights within {seconds:g} s", peer="trainer")
+                self._condition.wait(_POLL_SECONDS)
+            return None if self._is_committed else self._tensors
+
+
+class RolloutWorker(Worker):
+    """A worker whose engine is told when a trainer ends the transfer, whether it had begun or not."""
+
+    engine: RolloutEngine
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.engine.give_up()
+
+
+class RolloutServer:
+    """Serves a `RolloutEngine` to the trainer that has its token."""
+
+    def __init__(self, engine: RolloutEngine, host: str) -> None:
+        """Starts it on a free port of `host`. Raises WeightcastError."""
+        self.token = secrets.token_hex(32)
+        worker = engine.worker
+        self._server = EngineServer(engine, host=host, token=self.token, gate=worker.gate, worker=worker).start()
+        self.url = self._server.url
+
+    def close(self) -> None:
+        self._server.close()

@@ -1,0 +1,66 @@
+"""What an exporter yields as (name, tensor), one after another, as a source, for frameworks that have generators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from weightcast.format.bucket import DTYPE_NAMES
+from weightcast.format.manifest import TensorSpec
+from weightcast.host import memory
+from weightcast.seams.source import TensorStream
+
+_CHECKED_BYTES = 256 << 20
+"""How much is copied between two looks at the memory that is left."""
+
+
+class IteratorSource:
+    """A `StreamSource` of iterators that all yield the same names, dtypes and shapes, in the same order.
+
+    What they are is learned from the first iterator: its tensors are copied to host memory, all of them before the
+    first byte is sent, and freed as they are. Those that come after it are packed tensor by tensor.
+    """
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        """Where the tensors are that the first iterator yielded."""
+        self._specs: Sequence[TensorSpec] = ()
+        self._given: Iterator[tuple[str, torch.Tensor]] | None = None
+
+    def use(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Publish these next. The first time: takes them all. Raises InsufficientMemoryError, ValueError for a dtype
+        that can't travel, and what the iterator raises.
+        """
+        given = iter(tensors)
+        self._given = given if self._specs else self._copied(given)
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return self._specs
+
+    def stream(self) -> TensorStream:
+        """The tensors of the last `use`, once. Raises ValueError if they were taken."""
+        if self._given is None:
+            raise ValueError("this source has no tensors: call use(iterator) before each version")
+        given, self._given = self._given, None
+        return TensorStream(self.device, given)
+
+    @torch.no_grad()
+    def _copied(self, given: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        copies: list[tuple[str, torch.Tensor]] = []
+        specs, unchecked_bytes = [], 0
+        for name, tensor in given:
+            if tensor.dtype not in DTYPE_NAMES:
+                raise ValueError(f"{name!r} is {tensor.dtype}; known: {', '.join(DTYPE_NAMES.values())}")
+            unchecked_bytes += tensor.nbytes
+            if unchecked_bytes >= _CHECKED_BYTES:
+                what = f"a copy of the first version, which is {name!r} and all tensors before it,"
+                memory.require(unchecked_bytes, what, "free host memory on the rank that publishes")
+                unchecked_bytes = 0
+            specs.append(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
+            copies.append((name, tensor.to("cpu", copy=True)))
+            if tensor.device.type != "cpu":
+                self.device = tensor.device
+        self._specs = tuple(specs)
+        copies.reverse()
+        return (copies.pop() for _ in range(len(copies)))

@@ -1,0 +1,98 @@
+"""Fills buckets from tensors that come one after another, each copied to its places before the next is asked for.
+
+Invariants: what comes is exactly what the specs say, in their order; a bucket is filled once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from weightcast.errors import IncompatibleWeightsError, UpdateAbortedError
+from weightcast.format.bucket import DTYPE_NAMES, Digest, Layout, narrow, queued_digest
+from weightcast.format.manifest import TensorRecord, WeightVersion
+from weightcast.host.copy import copy_all
+from weightcast.trainer.packer import BlockDigests
+
+_SHARED_OUT_BYTES = 1 << 20
+"""A copy of so much is shared out over threads; for a smaller one that costs more than it brings."""
+
+
+class StreamPacker:
+    """Implements `Fill` for one version of a `StreamSource`. Memory: none besides the tensor that is there."""
+
+    def __init__(self, layout: Layout, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._layout = layout
+        self._records = iter(layout.manifest.tensors)
+        self._tensors = tensors
+        self._record: TensorRecord | None = None
+        self._tensor = torch.empty(0)
+        self._num_filled = 0
+        self._digests = BlockDigests(torch.zeros(BlockDigests.size_bytes(layout.manifest), dtype=torch.uint8))
+
+    @torch.no_grad()
+    def fill(self, index: int, payload: torch.Tensor, version: WeightVersion) -> Digest:
+        """Write the payload of bucket `index`, return its digest. With the last bucket the stream must be at its end.
+
+        Raises IncompatibleWeightsError for another tensor than the specs name, UpdateAbortedError for a bucket that was
+        filled before, and what the stream raises.
+        """
+        if index != self._num_filled:
+            raise UpdateAbortedError(
+                f"bucket {index} of version {version.number} was lost on its way, and the tensors in it, which were "
+                "streamed, are gone: publish again"
+            )
+        manifest = self._layout.manifest
+        self._layout.clear_gaps(index, payload)
+        for entry, view in zip(self._layout.entries[index], self._layout.views(index, payload), strict=True):
+            if entry.record is not self._record:
+                self._ask(entry.record)
+            part = narrow(self._tensor, entry.piece.region)
+            if entry.num_bytes < _SHARED_OUT_BYTES:
+                view.copy_(part)
+            else:
+                copy_all([view], [part])
+        self._num_filled += 1
+        if self._num_filled == len(manifest.buckets):
+            self._ask(None)
+        if manifest.digest_kind != "xxh3-128":
+            return queued_digest(payload[: manifest.buckets[index]], manifest.digest_kind)
+        self._digests.reset(manifest.buckets[index])
+        self._digests.add(payload, self._digests.missing())
+        return self._digests.whole()
+
+    def _ask(self, wanted: TensorRecord | None) -> None:
+        """Take tensors up to this one, past those without elements; None: up to the end of the stream."""
+        for record in self._records:
+            name, tensor = next(self._tensors, ("", None))
+            if tensor is None:
+                raise _other(f"it ended before {record.name!r}")
+            found, expected = (
+                f"{name!r} {DTYPE_NAMES.get(tensor.dtype)}{list(tensor.shape)}",
+                f"{record.name!r} {record.dtype}{list(record.shape)}",
+            )
+            if found != expected:
+                raise _other(f"found {found}, expected {expected}")
+            if record is wanted:
+                self._record, self._tensor = record, tensor
+                return
+        if (more := next(self._tensors, None)) is not None:
+            raise _other(f"found {more[0]!r} behind the last tensor")
+
+    def others(self) -> Sequence[Digest]:
+        return ()
+
+    def trial(self, version: WeightVersion, device: torch.device) -> Sequence[Digest]:
+        """Raises UpdateAbortedError: what was streamed is gone."""
+        raise UpdateAbortedError(
+            f"version {version.number} was streamed, and its tensors are gone: an engine that came late takes the next"
+        )
+
+    def forget_views(self) -> None:
+        self._layout.forget_views()
+
+
+def _other(problem: str) -> IncompatibleWeightsError:
+    message = f"the stream of weights is not what its specs say: {problem}; it must be the same for each version"
+    return IncompatibleWeightsError(message, (problem,))
