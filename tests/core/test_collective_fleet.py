@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,8 +16,10 @@ from publishers import publisher_of
 from core.direct import DirectEngine, RecordingEngine
 from core.parallel import ParallelEngine
 from weightcast import TensorSource
-from weightcast.errors import PublishError
+from weightcast.errors import PeerDiedError, PublishError
 from weightcast.format.manifest import WeightVersion
+from weightcast.host.deadline import Deadline
+from weightcast.host.memory import SealedMemory, shared_memory_of
 from weightcast.testing.leftovers import nothing_left
 from weightcast.trainer.publisher import Publisher
 from weightcast.transports.collective.sender import CollectiveSender
@@ -183,3 +186,27 @@ def test_an_engine_is_free_for_another_run_as_soon_as_its_publisher_is_closed(tr
             assert client.info().holder == another.run
             others_turn.set()
             assert another.publish().ok
+
+
+def test_memory_that_a_broken_group_may_still_read_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update goes on in other memory, and nothing keeps the former one, once its broadcasts are over."""
+    engine = DirectEngine("a", RecordingEngine())
+    former: list[weakref.ref[SealedMemory]] = []
+    send = CollectiveSender.send
+
+    def break_once(self: CollectiveSender, index: int, num_bytes: int) -> None:
+        if index == 2 and not former:
+            with self.condition:
+                memory = shared_memory_of(self.buffer(index).payload)
+                assert memory is not None
+                former.append(weakref.ref(memory))
+                self._slots_are_lost = True
+                self._interrupt(self._require_update(index), {}, PeerDiedError("as if the group had broken"))
+        send(self, index, num_bytes)
+
+    with publishing([engine]) as publisher:
+        assert publisher.publish().ok
+        monkeypatch.setattr(CollectiveSender, "send", break_once)
+        assert publisher.publish().ok
+        assert holds(engine.engine, 0.0)
+        assert any(former[0]() is None for _ in Deadline(PATIENCE_SECONDS).polls(0.01, 0.1))

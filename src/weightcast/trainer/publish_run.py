@@ -426,6 +426,8 @@ class PublishRun:
                     break
                 except PeersLostError as exc:
                     peers = list(exc.survivors)
+                    # The sender may go on in other memory.
+                    fill.forget_views()
         if again is not None and not route.healthy():
             return ""
         with self._timed("send"):

@@ -171,6 +171,9 @@ class OriginSender:
         is_same = self._is_open and not self._is_trial and version == self._version
         if is_same and lost is None and self._next == len(self._span):
             return
+        if lost is not None:
+            # The sender may go on in other memory.
+            self._packer.forget_views()
         self._is_open, self._is_trial, self._lost, self._buffer = True, False, None, None
         self._version = version
 
