@@ -26,7 +26,7 @@ from faults.conftest import (
 from faults.engine_actor import EngineProcess
 from faults.publisher_actor import PublisherProcess, publish_together
 
-DEADLINE_SECONDS = 4.0
+DEADLINE_SECONDS = 6.0
 STREAMING, STAGED = "streaming", "staged"
 
 
