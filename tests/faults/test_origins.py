@@ -115,7 +115,7 @@ def test_four_origins(stage: Stage, install: str, victim: str, number: int) -> N
     outcomes = [rank.hear("published") for rank in ranks if rank is not actor]
     if victim == "engine":
         assert all(outcome == outcomes[0] for outcome in outcomes)
-        assert list(outcomes[0]["failures"]) == [lost.url]
+        assert list(outcomes[0]["failures"]) == [lost.url], outcomes[0]["failures"]
         assert_serves(other, "2", 2)
     else:
         assert all("trainer rank 3" in outcome["error"][1] for outcome in outcomes)
