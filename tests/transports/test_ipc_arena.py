@@ -289,6 +289,21 @@ def test_an_attempt_that_was_given_up_before_the_sender_had_heard_so_is_not_the_
     arena.close(free=False)
 
 
+def test_a_version_that_was_given_up_costs_the_next_version_nothing(fake: tuple[IpcReceiver, socket.socket]) -> None:
+    """Although the sender had not heard of it when it began the next one."""
+    receiver, sock = fake
+    receiver.open(numbered(), version(0), staged=True)
+    receiver.end()
+    arena = OwnedSharedArena(1, SIZE_BYTES)
+    record, descriptor = arena.announcement()
+    socket.send_fds(sock, [encode(record)], [descriptor])
+    receiver.open(numbered(), version(1), staged=True)
+    sock.send(encode(BEGIN))
+    sock.send(encode(_ready()))
+    assert Background(lambda: next(iter(receiver)).index).result() == 0
+    arena.close(free=False)
+
+
 def test_an_abandoned_arena_is_not_reused_for_another_layout(ipc_ends: Ends) -> None:
     sender, manifest, larger = ipc_ends.sender(deadline_seconds=0.3), numbered(2), numbered(1, 14336)
     stalled, lively = ipc_ends.receiver(sender, "stalled"), ipc_ends.receiver(sender, "lively")

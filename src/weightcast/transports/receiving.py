@@ -32,6 +32,7 @@ from weightcast.seams.transport import Bucket, Receiver
 from weightcast.transports.records import (
     BeginUpdate,
     BucketReady,
+    GivenUp,
     KeepAlive,
     Opened,
     Released,
@@ -255,8 +256,7 @@ class PeerReceiver(ReceivingEnd[V]):
     """Matches what the sender begins with what is wanted here. A transport says how records travel, and bytes."""
 
     _incoming: IncomingUpdate | None = None
-    _num_given_up = 0
-    """Updates that were ended here before they began."""
+    _given_up = GivenUp()
 
     def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
         """Wait for `version` from now on. Raises PeerDiedError if the sender has gone, InsufficientMemoryError."""
@@ -340,7 +340,7 @@ class PeerReceiver(ReceivingEnd[V]):
             return
         # Begun before the sender had heard that the first attempt at this version was given up here: it is of no more
         # use, also under the same number.
-        is_of_former = incoming.begin.num_given_up < self._num_given_up
+        is_of_former = incoming.begin.num_given_up < self._given_up.of(wanted.version.number)
         if incoming.begin.version != wanted.version.number or incoming.aborted is not None or is_of_former:
             self._be_done(incoming)
             self._on_over()
@@ -359,7 +359,7 @@ class PeerReceiver(ReceivingEnd[V]):
 
     def _leave(self, wanted: V) -> None:
         if wanted.begun is None:
-            self._num_given_up += 1
+            self._given_up = self._given_up.again(wanted.version.number)
             self._tell(UpdateEnded(wanted.version.number, 0))
         else:
             self._be_done(wanted.begun)

@@ -7,7 +7,7 @@ an arena carries the arena's `generation`.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -25,7 +25,7 @@ Handle = Annotated[bytes, msgspec.Meta(max_length=1 << 14)]
 class BeginUpdate(msgspec.Struct, frozen=True, tag="begin", tag_field="kind"):
     """An update that the receiver takes part in. The same `update` again: it goes on after a loss, from `first` on.
 
-    `num_given_up`: how many updates this receiver had given up before they began, as far as the sender had heard.
+    `num_given_up`: how often this receiver had given up this version before it began, as far as the sender had heard.
     """
 
     version: VersionNumber
@@ -83,6 +83,19 @@ class UpdateEnded(msgspec.Struct, frozen=True, tag="ended", tag_field="kind"):
 
     version: VersionNumber
     update: Count
+
+
+class GivenUp(NamedTuple):
+    """The version that a receiver has given up last before it began, and how often: known at both ends."""
+
+    version: int = -1
+    times: int = 0
+
+    def again(self, version: int) -> GivenUp:
+        return GivenUp(version, 1 + self.of(version))
+
+    def of(self, version: int) -> int:
+        return self.times if version == self.version else 0
 
 
 FromSender: TypeAlias = BeginUpdate | UpdateAborted | KeepAlive

@@ -27,6 +27,7 @@ from weightcast.host.deadline import Deadline
 from weightcast.transports.records import (
     BeginUpdate,
     BucketReady,
+    GivenUp,
     KeepAlive,
     Opened,
     Released,
@@ -69,20 +70,21 @@ class SentUpdate:
         return self.next >= self.num_buckets
 
     def begin(self, peer: ConnectedPeer) -> BeginUpdate:
-        given_up = peer.num_given_up
-        return BeginUpdate(self.version.number, self.number, self.staged, self.num_buckets, self.next, given_up)
+        number = self.version.number
+        given_up = peer.given_up.of(number)
+        return BeginUpdate(number, self.number, self.staged, self.num_buckets, self.next, given_up)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ConnectedPeer:
     """A receiver that is connected. `progress_at`: when it said something last. `declined`: the version that it gave up
-    before it began, and `num_given_up` how many there were. `generation`: of the sender's arena that it was told of.
+    before it began and has not opened again. `generation`: of the sender's arena that it was told of.
     """
 
     name: str
     progress_at: float = dataclasses.field(default_factory=time.monotonic, kw_only=True)
     declined: int | None = dataclasses.field(default=None, kw_only=True)
-    num_given_up: int = dataclasses.field(default=0, kw_only=True)
+    given_up: GivenUp = dataclasses.field(default=GivenUp(), kw_only=True)
     generation: int = dataclasses.field(default=-1, kw_only=True)
 
     def died(self, reason: object) -> PeerDiedError:
@@ -217,7 +219,8 @@ class SendingEnd(abc.ABC, Generic[U, P]):
                 peer.declined = None
             case UpdateEnded():
                 took_part, ended = False, (record.version, record.update)
-                peer.num_given_up += not record.update
+                if not record.update:
+                    peer.given_up = peer.given_up.again(record.version)
                 if update is not None and ended in ((update.version.number, n) for n in (0, update.number)):
                     took_part = peer.name in update.peers
                     self._on_ended(peer, update)
