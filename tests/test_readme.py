@@ -1,4 +1,5 @@
-"""The README's Python runs, block after block, in a folder and a process of its own; what it names exists."""
+"""The pages' Python (`python`) runs, block after block, in a folder and a process of its own; pieces of programs (`py`,
+or with a line `...`) are read by a type checker; what pages name exists."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,33 @@ def is_program(body: str) -> bool:
     return not re.search(r"^\s*\.\.\.\s*$", body, re.MULTILINE)
 
 
+PIECE = """\
+# mypy: disable-error-code="name-defined, no-untyped-call", allow-untyped-defs, allow-subclassing-any
+import weightcast
+
+
+def piece():
+"""
+
+
+@pytest.mark.timeout(900)
+def test_what_is_not_run_has_the_names_and_the_arguments_that_there_are(tmp_path: Path) -> None:
+    """A type checker reads what of the pages is a piece of a program; what a piece does not define is taken as it is.
+
+    With the options of scripts/lint, whose cache it uses; it takes a minute where there is none.
+    """
+    for page in PAGES:
+        pieces = blocks(page, "py") + [body for body in blocks(page, "python") if not is_program(body)]
+        for number, body in enumerate(pieces):
+            name = f"{page.stem.lower().replace('-', '_')}_{number}.py"
+            (tmp_path / name).write_text(PIECE + textwrap.indent(body, "    "))
+    files = sorted(tmp_path.iterdir())
+    assert len(files) > 10
+    command = [sys.executable, "-m", "mypy", "--strict", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_readme_has_code_that_runs(tmp_path: Path) -> None:
     found = blocks(ROOT / "README.md", "python")
     assert found, "the README shows no Python"
@@ -41,8 +70,6 @@ def test_the_pages_code_runs(page: Path, tmp_path: Path) -> None:
     programs = [body for body in blocks(page, "python") if is_program(body)]
     if programs:
         run(programs, tmp_path)
-    for body in blocks(page, "python"):
-        compile(body, str(page), "exec")
 
 
 def run(programs: list[str], folder: Path) -> None:
