@@ -163,7 +163,8 @@ must be above what is allowed.</p>
 <h2>The run</h2>
 <p>Qwen3, {count(settings.num_layers, "layer")}, hidden size {settings.hidden_size},
 {count(result.num_parameters, "parameter")}, trained in fp32, published in bf16;
-{count(settings.answers_per_prompt, "answer")} for each of {count(settings.prompts_per_step, "prompt")} a step; seed {settings.seed}. A step took {result.typical(lambda s: s.step_seconds):.2f} s (median), of which
+{count(settings.answers_per_prompt, "answer")} for each of {count(settings.prompts_per_step, "prompt")} a step;
+seed {settings.seed}. A step took {result.typical(lambda s: s.step_seconds):.2f} s (median), of which
 {result.typical(lambda s: s.rollout_seconds):.2f} s waiting for rollouts and
 {result.typical(lambda s: s.train_seconds):.2f} s training. {escape(machine)}</p>
 <details><summary>All {len(result.steps)} publishes</summary>
