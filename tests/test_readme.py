@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 import weightcast
+from weightcast import testing
+from weightcast.integrations import vllm
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -100,14 +102,18 @@ def test_every_script_that_is_named_exists(page: Path) -> None:
 
 
 def test_the_api_page_has_every_public_name_with_its_contract_and_an_example() -> None:
+    """An error's class among all others of its module; a contract suite's example is on the page about its seam."""
     page = ROOT / "docs" / "api.md"
-    examples = set(re.findall(r"\w+", "\n".join(blocks(page, "python"))))
-    shown = set(re.findall(r"^::: weightcast\.(\w+)$", page.read_text(), re.MULTILINE))
-    for name in set(weightcast.__all__) - {"errors", "__version__"}:
-        public = getattr(weightcast, name)
-        assert inspect.getdoc(public), name
-        assert name in shown or public.__module__ == "weightcast.errors", f"{name} has no entry"
-        assert name in examples, f"{name} has no example"
+    shown = set(re.findall(r"^::: weightcast\.(?:[\w.]+\.)?(\w+)$", page.read_text(), re.MULTILINE))
+    pages = [page, *(ROOT / "docs").glob("writing-*.md")]
+    examples = "\n".join(body for each in pages for word in ("python", "py") for body in blocks(each, word))
+    names = {*weightcast.__all__, *testing.__all__, *vllm.__all__} - {"errors", "__version__"}
+    errors = {name for name in names if getattr(weightcast.errors, name, None)}
+    assert names - errors - shown == set(), "without an entry"
+    assert names - set(re.findall(r"\w+", examples)) == set(), "without an example"
+    for module in (weightcast, testing, vllm):
+        for name in names & set(module.__all__) - {"PAYLOADS"}:
+            assert inspect.getdoc(getattr(module, name)), name
 
 
 def test_the_site_shows_the_signature_of_every_public_name(tmp_path: Path) -> None:
