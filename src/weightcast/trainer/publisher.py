@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from weightcast import registry
 from weightcast.errors import ClosedError, PublishError, from_record
+from weightcast.format.amounts import count
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_ORIGINS, MAX_VERSION, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, plan
@@ -293,7 +294,7 @@ class Publisher(ClosedOnExit):
         is_ok = all(result.ok for result in report.engines.values())
         if not is_ok and self._options.on_failure == "raise":
             failures = {name: from_record(r.error) for name, r in report.engines.items() if r.error is not None}
-            what = f"{len(failures)} of {len(report.engines)} engines did not take version {report.version}"
+            what = f"{len(failures)} of {count(len(report.engines), 'engine')} did not take version {report.version}"
             causes = "; ".join(f"{name}: {error}" for name, error in failures.items())
             raise PublishError(f"{what}: {causes}", failures, report)
         return report
