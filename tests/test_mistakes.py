@@ -727,6 +727,13 @@ def test_any_whole_number_is_a_version(version: Any) -> None:
     assert publish(ModuleSource(linear()), ModuleEngine(linear()), version=version) == 7
 
 
+def test_one_engine_is_not_many() -> None:
+    with Publisher(ModuleSource(linear(size=5)), engines=[LocalEngine(ModuleEngine(linear()))]) as made:
+        with pytest.raises(weightcast.PublishError, match=r"^1 of 1 engine did not take version 0: local: "):
+            made.publish()
+        made.remove_engine("local")
+
+
 def test_a_bucket_size_may_be_one_of_numpys_numbers() -> None:
     assert type(PublishOptions(bucket_size_bytes=np.int64(4096)).bucket_size_bytes) is int  # type: ignore[arg-type]
 

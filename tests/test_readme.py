@@ -1,4 +1,5 @@
-"""The README's Python runs, block after block, in a folder and a process of its own; what it names exists."""
+"""The pages' Python (`python`) runs, block after block, in a folder and a process of its own; pieces of programs (`py`,
+or with a line `...`) are read by a type checker; what pages name exists."""
 
 from __future__ import annotations
 
@@ -8,11 +9,14 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 import weightcast
+from weightcast import testing
+from weightcast.integrations import vllm
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -29,6 +33,33 @@ def is_program(body: str) -> bool:
     return not re.search(r"^\s*\.\.\.\s*$", body, re.MULTILINE)
 
 
+PIECE = """\
+# mypy: disable-error-code="name-defined, no-untyped-call", allow-untyped-defs, allow-subclassing-any
+import weightcast
+
+
+def piece():
+"""
+
+
+@pytest.mark.timeout(900)
+def test_what_is_not_run_has_the_names_and_the_arguments_that_there_are(tmp_path: Path) -> None:
+    """A type checker reads what of the pages is a piece of a program; what a piece does not define is taken as it is.
+
+    With the options of scripts/lint, whose cache it uses; it takes a minute where there is none.
+    """
+    for page in PAGES:
+        pieces = blocks(page, "py") + [body for body in blocks(page, "python") if not is_program(body)]
+        for number, body in enumerate(pieces):
+            name = f"{page.stem.lower().replace('-', '_')}_{number}.py"
+            (tmp_path / name).write_text(PIECE + textwrap.indent(body, "    "))
+    files = sorted(tmp_path.iterdir())
+    assert len(files) > 10
+    command = [sys.executable, "-m", "mypy", "--strict", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_readme_has_code_that_runs(tmp_path: Path) -> None:
     found = blocks(ROOT / "README.md", "python")
     assert found, "the README shows no Python"
@@ -41,8 +72,6 @@ def test_the_pages_code_runs(page: Path, tmp_path: Path) -> None:
     programs = [body for body in blocks(page, "python") if is_program(body)]
     if programs:
         run(programs, tmp_path)
-    for body in blocks(page, "python"):
-        compile(body, str(page), "exec")
 
 
 def run(programs: list[str], folder: Path) -> None:
@@ -73,14 +102,18 @@ def test_every_script_that_is_named_exists(page: Path) -> None:
 
 
 def test_the_api_page_has_every_public_name_with_its_contract_and_an_example() -> None:
+    """An error's class among all others of its module; a contract suite's example is on the page about its seam."""
     page = ROOT / "docs" / "api.md"
-    examples = set(re.findall(r"\w+", "\n".join(blocks(page, "python"))))
-    shown = set(re.findall(r"^::: weightcast\.(\w+)$", page.read_text(), re.MULTILINE))
-    for name in set(weightcast.__all__) - {"errors", "__version__"}:
-        public = getattr(weightcast, name)
-        assert inspect.getdoc(public), name
-        assert name in shown or public.__module__ == "weightcast.errors", f"{name} has no entry"
-        assert name in examples, f"{name} has no example"
+    shown = set(re.findall(r"^::: weightcast\.(?:[\w.]+\.)?(\w+)$", page.read_text(), re.MULTILINE))
+    pages = [page, *(ROOT / "docs").glob("writing-*.md")]
+    examples = "\n".join(body for each in pages for word in ("python", "py") for body in blocks(each, word))
+    names = {*weightcast.__all__, *testing.__all__, *vllm.__all__} - {"errors", "__version__"}
+    errors = {name for name in names if getattr(weightcast.errors, name, None)}
+    assert names - errors - shown == set(), "without an entry"
+    assert names - set(re.findall(r"\w+", examples)) == set(), "without an example"
+    for module in (weightcast, testing, vllm):
+        for name in names & set(module.__all__) - {"PAYLOADS"}:
+            assert inspect.getdoc(getattr(module, name)), name
 
 
 def test_the_site_shows_the_signature_of_every_public_name(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from demo import runs
 
 from weightcast.demo import report
-from weightcast.demo.messages import Checked, Evaluated, Event, RunEnded, Stepped
+from weightcast.demo.messages import Checked, DemoSettings, Evaluated, Event, RunEnded, Stepped
 
 VOID = {"meta", "br"}
 
@@ -97,6 +97,13 @@ def test_the_page_shows_the_run() -> None:
         assert words in html
     assert html.count(">equal<") == 2
     assert html.count("<td>v4</td>") == 2
+
+
+def test_one_of_a_kind_is_not_many() -> None:
+    found = runs.result(*runs.events())
+    found.settings = DemoSettings(seed=0, num_steps=4, num_layers=1, answers_per_prompt=1)
+    assert "<p>Qwen3, 1 layer, hidden size " in report.render(found)
+    assert "1 answer for each of 32 prompts a step" in report.render(found)
 
 
 def test_what_engines_say_is_escaped() -> None:

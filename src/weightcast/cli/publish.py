@@ -79,14 +79,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _view(report: PublishReport) -> Iterator[str | Table]:
-    """What was published, each engine's outcome, and why engines did not take it with every problem that they list."""
+    """What was published, each engine's outcome, and why engines did not take it: every problem, each of them once."""
     seconds = report.seconds
     if report.engines and not any(result.ok for result in report.engines.values()):
         yield f"version {report.version} was not installed anywhere"
     else:
         yield (
             f"version {report.version}: {count(report.num_tensors, 'tensor')}, {size(report.num_bytes)} in "
-            f"{count(report.num_buckets, 'bucket')}, {seconds.total:.2f} s, {size(round(1e9 * report.gb_per_second))}/s"
+            f"{count(report.num_buckets, 'bucket')}, {seconds.total:.2f} s"
         )
         yield (
             f"offer {seconds.offer:.2f} s, pack {seconds.pack:.2f} s, send {seconds.send:.2f} s, "
@@ -102,4 +102,4 @@ def _view(report: PublishReport) -> Iterator[str | Table]:
     for name, result in report.engines.items():
         if result.error is not None:
             yield f"{name}: {result.error.kind}: {result.error.message}"
-            yield from (f"  {problem}" for problem in result.error.problems)
+            yield from (f"  {problem}" for problem in result.error.problems if problem not in result.error.message)

@@ -161,9 +161,10 @@ so they show latency; <code>weightcast bench</code> measures bandwidth.</p>
 must be above what is allowed.</p>
 {_table(check_titles, checks)}
 <h2>The run</h2>
-<p>Qwen3, {settings.num_layers} layers, hidden size {settings.hidden_size}, {result.num_parameters:,} parameters,
-trained in fp32, published in bf16; {settings.answers_per_prompt} answers for each of {settings.prompts_per_step}
-prompts a step; seed {settings.seed}. A step took {result.typical(lambda s: s.step_seconds):.2f} s (median), of which
+<p>Qwen3, {count(settings.num_layers, "layer")}, hidden size {settings.hidden_size},
+{count(result.num_parameters, "parameter")}, trained in fp32, published in bf16;
+{count(settings.answers_per_prompt, "answer")} for each of {count(settings.prompts_per_step, "prompt")} a step;
+seed {settings.seed}. A step took {result.typical(lambda s: s.step_seconds):.2f} s (median), of which
 {result.typical(lambda s: s.rollout_seconds):.2f} s waiting for rollouts and
 {result.typical(lambda s: s.train_seconds):.2f} s training. {escape(machine)}</p>
 <details><summary>All {len(result.steps)} publishes</summary>

@@ -1,4 +1,4 @@
-"""Amounts as people read them, in the command line's words and in the log."""
+"""Amounts as people read them, in what commands print."""
 
 from __future__ import annotations
 

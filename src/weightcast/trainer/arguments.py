@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-
-from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec
 
 
 def whole_number(name: str, value: Any) -> int:
@@ -21,7 +19,7 @@ def whole_number(name: str, value: Any) -> int:
             return int(operator.index(value))
         except TypeError:
             pass
-    raise TypeError(f"{name} is {_shown(value)}; it must be a whole number")
+    raise TypeError(f"{name} is {shown(value)}; it must be a whole number")
 
 
 def require_source(source: object) -> None:
@@ -37,31 +35,14 @@ def require_source(source: object) -> None:
         remedy = "pass ModuleSource(model), or TensorSource(state_dict) for tensors by name"
     elif isinstance(source, (str, os.PathLike)):
         remedy = "pass SafetensorsSource(directory) for a checkpoint, or StoreSource('file:///directory') for a store"
-    raise TypeError(f"source is {_shown(source)}, not a source of weights: {remedy}")
-
-
-def require_specs(specs: object) -> None:
-    """Raises TypeError unless a source's specs() returned tensors by name, dtype and shape."""
-    what = (
-        "specs() of the source must return a sequence of TensorSpec, such as TensorSpec('weight', 'bfloat16', (8, 4))"
-    )
-    if not isinstance(specs, Sequence):
-        raise TypeError(f"{what}; it returned {_shown(specs)}")
-    for spec in specs:
-        if not isinstance(spec, TensorSpec):
-            raise TypeError(f"{what}; one of them is {_shown(spec)}")
-        name: Any = spec.name
-        shape: Any = spec.shape
-        is_shape = isinstance(shape, Sequence) and all(isinstance(size, int) for size in shape)
-        if not (isinstance(name, str) and spec.dtype in ITEMSIZE_BYTES and is_shape):
-            raise TypeError(f"{what}; one of them is {spec!r:.200}")
+    raise TypeError(f"source is {shown(source)}, not a source of weights: {remedy}")
 
 
 def require_engines(engines: object) -> None:
     """Raises TypeError unless it is a list of engines, whatever they are."""
     if isinstance(engines, (str, Mapping, nn.Module)) or not isinstance(engines, Iterable):
         example = f"engines=[{engines!r}]" if isinstance(engines, str) else "engines=['http://127.0.0.1:8000']"
-        raise TypeError(f"engines is {_shown(engines)}; it must be a list of URLs or engine clients: {example}")
+        raise TypeError(f"engines is {shown(engines)}; it must be a list of URLs or engine clients: {example}")
 
 
 def require_client(engine: object) -> None:
@@ -81,7 +62,7 @@ def require_client(engine: object) -> None:
         remedy = "pass its `url`"
     elif hasattr(engine, "collective_rpc"):
         remedy = "pass a client for it, such as LLMEngine(llm) of weightcast.integrations.vllm"
-    raise TypeError(f"{_shown(engine)} is not the URL or the client of an engine: {remedy}")
+    raise TypeError(f"{shown(engine)} is not the URL or the client of an engine: {remedy}")
 
 
 def require_trainer_group(group: object) -> None:
@@ -96,7 +77,7 @@ def require_trainer_group(group: object) -> None:
     remedy = "it must be 'auto', None, or a process group of torch.distributed"
     if hasattr(group, "get_group"):
         remedy += ": pass mesh.get_group()"
-    raise (ValueError if isinstance(group, str) else TypeError)(f"trainer_group is {_shown(group)}; {remedy}")
+    raise (ValueError if isinstance(group, str) else TypeError)(f"trainer_group is {shown(group)}; {remedy}")
 
 
 def _has(value: object, *names: str) -> bool:
@@ -104,7 +85,7 @@ def _has(value: object, *names: str) -> bool:
     return not isinstance(value, type) and all(hasattr(value, name) for name in names)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A short value with its type, only the type of any other."""
     if value is None:
         return "None"

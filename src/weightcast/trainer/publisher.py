@@ -15,15 +15,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import torch
 import torch.distributed as dist
 
 from weightcast import registry
 from weightcast.errors import ClosedError, PublishError, from_record
+from weightcast.format.amounts import count
 from weightcast.format.bucket import Layout
-from weightcast.format.manifest import MAX_ORIGINS, MAX_VERSION
+from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_ORIGINS, MAX_VERSION, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, plan
 from weightcast.host.closing import ClosedOnExit, on_failure
 from weightcast.host.deadline import number_of_seconds
@@ -293,7 +294,7 @@ class Publisher(ClosedOnExit):
         is_ok = all(result.ok for result in report.engines.values())
         if not is_ok and self._options.on_failure == "raise":
             failures = {name: from_record(r.error) for name, r in report.engines.items() if r.error is not None}
-            what = f"{len(failures)} of {len(report.engines)} engines did not take version {report.version}"
+            what = f"{len(failures)} of {count(len(report.engines), 'engine')} did not take version {report.version}"
             causes = "; ".join(f"{name}: {error}" for name, error in failures.items())
             raise PublishError(f"{what}: {causes}", failures, report)
         return report
@@ -385,7 +386,7 @@ class Publisher(ClosedOnExit):
             return self._pack_plan
         specs = self._source.specs()
         if self._pack_plan is None or self._pack_plan.specs is not specs:
-            arguments.require_specs(specs)
+            _require_specs(specs)
             largest = self._transport.default_bucket_size_bytes[device.type]
             size = self._options.bucket_size_bytes
             if size is None:
@@ -397,6 +398,23 @@ class Publisher(ClosedOnExit):
 
 def _name_of(engine: str | EngineClient) -> str:
     return engine.rstrip("/") if isinstance(engine, str) else engine.name
+
+
+def _require_specs(specs: object) -> None:
+    """Raises TypeError unless a source's specs() returned tensors by name, dtype and shape."""
+    what = (
+        "specs() of the source must return a sequence of TensorSpec, such as TensorSpec('weight', 'bfloat16', (8, 4))"
+    )
+    if not isinstance(specs, Sequence):
+        raise TypeError(f"{what}; it returned {arguments.shown(specs)}")
+    for spec in specs:
+        if not isinstance(spec, TensorSpec):
+            raise TypeError(f"{what}; one of them is {arguments.shown(spec)}")
+        name: Any = spec.name
+        shape: Any = spec.shape
+        is_shape = isinstance(shape, Sequence) and all(isinstance(size, int) for size in shape)
+        if not (isinstance(name, str) and spec.dtype in ITEMSIZE_BYTES and is_shape):
+            raise TypeError(f"{what}; one of them is {spec!r:.200}")
 
 
 def _device_of(regions: Regions) -> torch.device:
