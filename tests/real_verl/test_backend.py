@@ -18,12 +18,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.workers.config import RolloutConfig
 
-from real_verl.kit import DEADLINE_SECONDS, SHAPES, KitRollout, config, group, verls_kit
+from real_verl.cluster import KitRollout, group, verls_kit
+from real_verl.workers import DEADLINE_SECONDS, SHAPES, config
 from weightcast.errors import IncompatibleWeightsError, InstallError, PeerError, UpdateAbortedError, WeightcastError
 from weightcast.integrations.verl.manager import WeightcastCheckpointManager
 
 if TYPE_CHECKING:
-    from real_verl.kit import Cluster
+    from real_verl.cluster import Cluster
 
 pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore")]
 
