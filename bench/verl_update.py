@@ -57,11 +57,11 @@ class Held:
             self.tensors[name].copy_(tensor)
 
 
-def weightcast(rank: int, held: Held, tensors: dict[str, torch.Tensor]) -> Callable[[int], None]:
+def weightcast(rank: int, held: Held, tensors: dict[str, torch.Tensor], **options: Any) -> Callable[[int], None]:
     from verl.checkpoint_engine import CheckpointEngineRegistry
 
-    role = {"is_master": True} if rank == 0 else {}
-    engine = CheckpointEngineRegistry.new("weightcast", bucket_size=BUCKET_MEGABYTES << 20, host="127.0.0.1", **role)
+    options |= {"host": "127.0.0.1", **({"is_master": True} if rank == 0 else {})}
+    engine = CheckpointEngineRegistry.new("weightcast", bucket_size=BUCKET_MEGABYTES << 20, **options)
 
     def update(step: int) -> None:
         metadata: list[Any] = [None, None]
@@ -75,6 +75,18 @@ def weightcast(rank: int, held: Held, tensors: dict[str, torch.Tensor]) -> Calla
         engine.finalize()
 
     return update
+
+
+def weightcast_ipc(rank: int, held: Held, tensors: dict[str, torch.Tensor]) -> Callable[[int], None]:
+    return weightcast(rank, held, tensors, transport="ipc://")
+
+
+def weightcast_ipc_streaming(rank: int, held: Held, tensors: dict[str, torch.Tensor]) -> Callable[[int], None]:
+    return weightcast(rank, held, tensors, transport="ipc://", install="streaming")
+
+
+def weightcast_streaming(rank: int, held: Held, tensors: dict[str, torch.Tensor]) -> Callable[[int], None]:
+    return weightcast(rank, held, tensors, install="streaming")
 
 
 def nccl(rank: int, held: Held, tensors: dict[str, torch.Tensor]) -> Callable[[int], None]:
@@ -134,7 +146,10 @@ def run(rank: int, port: int, case: str, rounds: int, results: Any) -> None:
     number, shape = CASES[case]
     tensors = {f"t{index}": torch.full(shape, 1.0, dtype=torch.bfloat16) for index in range(number)}
     held = Held(tensors)
-    updates = {make.__name__: make(rank, held, tensors) for make in (weightcast, nccl, naive)}
+    updates = {
+        make.__name__: make(rank, held, tensors)
+        for make in (weightcast, weightcast_streaming, weightcast_ipc, weightcast_ipc_streaming, nccl, naive)
+    }
     seconds: dict[str, list[float]] = {name: [] for name in updates}
     for step in range(rounds + 1):
         for name, update in updates.items():
@@ -168,7 +183,7 @@ def main() -> None:
         for process in processes:
             process.join()
         for name, value in medians.items():
-            print(f"{case:6} {name:11} {value:7.3f} s   {value / medians['weightcast']:5.2f} x weightcast's")
+            print(f"{case:6} {name:25} {value:7.3f} s   {value / medians['weightcast']:5.2f} x weightcast's")
 
 
 if __name__ == "__main__":

@@ -85,6 +85,7 @@ class Cluster:
         for rank, num_workers in enumerate(replicas):
             replica = Replica(replica_rank=rank, config=self.rollout_config, model_config=SimpleNamespace())
             replica.workers = self.rollouts.workers[begin : begin + num_workers]
+            replica.log = []
             begin += num_workers
             self.replicas.append(replica)
         self.manager = manager(self.config, self.trainers, list(self.replicas))

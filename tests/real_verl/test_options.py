@@ -60,6 +60,12 @@ def test_the_manager_refuses_a_backend_that_it_can_not_undo() -> None:
         WeightcastCheckpointManager(SimpleNamespace(backend="nccl"), None, [])
 
 
+def test_the_manager_reads_the_deadline_as_the_engines_do() -> None:
+    config = CheckpointEngineConfig(backend="weightcast", engine_kwargs={"weightcast": {"deadline_seconds": "soon"}})
+    with pytest.raises(TypeError, match="deadline_seconds is 'soon'; it must be a number of seconds"):
+        WeightcastCheckpointManager(config, None, [])
+
+
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> type[CheckpointEngineRegistry]:
     """verl's, as it is before plugins are loaded."""

@@ -11,11 +11,13 @@ import logging
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
+from ray.exceptions import RayActorError
 from verl.checkpoint_engine.base import CheckpointEngineManager, _worker_cls
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.utils.ray_utils import auto_await
 
 from weightcast.errors import InstallError, WeightcastError
+from weightcast.host.deadline import number_of_seconds
 from weightcast.integrations.verl import BACKEND
 from weightcast.integrations.verl.checkpoint_engine import DEADLINE_SECONDS
 
@@ -36,7 +38,10 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
             )
         super().__init__(config, actor_wg, replicas)
         self.torn_replicas: list[Any] = []
-        self._deadline_seconds = float(config.engine_kwargs.get(BACKEND, {}).get("deadline_seconds", DEADLINE_SECONDS))
+        options = config.engine_kwargs.get(BACKEND, {})
+        self._deadline_seconds = number_of_seconds(
+            "deadline_seconds", options.get("deadline_seconds", DEADLINE_SECONDS)
+        )
 
     @auto_await  # type: ignore[untyped-decorator]
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
@@ -138,7 +143,8 @@ def _raise_first(outcomes: Sequence[Any], *, torn: Sequence[Any] = ()) -> None:
         names = ", ".join(str(replica.replica_rank) for replica in torn)
         message = f"replicas {names} may hold parts of two versions, and stay paused until an update succeeds"
         raise InstallError(f"{message}: {error}", torn=True) from error
-    raise error
+    # What others say of a worker that died is that a connection ended.
+    raise error from next((each for each in errors if each is not error and isinstance(each, RayActorError)), None)
 
 
 async def _result(ref: Any) -> Any:
