@@ -1,4 +1,4 @@
-"""One update by verl's backend "weightcast", by its own "nccl" over gloo, and by the way of its "naive" into a server.
+"""One update by verl's backend "weightcast", by verl's "nccl" over gloo, and by the way of its "naive" into a server.
 
 `python bench/verl_update.py [--rounds N] [--case small|large]`, in the environment that scripts/test-verl makes, with
 pyzmq. A trainer process sends to a rollout process on this host, which copies every tensor into one of its own; each
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import importlib.util
 import logging
 import multiprocessing
@@ -57,11 +58,11 @@ class Held:
             self.tensors[name].copy_(tensor)
 
 
-def weightcast(rank: int, held: Held, tensors: dict[str, torch.Tensor]) -> Callable[[int], None]:
+def weightcast(rank: int, held: Held, tensors: dict[str, torch.Tensor], **options: Any) -> Callable[[int], None]:
     from verl.checkpoint_engine import CheckpointEngineRegistry
 
-    role = {"is_master": True} if rank == 0 else {}
-    engine = CheckpointEngineRegistry.new("weightcast", bucket_size=BUCKET_MEGABYTES << 20, host="127.0.0.1", **role)
+    options |= {"host": "127.0.0.1", **({"is_master": True} if rank == 0 else {})}
+    engine = CheckpointEngineRegistry.new("weightcast", bucket_size=BUCKET_MEGABYTES << 20, **options)
 
     def update(step: int) -> None:
         metadata: list[Any] = [None, None]
@@ -126,6 +127,16 @@ def naive(rank: int, held: Held, tensors: dict[str, torch.Tensor]) -> Callable[[
     return update
 
 
+BACKENDS: dict[str, Callable[..., Callable[[int], None]]] = {
+    "weightcast": weightcast,
+    "weightcast, streaming": functools.partial(weightcast, install="streaming"),
+    "weightcast, ipc": functools.partial(weightcast, transport="ipc://"),
+    "weightcast, ipc, streaming": functools.partial(weightcast, transport="ipc://", install="streaming"),
+    "nccl": nccl,
+    "naive": naive,
+}
+
+
 def run(rank: int, port: int, case: str, rounds: int, results: Any) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     logging.disable(logging.WARNING)
@@ -134,7 +145,7 @@ def run(rank: int, port: int, case: str, rounds: int, results: Any) -> None:
     number, shape = CASES[case]
     tensors = {f"t{index}": torch.full(shape, 1.0, dtype=torch.bfloat16) for index in range(number)}
     held = Held(tensors)
-    updates = {make.__name__: make(rank, held, tensors) for make in (weightcast, nccl, naive)}
+    updates = {name: make(rank, held, tensors) for name, make in BACKENDS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in updates}
     for step in range(rounds + 1):
         for name, update in updates.items():
@@ -161,14 +172,17 @@ def main() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         results = spawn.Queue()
-        processes = [spawn.Process(target=run, args=(rank, port, case, options.rounds, results)) for rank in range(2)]
+        processes = [
+            spawn.Process(target=run, args=(rank, port, case, options.rounds, results), daemon=True)
+            for rank in range(2)
+        ]
         for process in processes:
             process.start()
         medians = results.get(timeout=600)
         for process in processes:
             process.join()
         for name, value in medians.items():
-            print(f"{case:6} {name:11} {value:7.3f} s   {value / medians['weightcast']:5.2f} x weightcast's")
+            print(f"{case:6} {name:26} {value:7.3f} s   {value / medians['weightcast']:5.2f} x weightcast's")
 
 
 if __name__ == "__main__":

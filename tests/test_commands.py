@@ -23,6 +23,7 @@ PAGES = [
 ]
 NOT_RUN = {
     "pip install 'PATH_TO_WEIGHTCAST[trl]'": "needs TRL: scripts/test-vllm installs it by the extra",
+    "pip install 'PATH_TO_WEIGHTCAST[verl]'": "needs verl: scripts/test-verl installs it",
     "./scripts/test": "is what runs tests, and CI runs it",
     """VLLM_PLUGINS=weightcast vllm serve MODEL --weight-transfer-config '{"backend": "weightcast"}'""": (
         "needs vLLM: tests/real_vllm/test_page.py runs it"

@@ -63,7 +63,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "h11": ("control.client",),
     "safetensors": ("checkpoint.files",),
     "huggingface_hub": ("integrations.plugin.checkpoint_header",),
-    "ray": ("integrations.vllm.clients", "integrations.verl.checkpoint_engine"),
+    "ray": ("integrations.vllm.clients", "integrations.verl.*"),
     "transformers": ("engines.transformers.*", "demo.*", "bench.shapes", "cli.serve"),
     "tokenizers": ("demo.*",),
     "fastapi": ("integrations.vllm.routes", "integrations.sglang.engine"),

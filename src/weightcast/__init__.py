@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from weightcast.sources.module import ModuleSource as ModuleSource
     from weightcast.sources.safetensors import SafetensorsSource as SafetensorsSource
     from weightcast.sources.store import StoreSource as StoreSource
+    from weightcast.sources.stream import IteratorSource as IteratorSource
     from weightcast.sources.tensors import TensorSource as TensorSource
     from weightcast.trainer.options import PublishOptions as PublishOptions
     from weightcast.trainer.publisher import Publisher as Publisher
@@ -56,6 +57,7 @@ _HOMES = {
     "SafetensorsSource": "weightcast.sources.safetensors",
     "StoreSource": "weightcast.sources.store",
     "TensorSource": "weightcast.sources.tensors",
+    "IteratorSource": "weightcast.sources.stream",
     "rollback": "weightcast.trainer.rollback",
     # the engine's side
     "EngineServer": "weightcast.control.server.app",

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from real_verl.kit import Cluster
+    from real_verl.cluster import Cluster
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def _ray() -> Iterator[None]:
     import ray
 
@@ -34,7 +34,7 @@ def _ray() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def cluster(_ray: None) -> Iterator[Cluster]:
     """Two trainer ranks and three rollout workers, which tests share: `begin` gives them new engines."""
-    from real_verl.kit import Cluster
+    from real_verl.cluster import Cluster
 
     cluster = Cluster(num_trainers=2, num_rollouts=3)
     yield cluster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -18,12 +19,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.workers.config import RolloutConfig
 
-from real_verl.kit import DEADLINE_SECONDS, SHAPES, KitRollout, config, group, verls_kit
+from real_verl.cluster import KitRollout, group, verls_kit
+from real_verl.workers import DEADLINE_SECONDS, SHAPES, config
 from weightcast.errors import IncompatibleWeightsError, InstallError, PeerError, UpdateAbortedError, WeightcastError
 from weightcast.integrations.verl.manager import WeightcastCheckpointManager
 
 if TYPE_CHECKING:
-    from real_verl.kit import Cluster
+    from real_verl.cluster import Cluster
 
 pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore")]
 
@@ -107,6 +109,23 @@ def test_a_rollout_that_fails_in_its_load_stays_paused_until_an_update_heals_it(
     cluster.update(4)
     assert cluster.steps() == [4] * 3
     assert all(replica.is_serving for replica in cluster.replicas)
+
+
+@pytest.mark.parametrize("call", ["abort_all_requests", "release_kv_cache"])
+@pytest.mark.parametrize("stalls", [True, False])
+def test_a_replica_that_does_not_pause_is_an_error_and_all_resume(cluster: Cluster, call: str, stalls: bool) -> None:
+    async def fail() -> None:
+        if stalls:
+            await asyncio.Event().wait()
+        raise OSError("no answer from its server")
+
+    cluster.begin(WeightcastCheckpointManager, (1, 1, 1), deadline_seconds=1.0)
+    setattr(cluster.replicas[1], call, fail)
+    with pytest.raises(TimeoutError if stalls else OSError, match="no answer"):
+        cluster.update(1)
+    resumed = ["resume_kv_cache", "resume_generation"]
+    assert [replica.log[-2:] for replica in cluster.replicas] == [resumed] * 3
+    assert cluster.steps() == [None] * 3
 
 
 def test_a_trainer_rank_takes_all_its_weights_when_the_update_fails(cluster: Cluster) -> None:

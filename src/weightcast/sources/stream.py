@@ -1,4 +1,4 @@
-"""What an exporter yields as (name, tensor), one after another, as a source, for frameworks that have generators."""
+"""What an exporter yields as (name, tensor), one after another, as a source."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ _CHECKED_BYTES = 256 << 20
 
 
 class IteratorSource:
-    """A `StreamSource` of iterators that all yield the same names, dtypes and shapes, in the same order.
+    """A `StreamSource` of what an exporter yields: (name, tensor) pairs, each tensor valid until the next is asked for.
 
-    What they are is learned from the first iterator: its tensors are copied to host memory, all of them before the
-    first byte is sent, and freed as they are. Those that come after it are packed tensor by tensor.
+    Give it an iterator before each publish, by `use`; a publish takes each tensor once, and copies it into buckets
+    before it asks for the next. All iterators yield the same names, dtypes and shapes in the same order. Which these
+    are is learned from the first one: its tensors are copied to host memory, all of them before the first byte is sent,
+    each freed when it was packed. Later ones need no memory but the tensor that is there.
     """
 
     def __init__(self) -> None:
@@ -29,8 +31,10 @@ class IteratorSource:
         self._given: Iterator[tuple[str, torch.Tensor]] | None = None
 
     def use(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Publish these next. The first time: takes them all. Raises InsufficientMemoryError, ValueError for a dtype
-        that can't travel, and what the iterator raises.
+        """Publish these next. The first time: takes them all, and blocks until the iterator ends.
+
+        Raises what the iterator raises; the first time InsufficientMemoryError, and ValueError for a dtype that can't
+        travel: nothing was learned then.
         """
         given = iter(tensors)
         self._given = given if self._specs else self._copied(given)

@@ -19,7 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from weightcast.errors import IntegrityError, PeerDiedError, PeerError, PeersLostError, UpdateAbortedError
+from weightcast.errors import (
+    IntegrityError,
+    PeerDiedError,
+    PeerError,
+    PeersLostError,
+    UnsupportedError,
+    UpdateAbortedError,
+)
 from weightcast.format.bucket import (
     HEADER_BYTES,
     RAW,
@@ -42,6 +49,7 @@ from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import Fill, PackPlan, pack
 from weightcast.trainer.report import PublishReport, StageSeconds
+from weightcast.trainer.stream_packer import StreamPacker
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[int, int], None]
@@ -269,6 +277,8 @@ class PublishRun:
                 self._manifest = manifest = inputs.pack_plan.layout.manifest
                 fill = inputs.pack_plan.packer(inputs.regions)
                 self._join(newcomers)
+                if isinstance(fill, StreamPacker):
+                    self._fail_other_routes()
                 sender = self._connections.sender
                 kept = sender.newest_version() if isinstance(sender, VersionedSender) else -1
                 newest = max((kept, *(member.newest_version for member in self._fleet)))
@@ -470,6 +480,21 @@ class PublishRun:
                 sender.abort(f"the weights have changed since version {self.number}")
                 return False
         return True
+
+    def _fail_other_routes(self) -> None:
+        """Of what is streamed each tensor is packed once, for one route: engines of other routes have failed."""
+        members = self._fleet.healthy()
+        routes = [member.sender for member in members]
+        first = None if None in routes else next(iter(routes), None)
+        for member in members:
+            if member.sender is not first:
+                found = "by its own routes" if first is None else "by routes of another kind"
+                member.fail(
+                    UnsupportedError(
+                        f"{member.name} takes weights {found}, the other engines do not, and a source that streams its "
+                        "tensors is sent once: publish to it by another publisher, or from a source with regions()"
+                    )
+                )
 
     # --- a version that is published again ---
 

@@ -32,7 +32,7 @@ from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import Closable
 from weightcast.seams.client import BringsSender, EngineClient
-from weightcast.seams.source import Regions, Source, StreamSource
+from weightcast.seams.source import Regions, Source, StreamSource, TensorStream
 from weightcast.seams.transport import Origins
 from weightcast.seams.versions import VersionedSender
 from weightcast.trainer import arguments
@@ -227,8 +227,9 @@ class Publisher(ClosedOnExit):
         `on_failure="report"` the report is returned instead); ValueError for a version that does not grow, or where
         there is no engine and the transport keeps nothing for later; IncompatibleWeightsError if the source's tensors
         are not what its specs say, or not the same on all ranks; InsufficientMemoryError if the transport's arena does
-        not fit; PeerError if a trainer rank dies, stalls or does not publish. After any of these the next publish
-        goes to every engine again.
+        not fit; UpdateAbortedError if the source streams its tensors and a bucket is needed again, for the engines that
+        remain when one was lost on the way; PeerError if a trainer rank dies, stalls or does not publish. After any of
+        these the next publish goes to every engine again.
         """
         self._require_here()  # first: the lock may be one that a thread of the other process holds
         with self._lock:
@@ -251,7 +252,8 @@ class Publisher(ClosedOnExit):
         (or, from a store, the stored version), else the source's weights, which must not have changed since: where they
         have, the engine's update fails, it keeps what it has, and a new version must be published. Not staged
         (`install="streaming"`, stock SGLang but for its disk route), everything is packed once more before the engine
-        is paused, to see that: one bucket of memory.
+        is paused, to see that: one bucket of memory. Of a source that streams its tensors only bytes that are staged or
+        stored can be sent again: else UpdateAbortedError, the engine keeps what it has, and no stream is taken.
 
         With several trainer ranks every rank calls it, as `publish`. Raises ValueError before the first publish, for an
         engine that is not in the fleet, or if the last publish sent no whole version; otherwise what `publish` raises.
@@ -288,6 +290,9 @@ class Publisher(ClosedOnExit):
                 report = group.follow(last)
         finally:
             self.version = max(last, run.number)
+            if isinstance(self._source, StreamSource) and self._pack_plan is not None:
+                # What remains of a stream, after a failure, may be an exporter's that keeps memory until it is freed.
+                self._pack_plan.use({}, StreamPacker(self._pack_plan.layout, None))
             if group is not None:
                 self.version, self.run = max(self.version, group.version), group.run or self.run
             self._published = run.published or (self._published if run.number in (-1, last) else None)
@@ -307,7 +312,10 @@ class Publisher(ClosedOnExit):
                 raise ValueError("this rank is not in trainer_group: make the publisher on its ranks only")
             if dist.get_world_size(group) > 1:
                 if isinstance(self._source, StreamSource):
-                    raise ValueError("a source that streams its tensors is published by one rank: trainer_group=None")
+                    raise ValueError(
+                        f"{type(self._source).__name__} streams its tensors, which one rank publishes: make a "
+                        "Publisher with trainer_group=None there, and have the other ranks only take part in the export"
+                    )
                 from weightcast.trainer.group.lead import TrainerGroup
 
                 self._group = TrainerGroup(group, self._source, self._options.deadline_seconds)
@@ -330,13 +338,17 @@ class Publisher(ClosedOnExit):
         fleet, again = (self._fleet, None) if of is None else (self._fleet.only(of), self._published)
         if of is not None and again is None:
             raise ValueError(f"version {self.version} was not sent whole to any engine: publish a new version")
-        stream = self._source.stream() if isinstance(self._source, StreamSource) else None
-        regions: Regions = {} if isinstance(self._source, StreamSource) else self._source.regions()
+        regions: Regions = {}
+        stream: TensorStream | None = None
+        if not isinstance(self._source, StreamSource):
+            regions = self._source.regions()
+        elif again is None:
+            stream = self._source.stream()
         device = _device_of(regions) if stream is None else stream.device
         device = device if self._connections is None else self._connections.device
         pack_plan = self._ready_pack_plan(regions, device)
-        if stream is not None:
-            pack_plan.use(regions, StreamPacker(pack_plan.layout, stream.tensors))
+        if isinstance(self._source, StreamSource):
+            pack_plan.use(regions, StreamPacker(pack_plan.layout, None if stream is None else stream.tensors))
         elif self._group is None:
             # Before there is a sender, which may write.
             pack_plan.packer(regions)

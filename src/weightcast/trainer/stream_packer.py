@@ -1,6 +1,7 @@
 """Fills buckets from tensors that come one after another, each copied to its places before the next is asked for.
 
-Invariants: what comes is exactly what the specs say, in their order; a bucket is filled once.
+Invariants: what comes is exactly what the specs say, in their order; a bucket is filled once; no tensor is kept once
+the last bucket is filled.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _SHARED_OUT_BYTES = 1 << 20
 class StreamPacker:
     """Implements `Fill` for one version of a `StreamSource`. Memory: none besides the tensor that is there."""
 
-    def __init__(self, layout: Layout, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, layout: Layout, tensors: Iterator[tuple[str, torch.Tensor]] | None) -> None:
+        """`tensors`: None for a version whose stream was taken before: no bucket can be filled again."""
         self._layout = layout
         self._records = iter(layout.manifest.tensors)
         self._tensors = tensors
@@ -36,18 +38,15 @@ class StreamPacker:
         """Write the payload of bucket `index`, return its digest. With the last bucket the stream must be at its end.
 
         Raises IncompatibleWeightsError for another tensor than the specs name, UpdateAbortedError for a bucket that was
-        filled before, and what the stream raises.
+        filled before, and what the iterator raises.
         """
-        if index != self._num_filled:
-            raise UpdateAbortedError(
-                f"bucket {index} of version {version.number} was lost on its way, and the tensors in it, which were "
-                "streamed, are gone: publish again"
-            )
+        if self._tensors is None or index != self._num_filled:
+            raise _gone(version)
         manifest = self._layout.manifest
         self._layout.clear_gaps(index, payload)
         for entry, view in zip(self._layout.entries[index], self._layout.views(index, payload), strict=True):
             if entry.record is not self._record:
-                self._ask(entry.record)
+                self._take(self._tensors, entry.record)
             part = narrow(self._tensor, entry.piece.region)
             if entry.num_bytes < _SHARED_OUT_BYTES:
                 view.copy_(part)
@@ -55,44 +54,48 @@ class StreamPacker:
                 copy_all([view], [part])
         self._num_filled += 1
         if self._num_filled == len(manifest.buckets):
-            self._ask(None)
+            self._take(self._tensors, None)
+            self._tensors, self._tensor = None, torch.empty(0)
         if manifest.digest_kind != "xxh3-128":
             return queued_digest(payload[: manifest.buckets[index]], manifest.digest_kind)
         self._digests.reset(manifest.buckets[index])
         self._digests.add(payload, self._digests.missing())
         return self._digests.whole()
 
-    def _ask(self, wanted: TensorRecord | None) -> None:
+    def _take(self, tensors: Iterator[tuple[str, torch.Tensor]], wanted: TensorRecord | None) -> None:
         """Take tensors up to this one, past those without elements; None: up to the end of the stream."""
         for record in self._records:
-            name, tensor = next(self._tensors, ("", None))
+            name, tensor = next(tensors, ("", None))
             if tensor is None:
                 raise _other(f"it ended before {record.name!r}")
-            found, expected = (
-                f"{name!r} {DTYPE_NAMES.get(tensor.dtype)}{list(tensor.shape)}",
-                f"{record.name!r} {record.dtype}{list(record.shape)}",
-            )
+            found = f"{name!r} {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}"
+            expected = f"{record.name!r} {record.dtype}{list(record.shape)}"
             if found != expected:
                 raise _other(f"found {found}, expected {expected}")
             if record is wanted:
                 self._record, self._tensor = record, tensor
                 return
-        if (more := next(self._tensors, None)) is not None:
+        if (more := next(tensors, None)) is not None:
             raise _other(f"found {more[0]!r} behind the last tensor")
 
     def others(self) -> Sequence[Digest]:
         return ()
 
     def trial(self, version: WeightVersion, device: torch.device) -> Sequence[Digest]:
-        """Raises UpdateAbortedError: what was streamed is gone."""
-        raise UpdateAbortedError(
-            f"version {version.number} was streamed, and its tensors are gone: an engine that came late takes the next"
-        )
+        """Raises UpdateAbortedError."""
+        raise _gone(version)
 
     def forget_views(self) -> None:
         self._layout.forget_views()
 
 
+def _gone(version: WeightVersion) -> UpdateAbortedError:
+    return UpdateAbortedError(
+        f"version {version.number} was streamed, each tensor once, and some of it is needed again, for an engine that "
+        "came late, or because one was lost on the way: publish the weights again, as a new version"
+    )
+
+
 def _other(problem: str) -> IncompatibleWeightsError:
-    message = f"the stream of weights is not what its specs say: {problem}; it must be the same for each version"
-    return IncompatibleWeightsError(message, (problem,))
+    remedy = "it must be the same for each version; publish other tensors by another publisher"
+    return IncompatibleWeightsError(f"the stream of weights is not what its specs say: {problem}; {remedy}", (problem,))

@@ -27,7 +27,7 @@ def _register() -> None:
         if not verl.__version__.startswith(f"{TESTED_WITH}."):
             raise ImportError(
                 f"weightcast's backend was tested with verl {TESTED_WITH}, found {verl.__version__}: install "
-                f"'verl=={TESTED_WITH}.*', or a weightcast for this one"
+                f"'verl=={TESTED_WITH}.*', or a weightcast that was tested with yours"
             )
         from weightcast.integrations.verl.checkpoint_engine import WeightcastCheckpointEngine
     except ImportError as exc:

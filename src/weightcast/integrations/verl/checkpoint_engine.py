@@ -31,6 +31,8 @@ from weightcast.trainer.report import PublishReport
 DEADLINE_SECONDS = 300.0
 _LEASE_SECONDS = 30.0
 _LAST_CALL_SECONDS = 5.0
+_UNFIT = ("memory:", "file:")
+"""Of one process; and what keeps versions, which a trainer that goes back to an earlier step would write again."""
 
 
 class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -54,6 +56,18 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         host: str | None = None,
         keep_connected: bool = True,
     ) -> None:
+        if bucket_size < 1 << 20:
+            raise ValueError(
+                f"the bucket size is {bucket_size} bytes: set "
+                "rollout.checkpoint_engine.update_weights_bucket_megabytes to at least 1"
+            )
+        if transport is not None:
+            registry.transport(transport)
+            if transport.startswith(_UNFIT):
+                raise ValueError(
+                    f"transport is {transport!r}, which does not carry an update of verl's: leave it out, or set "
+                    "engine_kwargs.weightcast.transport to gloo://HOST:PORT, nccl://HOST:PORT, or ipc:// on one host"
+                )
         self._options = PublishOptions(
             bucket_size_bytes=bucket_size,
             install=install,
@@ -61,8 +75,6 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             deadline_seconds=number_of_seconds("deadline_seconds", deadline_seconds),
             lease_seconds=min(_LEASE_SECONDS, deadline_seconds),
         )
-        if transport is not None:
-            registry.transport(transport)
         self._is_trainer = is_master is not None
         self._transport = transport
         self._host = host
@@ -195,7 +207,7 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._publisher = self._workers = None
 
     def _forget(self) -> None:
-        """Also what the weights are like, which may be what failed. Rollout workers wait no longer."""
+        """Close all connections, and have the rollout workers wait no longer. The next update learns the specs."""
         self._disconnect()
         workers = RolloutWorkers(self._endpoints, timeout_seconds=_LAST_CALL_SECONDS)
         workers.shutdown()

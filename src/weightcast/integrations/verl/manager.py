@@ -11,11 +11,13 @@ import logging
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
+from ray.exceptions import RayActorError
 from verl.checkpoint_engine.base import CheckpointEngineManager, _worker_cls
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.utils.ray_utils import auto_await
 
 from weightcast.errors import InstallError, WeightcastError
+from weightcast.host.deadline import number_of_seconds
 from weightcast.integrations.verl import BACKEND
 from weightcast.integrations.verl.checkpoint_engine import DEADLINE_SECONDS
 
@@ -36,7 +38,10 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
             )
         super().__init__(config, actor_wg, replicas)
         self.torn_replicas: list[Any] = []
-        self._deadline_seconds = float(config.engine_kwargs.get(BACKEND, {}).get("deadline_seconds", DEADLINE_SECONDS))
+        options = config.engine_kwargs.get(BACKEND, {})
+        self._deadline_seconds = number_of_seconds(
+            "deadline_seconds", options.get("deadline_seconds", DEADLINE_SECONDS)
+        )
 
     @auto_await  # type: ignore[untyped-decorator]
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
@@ -48,8 +53,8 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
             return dict(await super().update_weights(global_steps))
         replicas, torn = list(self.replicas), [*self.torn_replicas]
         try:
-            await self.abort_replicas()
-            await self.release_kv_cache_replicas()
+            for call in ("abort_all_requests", "release_kv_cache"):
+                _raise_first(await self._settled(getattr(replica, call)() for replica in replicas))
             workers = [worker for replica in replicas for worker in replica.workers]
             rollout = RayWorkerGroup(worker_handles=workers, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
             await self._connect(rollout)
@@ -58,7 +63,7 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
             outcomes = await self._settled(map(_result, refs), is_bounded=False)
             trainers, rollouts = outcomes[: self.actor_wg.world_size], outcomes[self.actor_wg.world_size :]
             torn = self._torn(replicas, trainers, rollouts)
-            _raise_first(outcomes, torn)
+            _raise_first(outcomes, torn=torn)
             await self._on_all(rollout, {"method": "finalize"}, {"method": "finalize"})
         finally:
             self.torn_replicas = torn
@@ -81,17 +86,22 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
             method = [arguments["method"]] * workers.world_size
             refs += workers.execute_checkpoint_engine(**{**arguments, "method": method})
         outcomes = await self._settled(map(_result, refs))
-        _raise_first(outcomes, [])
+        _raise_first(outcomes)
         return outcomes
 
     async def _settled(self, calls: Iterable[Coroutine[Any, Any, Any]], *, is_bounded: bool = True) -> list[Any]:
-        """What each call returned, or its exception. Not bounded: the deadline begins when one of them has failed."""
+        """What each call returned, or its exception; what has not ended by the deadline is not waited for any more.
+
+        Not bounded: the deadline begins when one of them has failed.
+        """
         tasks = [asyncio.ensure_future(call) for call in calls]
         first_timeout = self._deadline_seconds if is_bounded else None
         if tasks:
             _, pending = await asyncio.wait(tasks, timeout=first_timeout, return_when=asyncio.FIRST_EXCEPTION)
             if pending:
                 await asyncio.wait(pending, timeout=self._deadline_seconds)
+            for task in pending:
+                task.cancel()
         late = TimeoutError(f"no answer within {2 * self._deadline_seconds:g} s, or after another worker's failure")
         return [(task.exception() or task.result()) if task.done() else late for task in tasks]
 
@@ -124,7 +134,7 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
         return errors
 
 
-def _raise_first(outcomes: Sequence[Any], torn: Sequence[Any]) -> None:
+def _raise_first(outcomes: Sequence[Any], *, torn: Sequence[Any] = ()) -> None:
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if not errors:
         return
@@ -133,7 +143,8 @@ def _raise_first(outcomes: Sequence[Any], torn: Sequence[Any]) -> None:
         names = ", ".join(str(replica.replica_rank) for replica in torn)
         message = f"replicas {names} may hold parts of two versions, and stay paused until an update succeeds"
         raise InstallError(f"{message}: {error}", torn=True) from error
-    raise error
+    # What others say of a worker that died is that a connection ended.
+    raise error from next((each for each in errors if each is not error and isinstance(each, RayActorError)), None)
 
 
 async def _result(ref: Any) -> Any:

@@ -141,18 +141,22 @@ class RolloutEngine:
 
     def _next(self) -> Iterable[Named] | None:
         """Wait for what is to be loaded; None once the version is installed."""
-        deadline, hold = Deadline(self._deadline_seconds), Deadline(self._deadline_seconds)
+        deadline, rejoin = Deadline(self._deadline_seconds), None
         with self._condition:
             while self._tensors is None and not self._is_committed:
                 if self._error is not None:
                     raise detached(self._error)
                 if self.worker.info().holder:
-                    hold = Deadline(_REJOIN_SECONDS)
-                elif hold.has_passed and not deadline.has_passed:
+                    rejoin = Deadline(_REJOIN_SECONDS)
+                elif rejoin is not None and rejoin.has_passed:
                     raise PeerDiedError("the trainer's connection ended before all weights were sent", peer="trainer")
                 if not self._is_offered and deadline.has_passed:
-                    seconds = self._deadline_seconds
-                    raise PeerTimeoutError(f"the trainer offered no weights within {seconds:g} s", peer="trainer")
+                    raise PeerTimeoutError(
+                        f"the trainer offered no weights within {self._deadline_seconds:g} s; if it exports them for "
+                        "longer than that (the first time: all of them), set a larger deadline_seconds in "
+                        "engine_kwargs.weightcast",
+                        peer="trainer",
+                    )
                 self._condition.wait(_POLL_SECONDS)
             return None if self._is_committed else self._tensors
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from weightcast.control.client import HttpEngine
-from weightcast.errors import PeerError, WeightcastError
+from weightcast.errors import WeightcastError
 from weightcast.format.messages import InitInfo, UpdateInfo, WeightInfo
 from weightcast.seams.client import EngineClient
 
@@ -51,7 +51,7 @@ class RolloutWorkers(EngineClient):
 
     def shutdown(self) -> None:
         """Have the workers give up what they wait for, as far as they can be reached."""
-        with contextlib.suppress(PeerError):
+        with contextlib.suppress(WeightcastError):
             self._each(HttpEngine.shutdown)
 
     def close(self) -> None:
