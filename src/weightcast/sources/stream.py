@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -18,22 +19,31 @@ _CHECKED_BYTES = 256 << 20
 class IteratorSource:
     """A `StreamSource` of iterators that all yield the same names, dtypes and shapes, in the same order.
 
-    What they are is learned from the first iterator: its tensors are copied to host memory, all of them before the
-    first byte is sent, and freed as they are. Those that come after it are packed tensor by tensor.
+    Tensors are packed one after another, each before the next is asked for. If their specs are not known beforehand,
+    they are learned from the first iterator: its tensors are copied to host memory, all of them before the first byte
+    is sent, and freed as they are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, specs: Sequence[TensorSpec] = ()) -> None:
+        """`specs`: of what each iterator yields; by default they are learned from the first."""
         self.device = torch.device("cpu")
-        """Where the tensors are that the first iterator yielded."""
-        self._specs: Sequence[TensorSpec] = ()
+        """Where the tensors are that the last iterator yields first, or that were learned from."""
+        self._specs = specs
         self._given: Iterator[tuple[str, torch.Tensor]] | None = None
 
     def use(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Publish these next. The first time: takes them all. Raises InsufficientMemoryError, ValueError for a dtype
-        that can't travel, and what the iterator raises.
+        """Publish these next. Takes the first tensor, or all where the specs are learned from them.
+
+        Raises InsufficientMemoryError, ValueError for a dtype that can't travel, and what the iterator raises.
         """
         given = iter(tensors)
-        self._given = given if self._specs else self._copied(given)
+        if not self._specs:
+            self._given = self._copied(given)
+            return
+        first = list(itertools.islice(given, 1))
+        self.device = first[0][1].device if first else self.device
+        # A chain keeps what it is made of, but an iterator at its end keeps no tensor.
+        self._given = itertools.chain(iter(first), given)
 
     def specs(self) -> Sequence[TensorSpec]:
         return self._specs
