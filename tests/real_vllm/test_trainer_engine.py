@@ -209,6 +209,25 @@ def test_each_version_is_of_the_tensors_as_they_are_then(make: Any, sink: Tensor
             assert_has(sink, tensors)
 
 
+def test_a_version_that_failed_is_followed_by_one_that_is_taken() -> None:
+    class Failing(TensorSink):
+        def load(self, tensors: Any) -> None:
+            if not num_ended:
+                raise RuntimeError("out of luck")
+            super().load(tensors)
+
+    sink, tensors = Failing(), tensors_of(0)
+    source = Source(tensors)
+    num_ended = 0
+    with backend(source, **into(sink)) as it:
+        with pytest.raises(PublishError, match="out of luck"):
+            it.send_weights()
+        num_ended = source.num_ended
+        assert num_ended == 1
+        it.send_weights()
+        assert_has(sink, tensors)
+
+
 def test_a_rank_that_does_not_publish_takes_part_in_gathering(sink: TensorSink) -> None:
     source = Source(tensors_of(0), rank=1)
     with backend(source, rank=1) as it:
@@ -257,9 +276,8 @@ def test_pieces_lie_where_torch_puts_them() -> None:
             for placements in layouts:
                 for shape in ((7, 5), (12, 6), (1, 13)):
                     sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
-                    region = region_of(
-                        ParamMeta("a", torch.float32, shape, tuple(range(6)), (2, 3), tuple(placements)), rank
-                    )
+                    grid = {"owners": tuple(range(6)), "mesh_shape": (2, 3), "placements": tuple(placements)}
+                    region = region_of(ParamMeta("a", torch.float32, shape, **grid), rank)
                     assert region.sizes == tuple(sizes)
                     assert not all(sizes) or region.offsets == tuple(offsets)
         finally:

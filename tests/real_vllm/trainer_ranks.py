@@ -18,27 +18,31 @@ import vllm
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
-from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
-from vllm.distributed.weight_transfer.base import ModuleSource
+from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, base
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from real_vllm.models import make_model
 from weightcast.integrations.vllm import WeightcastTrainerInitInfo
 
+_IS_0_33 = hasattr(base, "Placement")
+
 
 @dataclasses.dataclass(frozen=True)
-class ParamMeta:
-    """0.33's."""
+class _ParamMeta:
+    """As 0.33's."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    owners: tuple[int, ...] | None = None
-    mesh_shape: tuple[int, ...] | None = None
-    placements: tuple[Placement, ...] | None = None
+    owners: tuple[int, ...] | None = dataclasses.field(default=None, kw_only=True)
+    mesh_shape: tuple[int, ...] | None = dataclasses.field(default=None, kw_only=True)
+    placements: tuple[Placement, ...] | None = dataclasses.field(default=None, kw_only=True)
 
 
-class Source:
+ParamMeta: Any = base.ParamMeta if _IS_0_33 else _ParamMeta
+
+
+class Source(base.WeightSource if _IS_0_33 else object):  # type: ignore[misc]
     """0.33's `WeightSource` over tensors by name; DTensors are yielded as pieces, with their owners and places.
 
     `owners`: of tensors that some ranks have, whole; `rank`: whose source it is.
@@ -53,10 +57,10 @@ class Source:
         """How often it was iterated to its end."""
 
     @functools.cached_property
-    def metadata(self) -> list[ParamMeta]:
+    def metadata(self) -> list[Any]:
         found = []
         for name, tensor in self._tensors.items():
-            meta = ParamMeta(name, tensor.dtype, tuple(tensor.shape), self._owners.get(name))
+            meta = ParamMeta(name, tensor.dtype, tuple(tensor.shape), owners=self._owners.get(name))
             if isinstance(tensor, DTensor):
                 grid = tensor.device_mesh.mesh
                 owners = tuple(grid.flatten().tolist())
@@ -95,7 +99,7 @@ def source_of(kind: str, rank: int, num_ranks: int) -> Any:
     if kind == "own":
         for module in (*model.model.layers, model):
             fully_shard(module, mesh=init_device_mesh("cpu", (num_ranks,)))
-        return ModuleSource(model)
+        return base.ModuleSource(model)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     if kind == "pieces":
         mesh = init_device_mesh("cpu", (num_ranks,))
