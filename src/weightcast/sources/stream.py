@@ -27,23 +27,25 @@ class IteratorSource:
     def __init__(self, specs: Sequence[TensorSpec] = ()) -> None:
         """`specs`: of what each iterator yields; by default they are learned from the first."""
         self.device = torch.device("cpu")
-        """Where the tensors are that the last iterator yields first, or that were learned from."""
+        """Where the tensors are that were learned from; with `specs`, the first one of the last iterator."""
         self._specs = specs
+        self._is_learning = not specs
         self._given: Iterator[tuple[str, torch.Tensor]] | None = None
 
     def use(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Publish these next. Takes the first tensor, or all where the specs are learned from them.
+        """Publish these next. Takes all of them if the specs are to be learned; with `specs`, the first one.
 
         Raises InsufficientMemoryError, ValueError for a dtype that can't travel, and what the iterator raises.
         """
         given = iter(tensors)
-        if not self._specs:
-            self._given = self._copied(given)
-            return
-        first = list(itertools.islice(given, 1))
-        self.device = first[0][1].device if first else self.device
-        # A chain keeps what it is made of, but an iterator at its end keeps no tensor.
-        self._given = itertools.chain(iter(first), given)
+        if not self._is_learning:
+            first = list(itertools.islice(given, 1))
+            self.device = first[0][1].device if first else self.device
+            # A chain keeps what it is made of, but an iterator at its end keeps no tensor.
+            given = itertools.chain(iter(first), given)
+        elif not self._specs:
+            given = self._copied(given)
+        self._given = given
 
     def specs(self) -> Sequence[TensorSpec]:
         return self._specs
