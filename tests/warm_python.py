@@ -42,10 +42,10 @@ class WarmPython:
 
     def close(self) -> None:
         """What has not ended by itself is killed. Idempotent."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.communicate(timeout=10)
-        self.process.kill()
-        self.process.wait()
+        with self.process:  # closes its pipes
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.communicate(timeout=10)
+            self.process.kill()
 
 
 def main(*modules: str) -> None:

@@ -104,15 +104,15 @@ class ColdServers:
         self._running.callback(self._python.close)
         self._started = functools.cache(self._start)
 
-    def of(self, setup: Setup, seed: int) -> Server:
-        """The cold server with the weights of a seed, for a server of `setup`."""
+    def of(self, setup: Setup, weights: int | Path) -> Server:
+        """The cold server with the weights of a seed, or of a checkpoint's folder, for a server of `setup`."""
         # Beside the server that is tested it must not use a core while it waits.
         return self._started(
-            Setup(setup.family, setup.dtype, setup.tp, plugin=False, options=("--sleep-on-idle",)), seed
+            Setup(setup.family, setup.dtype, setup.tp, plugin=False, options=("--sleep-on-idle",)), weights
         )
 
-    def _start(self, setup: Setup, seed: int) -> Server:
-        folder = self._checkpoint(setup.family, seed, setup.dtype)
+    def _start(self, setup: Setup, weights: int | Path) -> Server:
+        folder = weights if isinstance(weights, Path) else self._checkpoint(setup.family, weights, setup.dtype)
         return self._running.enter_context(_ColdServer(setup, folder, self._python))
 
     def close(self) -> None:

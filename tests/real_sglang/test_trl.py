@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -21,30 +20,30 @@ NUM_STEPS = 4
 
 
 @on(ONE)
-def test_trl_trains_a_policy_that_the_server_serves(server: Server, checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_trl_trains_a_policy_that_the_server_serves(
+    server: Server, cold: ColdServers, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
     before = server.ask(PROMPT, NUM_TOKENS)
-    # It imports SGLang while the training runs.
-    with contextlib.closing(ColdServers(lambda *_: tmp_path)) as cold_servers:
-        options = {"model": str(checkpoint()), "output": str(tmp_path), "urls": [server.url], "sglang": server.url}
-        path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
-        done = subprocess.run(
-            [
-                python_of("vllm"),
-                str(TESTS / "real_vllm" / "trl_training.py"),
-                json.dumps(options | {"num_steps": NUM_STEPS}),
-            ],
-            env=os.environ | {"PYTHONPATH": path, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=TRAINING_SECONDS,
-            check=False,
-        )
-        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-        logs = json.loads(done.stdout.splitlines()[-1])["logs"]
-        versions = [int(log["weightcast/version_max"]) for log in logs if "weightcast/version_max" in log]
-        assert len(versions) == NUM_STEPS
-        assert server.version() == str(versions[-1])
-        assert abs(logs[0]["kl"]) < 1e-4, "the first step trains on answers of the very weights that it has"
-        cold = cold_servers.of(server.setup, 0)
-        assert server.checksums() == cold.checksums()
-        assert server.ask(PROMPT, NUM_TOKENS) == cold.ask(PROMPT, NUM_TOKENS) != before
+    options = {"model": str(checkpoint()), "output": str(tmp_path), "urls": [server.url], "sglang": server.url}
+    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [
+            python_of("vllm"),
+            str(TESTS / "real_vllm" / "trl_training.py"),
+            json.dumps(options | {"num_steps": NUM_STEPS}),
+        ],
+        env=os.environ | {"PYTHONPATH": path, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TRAINING_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    logs = json.loads(done.stdout.splitlines()[-1])["logs"]
+    versions = [int(log["weightcast/version_max"]) for log in logs if "weightcast/version_max" in log]
+    assert len(versions) == NUM_STEPS
+    assert server.version() == str(versions[-1])
+    assert abs(logs[0]["kl"]) < 1e-4, "the first step trains on answers of the very weights that it has"
+    trained = cold.of(server.setup, tmp_path)
+    assert server.checksums() == trained.checksums()
+    assert server.ask(PROMPT, NUM_TOKENS) == trained.ask(PROMPT, NUM_TOKENS) != before

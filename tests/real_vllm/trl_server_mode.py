@@ -12,7 +12,7 @@ import torch
 import trl
 from torch.distributed.tensor import DTensor
 
-from real_vllm.trl_on_cpus import shard_without_gpus
+from real_vllm.trl_on_cpus import end_rank, shard_without_gpus
 
 
 def even_tokens(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
@@ -49,6 +49,7 @@ def main() -> None:
     names: dict[str, Any] = {"arguments": arguments, "url": url}
     exec(compile(Path(recipe).read_text(), recipe, "exec"), names)
     assert all(isinstance(parameter, DTensor) for parameter in names["trainer"].model.parameters())
+    end_rank()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from trl.experimental.async_distillation import async_rollout_worker as distilla
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo import async_rollout_worker as grpo
 
-from real_vllm.trl_on_cpus import shard_without_gpus, train_without_a_gpu
+from real_vllm.trl_on_cpus import end_rank, shard_without_gpus, train_without_a_gpu
 from weightcast import PublishError, PublishOptions
 from weightcast.integrations.trl import WeightcastTransfer
 
@@ -229,6 +229,8 @@ def main() -> None:
         print(json.dumps({"parameters": kinds, "logs": trainer.state.log_history}), flush=True)
     if failure is not None:
         raise failure
+    if dist.is_initialized():
+        end_rank()
 
 
 if __name__ == "__main__":

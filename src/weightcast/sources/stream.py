@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -19,25 +20,35 @@ class IteratorSource:
     """A `StreamSource` of what an exporter yields: (name, tensor) pairs, each tensor valid until the next is asked for.
 
     Give it an iterator before each publish, by `use`; a publish takes each tensor once, and copies it into buckets
-    before it asks for the next. All iterators yield the same names, dtypes and shapes in the same order. Which these
-    are is learned from the first one: its tensors are copied to host memory, all of them before the first byte is sent,
-    each freed when it was packed. Later ones need no memory but the tensor that is there.
+    before it asks for the next. All iterators yield the same names, dtypes and shapes in the same order. If these are
+    not given they are learned from the first iterator: its tensors are copied to host memory, all of them before the
+    first byte is sent, each freed when it was packed. Later ones need no memory but the tensor that is there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, specs: Sequence[TensorSpec] = ()) -> None:
+        """`specs`: of what each iterator yields; by default they are learned from the first."""
         self.device = torch.device("cpu")
-        """Where the tensors are that the first iterator yielded."""
-        self._specs: Sequence[TensorSpec] = ()
+        """Where the tensors are that were learned from; with `specs`, the first one of the last iterator."""
+        self._specs = specs
+        self._is_learning = not specs
         self._given: Iterator[tuple[str, torch.Tensor]] | None = None
 
     def use(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Publish these next. The first time: takes them all, and blocks until the iterator ends.
+        """Publish these next. To learn what they are it takes all of them, and blocks until the iterator ends; with
+        `specs` it takes the first one.
 
-        Raises what the iterator raises; the first time InsufficientMemoryError, and ValueError for a dtype that can't
+        Raises what the iterator raises; where it learns, InsufficientMemoryError, and ValueError for a dtype that can't
         travel: nothing was learned then.
         """
         given = iter(tensors)
-        self._given = given if self._specs else self._copied(given)
+        if not self._is_learning:
+            first = list(itertools.islice(given, 1))
+            self.device = first[0][1].device if first else self.device
+            # A chain keeps what it is made of, but an iterator at its end keeps no tensor.
+            given = itertools.chain(iter(first), given)
+        elif not self._specs:
+            given = self._copied(given)
+        self._given = given
 
     def specs(self) -> Sequence[TensorSpec]:
         return self._specs

@@ -51,9 +51,10 @@ class WeightcastTransfer:
     ) -> None:
         """`engines`, `transport`, `token`, `options`: as of `Publisher`. Nothing is connected before the first update.
 
-        `on_failure`: what an update does that an engine did not take. "raise": PublishError ends the training. "skip":
-        a warning; training goes on, that engine serves what it had, or nothing, and the next update tries it again. The
-        first update raises always. `dtype`: what the weights are cast to while they are packed, as of `TensorSource`.
+        `on_failure`: what happens when an engine does not take an update. "raise": the PublishError ends the training.
+        "skip": a warning is logged and training goes on; that engine keeps the version that it has, and the next update
+        tries it again. The first update always raises.
+        `dtype`: what the weights are cast to while they are packed, as of `TensorSource`.
         `wait_ready_seconds`: how long the first update waits for engines that are starting.
 
         Raises ValueError or TypeError for other arguments than these.
@@ -147,19 +148,22 @@ class WeightcastTransfer:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where a tensor's elements are; two tensors that are alive and have this in common are of the same memory."""
+    """Where a tensor's elements are: equal for two tensors, both alive, that are views of the same memory."""
     return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _metrics(iterator: Iterator[Any]) -> dict[str, list[Any]] | None:
-    """Where the trainer keeps what it logs next. TRL gives a transfer nothing of its trainer but a generator of it."""
+    """The dict in which the trainer collects its next log; None if it is not found.
+
+    TRL passes a transfer no trainer, but a generator that is a method of it.
+    """
     trainer = inspect.getgeneratorlocals(iterator).get("self") if inspect.isgenerator(iterator) else None
     metrics: dict[str, list[Any]] | None = getattr(trainer, "_metrics", {}).get("train")
     return metrics
 
 
 def _note(report: PublishReport, metrics: dict[str, list[Any]] | None) -> None:
-    """Have the trainer log the update. How TRL reduces several values is in a key's last word; a pair is a rate."""
+    """Add the update to the trainer's next log. TRL reduces values by the key's last word; a pair is a rate."""
     if metrics is None:
         return
     seconds, num_failed = report.seconds, sum(not result.ok for result in report.engines.values())

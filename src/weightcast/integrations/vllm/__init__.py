@@ -1,7 +1,7 @@
 """Stock vLLM as an engine: a weight-transfer backend, its routes, and the clients that drive it from the trainer.
 
-`internals` names everything undocumented of vLLM that this package leans on. What is exported here needs no vLLM to be
-imported, and is imported when it is asked for: a trainer has none, and vLLM itself needs no client.
+`internals` names everything undocumented of vLLM that this package leans on. What is exported here is imported when it
+is asked for: a trainer needs no vLLM, but for `WeightcastTrainerInitInfo`, and vLLM itself needs no client.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from weightcast.integrations.vllm.clients import AsyncLLMEngine, LLMEngine, RayEngine
+    from weightcast.integrations.vllm.trainer_engine import WeightcastTrainerInitInfo
 
-__all__ = ["AsyncLLMEngine", "LLMEngine", "RayEngine"]
+__all__ = ["AsyncLLMEngine", "LLMEngine", "RayEngine", "WeightcastTrainerInitInfo"]
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("weightcast.integrations.vllm.clients"), name)
+    home = "trainer_engine" if name == "WeightcastTrainerInitInfo" else "clients"
+    return getattr(importlib.import_module(f"weightcast.integrations.vllm.{home}"), name)

@@ -31,8 +31,18 @@ def register() -> None:
 
     engine = "weightcast.integrations.vllm.transfer_engine"
     WeightTransferEngineFactory.register_engine(BACKEND, engine, "WeightcastTransferEngine")
+    register_trainer()
     setattr(WorkerBase, METHOD, _answer)
     _log_as_vllm()
+
+
+@functools.cache
+def register_trainer() -> None:
+    """Make the backend of the trainer's side known to vLLM, which imports it when it is asked for."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    engine = "weightcast.integrations.vllm.trainer_engine"
+    WeightTransferTrainerFactory.register_engine(BACKEND, engine, "WeightcastTrainerEngine")
 
 
 def _log_as_vllm() -> None:

@@ -1,0 +1,218 @@
+"""The backend "weightcast" of vLLM's trainer side: a program that drives vLLM by its own API publishes by that name.
+
+Importing this module registers it with `WeightTransferTrainerFactory`, as vLLM's plugins do. Needs vLLM on the trainer,
+whose base classes it derives from. Takes the sources of vLLM 0.32 and of 0.33, whose methods differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Self
+
+import torch.distributed as dist
+import vllm
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+
+from weightcast.format.bucket import DTYPE_NAMES
+from weightcast.format.geometry import Region, whole
+from weightcast.format.manifest import TensorSpec
+from weightcast.integrations.vllm.clients import RayEngine
+from weightcast.integrations.vllm.plugin import BACKEND, register_trainer
+from weightcast.seams.client import EngineClient
+from weightcast.seams.source import Held, Regions
+from weightcast.sources.stream import IteratorSource
+from weightcast.trainer.options import PublishOptions
+from weightcast.trainer.publisher import Publisher
+from weightcast.trainer.report import PublishReport
+
+logger = logging.getLogger(__name__)
+
+TESTED_WITH = ("0.32", "0.33")
+"""0.33 by its Python files on the trainer, with engines of 0.32: there is no vLLM 0.33 for CPUs."""
+
+
+@dataclasses.dataclass
+class WeightcastTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
+    """What `WeightTransferTrainerFactory.trainer_init` takes for this backend; `rank` is this trainer process's.
+
+    `engines`: URLs or EngineClient objects; by default those that vLLM's `client` leads to. `transport`, `token`,
+    `options`: as `Publisher` has them. Only rank 0 uses these.
+    """
+
+    backend: ClassVar[str] = BACKEND
+
+    engines: Sequence[str | EngineClient] | None = None
+    transport: str = "ipc://"
+    token: str | None = None
+    options: PublishOptions | None = None
+
+
+class WeightcastTrainerEngine(TrainerWeightTransferEngine[WeightcastTrainerInitInfo]):  # type: ignore[misc]
+    """Publishes a `WeightSource`: each `send_weights` is one version, on every engine whole or not at all.
+
+    vLLM's `client` says where the engines are; it is not called. A source whose ranks have parts of their own (0.33:
+    `iter_local`, or owners without rank 0; 0.32: `held_names`) is published by all ranks of torch.distributed's default
+    group together. From any other, rank 0 publishes the tensors one after another, as the source gathers them.
+    Memory: the transport's; besides, for parts, what the source makes of them, until the version is sent.
+    """
+
+    init_info_cls = WeightcastTrainerInitInfo
+
+    def __init__(self, init_info: WeightcastTrainerInitInfo, *, client: Any, source: Any) -> None:
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self.rank = init_info.rank
+        self.report: PublishReport | None = None
+        """Of the last `send_weights` that engines took, on a rank that publishes."""
+        version = ".".join(vllm.__version__.split(".")[:2])
+        if version not in TESTED_WITH:
+            logger.warning(
+                "weightcast's trainer backend was tested with vLLM %s, and this is vLLM %s: if send_weights fails, "
+                "install a tested one",
+                *(" and ".join(TESTED_WITH), vllm.__version__),
+            )
+        self._weights = _RankParts(source, self.rank)
+        self._stream = None if self._weights.are_published_together else IteratorSource(self._weights.specs())
+        self._publisher: Publisher | None = None
+        if self.is_sender or self._stream is None:
+            engines = _engines_of(client) if init_info.engines is None and self.is_sender else init_info.engines
+            self._publisher = Publisher(
+                self._stream or self._weights,
+                engines=(engines or ()) if self.is_sender else (),
+                transport=init_info.transport,
+                token=init_info.token,
+                trainer_group="auto" if self._stream is None else None,
+                options=init_info.options,
+            )
+
+    @classmethod
+    def trainer_init(cls, init_info: WeightcastTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
+        """Call it on every trainer rank. Nothing is connected yet.
+
+        Raises ValueError or TypeError for a source, a rank or engines that can't be used.
+        """
+        if source is None:
+            raise ValueError("weightcast publishes a WeightSource: pass source=")
+        return cls(init_info, client=client, source=source)
+
+    def send_weights(self) -> None:
+        """Publish the source's weights as the next version: call it on every trainer rank.
+
+        Blocks until each engine has installed the version or has failed. Raises what `Publisher.publish` raises: where
+        ranks publish together on all of them, else on rank 0 alone, once the source has been iterated to its end, since
+        its ranks gather each tensor together.
+        """
+        if self._stream is None:
+            assert self._publisher is not None
+            with self._weights:
+                self.report = self._publisher.publish()
+            return
+        tensors = self._weights.iterate()
+        try:
+            if self._publisher is not None:
+                self._stream.use(tensors)
+                self.report = self._publisher.publish()
+        finally:
+            for _ in tensors:
+                pass
+
+    def shutdown(self) -> None:
+        """Disconnect the engines, which serve on. Idempotent."""
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+class _RankParts:
+    """A `Source` of what a rank's `WeightSource` yields, inside of `with` only: entering iterates over it.
+
+    `are_published_together`: ranks have parts of their own, so that one alone can't publish.
+    """
+
+    def __init__(self, source: Any, rank: int) -> None:
+        """Raises ValueError for a dtype that can't travel, or a rank that torch.distributed does not have here."""
+        self._source, self._rank = source, rank
+        # A method in vLLM 0.32, a property from 0.33 on.
+        self._is_0_32 = callable(source.metadata)
+        self._is_local = not self._is_0_32 and source.implements_iter_local()
+        metadata = source.metadata() if self._is_0_32 else source.metadata
+        unknown = [f"{meta.name!r} is {meta.dtype}" for meta in metadata if meta.dtype not in DTYPE_NAMES]
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)}; known: {', '.join(DTYPE_NAMES.values())}")
+        self._metadata = {meta.name: (number, meta) for number, meta in enumerate(metadata)}
+        self._specs = tuple(TensorSpec(meta.name, DTYPE_NAMES[meta.dtype], tuple(meta.shape)) for meta in metadata)
+        self._regions: Regions = {}
+        if self._is_0_32:
+            self.are_published_together = source.held_names() is not None
+        else:
+            lacks_some = any(meta.owners is not None and 0 not in meta.owners for meta in metadata)
+            self.are_published_together = self._is_local or lacks_some
+        if self.are_published_together and dist.is_available() and dist.is_initialized() and dist.get_rank() != rank:
+            raise ValueError(
+                f"rank is {rank}, and this process is rank {dist.get_rank()} of torch.distributed's default group, "
+                "whose ranks publish together: pass rank=torch.distributed.get_rank()"
+            )
+
+    def iterate(self) -> Iterator[tuple[str, Any]]:
+        """A pass over the source, which may gather each tensor with other ranks; 0.32's may yield None for one."""
+        source = self._source
+        return iter(source if self._is_0_32 else source.iter_local() if self._is_local else source.iter_full())
+
+    def __enter__(self) -> None:
+        held: dict[str, Sequence[Held]] = {}
+        for name, tensor in self.iterate():
+            region = self._region(name)
+            if region is not None and tensor is not None and tensor.numel():
+                held[name] = ((region, tensor.detach()),)
+        self._regions = held
+
+    def __exit__(self, *_: object) -> None:
+        self._regions = {}
+
+    def _region(self, name: str) -> Region | None:
+        """Where what this rank was given of a tensor lies; None if another rank, which has all of it, publishes it.
+
+        The owners of a whole tensor take turns: it may have been gathered, and no rank should keep all of these.
+        """
+        number, meta = self._metadata[name]
+        if self._is_0_32:
+            return whole(tuple(meta.shape))
+        if self._is_local and meta.placements is not None:
+            return region_of(meta, self._rank)
+        owners = meta.owners or (0,)
+        return whole(tuple(meta.shape)) if owners[number % len(owners)] == self._rank else None
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return self._specs
+
+    def regions(self) -> Regions:
+        return self._regions
+
+
+def region_of(meta: Any, rank: int) -> Region:
+    """Where a rank's piece of `iter_local` lies: 0.33's `ParamMeta`, split as `torch.chunk` does, axis after axis."""
+    offsets, sizes = [0] * len(meta.shape), list(meta.shape)
+    position = meta.owners.index(rank)
+    for axis, placement in enumerate(meta.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            num_chunks, stride = meta.mesh_shape[axis], math.prod(meta.mesh_shape[axis + 1 :])
+            chunk = -(-sizes[dim] // num_chunks)
+            start = min(position // stride % num_chunks * chunk, sizes[dim])
+            offsets[dim] += start
+            sizes[dim] = min(chunk, sizes[dim] - start)
+    return Region(tuple(offsets), tuple(sizes))
+
+
+def _engines_of(client: Any) -> list[str | EngineClient]:
+    """Where vLLM's own clients lead to. Raises ValueError for another."""
+    if hasattr(client, "base_url"):
+        return [client.base_url]
+    if hasattr(client, "handles"):
+        return [RayEngine(handle) for handle in client.handles]
+    name = type(client).__name__
+    raise ValueError(f"{name} does not say where its engines are: pass WeightcastTrainerInitInfo(engines=[...])")
+
+
+register_trainer()
