@@ -394,6 +394,9 @@ class Worker:
             record = to_record(exc)
             session.send(Failed(number, record))
             logger.warning("version %d was not received: %s", number, record.message)
+            if session.ended is not None:
+                # Again: this thread may have had a bucket in hand, and have made views of it since.
+                session.close()
             return
         session.send(Received(number, update.num_buckets, root))
 
