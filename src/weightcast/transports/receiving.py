@@ -340,7 +340,8 @@ class PeerReceiver(ReceivingEnd[V]):
             return
         # Begun before the sender had heard that the first attempt at this version was given up here: it is of no more
         # use, also under the same number.
-        is_of_former = incoming.begin.num_given_up < self._given_up.of(wanted.version.number)
+        given_up = self._given_up
+        is_of_former = given_up.version == wanted.version.number and incoming.begin.num_given_up < given_up.times
         if incoming.begin.version != wanted.version.number or incoming.aborted is not None or is_of_former:
             self._be_done(incoming)
             self._on_over()

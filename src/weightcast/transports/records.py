@@ -92,10 +92,7 @@ class GivenUp(NamedTuple):
     times: int = 0
 
     def again(self, version: int) -> GivenUp:
-        return GivenUp(version, 1 + self.of(version))
-
-    def of(self, version: int) -> int:
-        return self.times if version == self.version else 0
+        return GivenUp(version, 1 + self.times if version == self.version else 1)
 
 
 FromSender: TypeAlias = BeginUpdate | UpdateAborted | KeepAlive

@@ -71,7 +71,7 @@ class SentUpdate:
 
     def begin(self, peer: ConnectedPeer) -> BeginUpdate:
         number = self.version.number
-        given_up = peer.given_up.of(number)
+        given_up = peer.given_up.times if peer.given_up.version == number else 0
         return BeginUpdate(number, self.number, self.staged, self.num_buckets, self.next, given_up)
 
 
