@@ -31,6 +31,8 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    # Importing TRL sets it to ERROR in its own process, which may be that of the tests.
+    "VLLM_LOGGING_LEVEL": "INFO",
     "DO_NOT_TRACK": "1",
 }
 """What a vLLM on a CPU needs, whether it serves or runs offline."""
