@@ -212,7 +212,9 @@ class Shares:
         self._compare(statuses)
         gpus = {status.device for status in statuses}
         self._backend = "nccl" if 0 not in gpus and len(gpus) == len(statuses) else "gloo"
-        return self.settle(layout, settings) if any(status.news for status in statuses) else layout
+        # Another rank may have lost the group, and forgotten its share, where this one has not.
+        self._is_settled = not any(status.news for status in statuses)
+        return self.settle(layout, settings)
 
     def settle(self, layout: Layout, settings: Settings) -> Layout:
         """Have every rank know its share under these settings, unless all do. See `lead`."""
