@@ -157,7 +157,7 @@ def test_a_lost_engine_costs_the_other_nothing(stage: Stage, install: str, stops
     ranks[stops].tell("go")
     outcomes = [rank.hear("published") for rank in ranks]
     assert outcomes[0] == outcomes[1]
-    assert list(outcomes[0]["failures"]) == [lost.url]
+    assert list(outcomes[0]["failures"]) == [lost.url], outcomes[0]["failures"]
     assert_serves(other, "2", 2)
     if number == signal.SIGSTOP:
         lost.signal(signal.SIGCONT)

@@ -352,11 +352,11 @@ class GroupPacker:
             self._ranks.announce_when_idle(Instruction.TRIAL)
         digests = [self.fill(index, buffer.payload, version) for index in range(len(plan.buckets))]
         self.fill_others(range(len(plan.buckets), self.num_rounds))
-        self.ask(())
         return [*digests, *self.others()]
 
     def others(self) -> list[Digest]:
         """See `Fill.others`."""
+        self.ask(())
         digests = b"".join(bytes.fromhex(report.digests) for report in self.reports.values())
         return [digests[at : at + 16] for at in range(0, len(digests), 16)]
 
