@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import importlib.util
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -180,9 +181,11 @@ class ServerProcess(abc.ABC):
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """Not one that the kernel gives to connections, of which one might have it before a server has started."""
+    while True:
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", random.randrange(16384, 32768)))
+            return int(sock.getsockname()[1])
 
 
 def _session(pid: int) -> int | None:
