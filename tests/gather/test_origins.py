@@ -150,10 +150,10 @@ def test_every_origin_brings_a_late_engine_to_the_version_of_the_others(ranks: S
 
 
 @pytest.mark.parametrize("group_rank", [0, 2])
-@pytest.mark.parametrize("at", [0, 2, -1])
-def test_an_origin_that_has_lost_peers_goes_on(ranks: Squad, group_rank: int, at: int) -> None:
-    """As if an engine had been lost, at the first bucket, at another, and at the last."""
-    ranks.all("make", "table", "rows", hosts=2, num_engines=2, **GLOO)
+@pytest.mark.parametrize(("cut", "at"), [("rows", 0), ("rows", 2), ("rows", -1), ("replicated", -1)])
+def test_an_origin_that_has_lost_peers_goes_on(ranks: Squad, group_rank: int, cut: str, at: int) -> None:
+    """As if an engine had been lost, at the first bucket, at another, and at the last, also of all origins."""
+    ranks.all("make", "table", cut, hosts=2, num_engines=2, **GLOO)
     published(ranks.publish(1))
     spans = ranks[0].ask("spans")
     ranks[group_rank].ask("lose_nobody", spans[group_rank // 2][at] - spans[group_rank // 2][0])

@@ -113,7 +113,9 @@ class LoadPlan:
         staged.payloads[index] = payload
         # Made now, and kept, so that they need not be made while the engine is paused.
         views = self.layout.views(index, payload)
-        found = [(position, entry) for position, entry in self._loads[index].partial if self._straddles(entry)]
+        found = [
+            (position, entry) for position, entry in self._loads[index].partial if entry.record.name in self._straddling
+        ]
         if not found:
             return
         targets = []
@@ -152,9 +154,6 @@ class LoadPlan:
         named = list(tensors)
         if named:
             self.engine.load(named)
-
-    def _straddles(self, entry: Entry) -> bool:
-        return entry.record.name in self._straddling
 
     def _whole(self, index: int, views: Sequence[torch.Tensor]) -> Iterator[Named]:
         """The tensors that are views of this bucket."""
