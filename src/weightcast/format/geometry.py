@@ -142,11 +142,17 @@ def check_tiling(regions: Sequence[Region], shape: Sequence[int], name: str) -> 
         raise malformed(
             "coverage", f"the regions of {name!r} hold {covered} of its {math.prod(shape)} elements: missing or doubled"
         )
+    check_disjoint(regions, name)
+
+
+def check_disjoint(regions: Sequence[Region], name: str) -> None:
+    """Prove that no two of these regions of one tensor, none empty, have an element in common. Raises ManifestError."""
+    num_dims = len(regions[0].sizes) if regions else 0
     stack, num_steps = [list(regions)], 0
     while stack:
         group = stack.pop()
-        parts = _parted(group, len(shape))
-        num_steps += len(group) * len(shape) if len(parts) > 1 else len(group) ** 2
+        parts = _parted(group, num_dims)
+        num_steps += len(group) * num_dims if len(parts) > 1 else len(group) ** 2
         if num_steps > _MAX_OVERLAP_TESTS:
             raise malformed("count", f"the regions of {name!r} are too entangled to check")
         if len(parts) == 1 and any(common(a, b) is not None for a, b in itertools.combinations(group, 2)):

@@ -146,13 +146,13 @@ class Follower(ClosedOnExit):
         """Read into other memory from now on: the engine keeps tensors of the last version, past its `load`."""
         self._versions.renew()
         if self._load_plan is not None:
-            self._load_plan.layout.forget_views()
+            self._load_plan.forget_views()
 
     def close(self) -> None:
         """Close the store; a poll that is under way fails. Idempotent, from any thread."""
         self._receiver.close()
         if self._load_plan is not None:
-            self._load_plan.layout.forget_views()
+            self._load_plan.forget_views()
 
     def _take(self, kept: StoredVersion) -> float:
         version, manifest, specs = kept.version, kept.manifest, self._engine.specs()

@@ -24,6 +24,7 @@ from weightcast.format.manifest import Manifest, TensorRecord, TensorSpec
 from weightcast.host import memory as host_memory
 from weightcast.host.copy import copy_all
 from weightcast.seams.engine import Casting, Engine, RegionLoader, Undoable, Validating
+from weightcast.serving.install_map import InstallMap, Mapped
 
 Named = tuple[str, torch.Tensor]
 
@@ -73,6 +74,8 @@ class LoadPlan:
         takes_regions = isinstance(engine, RegionLoader)
         spanning = _spanning_groups(layout.manifest.tensors)
         self._loads = [_BucketLoad() for _ in layout.entries]
+        self._install_map = engine.install_map if isinstance(engine, Mapped) else None
+        self._cuts: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._without_elements = [record for record in layout.manifest.tensors if not record.pieces]
         self._num_partial = collections.Counter[str]()  # pieces to be put together, by load group
         self._pieces: dict[str, list[tuple[int, int, Entry]]] = {}  # the same by tensor: bucket, position, entry
@@ -99,6 +102,16 @@ class LoadPlan:
                 self._straddling.add(name)
                 self.straddling_bytes += entry.record.num_bytes
 
+    @property
+    def is_current(self) -> bool:
+        """False once the engine's model was found to be another one than when the plan was made."""
+        return self._install_map is None or not self._install_map.is_stale
+
+    def forget_views(self) -> None:
+        """Drop every kept view of a bucket's memory."""
+        self._cuts.clear()
+        self.layout.forget_views()
+
     def require_memory(self) -> None:
         """Staged: raises InsufficientMemoryError unless there is room for `straddling_bytes`."""
         if self.straddling_bytes:
@@ -113,6 +126,10 @@ class LoadPlan:
         staged.payloads[index] = payload
         # Made now, and kept, so that they need not be made while the engine is paused.
         views = self.layout.views(index, payload)
+        if self._install_map is not None:
+            for name, view in self._whole(index, views):
+                if self._install_map.has(name) and (name not in self._cuts or self._cuts[name][0] is not view):
+                    self._cuts[name] = view, self._install_map.cut(name, view)
         found = [
             (position, entry) for position, entry in self._loads[index].partial if entry.record.name in self._straddling
         ]
@@ -131,11 +148,38 @@ class LoadPlan:
             torch.cuda.current_stream(payload.device).synchronize()
 
     def load_all(self, staged: StagedBuckets) -> None:
-        """Staged: one call of `load` with everything, then the regions of what was cut."""
+        """Staged: one call of `load` with everything, or what an install map does not copy; then the regions."""
         payloads = sorted(staged.payloads.items())
-        complete = (self._ended(index, payload, staged) for index, payload in payloads)
-        self.engine.load(itertools.chain(*complete, self._empty()))
+        complete = itertools.chain(*(self._ended(index, payload, staged) for index, payload in payloads), self._empty())
+        if self._install_map is not None and self._install_map.bind():
+            self._load_mapped(self._install_map, complete)
+        else:
+            self.engine.load(complete)
         self._load_regions(payloads)
+
+    def _load_mapped(self, install_map: InstallMap, tensors: Iterable[Named]) -> None:
+        """Copy what is proven; the engine's loader gets the rest, of which what can be copied is proven then."""
+        rest: list[Named] = []
+        copied: list[str] = []
+        sources: list[torch.Tensor] = []
+        to_prove: list[Named] = []
+        for name, tensor in tensors:
+            if name in install_map.proven:
+                copied.append(name)
+                sources += self._cut(install_map, name, tensor)
+            elif install_map.has(name):
+                to_prove.append((name, tensor))
+            if name not in install_map.proven or name in install_map.shared:
+                rest.append((name, tensor))
+        assert isinstance(self.engine, Mapped)
+        self.engine.load_mapped(rest, copied, lambda: install_map.copy(copied, sources))
+        if to_prove:
+            install_map.prove((name, self._cut(install_map, name, tensor)) for name, tensor in to_prove)
+
+    def _cut(self, install_map: InstallMap, name: str, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The blocks of a tensor that the engine takes; those of a view that was staged are made already."""
+        kept = self._cuts.get(name)
+        return kept[1] if kept is not None and kept[0] is tensor else install_map.cut(name, tensor)
 
     def assembly(self) -> Assembly:
         """What `load_bucket` carries from bucket to bucket of one update."""

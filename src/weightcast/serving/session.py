@@ -183,7 +183,7 @@ class PublisherSession:
             self.receiver.close()
         # Views keep the transport's memory mapped; this object may be part of a cycle and live on until a collection.
         if self.load_plan is not None:
-            self.load_plan.layout.forget_views()
+            self.load_plan.forget_views()
 
 
 class OriginReceivers(Receiver):

@@ -373,7 +373,7 @@ class Worker:
         known, specs = session.load_plan, self.engine.specs()
         if known is not None and known.manifest_digest != offer.manifest_digest:
             known = None
-        if known is not None and known.specs is specs:
+        if known is not None and known.specs is specs and known.is_current:
             return known
         manifest = offer.manifest if known is None else known.layout.manifest
         if manifest is None:

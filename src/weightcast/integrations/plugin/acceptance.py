@@ -25,6 +25,7 @@ from weightcast.errors import UnsupportedError, listed
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import Manifest, TensorSpec
 from weightcast.integrations.plugin.dry_run import DryRunOutcome
+from weightcast.serving.install_map import InstallMap
 from weightcast.serving.load_plan import dtype_remedies, misfit_error
 
 
@@ -32,12 +33,15 @@ from weightcast.serving.load_plan import dtype_remedies, misfit_error
 class AcceptedOffer:
     """An offer that fits. `names`: what the loader is to be given. `tied`: name to name of equal values.
 
-    `calls`: how often a whole install calls the loaders of each module that is not loaded in place.
+    `calls`: how often a whole install calls the loaders of each module that is not loaded in place. `install_map`: what
+    the loader was seen to do. `modules`: those of whose parameters and buffers it sets any.
     """
 
     names: frozenset[str]
     tied: Mapping[str, str]
     calls: Mapping[str, int]
+    install_map: InstallMap
+    modules: frozenset[str]
 
 
 Trial: TypeAlias = Callable[[Sequence[TensorSpec]], DryRunOutcome]
@@ -67,7 +71,7 @@ class ByReference:
             self._held[spec.name] = _Held(spec, known, is_required=num_used > 0)
         for name, owner in self._tied.items():
             self._held[name] = dataclasses.replace(self._held[owner], is_required=False)
-        self._calls = outcome.calls
+        self._recorded = _recorded(model, outcome, self._tied)
 
     def accept(self, manifest: Manifest) -> AcceptedOffer:
         problems = []
@@ -86,7 +90,7 @@ class ByReference:
         problems += [f"missing tensor {_shown(spec)}" for spec in missing]
         if problems:
             raise misfit_error(problems, dtype_remedies(misfits, {held.spec.dtype for held in self._held.values()}))
-        return AcceptedOffer(frozenset(offered - self._tied.keys()), self._tied, self._calls)
+        return AcceptedOffer(frozenset(offered - self._tied.keys()), self._tied, *self._recorded)
 
 
 class ByDryRun:
@@ -123,12 +127,13 @@ class ByDryRun:
                 if len(names) > 1:
                     problems.append(f"{' and '.join(map(repr, sorted(names)))} are both loaded into {target.name}")
             if target.is_parameter and target.num_unset and target.name not in twins:
-                whole = math.prod(target.shape)
+                whole = math.prod(target.form.shape)
                 problems.append(f"missing tensors: {target.num_unset} of {whole} elements of {target.name} are not set")
         if problems:
             live = {DTYPE_NAMES[dtype] for _, dtypes in outcome.used.values() for dtype in dtypes}
             raise misfit_error(problems, dtype_remedies(misfits, live))
-        return AcceptedOffer(frozenset(offered.keys() - tied.keys()), tied, outcome.calls)
+        recorded = _recorded(self._model, outcome, tied)
+        return AcceptedOffer(frozenset(offered.keys() - tied.keys()), tied, *recorded)
 
 
 Acceptance: TypeAlias = ByReference | ByDryRun
@@ -140,6 +145,16 @@ def acceptance(model: nn.Module, trial: Trial, reference: Sequence[TensorSpec] |
     if reference is None:
         return ByDryRun(model, trial, is_alone=is_alone)
     return ByReference(model, trial, reference)
+
+
+def _recorded(
+    model: nn.Module, outcome: DryRunOutcome, tied: Mapping[str, str]
+) -> tuple[Mapping[str, int], InstallMap, frozenset[str]]:
+    """What an accepted offer has of a dry run."""
+    targets = {copy.target: outcome.targets[copy.target].form for copy in outcome.copies}
+    install_map = InstallMap(model, outcome.copies, targets, outcome.opaque, shared=set(tied.values()))
+    written = (target.name for target in outcome.targets.values() if target.loaded or target.padded)
+    return outcome.calls, install_map, frozenset(name.rpartition(".")[0] for name in written)
 
 
 def _tied(model: nn.Module, names: Collection[str]) -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""Runs a model's own loader on tensors without memory, to learn what each name of a checkpoint would set.
+"""Runs a model's own loader on tensors without memory, to learn what each name of a checkpoint would set, and how.
+
+What is a plain copy is recorded, block by block, for `serving.install_map`; anything else that a name is used for makes
+the name opaque.
 
 Invariants: nothing that is live is written (a tensor without memory can't be copied into one that has some); whatever
 happens, every module has its own tensors again afterwards. The model can't be used meanwhile.
@@ -10,7 +13,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -19,15 +22,13 @@ from torch.utils._pytree import tree_leaves
 
 from weightcast.format.bucket import TORCH_DTYPES
 from weightcast.format.manifest import TensorSpec
+from weightcast.serving.install_map import RecordedCopy, StridedBlock, TargetForm
 
 MAX_FAULTS = 64
 """After so many tensors at which the loader failed the rest is not tried: each costs another run."""
 
 Form: TypeAlias = Callable[[nn.Module], tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
 """A layer's parameters and buffers in the form that its loader fills; those without memory are followed."""
-
-Block: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""A part of a tensor: where it begins in its storage, its sizes, its strides."""
 
 
 @dataclasses.dataclass
@@ -38,30 +39,32 @@ class DryRunTarget:
     """
 
     name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    form: TargetForm
     is_parameter: bool
-    loaded: dict[Block, set[str]] = dataclasses.field(default_factory=dict)
-    padded: set[Block] = dataclasses.field(default_factory=set)
+    loaded: dict[StridedBlock, set[str]] = dataclasses.field(default_factory=dict)
+    padded: set[StridedBlock] = dataclasses.field(default_factory=set)
 
     @property
     def num_unset(self) -> int:
         """Elements that would keep whatever a new parameter holds."""
-        set_sizes = (math.prod(sizes) for _, sizes, _ in self.padded | self.loaded.keys())
-        return max(0, math.prod(self.shape) - sum(set_sizes))
+        set_sizes = (math.prod(block.sizes) for block in self.padded | self.loaded.keys())
+        return max(0, math.prod(self.form.shape) - sum(set_sizes))
 
 
 @dataclasses.dataclass
 class DryRunOutcome:
     """What the loader did: `faults` by name (the empty one: at the end), the `targets` by the model's names for them.
 
-    `used`: how many elements of each name were copied into targets, and of which dtypes these are. `calls`: how often
-    the loaders of a module were called, by the module's name, where an engine counts that.
+    `used`: how many elements of each name were copied into targets, and of which dtypes these are. `copies`: those
+    copies, in their order; `opaque`: the names that the loader does more with than to copy them, and what. `calls`: how
+    often the loaders of a module were called, by the module's name, where an engine counts that.
     """
 
     faults: dict[str, str]
     targets: dict[str, DryRunTarget]
     used: dict[str, tuple[int, set[torch.dtype]]]
+    copies: list[RecordedCopy]
+    opaque: dict[str, str]
     calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -82,7 +85,8 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
         if fault:
             faults[probe.current] = fault
         if not fault or not probe.current or len(faults) == MAX_FAULTS:
-            return DryRunOutcome(faults, {target.name: target for target in targets.values()}, probe.used)
+            by_name = {target.name: target for target in targets.values()}
+            return DryRunOutcome(faults, by_name, probe.used, probe.copies, probe.opaque_names())
 
 
 @contextlib.contextmanager
@@ -99,9 +103,8 @@ def _without_memory(model: nn.Module, form: Form) -> Iterator[dict[int, DryRunTa
             for name, tensor in [*parameters.items(), *buffers.items()]:
                 if tensor.is_meta:
                     full = f"{prefix}.{name}" if prefix else name
-                    targets[_address(tensor)] = DryRunTarget(
-                        full, tuple(tensor.shape), tensor.dtype, name in parameters
-                    )
+                    held = TargetForm(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+                    targets[_address(tensor)] = DryRunTarget(full, held, name in parameters)
         yield targets
     finally:
         for layer, attributes in saved:
@@ -114,6 +117,16 @@ def present(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tenso
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
+class _Whole(NamedTuple):
+    """A tensor that holds the elements of a source's block, all of them and nothing else, in its own order of dims."""
+
+    name: str
+    block: StridedBlock
+    sizes: torch.Size
+    strides: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
 class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows sources by their storage, through views, casts and whatever is computed from them, into targets."""
 
@@ -122,7 +135,13 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.targets = targets
         self.current = ""
         self.used: dict[str, tuple[int, set[torch.dtype]]] = {}
+        self.copies: list[RecordedCopy] = []
+        self._opaque: dict[str, str] = {}
+        self._read: dict[str, str] = {}
+        """Targets that something is computed from, and by which operation."""
         self._origins: dict[int, set[str]] = {}
+        self._sources: dict[int, str] = {}
+        self._wholes: dict[int, _Whole] = {}
         # A storage that is freed leaves its address to the next.
         self._alive: list[torch.UntypedStorage] = []
 
@@ -132,41 +151,86 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.used[spec.name] = (0, set())
             tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
             self._note(tensor, {spec.name})
+            self._sources[_address(tensor)] = spec.name
             yield spec.name, tensor
         self.current = ""
+
+    def opaque_names(self) -> dict[str, str]:
+        """The names that are not only copied, each with what else is done with it."""
+        found = dict(self._opaque)
+        for copy in self.copies:
+            if copy.target in self._read:
+                found.setdefault(copy.name, f"other tensors are made from {copy.target} ({self._read[copy.target]})")
+        return found
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
-            self._written(args[0], self._origins.get(_address(args[1]), set()))
+            self._written(args[0], args[1])
         elif func in _FILLS:
-            self._written(args[0], set())
-        else:
-            self._inherit([*args, *(kwargs or {}).values()], out)
+            self._written(args[0], None)
+        elif func not in _VIEWS:
+            self._inherit(func, [*args, *(kwargs or {}).values()], out)
         return out
 
-    def _written(self, part: torch.Tensor, names: set[str]) -> None:
+    def _written(self, part: torch.Tensor, source: torch.Tensor | None) -> None:
+        names = set() if source is None else self._origins.get(_address(source), set())
         target = self.targets.get(_address(part))
-        block = int(part.storage_offset()), tuple(part.shape), tuple(part.stride())
         if target is None:
             self._note(part, names)
-        elif names:
-            target.loaded.setdefault(block, set()).update(names)
-            for name in names:
-                num_elements, dtypes = self.used[name]
-                self.used[name] = num_elements + part.numel(), dtypes | {target.dtype}
-        else:
+            self._opaque |= dict.fromkeys(names - self._opaque.keys(), "it is copied to a tensor that is no parameter")
+            return
+        if not part.numel():
+            return
+        block = StridedBlock(int(part.storage_offset()), tuple(part.shape), part.stride())
+        if not names or source is None:
+            if source is not None and (read := self.targets.get(_address(source))) is not None:
+                self._read.setdefault(read.name, f"a copy to {target.name}")
             target.padded.add(block)
+            return
+        target.loaded.setdefault(block, set()).update(names)
+        for name in names:
+            num_elements, dtypes = self.used[name]
+            self.used[name] = num_elements + part.numel(), dtypes | {target.form.dtype}
+        whole = self._whole(source.expand(part.shape))
+        if whole is None or not {*whole.dtypes} <= {target.form.dtype}:
+            self._opaque |= dict.fromkeys(names - self._opaque.keys(), f"{target.name} is computed from it")
+        else:
+            self.copies.append(RecordedCopy(whole.name, whole.block, target.name, block))
 
-    def _inherit(self, args: list[Any], out: Any) -> None:
-        names: set[str] = set()
-        for tensor in filter(torch.is_tensor, tree_leaves(args)):
-            names |= self._origins.get(_address(tensor), set())
-        for tensor in filter(torch.is_tensor, tree_leaves(out)):
-            if names and _address(tensor) not in self.targets:
+    def _whole(self, tensor: torch.Tensor) -> _Whole | None:
+        """Which block of which source a tensor's elements are, if they are one; `dtypes` it was cast to."""
+        name = self._sources.get(_address(tensor))
+        block = StridedBlock(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+        if name is not None:
+            return _Whole(name, block, tensor.shape, tensor.stride(), ())
+        found = self._wholes.get(_address(tensor))
+        is_same = found is not None and (found.sizes, found.strides) == (tensor.shape, tensor.stride())
+        return found if is_same and not block.offset else None
+
+    def _inherit(self, func: Any, args: list[Any], out: Any) -> None:
+        taken = list(filter(torch.is_tensor, tree_leaves(args)))
+        made = [tensor for tensor in filter(torch.is_tensor, tree_leaves(out)) if _address(tensor) not in self.targets]
+        addresses = {_address(tensor) for tensor in taken}
+        names = set[str]().union(*(self._origins.get(address, ()) for address in addresses))
+        if all(_address(tensor) in addresses for tensor in made) and not func._schema.is_mutable:
+            return  # views
+        for address in addresses & self.targets.keys():
+            if func not in _FORMS:
+                self._read.setdefault(self.targets[address].name, str(func))
+        whole = self._whole(taken[0]) if func in _COPIES and taken else None
+        for tensor in made:
+            if names:
                 self._note(tensor, names)
+        if whole is not None:
+            dtypes = whole.dtypes if made[0].dtype == taken[0].dtype else (*whole.dtypes, made[0].dtype)
+            self._wholes[_address(made[0])] = whole._replace(
+                sizes=made[0].shape, strides=made[0].stride(), dtypes=dtypes
+            )
+        elif func not in _FORMS:
+            self._opaque |= dict.fromkeys(names - self._opaque.keys(), f"other tensors are made from it ({func})")
 
     def _note(self, tensor: torch.Tensor, names: set[str]) -> None:
         self._alive.append(tensor.untyped_storage())
@@ -174,7 +238,18 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         origins |= names
 
 
-_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
+_aten = torch.ops.aten
+_FILLS = frozenset({_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default})
+_COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
+_FORMS = frozenset(
+    {_aten.empty_like.default, _aten.new_empty.default, _aten.new_zeros.default, _aten.zeros_like.default}
+)
+"""What takes a tensor's shape and dtype, and none of its values."""
+_VIEWS = frozenset(
+    {_aten.detach.default, _aten.slice.Tensor, _aten.select.int, _aten.view.default, _aten.t.default}
+    | {_aten.transpose.int, _aten.unsqueeze.default, _aten.alias.default, _aten.empty.memory_format}
+)
+"""The commonest views, and what makes new tensors: nothing is to be noted of them."""
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ from weightcast.errors import IncompleteUpdateError, InstallError, UnsupportedEr
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import copy as host_copy
 from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer
+from weightcast.serving.install_map import InstallMap
 
 Agree: TypeAlias = Callable[[BaseException | None], None]
 """Called once per step on every rank with its own error or None; raises on every rank if any had one."""
@@ -34,29 +36,30 @@ def alone(error: BaseException | None) -> None:
 
 
 class LoaderEngine(abc.ABC):
-    """An `Engine` that is `Validating`, `Undoable` and `OnDevice`. Its weights can't be read, being fused and sliced.
+    """An `Engine` that is `Validating`, `Undoable`, `Mapped` and `OnDevice`.
 
-    `acceptance`: None where `unsupported` names features that keep this engine from being updated. Calls come from one
-    thread at a time, between two steps of generation.
+    `make_acceptance` tries the model's loader; it is not called where `unsupported` names features that keep this
+    engine from being updated. Calls come from one thread at a time, between two steps of generation.
     """
 
     device: torch.device
 
     def __init__(
-        self, model: nn.Module, acceptance: Acceptance | None, unsupported: Sequence[str], agree: Agree
+        self, model: nn.Module, make_acceptance: Callable[[], Acceptance], unsupported: Sequence[str], agree: Agree
     ) -> None:
         self._model = model
-        self._acceptance = acceptance
+        self._make_acceptance = make_acceptance
+        self._acceptance = None if unsupported else make_acceptance()
         self._unsupported = unsupported
         self._agree = agree
         self._offer: tuple[str, AcceptedOffer] | None = None
         self._missing: list[str] | None = None
 
     @abc.abstractmethod
-    def _install(self, tensors: Tensors, calls: Mapping[str, int]) -> list[str]:
-        """Load all tensors; returns when the device is done. Which layers were not filled, in words.
+    def _install(self, tensors: Tensors | None, calls: Mapping[str, int], copy: Callable[[], None]) -> list[str]:
+        """Load the tensors, if there are any, and `copy` the others; returns when the device is done.
 
-        `calls`: as in `AcceptedOffer`.
+        Which layers were not filled, in words. `calls`: as in `AcceptedOffer`, of layers that the loader fills.
         """
 
     def _end_load(self) -> None:  # noqa: B027  (nothing to do where no load can be left half-way)
@@ -77,22 +80,37 @@ class LoaderEngine(abc.ABC):
         if self._acceptance is None:
             raise UnsupportedError(f"weightcast can't update an engine with {', '.join(self._unsupported)}")
         digest = manifest.digest()
+        if self._offer is not None and self._offer[1].install_map.is_stale:
+            # Layers or parameters were exchanged since the loader was tried.
+            self._offer, self._acceptance = None, self._make_acceptance()
         if self._offer is None or self._offer[0] != digest:
             self._offer = digest, self._acceptance.accept(manifest)
+
+    @property
+    def install_map(self) -> InstallMap | None:
+        return None if self._offer is None else self._offer[1].install_map
 
     def load(self, tensors: Tensors) -> None:
         """Install all tensors of the offer that was accepted last, in one call; returns when the device is done.
 
         Raises what the model's loader raises, or InstallError; the weights are then of no version, but the model whole.
         """
+        self.load_mapped(tensors, (), lambda: None)
+
+    def load_mapped(self, tensors: Tensors, mapped: Collection[str], copy: Callable[[], None]) -> None:
+        """`load`, where the tensors named in `mapped` are installed by calling `copy`."""
         with self._agreed():
             if self._offer is None:
                 raise InstallError("nothing was validated: an offer comes before an install")
             accepted = self._offer[1]
             due = set(accepted.names)
             self._missing = ["every tensor"]
-            short = self._install(_handed(tensors, accepted, due), accepted.calls)
-            self._missing = [*sorted(due), *short]
+            handed = _handed(tensors, accepted, due, set(mapped))
+            first = next(handed, None)
+            copied = accepted.install_map.modules(mapped)
+            calls = {module: number for module, number in accepted.calls.items() if module not in copied}
+            short = self._install(None if first is None else itertools.chain([first], handed), calls, copy)
+            self._missing = [*sorted(due.difference(mapped)), *short]
 
     def commit(self, version: WeightVersion) -> None:
         """Raises IncompleteUpdateError, naming the tensors that did not come and the layers that were not filled."""
@@ -113,13 +131,13 @@ class LoaderEngine(abc.ABC):
     def snapshot(self) -> Callable[[], None]:
         """Copy this rank's weights to host memory; what it returns puts them back, wherever a `load` has failed.
 
-        Costs host memory of the size of this rank's parameters and buffers, and the time to copy them, per install.
+        Costs host memory of the size of what an install overwrites on this rank, and the time to copy it, per install.
         What an engine keeps beside these, packed for its kernels, is not copied: the old packed weights live on beside
         the new ones until the copy is dropped. Storage addresses are kept, so that captured graphs stay valid.
         """
         with self._agreed():
             self._end_load()
-            restore = undo_copy(self._model)
+            restore = undo_copy(self._model, None if self._offer is None else self._written(self._offer[1]))
 
         def put_back() -> None:
             with self._agreed():
@@ -128,6 +146,10 @@ class LoaderEngine(abc.ABC):
                 self.discard()
 
         return put_back
+
+    def _written(self, accepted: AcceptedOffer) -> Collection[str]:
+        """The modules that an install writes to."""
+        return accepted.modules
 
     @contextlib.contextmanager
     def _agreed(self) -> Iterator[None]:
@@ -140,8 +162,10 @@ class LoaderEngine(abc.ABC):
         self._agree(None)
 
 
-def _handed(tensors: Tensors, accepted: AcceptedOffer, due: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the loader is to be given; takes it out of `due`. Tied names must come with equal values."""
+def _handed(
+    tensors: Tensors, accepted: AcceptedOffer, due: set[str], mapped: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the loader is to be given: not what is `mapped`. It leaves `due`; tied names have equal values."""
     owners = set(accepted.tied.values())
     shared: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
@@ -151,7 +175,7 @@ def _handed(tensors: Tensors, accepted: AcceptedOffer, due: set[str]) -> Iterato
             raise InstallError(
                 f"{name!r} is tied to other weights in this engine, but came with values of its own", torn=True
             )
-        if name in due:
+        if name in due and name not in mapped:
             due.remove(name)
             yield name, tensor
 
@@ -160,15 +184,23 @@ _OWN_CONTAINERS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_m
 """Of a module's attributes, these are copied; of others the reference is kept."""
 
 
-def undo_copy(model: nn.Module) -> Callable[[], None]:
-    """Copy now; the result puts everything back, also in the middle of a load. It may be called more than once."""
+def undo_copy(model: nn.Module, written: Collection[str] | None = None) -> Callable[[], None]:
+    """Copy now; the result puts everything back, also in the middle of a load. It may be called more than once.
+
+    `written`: the modules whose parameters and buffers may get other values; None for all.
+    """
     saved: list[tuple[Any, dict[str, Any]]] = []
     for layer in model.modules():
         # A module may delegate the packing of its weights.
         for subject in (layer, vars(layer).get("quant_method"), vars(layer).get("impl")):
             if isinstance(getattr(subject, "__dict__", None), dict):  # a class's is read-only
                 saved.append((subject, _copied(vars(subject))))
-    live = [*model.parameters(), *model.buffers()]
+    unique: dict[int, torch.Tensor] = {}
+    for name, layer in model.named_modules():
+        if written is None or name in written:
+            for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
+                unique[id(tensor)] = tensor
+    live = list(unique.values())
     values = [tensor.data for tensor in live]
     with torch.inference_mode():
         copies = [value.to("cpu", copy=True) for value in values]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from weightcast.errors import InstallError
-from weightcast.integrations.plugin.acceptance import acceptance
+from weightcast.integrations.plugin.acceptance import Acceptance, acceptance
 from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.plugin.dry_run import dry_run, present
 from weightcast.integrations.plugin.model import Agree, LoaderEngine, Tensors, alone
@@ -42,19 +42,22 @@ class SglangModel(LoaderEngine):
         self._session: Any = runner.weight_updater
         self._flush = flush
         self.device = next(model.parameters()).device
-        if not unsupported:
-            trial = functools.partial(dry_run, model, _without_memory)
+
+        def make_acceptance() -> Acceptance:
             config = runner.model_config
             known = reference(config.model_path, revision=config.revision, cache_dir=runner.server_args.download_dir)
-        accepts = None if unsupported else acceptance(model, trial, known, is_alone=is_alone)
-        super().__init__(model, accepts, unsupported, agree)
+            return acceptance(model, functools.partial(dry_run, model, _without_memory), known, is_alone=is_alone)
 
-    def _install(self, tensors: Tensors, calls: Mapping[str, int]) -> list[str]:
+        super().__init__(model, make_acceptance, unsupported, agree)
+
+    def _install(self, tensors: Tensors | None, calls: Mapping[str, int], copy: Callable[[], None]) -> list[str]:
         loader: Any = self._model
         with torch.no_grad():
             self._session.begin_weight_update()
             try:
-                loader.load_weights(tensors)
+                if tensors is not None:
+                    loader.load_weights(tensors)
+                copy()
             finally:
                 self._session.end_weight_update(run_post_load=False)
         if self.device.type == "cuda":

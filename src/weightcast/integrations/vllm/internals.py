@@ -44,8 +44,15 @@ class Internals:
     with_layer: Annotated[Callable[[Tensor, nn.Module], Tensor], f"{_RELOAD}.sanitize:restore_layer_refs"]
     layer_info_type: Annotated[type, f"{_RELOAD}.types:LayerReloadingInfo"]
     experts_method: Annotated[type, f"{_LAYERS}.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"]
+    linear_method: Annotated[type, f"{_LAYERS}.linear:UnquantizedLinearMethod"]
+    embedding_method: Annotated[type, f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod"]
     is_attention: Annotated[Callable[[nn.Module], bool], f"{_LAYERS}.attention:is_deferred_attention_layer"]
     quant_method: Annotated[type, f"{_LAYERS}.quantization.base_config:QuantizeMethodBase"]
+
+    @property
+    def plain_methods(self) -> tuple[type, ...]:
+        """Those that leave weights as they are, but on a CPU."""
+        return self.linear_method, self.embedding_method
 
 
 @functools.cache

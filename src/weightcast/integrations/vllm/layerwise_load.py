@@ -50,6 +50,12 @@ class Reload:
                 self._tied.append(layer)
             seen |= own
 
+    @property
+    def processed(self) -> set[str]:
+        """The layers of which a load computes more than what its tensors set."""
+        layers = {*self._attention, *self._tied}
+        return {name for name, layer in self._model.named_modules() if layer in layers}
+
     def require_work_rounds(self) -> None:
         """Raises UnsupportedError if a layer that a work-round is for lacks what the work-round needs."""
         experts: list[Any] = [layer for layer in self._packed.values() if _is_cpu_experts(layer)]
@@ -62,8 +68,12 @@ class Reload:
                 f"it has no {', '.join(sorted(lacking))}"
             )
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], calls: Mapping[str, int]) -> list[str]:
-        """Load `tensors`, whole; returns, in words, which layers were called for less often than `calls` says.
+    def load(
+        self, tensors: Iterable[tuple[str, torch.Tensor]] | None, calls: Mapping[str, int], copy: Callable[[], None]
+    ) -> list[str]:
+        """Load `tensors`, if there are any, and `copy` the others in place.
+
+        Returns, in words, which layers were called for less often than `calls` says.
 
         Raises what the model's loader raises. The weights are then of no version, but another load can heal them.
         """
@@ -77,7 +87,9 @@ class Reload:
                 gc.disable()
                 stack.callback(gc.enable)
             fillings = [Filling(name, self._packed[name], number) for name, number in calls.items()]
-            self._model.load_weights(tensors)
+            if tensors is not None:
+                self._model.load_weights(tensors)
+            copy()
             missing = [str(filling) for filling in fillings if not filling.is_whole]
             if missing:
                 self.abort()
@@ -173,6 +185,22 @@ def is_packed(layer: nn.Module) -> bool:
     """Whether vLLM may keep its weights in another form than a checkpoint's. Others can be loaded in place."""
     vllm = internals.require()
     return isinstance(getattr(layer, "quant_method", None), vllm.quant_method) and not vllm.is_attention(layer)
+
+
+def has_plain_weights(layer: nn.Module) -> bool:
+    """Whether all that vLLM computes with are its parameters and buffers, as a checkpoint has them.
+
+    Of layers that it may pack: where its method for unquantised weights leaves them as they are. On a CPU it notes by
+    which function they are used, one that holds packed weights of its own or one that holds nothing.
+    """
+    if not is_packed(layer):
+        return True
+    if type(layer.quant_method) not in internals.require().plain_methods:
+        return False
+    live: Any = layer
+    if not all(parameter.is_cpu for parameter in layer.parameters(recurse=False)):
+        return not hasattr(layer, "cpu_linear")
+    return "cpu_linear" in vars(layer) and getattr(live.cpu_linear, "__closure__", None) is None
 
 
 def _is_cpu_experts(layer: nn.Module) -> bool:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,17 @@ from torch import nn
 from weightcast.format.manifest import TensorSpec
 from weightcast.integrations.plugin import checkpoint_header
 from weightcast.integrations.plugin import dry_run as loader_dry_run
-from weightcast.integrations.plugin.acceptance import acceptance
+from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer, acceptance
 from weightcast.integrations.plugin.dry_run import DryRunOutcome, present
 from weightcast.integrations.plugin.model import Agree, LoaderEngine, Tensors, alone
 from weightcast.integrations.vllm import internals
-from weightcast.integrations.vllm.layerwise_load import Reload, in_checkpoint_form, is_packed, without_memory
+from weightcast.integrations.vllm.layerwise_load import (
+    Reload,
+    has_plain_weights,
+    in_checkpoint_form,
+    is_packed,
+    without_memory,
+)
 
 
 class VllmModel(LoaderEngine):
@@ -35,23 +41,27 @@ class VllmModel(LoaderEngine):
         internals.require()
         self.device = device
         self._reload = Reload(model, vllm_config)
-        unsupported, accepts = internals.unsupported(vllm_config), None
-        if not unsupported:
+
+        def make_acceptance() -> Acceptance:
             self._reload.require_work_rounds()
             started, load, parallel = vllm_config.model_config, vllm_config.load_config, vllm_config.parallel_config
-            accepts = acceptance(
+            return acceptance(
                 model,
                 functools.partial(dry_run, model, vllm_config),
                 checkpoint_header.reference(started.model, revision=started.revision, cache_dir=load.download_dir),
                 is_alone=parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1,
             )
-        super().__init__(model, accepts, unsupported, agree)
 
-    def _install(self, tensors: Tensors, calls: Mapping[str, int]) -> list[str]:
-        missing = self._reload.load(tensors, calls)
+        super().__init__(model, make_acceptance, internals.unsupported(vllm_config), agree)
+
+    def _install(self, tensors: Tensors | None, calls: Mapping[str, int], copy: Callable[[], None]) -> list[str]:
+        missing = self._reload.load(tensors, calls, copy)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return missing
+
+    def _written(self, accepted: AcceptedOffer) -> Collection[str]:
+        return accepted.modules | self._reload.processed
 
     def _end_load(self) -> None:
         self._reload.abort()
@@ -70,6 +80,12 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
 
     with internals.require().current_config(vllm_config):
         outcome = loader_dry_run.dry_run(model, form, specs)
+    # vLLM packs these, so that a copy to their parameters is not all.
+    opaque = dict(outcome.opaque)
+    for copy in outcome.copies:
+        layer = copy.target.rpartition(".")[0]
+        if copy.name not in opaque and not has_plain_weights(model.get_submodule(layer)):
+            opaque[copy.name] = f"vLLM keeps {layer} in another form than a checkpoint's"
     # What is set in layers that must be filled by their loaders, but by other means.
     passed_by = []
     for target in outcome.targets.values():
@@ -77,7 +93,7 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
         if target.loaded and not calls[layer] and is_packed(model.get_submodule(layer)):
             passed_by.append(target.name)
     faults = {"": f"without a call of their loaders it sets {', '.join(passed_by)}"} if passed_by else {}
-    return dataclasses.replace(outcome, calls=calls, faults=outcome.faults | faults)
+    return dataclasses.replace(outcome, calls=calls, faults=outcome.faults | faults, opaque=opaque)
 
 
 def _checkpoint_form(

@@ -1,0 +1,291 @@
+"""An engine's own loader as recorded copies: which block of a checkpoint's tensor it puts where in a live parameter.
+
+With a map an install is a few batched copies, without the loader. A map is used tensor by tensor, and only for those
+that are proven in this process: an install through the loader has come first, and the live blocks were compared with
+what had come, bit by bit.
+
+Invariants: blocks of one parameter do not overlap; a module is filled by the map or by the loader, never by both; what
+the recording could not follow stays with the loader, with a reason (`opaque`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from weightcast.errors import InstallError, ManifestError, malformed
+from weightcast.format.geometry import Region, check_disjoint, is_inside, row_major, runs_as_blocks
+from weightcast.format.tensor_digest import tensor_digest
+from weightcast.host.copy import copy_all
+
+logger = logging.getLogger(__name__)
+
+
+class StridedBlock(NamedTuple):
+    """Elements of a storage, or of a contiguous tensor: where the first one lies, sizes and strides, in elements."""
+
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of a tensor's storage that begins `offset` elements behind the tensor's first."""
+        if self.sizes == tensor.shape and not self.offset and self.strides == tensor.stride():
+            return tensor
+        return tensor.as_strided(self.sizes, self.strides, int(tensor.storage_offset()) + self.offset)
+
+    def region(self, shape: Sequence[int], strides: Sequence[int]) -> tuple[Region, tuple[int, ...]] | None:
+        """The same elements as a region of a tensor of that shape and strides, and the block's dims in its order.
+
+        None where they are no region of it.
+        """
+        dims: dict[int, int] = {}
+        for dim, (size, stride) in enumerate(zip(self.sizes, self.strides, strict=True)):
+            if size != 1:
+                found = next(
+                    (d for d, s in enumerate(strides) if s == stride and shape[d] != 1 and d not in dims), None
+                )
+                if found is None:
+                    return None
+                dims[found] = dim
+        offsets, rest = [0] * len(shape), self.offset
+        for d in sorted((d for d, size in enumerate(shape) if size != 1), key=lambda d: -strides[d]):
+            offsets[d], rest = divmod(rest, strides[d])
+        region = Region(tuple(offsets), tuple(self.sizes[dims[d]] if d in dims else 1 for d in range(len(shape))))
+        if rest or not is_inside(region, shape):
+            return None
+        ones = (dim for dim in range(len(self.sizes)) if dim not in dims.values())
+        return region, (*(dims[d] for d in sorted(dims)), *ones)
+
+
+class RecordedCopy(NamedTuple):
+    """A copy that the loader makes: `source` of the checkpoint's tensor `name` to `block` of the model's `target`."""
+
+    name: str
+    source: StridedBlock
+    target: str
+    block: StridedBlock
+
+
+class TargetForm(NamedTuple):
+    """What a recording knows of a parameter or buffer: a live one of other values is another tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class ProvenRegion(NamedTuple):
+    """A region of a tensor as an engine rank holds it: the digest over (position, value) of its live elements."""
+
+    region: Region
+    digest: str
+
+
+@runtime_checkable
+class Mapped(Protocol):
+    """An engine whose loader was recorded.
+
+    `install_map`: of the offer that was validated last, or None. `load_mapped` is `Engine.load` where tensors named in
+    `mapped` are copied by calling `copy`, once; it may get some of them as well, and does not load these.
+    """
+
+    @property
+    def install_map(self) -> InstallMap | None: ...
+
+    def load_mapped(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], mapped: Collection[str], copy: Callable[[], None]
+    ) -> None: ...
+
+
+class InstallMap:
+    """The recorded copies of one model's loader. Calls come from one thread at a time."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        copies: Sequence[RecordedCopy],
+        targets: Mapping[str, TargetForm],
+        opaque: Mapping[str, str],
+        *,
+        shared: Collection[str] = (),
+    ) -> None:
+        """`targets`: of every copy, by the model's name. `opaque`: names that stay with the loader, with the reason.
+
+        `shared`: names whose tensors the engine wants to see in any case.
+        """
+        self._model = model
+        self._targets = targets
+        self._opaque = dict(opaque)
+        self.shared = frozenset(shared)
+        self._copies: dict[str, list[RecordedCopy]] = {}
+        for copy in copies:
+            self._copies.setdefault(copy.name, []).append(copy)
+        for name, reason in _entangled(copies, targets).items():
+            self._opaque.setdefault(name, reason)
+        self._proven = set[str]()
+        self._is_stale = False
+        self._live: dict[str, torch.Tensor] = {}
+        self._blocks: dict[str, list[torch.Tensor]] = {}
+        self._exclude_entangled_modules()
+
+    @property
+    def opaque(self) -> Mapping[str, str]:
+        """The names that stay with the loader, each with the reason."""
+        return self._opaque
+
+    @property
+    def proven(self) -> Collection[str]:
+        """The names that an install by this map may copy."""
+        return self._proven
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether `bind` has found another model than the one that was recorded."""
+        return self._is_stale
+
+    def has(self, name: str) -> bool:
+        """Whether copies of this tensor were recorded, and it does not stay with the loader."""
+        return name in self._copies and name not in self._opaque
+
+    def modules(self, names: Collection[str]) -> set[str]:
+        """The modules that the copies of these tensors fill."""
+        return {_module(copy.target) for name in names for copy in self._copies[name]}
+
+    def cut(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The blocks of a contiguous tensor that this rank takes, as views, in the order of `blocks`."""
+        return [copy.source.of(tensor) for copy in self._copies[name]]
+
+    def blocks(self, name: str) -> list[torch.Tensor]:
+        """Where they belong: views of the live parameters as `bind` has found them."""
+        found = self._blocks.get(name)
+        if found is None:
+            found = self._blocks[name] = [copy.block.of(self._live[copy.target]) for copy in self._copies[name]]
+        return found
+
+    def bind(self) -> bool:
+        """Look up every live tensor. False if one is gone or of another form: the model has to be recorded again."""
+        modules = dict(self._model.named_modules())
+        live: dict[str, torch.Tensor] = {}
+        for name, target in self._mapped_targets.items():
+            path, _, leaf = name.rpartition(".")
+            module = modules.get(path)
+            tensor = None if module is None else module._parameters.get(leaf, module._buffers.get(leaf))
+            if tensor is None or (tuple(tensor.shape), tensor.stride(), tensor.dtype) != target:
+                logger.warning("%s is not as it was when the model's loader was tried: it is to be tried again", name)
+                self._is_stale = True
+                return False
+            live[name] = tensor.data
+        # By address, since an engine may have put other memory behind the same parameter.
+        if live.keys() != self._live.keys() or any(
+            tensor.data_ptr() != self._live[name].data_ptr() for name, tensor in live.items()
+        ):
+            self._live, self._blocks = live, {}
+        return True
+
+    def copy(self, names: Iterable[str], sources: Sequence[torch.Tensor]) -> None:
+        """Copy what `cut` gave of these proven tensors into place. Raises InstallError where the model has changed."""
+        if not self.bind():
+            raise InstallError("the model's parameters have changed their form during the install: publish again")
+        targets = [block for name in names for block in self.blocks(name)]
+        with torch.inference_mode():
+            copy_all(targets, sources)
+
+    def prove(self, tensors: Iterable[tuple[str, Sequence[torch.Tensor]]]) -> None:
+        """After an install through the loader: compare what `cut` gives of these tensors with the live blocks.
+
+        Those that are equal, bit by bit, are proven; any other stays with the loader, and is named in a warning.
+        """
+        if not self.bind():
+            return
+        with torch.inference_mode():
+            for name, sources in tensors:
+                if all(map(_same_bits, self.blocks(name), sources)):
+                    self._proven.add(name)
+                else:
+                    self._opaque[name] = "the loader makes other values of it than a copy does"
+                    logger.warning(
+                        "%r can't be installed by copies, and stays with the loader: %s", name, self._opaque[name]
+                    )
+        self._exclude_entangled_modules()
+
+    def parts(self, name: str, shape: Sequence[int]) -> list[ProvenRegion]:
+        """The digest of every region of a proven tensor that this rank holds, read out of live memory.
+
+        Raises InstallError where the model has changed, ManifestError where a block is no region of the tensor.
+        """
+        if not self.bind():
+            raise InstallError("the model's parameters have changed their form: publish again")
+        found: dict[Region, str] = {}
+        for copy, live in zip(self._copies[name], self.blocks(name), strict=True):
+            region, view = _as_region(copy.source, live, shape)
+            digest = tensor_digest(view, region, shape)
+            if found.setdefault(region, digest) != digest:
+                raise InstallError(f"{name!r} is held twice at {list(region.offsets)}, with different values")
+        return [ProvenRegion(region, digest) for region, digest in found.items()]
+
+    def _exclude_entangled_modules(self) -> None:
+        """A module that is filled with anything that stays with the loader is filled by the loader alone."""
+        names: dict[str, set[str]] = {}
+        for name, copies in self._copies.items():
+            for copy in copies:
+                names.setdefault(_module(copy.target), set()).add(name)
+        pending = [name for name in self._opaque if name in self._copies]
+        while pending:
+            name = pending.pop()
+            self._proven.discard(name)
+            for module in self.modules([name]):
+                for other in names[module] - self._opaque.keys():
+                    self._opaque[other] = f"{module} is also filled from {name!r}, which stays with the loader"
+                    pending.append(other)
+        mapped = (copy for name, copies in self._copies.items() if name not in self._opaque for copy in copies)
+        self._mapped_targets = {copy.target: self._targets[copy.target] for copy in mapped}
+
+
+def _module(target: str) -> str:
+    return target.rpartition(".")[0]
+
+
+def _same_bits(live: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a copy of `source` would leave `live` as it is. NaNs are equal to themselves."""
+    made = source.to(live.device, live.dtype).contiguous()
+    return torch.equal(live.contiguous().view(torch.uint8), made.view(torch.uint8))
+
+
+def _as_region(source: StridedBlock, live: torch.Tensor, shape: Sequence[int]) -> tuple[Region, torch.Tensor]:
+    """Which region of a tensor of that shape a block is, and the live elements in its form. Raises ManifestError."""
+    found = source.region(shape, row_major(shape))
+    if found is not None:
+        region, order = found
+        return region, live.permute(order).reshape(region.sizes)
+    if source.strides == tuple(row_major(source.sizes)):
+        runs = list(runs_as_blocks(shape, source.offset, source.offset + math.prod(source.sizes)))
+        if len(runs) == 1:
+            return runs[0], live.reshape(runs[0].sizes)
+    raise malformed("shape", f"a block of sizes {list(source.sizes)} is no region of a tensor of shape {list(shape)}")
+
+
+def _entangled(copies: Iterable[RecordedCopy], targets: Mapping[str, TargetForm]) -> dict[str, str]:
+    """The names of which copies overlap in a parameter, or are no regions of it, with the reason."""
+    regions: dict[str, list[Region]] = {}
+    names: dict[str, set[str]] = {}
+    found: dict[str, str] = {}
+    for copy in copies:
+        target = targets[copy.target]
+        names.setdefault(copy.target, set()).add(copy.name)
+        region = copy.block.region(target.shape, target.strides)
+        if region is None:
+            found[copy.name] = f"the loader copies it to what is no region of {copy.target}"
+        else:
+            regions.setdefault(copy.target, []).append(region[0])
+    for name, parts in regions.items():
+        try:
+            check_disjoint(parts, name)
+        except ManifestError as exc:
+            found |= dict.fromkeys(names[name], f"the loader writes parts of {name} more than once: {exc}")
+    return found

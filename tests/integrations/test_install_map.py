@@ -1,0 +1,157 @@
+"""Installs by a recorded map: equal to the loader's, only for what was proven, and undone bit for bit."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from core.direct import fleet
+
+from integrations.loader_model import EXPERTS, HIDDEN, Model, ModelEngine, checkpoint, specs, without_memory
+from weightcast import TensorSource
+from weightcast.errors import PublishError
+from weightcast.integrations.plugin.dry_run import dry_run
+from weightcast.serving.install_map import StridedBlock
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+OPAQUE = {"mixer.A", "latent.kv"}
+"""What the loader computes from, or makes other tensors of."""
+
+
+def cold(tensors: dict[str, torch.Tensor], rank: int = 0, size: int = 1) -> dict[str, torch.Tensor]:
+    model = Model(rank, size)
+    model.load_weights(tensors.items())
+    return model.live()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("bucket_size_bytes", [512, 4096, 1 << 20])
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_rank_is_as_if_it_was_loaded(size: int, bucket_size_bytes: int) -> None:
+    models = [Model(rank, size) for rank in range(size)]
+    engines = [ModelEngine(model) for model in models]
+    tensors = checkpoint(1)
+    with fleet(TensorSource(tensors), *engines, bucket_size_bytes=bucket_size_bytes) as (publisher, _):
+        for number in range(1, 5):
+            for name, tensor in checkpoint(number).items():
+                tensors[name].copy_(tensor)
+            publisher.publish(number)
+            for rank, model in enumerate(models):
+                assert same(model.live(), cold(tensors, rank, size))
+    for model in models:
+        # Once for the proof; then only what stays with the loader.
+        assert model.num_loads == len(tensors) + 3 * len(OPAQUE)
+
+
+def test_what_is_no_copy_stays_with_the_loader_with_a_reason() -> None:
+    engine = ModelEngine(Model())
+    with fleet(TensorSource(checkpoint(1)), engine) as (publisher, _):
+        publisher.publish(1)
+    install_map = engine.install_map
+    assert install_map is not None
+    assert install_map.opaque.keys() == OPAQUE
+    assert "mixer.A is computed from it" in install_map.opaque["mixer.A"] or "exp" in install_map.opaque["mixer.A"]
+    assert "other tensors are made from latent.kv" in install_map.opaque["latent.kv"]
+    assert set(install_map.proven) == checkpoint(1).keys() - OPAQUE
+
+
+def test_a_loader_that_lies_to_the_recording_is_found_by_the_proof(caplog: pytest.LogCaptureFixture) -> None:
+    """It copies, then changes what it has copied where no recording sees it."""
+
+    class Lying(Model):
+        def load_weights(self, tensors: object) -> None:
+            super().load_weights(tensors)  # type: ignore[arg-type]
+            if not self.norm.weight.is_meta:
+                self.norm.weight.data += 1.0
+
+    model = Lying()
+    engine = ModelEngine(model)
+    with fleet(TensorSource(checkpoint(1)), engine) as (publisher, _), caplog.at_level(logging.WARNING):
+        for number in (1, 2):
+            publisher.publish(number)
+            assert torch.equal(model.norm.weight, checkpoint(1)["norm.weight"] + 1.0)
+    assert "'norm.weight' can't be installed by copies" in caplog.text
+    assert engine.install_map is not None
+    assert "norm.weight" in engine.install_map.opaque
+
+
+def test_parameters_with_other_memory_are_found() -> None:
+    """As an engine does it that wakes up: other memory behind the same parameters."""
+    model, tensors = Model(), checkpoint(1)
+    with fleet(TensorSource(tensors), ModelEngine(model)) as (publisher, _):
+        publisher.publish(1)
+        for parameter in model.parameters():
+            parameter.data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+        loads = model.num_loads
+        publisher.publish(2)
+        assert model.num_loads == loads + len(OPAQUE)
+    expected = cold(tensors)
+    assert all(torch.equal(model.live()[name], expected[name]) for name in expected if name != "embed.table")
+
+
+def test_an_exchanged_layer_is_recorded_again() -> None:
+    model, tensors = Model(), checkpoint(1)
+    with fleet(TensorSource(tensors), ModelEngine(model)) as (publisher, _):
+        publisher.publish(1)
+        model.turned.weight = torch.nn.Parameter(torch.zeros(2 * HIDDEN, HIDDEN), requires_grad=False)
+        for number, num_loads in ((2, len(tensors)), (3, len(tensors)), (4, len(OPAQUE))):
+            # By the loader; tried again, and proven; by the new map.
+            model.num_loads = 0
+            publisher.publish(number)
+            assert same(model.live(), cold(tensors))
+            assert model.num_loads in (num_loads, num_loads + len(tensors)), number
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_an_install_that_fails_at_its_end_is_undone(number: int) -> None:
+    model, tensors = Model(), checkpoint(0)
+    engine = ModelEngine(model)
+    model.load_weights(tensors.items())
+    with fleet(TensorSource(tensors), engine, undo=True) as (publisher, _):
+        for version in range(1, number):
+            publisher.publish(version)
+        before = model.live()
+        for name, tensor in checkpoint(7).items():
+            tensors[name].copy_(tensor)
+        engine.fail_in_copy = True
+        with pytest.raises(PublishError, match="told to fail"):
+            publisher.publish(number)
+        after = model.live()
+        assert all(torch.equal(after[name], before[name]) for name in before if name != "absorbed")
+        engine.fail_in_copy = False
+        publisher.publish(number + 1)
+        assert same(model.live(), cold(tensors))
+
+
+def test_a_recording_has_every_element_that_the_loader_sets() -> None:
+    model, tensors = Model(1, 2), checkpoint(3)
+    outcome = dry_run(model, without_memory, specs(tensors))
+    for copy in outcome.copies:
+        if copy.name not in outcome.opaque:
+            target = model.get_parameter(copy.target)
+            copy.block.of(target.data).copy_(copy.source.of(tensors[copy.name]))
+    expected = cold(tensors, 1, 2)
+    found = model.live()
+    assert all(
+        torch.equal(found[name], expected[name])
+        for name in expected
+        if name not in ("mixer.A", "latent.kv", "absorbed")
+    )
+    assert len([copy for copy in outcome.copies if copy.name.startswith("experts.")]) == 3 * EXPERTS
+
+
+def test_blocks_are_regions_where_they_are() -> None:
+    shape, strides = (4, 6), (6, 1)
+    found = StridedBlock(8, (2, 3), (6, 1)).region(shape, strides)
+    assert found is not None
+    assert (found[0].offsets, found[0].sizes, found[1]) == ((1, 2), (2, 3), (0, 1))
+    turned = StridedBlock(8, (3, 2), (1, 6)).region(shape, strides)
+    assert turned is not None
+    assert (turned[0], turned[1]) == (found[0], (1, 0))
+    assert StridedBlock(0, (2, 3), (12, 1)).region(shape, strides) is None  # every other row
+    assert StridedBlock(4, (2, 3), (6, 1)).region(shape, strides) is None  # around the edge
+    assert StridedBlock(0, (24,), (1,)).region(shape, strides) is None
