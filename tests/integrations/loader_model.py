@@ -165,6 +165,7 @@ class ModelEngine(LoaderEngine):
         self.device = torch.device("cpu")
         self.model = model
         self.fail_in_copy = False
+        self.after_copy: Callable[[Model], None] = lambda model: None
 
         def make_acceptance() -> Any:
             trial = functools.partial(dry_run, model, without_memory)
@@ -177,6 +178,7 @@ class ModelEngine(LoaderEngine):
         if tensors is not None:
             self.model.load_weights(tensors)
         copy()
+        self.after_copy(self.model)
         if self.fail_in_copy:
             raise RuntimeError("this copy was told to fail")
         return []

@@ -1,5 +1,5 @@
-"""A plugin of the tests, in the scheduler processes: has the model's loader fail where and when a test says so, and
-counts the garbage collections that are asked for.
+"""A plugin of the tests, in the scheduler processes: has the model's loader, or the copies in its place, fail where and
+when a test says so, and counts the garbage collections that are asked for.
 
 SGLang finds it as it finds any plugin, by the metadata beside the stand-ins. The environment variable names the file in
 which a test says what is to fail; as long as there is none, nothing does. Beside it is the one that collections are
@@ -13,7 +13,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ COLLECTIONS = "collections"
 
 @dataclasses.dataclass(frozen=True)
 class Break:
-    """The model's loader raises before this tensor, on one rank or on all (-1)."""
+    """An install raises before this tensor, on one rank or on all (-1)."""
 
     after: int
     rank: int = -1
@@ -41,17 +41,31 @@ def register() -> None:
         return
     from weightcast.integrations.sglang.internals import parallel
     from weightcast.integrations.sglang.model import SglangModel
+    from weightcast.serving.install_map import InstallMap
 
-    install = SglangModel._install
+    install, copy = SglangModel._install, InstallMap.copy
 
-    def faulty(model: SglangModel, tensors: Iterable[tuple[str, torch.Tensor]], expected: Mapping[str, int]) -> Any:
-        if path.exists():
-            fault = Break(**json.loads(path.read_text()))
-            if fault.rank in (-1, parallel().tp_rank):
-                tensors = _until(fault.after, tensors)
-        return install(model, tensors, expected)
+    def fault() -> Break | None:
+        found = Break(**json.loads(path.read_text())) if path.exists() else None
+        return found if found is not None and found.rank in (-1, parallel().tp_rank) else None
+
+    def faulty(model: SglangModel, tensors: Iterable[tuple[str, torch.Tensor]] | None, *rest: Any) -> Any:
+        found = fault()
+        if found is not None and tensors is not None:
+            tensors = _until(found.after, tensors)
+        return install(model, tensors, *rest)
+
+    def faulty_copy(install_map: InstallMap, names: Iterable[str], sources: Sequence[torch.Tensor]) -> None:
+        names, found = list(names), fault()
+        if found is None or found.after >= len(names):
+            return copy(install_map, names, sources)
+        assert install_map.bind()
+        some = names[: found.after]
+        copy(install_map, some, sources[: sum(len(install_map.blocks(name)) for name in some)])
+        raise RuntimeError("the test's fault")
 
     SglangModel._install = faulty  # type: ignore[method-assign]
+    InstallMap.copy = faulty_copy  # type: ignore[method-assign]
 
     collect = gc.collect
 

@@ -18,7 +18,7 @@ import ssl
 import threading
 import time
 import urllib.parse
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 import h11
@@ -30,14 +30,16 @@ from weightcast.errors import (
     ClosedError,
     ControlError,
     ErrorRecord,
+    IntegrityError,
     PeerDiedError,
     PeerError,
     PeerTimeoutError,
     WeightcastError,
     from_record,
+    listed,
 )
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, TensorSpec, decode
-from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
+from weightcast.format.messages import HeldWeights, InitInfo, PauseMode, UpdateInfo, WeightInfo
 from weightcast.host.closing import close_in_child, on_failure
 from weightcast.host.deadline import Deadline, number_of_seconds
 from weightcast.links.watchdog import RecoveryRequest
@@ -47,6 +49,8 @@ T = TypeVar("T")
 _MAX_IDLE_SECONDS = 4.0
 """Below the 5 s after which uvicorn, and with it vLLM and SGLang, closes an idle connection by default."""
 _READ_BYTES = 1 << 16
+_PAGE_BYTES = 64 << 20
+"""Of weights that an engine reads in one go: it does not generate meanwhile."""
 _encode = msgspec.json.encode
 
 _NOT_READY = (502, 503, 504)
@@ -137,15 +141,64 @@ class HttpEngine(EngineClient, ServesTraffic):
         """GET /weight_specs: the tensors that the engine holds. Raises UnsupportedError, PeerError."""
         return self._routes.get("/weight_specs", _Specs).tensors
 
-    def digests(self) -> dict[str, str]:
-        """GET /weight_digests: a digest for each tensor, all of one version (see `tensor_digest`)."""
-        return self._routes.get("/weight_digests", _Digests).digests
+    def held(
+        self,
+        names: Sequence[str] = (),
+        *,
+        bytes_per_second: float | None = None,
+        on_page: Callable[[int], None] = lambda num_bytes: None,
+    ) -> HeldWeights | None:
+        """GET /weight_digests: a digest for each tensor (or those named), all of one version (see `tensor_digest`).
 
-    def fingerprint(self) -> Fingerprint | None:
-        """All digests as one value; None if the engine's weights can't be read. It reads every weight once."""
+        None if the engine's weights can't be read.
+
+        The engine reads some 64 MiB at a time, and may generate between; `bytes_per_second` bounds how many on average.
+        `on_page` gets the bytes of the tensors read each time. Raises ControlError if the version changes meanwhile.
+        """
         if "inspect" not in self.info().abilities:
             return None
-        digests = sorted(self.digests().items())
+        found: HeldWeights | None = None
+        start, named = 0, "".join(f"&names={urllib.parse.quote(name)}" for name in names)
+        while start >= 0:
+            began = time.monotonic()
+            page = self._routes.get(f"/weight_digests?start={start}&limit_bytes={_PAGE_BYTES}{named}", HeldWeights)
+            if found is None:
+                found = page
+            elif (page.run, page.weight_version) != (found.run, found.weight_version):
+                change = f"from version {found.weight_version} to {page.weight_version}"
+                raise ControlError(f"{self.name} went {change} while it was read: read it again", peer=self.name)
+            else:
+                found.tensors.extend(page.tensors)
+                found.digests.update(page.digests)
+                found.blocks.update(page.blocks)
+                found.differing.update(page.differing)
+                found.unproven.update(page.unproven)
+            start, num_bytes = page.next, sum(spec.num_bytes for spec in page.tensors)
+            on_page(num_bytes)
+            if bytes_per_second is not None and start >= 0:
+                time.sleep(max(0.0, num_bytes / bytes_per_second - (time.monotonic() - began)))
+        return found
+
+    def digests(self) -> dict[str, str]:
+        """The digest of every tensor that can be read out of the engine. Raises as `held`."""
+        held = self.held()
+        return {} if held is None else held.digests
+
+    def quarantine(self, reason: str) -> None:
+        """POST /quarantine: the engine refuses to serve until a complete update has come."""
+        self._routes.post("/quarantine", _encode({"reason": reason[:4096]}))
+
+    def fingerprint(self) -> Fingerprint | None:
+        """All digests as one value; None if the engine's weights can't be read. It reads every weight once.
+
+        Raises IntegrityError if the engine's own ranks differ.
+        """
+        held = self.held()
+        if held is None:
+            return None
+        if held.differing:
+            raise IntegrityError(f"{self.name}: {listed(list(held.differing.values()))}")
+        digests = sorted(held.digests.items())
         names = hashlib.sha256(_encode([name for name, _ in digests])).hexdigest()
         return Fingerprint(f"digests {names}", hashlib.sha256(_encode(digests)).hexdigest())
 
@@ -175,10 +228,6 @@ class _Finished(msgspec.Struct):
 
 class _Specs(msgspec.Struct):
     tensors: list[TensorSpec]
-
-
-class _Digests(msgspec.Struct):
-    digests: dict[str, str]
 
 
 class HttpRoutes:

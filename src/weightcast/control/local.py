@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from weightcast.engines.gate import Gate
-from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
+from weightcast.format.messages import HeldWeights, InitInfo, PauseMode, UpdateInfo, WeightInfo
 from weightcast.seams.client import EngineClient, ServesTraffic
 from weightcast.seams.engine import Engine
 from weightcast.serving.worker import Worker
@@ -52,6 +53,12 @@ class LocalEngine(EngineClient, ServesTraffic):
 
     def resume(self, run: str) -> None:
         self.gate.resume(owner=run)
+
+    def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
+        return self.worker.held(names) if "inspect" in self.info().abilities else None
+
+    def quarantine(self, reason: str) -> None:
+        self.gate.tear(reason)
 
     def close(self) -> None:
         """End the publisher's session; the engine keeps its version. Idempotent."""

@@ -13,7 +13,7 @@ import hmac
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast, get_args
+from typing import Annotated, Any, cast, get_args
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -34,9 +34,8 @@ from weightcast.errors import (
     UpdateAbortedError,
     to_record,
 )
-from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode
+from weightcast.format.manifest import MAX_BYTES, MAX_MESSAGE_BYTES, decode
 from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo
-from weightcast.format.tensor_digest import tensor_digest
 from weightcast.serving.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -68,10 +67,25 @@ class FinishBody(msgspec.Struct, frozen=True):
     weight_version: str
 
 
+class QuarantineBody(msgspec.Struct, frozen=True):
+    reason: Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+def held_range(request: Request) -> tuple[int, int]:
+    """The query's `start`, a tensor's number, and `limit_bytes`, of the tensors to read. Raises ManifestError."""
+    start, limit = request.query_params.get("start", "0"), request.query_params.get("limit_bytes", str(MAX_BYTES))
+    return natural_number("start", start), natural_number("limit_bytes", limit)
+
+
 def version_number(text: str) -> int:
     """The number in a `weight_version`. Raises ManifestError if it is none."""
+    return natural_number("weight_version", text)
+
+
+def natural_number(what: str, text: str) -> int:
+    """A number in decimal digits. Raises ManifestError if it is none."""
     if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
-        raise ManifestError(f"weight_version is {text[:40]!r}; it must be a number in decimal digits", fault="type")
+        raise ManifestError(f"{what} is {text[:40]!r}; it must be a number in decimal digits", fault="type")
     return int(text)
 
 
@@ -193,6 +207,7 @@ class WeightRoutes:
             ("GET", "/get_world_size", self._world_size),
             ("GET", "/weight_specs", self._specs),
             ("GET", "/weight_digests", self._digests),
+            ("POST", "/quarantine", self._quarantine),
         ]
         return [
             Route(path, guarded(handler, token=self._token, on_error=self._on_error), methods=[method])
@@ -254,16 +269,10 @@ class WeightRoutes:
         return reply({"tensors": list(specs)})
 
     async def _digests(self, request: Request) -> Response:
-        return reply(await self._run(self._read_digests, set(request.query_params.getlist("names"))))
+        names = set(request.query_params.getlist("names"))
+        return reply(await self._run(self._worker.held, names, *held_range(request)))
 
-    def _read_digests(self, names: set[str]) -> dict[str, object]:
-        """A digest of each tensor (or of those named), all of one version: generation waits meanwhile."""
-        with self._worker.reading() as engine:
-            if self._worker.gate.torn:
-                raise EngineTornError(self._worker.gate.torn)
-            info = self._worker.info()
-            digests = {name: tensor_digest(tensor) for name, tensor in engine.tensors() if not names or name in names}
-        unknown = sorted(names - digests.keys())
-        if unknown:
-            raise ValueError(f"this engine has no tensor {', '.join(unknown[:8])} ({len(unknown)} unknown names)")
-        return {"run": info.run, "weight_version": info.weight_version, "digests": digests}
+    async def _quarantine(self, request: Request) -> Response:
+        body = await read_body(request, MAX_SMALL_BODY_BYTES)
+        self._worker.gate.tear(decode(body, QuarantineBody).reason)
+        return reply({"message": "this engine serves again once a complete update has come"})

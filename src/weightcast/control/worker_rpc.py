@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
 from weightcast.errors import ControlError, ErrorRecord
-from weightcast.format.manifest import RunId, VersionNumber
+from weightcast.format.manifest import MAX_BYTES, RunId, VersionNumber
 from weightcast.format.messages import Count, InitInfo, UpdateInfo, WeightInfo
+from weightcast.serving.install_map import HeldTensor
 
 METHOD = "weightcast"
 
@@ -62,14 +63,32 @@ class Leave(msgspec.Struct, frozen=True, tag="leave", tag_field="call"):
     """End whichever run's hold; the engine serves on."""
 
 
-RankCall: TypeAlias = Init | UpdateCall | Install | Settle | Ask | Leave
+class Prove(msgspec.Struct, frozen=True, tag="prove", tag_field="call"):
+    """Read the live weights of tensors, from number `start` of the catalog on, up to `limit_bytes` of whole tensors.
+
+    `names`: of these alone; none for all.
+    """
+
+    start: Count = 0
+    limit_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)] = MAX_BYTES
+    names: tuple[str, ...] = ()
+
+
+class Quarantine(msgspec.Struct, frozen=True, tag="quarantine", tag_field="call"):
+    """Refuse to serve until a complete update has come."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+RankCall: TypeAlias = Init | UpdateCall | Install | Settle | Ask | Leave | Prove | Quarantine
 
 
 class RankReply(msgspec.Struct, frozen=True):
     """One rank's answer to any call. `info` is as after the call; `error` is None where the call did what it should.
 
     `weights_asleep`: the host has taken the weights' memory away for now. `serial`: the call's, where it had one.
-    `instance`: this rank's, as in WeightInfo, which is the same on all ranks and has none.
+    `instance`: this rank's, as in WeightInfo, which is the same on all ranks and has none. `held`: what `Prove` asked
+    for; `next`: the number of the tensor to go on from, -1 after the last.
     """
 
     engine_rank: Count
@@ -79,6 +98,8 @@ class RankReply(msgspec.Struct, frozen=True):
     weights_asleep: bool = False
     serial: str = ""
     instance: str = ""
+    held: list[HeldTensor] = []
+    next: int = -1
 
 
 def numbered(call: RankCall) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from weightcast.errors import ErrorRecord
-from weightcast.format.manifest import MAX_ORIGINS, PROTOCOL, Manifest, RunId, VersionNumber
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import MAX_ORIGINS, PROTOCOL, Manifest, RunId, TensorSpec, VersionNumber
 
 InstallMode = Literal["staged", "streaming"]
 PauseMode = Literal["keep", "wait", "abort"]
@@ -100,6 +101,32 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", tag_field="kind"):
 UpdateInfo: TypeAlias = Offer | Seal | Abort
 
 # --- control: engine -> publisher ---
+
+
+class HeldBlock(msgspec.Struct, frozen=True):
+    """A region of a tensor in the memory of one of an engine's ranks, and its share of the tensor's digest."""
+
+    engine_rank: Count
+    region: Region
+    digest: str
+
+
+class HeldWeights(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an engine holds, all of one version: of each of `tensors` a digest by name (see `tensor_digest`).
+
+    `blocks`: what each rank holds of those that were asked for by name. `differing`: tensors of which the engine's
+    ranks hold different values, by name, and where. `unproven`: those that can't be read out of the engine, and why.
+    `next`: the number of the tensor to go on from; -1 if that was all.
+    """
+
+    run: str
+    weight_version: str
+    tensors: list[TensorSpec]
+    digests: dict[str, str]
+    blocks: dict[str, list[HeldBlock]] = {}
+    differing: dict[str, str] = {}
+    unproven: dict[str, str] = {}
+    next: int = -1
 
 
 class WeightInfo(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from weightcast.format.messages import InitInfo, UpdateInfo, WeightInfo
+from weightcast.format.messages import HeldWeights, InitInfo, UpdateInfo, WeightInfo
 from weightcast.links.watchdog import RecoveryRequest, Watchdog
 from weightcast.seams.transport import Sender
 
@@ -64,6 +64,10 @@ class EngineClient(Protocol):
 
     def fingerprint(self) -> Fingerprint | None:
         """What the engine holds, as of now, for `verify="engines"`; None for an engine that can't say."""
+        return None
+
+    def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
+        """The digests of its live tensors (or of those named), for `verify="installed"`; None if they can't be read."""
         return None
 
     def close(self) -> None: ...
@@ -126,5 +130,5 @@ class ServesTraffic(Protocol):
         return ()
 
     def quarantine(self, reason: str) -> None:
-        """Keep a paused engine from serving weights which are not what others hold, until it is healed."""
+        """Keep an engine from serving weights which are not what they should be, until it is healed."""
         return

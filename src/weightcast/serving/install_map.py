@@ -10,17 +10,22 @@ the recording could not follow stays with the loader, with a reason (`opaque`).
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import msgspec
 import torch
 from torch import nn
 
-from weightcast.errors import InstallError, ManifestError, malformed
-from weightcast.format.geometry import Region, check_disjoint, is_inside, row_major, runs_as_blocks
-from weightcast.format.tensor_digest import tensor_digest
+from weightcast.errors import InstallError, IntegrityError, ManifestError, UnsupportedError, malformed
+from weightcast.format.bucket import DTYPE_NAMES
+from weightcast.format.geometry import Region, check_disjoint, check_tiling, is_inside, row_major, runs_as_blocks
+from weightcast.format.manifest import TensorSpec
+from weightcast.format.messages import HeldBlock, HeldWeights
+from weightcast.format.tensor_digest import add, tensor_digest
 from weightcast.host.copy import copy_all
 
 logger = logging.getLogger(__name__)
@@ -80,11 +85,19 @@ class TargetForm(NamedTuple):
     dtype: torch.dtype
 
 
-class ProvenRegion(NamedTuple):
-    """A region of a tensor as an engine rank holds it: the digest over (position, value) of its live elements."""
+class PlacedDigest(msgspec.Struct, frozen=True):
+    """A region of a tensor in an engine rank's live memory. `digest`: over position and value (see `tensor_digest`)."""
 
     region: Region
     digest: str
+
+
+class HeldTensor(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an engine rank holds of a tensor: `regions`, none if it needs none of it. `unproven`: why it can't say."""
+
+    spec: TensorSpec
+    regions: list[PlacedDigest] = []
+    unproven: str = ""
 
 
 @runtime_checkable
@@ -109,20 +122,24 @@ class InstallMap:
     def __init__(
         self,
         model: nn.Module,
+        catalog: Sequence[TensorSpec],
         copies: Sequence[RecordedCopy],
         targets: Mapping[str, TargetForm],
         opaque: Mapping[str, str],
         *,
-        shared: Collection[str] = (),
+        tied: Mapping[str, str] = {},
     ) -> None:
-        """`targets`: of every copy, by the model's name. `opaque`: names that stay with the loader, with the reason.
+        """`catalog`: what was recorded. `targets`: of every copy, by the model's name.
 
-        `shared`: names whose tensors the engine wants to see in any case.
+        `opaque`: names that stay with the loader, with the reason. `tied`: the model's parameters that are others' as
+        well, under the names of a checkpoint, whose tensors the engine wants to see in any case.
         """
+        self._catalog = catalog
         self._model = model
         self._targets = targets
         self._opaque = dict(opaque)
-        self.shared = frozenset(shared)
+        self._tied = tied
+        self.shared = frozenset(tied.values())
         self._copies: dict[str, list[RecordedCopy]] = {}
         for copy in copies:
             self._copies.setdefault(copy.name, []).append(copy)
@@ -176,7 +193,7 @@ class InstallMap:
             path, _, leaf = name.rpartition(".")
             module = modules.get(path)
             tensor = None if module is None else module._parameters.get(leaf, module._buffers.get(leaf))
-            if tensor is None or (tuple(tensor.shape), tensor.stride(), tensor.dtype) != target:
+            if tensor is None or tensor.is_meta or (tuple(tensor.shape), tensor.stride(), tensor.dtype) != target:
                 logger.warning("%s is not as it was when the model's loader was tried: it is to be tried again", name)
                 self._is_stale = True
                 return False
@@ -214,20 +231,57 @@ class InstallMap:
                     )
         self._exclude_entangled_modules()
 
-    def parts(self, name: str, shape: Sequence[int]) -> list[ProvenRegion]:
-        """The digest of every region of a proven tensor that this rank holds, read out of live memory.
+    def held(self, start: int, limit_bytes: int, names: Collection[str] = ()) -> tuple[list[HeldTensor], int]:
+        """The tensors of the catalog (or those named) from number `start` on, as they are in live memory now.
 
-        Raises InstallError where the model has changed, ManifestError where a block is no region of the tensor.
+        Up to `limit_bytes`, at least one, if there is one. Also the number to go on from, or -1 after the last.
         """
-        if not self.bind():
-            raise InstallError("the model's parameters have changed their form: publish again")
-        found: dict[Region, str] = {}
-        for copy, live in zip(self._copies[name], self.blocks(name), strict=True):
-            region, view = _as_region(copy.source, live, shape)
-            digest = tensor_digest(view, region, shape)
-            if found.setdefault(region, digest) != digest:
-                raise InstallError(f"{name!r} is held twice at {list(region.offsets)}, with different values")
-        return [ProvenRegion(region, digest) for region, digest in found.items()]
+        is_bound, found, num_bytes = self.bind(), list[HeldTensor](), 0
+        for number, spec in enumerate(self._catalog[start:], start):
+            if names and spec.name not in names:
+                continue
+            num_bytes += spec.num_bytes
+            if found and num_bytes > limit_bytes:
+                return found, number
+            why_not = "" if is_bound else "the model's parameters are no longer what they were"
+            found.append(HeldTensor(spec, unproven=why_not) if why_not else self._held(spec))
+            found += (self._held_tied(found[-1], name) for name, owner in self._tied.items() if owner == spec.name)
+        return found, -1
+
+    def _held_tied(self, owner: HeldTensor, name: str) -> HeldTensor:
+        """What a parameter holds that should be the owner's."""
+        spec = msgspec.structs.replace(owner.spec, name=name)
+        copies = self._copies.get(owner.spec.name, [])
+        if owner.unproven or any(copy.target != owner.spec.name for copy in copies):
+            return HeldTensor(spec, unproven=owner.unproven or f"it is tied to {owner.spec.name!r}")
+        module, _, leaf = name.rpartition(".")
+        live = self._model.get_submodule(module)._parameters.get(leaf)
+        if live is None or live.shape != self._live[owner.spec.name].shape:
+            return HeldTensor(spec, unproven=f"the model has no {name} of the form of {owner.spec.name}")
+        if live.data_ptr() == self._live[owner.spec.name].data_ptr():
+            return HeldTensor(spec, owner.regions)
+        return self._read(spec, [copy.source for copy in copies], [copy.block.of(live.data) for copy in copies])
+
+    def _held(self, spec: TensorSpec) -> HeldTensor:
+        if spec.name in self._opaque:
+            return HeldTensor(spec, unproven=self._opaque[spec.name])
+        if spec.name not in self._copies:
+            return HeldTensor(spec)
+        if spec.name not in self._proven:
+            return HeldTensor(spec, unproven="weightcast has not installed it yet")
+        return self._read(spec, [copy.source for copy in self._copies[spec.name]], self.blocks(spec.name))
+
+    @staticmethod
+    def _read(spec: TensorSpec, sources: Sequence[StridedBlock], live: Sequence[torch.Tensor]) -> HeldTensor:
+        dtypes = {DTYPE_NAMES[block.dtype] for block in live}
+        if len(dtypes) > 1:
+            return HeldTensor(spec, unproven=f"it is held as {' and '.join(sorted(dtypes))}")
+        try:
+            parts = [_as_region(source, block, spec.shape) for source, block in zip(sources, live, strict=True)]
+        except ManifestError as exc:
+            return HeldTensor(spec, unproven=str(exc))
+        regions = [PlacedDigest(region, tensor_digest(view, region, spec.shape)) for region, view in parts]
+        return HeldTensor(msgspec.structs.replace(spec, dtype=dtypes.pop()), regions)
 
     def _exclude_entangled_modules(self) -> None:
         """A module that is filled with anything that stays with the loader is filled by the loader alone."""
@@ -245,6 +299,52 @@ class InstallMap:
                     pending.append(other)
         mapped = (copy for name, copies in self._copies.items() if name not in self._opaque for copy in copies)
         self._mapped_targets = {copy.target: self._targets[copy.target] for copy in mapped}
+
+
+def held_weights(
+    run: str, weight_version: str, ranks: Mapping[int, Sequence[HeldTensor]], *, with_blocks: bool
+) -> HeldWeights:
+    """What the ranks of an engine hold together, each of the same tensors."""
+    found = HeldWeights(run, weight_version, [], {})
+    for of_ranks in zip(*ranks.values(), strict=True):
+        spec = of_ranks[0].spec
+        found.tensors.append(spec)
+        try:
+            found.digests[spec.name] = whole_digest(dict(zip(ranks, of_ranks, strict=True)))
+        except IntegrityError as exc:
+            found.differing[spec.name] = str(exc)
+        except UnsupportedError as exc:
+            found.unproven[spec.name] = str(exc)
+        if with_blocks:
+            found.blocks[spec.name] = [
+                HeldBlock(rank, placed.region, placed.digest)
+                for rank, of_rank in zip(ranks, of_ranks, strict=True)
+                for placed in of_rank.regions
+            ]
+    return found
+
+
+def whole_digest(ranks: Mapping[int, HeldTensor]) -> str:
+    """The digest of a tensor, from what each rank of an engine holds of it: replicas are compared, not added.
+
+    Raises IntegrityError, naming the ranks and the block, where replicas differ; UnsupportedError where it is unknown.
+    """
+    found: dict[Region, tuple[str, int]] = {}
+    spec = next(iter(ranks.values())).spec
+    for rank, held in ranks.items():
+        if held.unproven:
+            raise UnsupportedError(held.unproven)
+        for part in held.regions:
+            digest, first = found.setdefault(part.region, (part.digest, rank))
+            if digest != part.digest:
+                place = f"at {list(part.region.offsets)}, sizes {list(part.region.sizes)}"
+                ranks_found = f"rank {first} holds {digest}, rank {rank} holds {part.digest}"
+                raise IntegrityError(f"{spec.name!r} is not the same everywhere, {place}: {ranks_found}")
+    try:
+        check_tiling(list(found), spec.shape, spec.name)
+    except ManifestError as exc:
+        raise UnsupportedError(f"its ranks do not hold all of it: {exc}") from exc
+    return functools.reduce(add, (digest for digest, _ in found.values()), "0" * 32)
 
 
 def _module(target: str) -> str:

@@ -14,9 +14,10 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from weightcast import registry
@@ -24,6 +25,7 @@ from weightcast.engines.gate import Gate
 from weightcast.errors import (
     ClosedError,
     EngineBusyError,
+    EngineTornError,
     IncompleteUpdateError,
     ManifestError,
     StaleVersionError,
@@ -32,11 +34,13 @@ from weightcast.errors import (
     WeightcastError,
     to_record,
 )
-from weightcast.format.manifest import PROTOCOL, WeightVersion
+from weightcast.format.bucket import DTYPE_NAMES
+from weightcast.format.manifest import MAX_BYTES, PROTOCOL, TensorSpec, WeightVersion
 from weightcast.format.messages import (
     Abort,
     Accepted,
     Failed,
+    HeldWeights,
     InitInfo,
     Installed,
     InstallMode,
@@ -46,7 +50,9 @@ from weightcast.format.messages import (
     UpdateInfo,
     WeightInfo,
 )
+from weightcast.format.tensor_digest import tensor_digest
 from weightcast.seams.engine import Engine, ExposesTensors, OnDevice, Undoable
+from weightcast.serving.install_map import Mapped, held_weights
 from weightcast.serving.load_plan import LoadPlan, admit, check_undo, require_engine
 from weightcast.serving.session import PublisherSession
 from weightcast.serving.update import State, Update
@@ -103,11 +109,12 @@ class Worker:
     def info(self) -> WeightInfo:
         """What this engine is and does now."""
         version, session = self.gate.version, self._session
+        has_map = isinstance(self.engine, Mapped) and self.engine.install_map is not None
         able = {
             "lease": True,
             "streaming": "streaming" in self._installs,
             "undo": isinstance(self.engine, Undoable),
-            "inspect": isinstance(self.engine, ExposesTensors),
+            "inspect": isinstance(self.engine, ExposesTensors) or has_map,
         }
         return WeightInfo(
             weight_version="default" if version is None else str(version.number),
@@ -423,6 +430,37 @@ class Worker:
         current = self._session
         if current is None or current is session or current.info.run != session.info.run:
             self.gate.resume(owner=session.info.run)
+
+    def held(self, names: Collection[str] = (), start: int = 0, limit_bytes: int = MAX_BYTES) -> HeldWeights:
+        """The digest of each tensor (or of those named), from number `start` on, up to `limit_bytes` of them.
+
+        All of one version: generation waits meanwhile. Raises UnsupportedError, EngineTornError; ValueError for names
+        that the engine does not have.
+        """
+        if isinstance(self.engine, Mapped) and (install_map := self.engine.install_map) is not None:
+            with self.gate.exclusive(deadline_seconds=self._install_deadline_seconds):
+                found, following = install_map.held(start, limit_bytes, names)
+                info = self.info()
+            held = held_weights(info.run, info.weight_version, {self.engine_rank: found}, with_blocks=bool(names))
+            return msgspec.structs.replace(held, next=following)
+        with self.reading() as engine:
+            if self.gate.torn:
+                raise EngineTornError(self.gate.torn)
+            info, specs = self.info(), {spec.name: spec for spec in self.engine.specs() or ()}
+            weights, num_bytes = HeldWeights(info.run, info.weight_version, [], {}), 0
+            for number, (name, tensor) in enumerate(engine.tensors()):
+                if number < start or (names and name not in names):
+                    continue
+                num_bytes += tensor.nbytes
+                if weights.tensors and num_bytes > limit_bytes:
+                    return msgspec.structs.replace(weights, next=number)
+                spec = specs.get(name) or TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+                weights.tensors.append(spec)
+                weights.digests[name] = tensor_digest(tensor)
+        unknown = sorted(set(names) - weights.digests.keys())
+        if unknown and not start:
+            raise ValueError(f"this engine has no tensor {', '.join(unknown[:8])} ({len(unknown)} unknown names)")
+        return weights
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[ExposesTensors]:

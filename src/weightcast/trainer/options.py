@@ -22,7 +22,10 @@ class PublishOptions:
     `undo`: engines keep a copy of their weights while they install, and go back to it if the install fails.
     `takeover`: take engines that another run holds.
     `verify`: "engines" compares after each update what the engines say that they hold, where they can say so; one that
-    holds other weights than the first of its kind has failed.
+    holds other weights than the first of its kind has failed. "installed" compares the digest of every tensor in the
+    engines' live memory with that of what was sent: an engine in which one differs has failed, and refuses to serve
+    until it is healed; what an engine can't prove is in the report. Weights leave from one origin then.
+    `verify_every`: after each n-th version only.
     `on_failure`: whether a publish that an engine did not take raises PublishError or returns its report.
     `origins`: from the memory of how many trainer hosts at most (or, streaming over ipc, of how many GPUs) buckets are
     sent, each by a rank there; by default all, 1: from the first rank's alone, to which the others send what they hold.
@@ -34,19 +37,29 @@ class PublishOptions:
     install: InstallMode = "staged"
     undo: bool = False
     takeover: bool = False
-    verify: Literal["engines"] | None = None
+    verify: Literal["engines", "installed"] | None = None
+    verify_every: int = 1
     on_failure: Literal["raise", "report"] = "raise"
     origins: int | None = None
     deadline_seconds: float = 60.0
     lease_seconds: float = 30.0
+
+    @property
+    def num_origins(self) -> int:
+        """How many origins there may be at most."""
+        if self.verify == "installed":
+            return 1  # the digests of all tensors are taken where their buckets are sent from
+        return MAX_ORIGINS if self.origins is None else self.origins
 
     def __post_init__(self) -> None:
         if self.install not in ("staged", "streaming"):
             raise ValueError(f"install is {self.install!r}; it must be 'staged' or 'streaming'")
         if self.on_failure not in ("raise", "report"):
             raise ValueError(f"on_failure is {self.on_failure!r}; it must be 'raise' or 'report'")
-        if self.verify not in (None, "engines"):
-            raise ValueError(f"verify is {self.verify!r}; it must be 'engines' or None")
+        if self.verify not in (None, "engines", "installed"):
+            raise ValueError(f"verify is {self.verify!r}; it must be 'engines', 'installed' or None")
+        if whole_number("verify_every", self.verify_every) < 1:
+            raise ValueError(f"verify_every is {self.verify_every}; it must be at least 1")
         if self.origins is not None:
             origins = whole_number("origins", self.origins)
             if origins < 1:

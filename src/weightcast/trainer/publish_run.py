@@ -49,6 +49,7 @@ from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import Fill, PackPlan, pack
 from weightcast.trainer.report import PublishReport, StageSeconds
+from weightcast.trainer.sent_digests import SentDigests
 from weightcast.trainer.stream_packer import StreamPacker
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,8 @@ class PublishedVersion:
     """A version that was sent whole: what an engine that takes it later must get.
 
     `digests`: of its buckets, on a GPU as tensors. `is_stored`: the transport keeps it, and readers can have it.
-    `fingerprints`: what the first engine of each kind said that it holds.
+    `fingerprints`: what the first engine of each kind said that it holds. `sent`: each tensor's digest, where engines
+    are to prove what they have installed.
     """
 
     number: int
@@ -113,6 +115,7 @@ class PublishedVersion:
     digests: Sequence[bytes | torch.Tensor]
     is_stored: bool
     fingerprints: Fingerprints | None
+    sent: SentDigests | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,13 +178,16 @@ class FleetRoute:
             self._fleet.each(lambda member: member.received(num_buckets, root), self.healthy())
             self._take_failures()
 
-    def install(self, fingerprints: Fingerprints | None) -> None:
+    def install(self, fingerprints: Fingerprints | None, sent: SentDigests | None) -> None:
         """Have the engines install, then compare what they say that they hold, unless `fingerprints` is None.
 
-        `fingerprints`: what the first engine of each kind said; it grows. An engine of a brought sender stays paused.
+        `fingerprints`: what the first engine of each kind said; it grows. `sent`: what they must prove to hold. An
+        engine of a brought sender stays paused.
         """
         members = self.healthy()
         self._fleet.each(functools.partial(FleetMember.install, resumes=not self.is_brought), members)
+        if sent is not None:
+            self._fleet.each(sent.prove, [member for member in members if member.result.error is None])
         if fingerprints is None:
             return
         found: dict[str, Fingerprint | None] = {}
@@ -247,7 +253,8 @@ class PublishRun:
         self._wait_ready_seconds = wait_ready_seconds
         self._on_progress = on_progress
         self._seconds = StageSeconds()
-        self._fingerprints: Fingerprints | None = None if options.verify is None else {}
+        self._fingerprints: Fingerprints | None = {} if options.verify == "engines" else None
+        self._sent: SentDigests | None = None
         self._digests: Sequence[bytes | torch.Tensor] | None = None
 
     def run(self, inputs: PublishInputs, on_known: Callable[[], None] | None = None) -> PublishReport:
@@ -265,7 +272,7 @@ class PublishRun:
         self._fleet, self._again = fleet, again = inputs.fleet, inputs.again
         is_stored = again is not None and again.is_stored
         if again is not None:
-            self._fingerprints = again.fingerprints
+            self._fingerprints, self._sent = again.fingerprints, again.sent
         options, secret = self._options, inputs.connections.listener.secret
         for member in self._fleet:
             member.begin(self._run, options.deadline_seconds, self._watchdog)
@@ -289,6 +296,11 @@ class PublishRun:
                         self._fail_changed(fleet.healthy())
                 else:
                     self.number = _above(newest, self._above) if inputs.version is None else inputs.version
+                is_due = self.number % options.verify_every == 0
+                if options.verify == "installed" and is_due and again is None:
+                    self._sent = SentDigests(self._pack_plan.layout, inputs.regions)
+                elif not is_due:
+                    self._fingerprints = None
                 route = FleetRoute(self._fleet, sender, is_staged=options.install == "staged", is_brought=False)
                 if not route.is_staged and (is_stored or self._is_unchanged(route, fill)):
                     route.pause()
@@ -312,14 +324,14 @@ class PublishRun:
             with self._timed("seal"):
                 seal = Seal(self._run, self.number, len(manifest.buckets), root, secret)
                 self._fleet.each(lambda member: member.client.update(seal))
-            route.install(self._fingerprints)
+            route.install(self._fingerprints, self._sent)
             for client_sender in self._connections.client_senders:
                 brought = FleetRoute(self._fleet, client_sender, is_staged=client_sender.is_staged, is_brought=True)
                 try:
                     if not brought.is_staged and self._is_unchanged(brought, fill):
                         brought.pause()
                     self._send(brought, fill)
-                    brought.install(self._fingerprints)
+                    brought.install(self._fingerprints, self._sent)
                 finally:
                     brought.resume()
             if isinstance(sender, VersionedSender) and not is_stored:
@@ -336,7 +348,9 @@ class PublishRun:
             self._fleet.each(FleetMember.resume, list(self._fleet))
         if self._digests is not None:
             digest = self._pack_plan.manifest_digest
-            self.published = PublishedVersion(self.number, digest, self._digests, is_stored, self._fingerprints)
+            self.published = PublishedVersion(
+                self.number, digest, self._digests, is_stored, self._fingerprints, self._sent
+            )
         # Engines that failed on our side, and may be alive, drop what they hold.
         failed = [member for member in self._fleet if member.result.error is not None]
         self._abort(failed, "this engine's update failed at the publisher")
@@ -463,6 +477,8 @@ class PublishRun:
             with self._timed("pack"):
                 if self._again is None:
                     num_bytes, digests[index] = pack(fill, RAW, manifest, version, index, buffer)
+                    if self._sent is not None:
+                        self._sent.add(index, buffer.payload)
                 elif not (num_bytes := self._pack_again(index, buffer, version, fill)):
                     self._fail_changed(route.healthy())
                     sender.abort(f"the weights have changed since version {self.number}")

@@ -24,7 +24,7 @@ from weightcast import registry
 from weightcast.errors import ClosedError, PublishError, from_record
 from weightcast.format.amounts import count
 from weightcast.format.bucket import Layout
-from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_ORIGINS, MAX_VERSION, TensorSpec
+from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_VERSION, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, plan
 from weightcast.host.closing import ClosedOnExit, on_failure
 from weightcast.host.deadline import number_of_seconds
@@ -389,7 +389,7 @@ class Publisher(ClosedOnExit):
             again,
             url=self._url,
             spread=spread,
-            num_origins=MAX_ORIGINS if self._options.origins is None else self._options.origins,
+            num_origins=self._options.num_origins,
         )
 
     def _ready_pack_plan(self, regions: Regions, device: torch.device) -> PackPlan:

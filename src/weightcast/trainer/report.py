@@ -29,13 +29,15 @@ class EngineResult(msgspec.Struct):
 
     `pause_seconds`: how long the engine was paused: as it says where it pauses by itself (vLLM with weightcast's own
     routes), else from the pause's request until it was resumed, as the publisher saw it. `install_seconds`: what the
-    engine itself took to install.
+    engine itself took to install. `unproven`: with `verify="installed"`, the tensors that could not be read out of the
+    engine's live memory, each with the reason.
     """
 
     ok: bool = False
     error: ErrorRecord | None = None
     pause_seconds: float = 0.0
     install_seconds: float = 0.0
+    unproven: dict[str, str] = {}
 
 
 class PublishReport(msgspec.Struct, frozen=True):

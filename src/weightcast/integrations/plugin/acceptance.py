@@ -71,7 +71,7 @@ class ByReference:
             self._held[spec.name] = _Held(spec, known, is_required=num_used > 0)
         for name, owner in self._tied.items():
             self._held[name] = dataclasses.replace(self._held[owner], is_required=False)
-        self._recorded = _recorded(model, outcome, self._tied)
+        self._recorded = _recorded(model, loaded, outcome, self._tied)
 
     def accept(self, manifest: Manifest) -> AcceptedOffer:
         problems = []
@@ -132,7 +132,7 @@ class ByDryRun:
         if problems:
             live = {DTYPE_NAMES[dtype] for _, dtypes in outcome.used.values() for dtype in dtypes}
             raise misfit_error(problems, dtype_remedies(misfits, live))
-        recorded = _recorded(self._model, outcome, tied)
+        recorded = _recorded(self._model, specs, outcome, tied)
         return AcceptedOffer(frozenset(offered.keys() - tied.keys()), tied, *recorded)
 
 
@@ -148,11 +148,11 @@ def acceptance(model: nn.Module, trial: Trial, reference: Sequence[TensorSpec] |
 
 
 def _recorded(
-    model: nn.Module, outcome: DryRunOutcome, tied: Mapping[str, str]
+    model: nn.Module, specs: Sequence[TensorSpec], outcome: DryRunOutcome, tied: Mapping[str, str]
 ) -> tuple[Mapping[str, int], InstallMap, frozenset[str]]:
     """What an accepted offer has of a dry run."""
     targets = {copy.target: outcome.targets[copy.target].form for copy in outcome.copies}
-    install_map = InstallMap(model, outcome.copies, targets, outcome.opaque, shared=set(tied.values()))
+    install_map = InstallMap(model, specs, outcome.copies, targets, outcome.opaque, tied=tied)
     written = (target.name for target in outcome.targets.values() if target.loaded or target.padded)
     return outcome.calls, install_map, frozenset(name.rpartition(".")[0] for name in written)
 

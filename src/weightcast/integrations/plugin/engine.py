@@ -11,13 +11,13 @@ import abc
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from weightcast.control.worker_rpc import Ask, Install, RankCall, Settle
+from weightcast.control.worker_rpc import Ask, Install, Prove, Quarantine, RankCall, Settle
 from weightcast.errors import (
     ClosedError,
     ControlError,
@@ -27,9 +27,10 @@ from weightcast.errors import (
     StaleVersionError,
     WeightcastError,
 )
-from weightcast.format.messages import PauseMode, WeightInfo
+from weightcast.format.messages import HeldWeights, PauseMode, WeightInfo
 from weightcast.integrations.plugin.replies import Replies
 from weightcast.integrations.plugin.server_mutex import ServerMutex
+from weightcast.serving.install_map import held_weights
 
 T = TypeVar("T")
 _PEER = "engine"
@@ -128,6 +129,24 @@ class PluginEngine(abc.ABC):
                     if self._mutex.in_doubt:
                         return (await self._in_time(self._replies(Ask()))).torn
         return ""
+
+    async def held(self, names: Sequence[str], start: int, limit_bytes: int) -> HeldWeights:
+        """What all ranks hold, of the tensors (or those named) from number `start` on. Raises EngineTornError."""
+        async with self._alone():
+            replies = await self._in_time(self._replies(Prove(start, limit_bytes, tuple(names))))
+        replies.raise_first()
+        if replies.torn:
+            raise EngineTornError(replies.torn)
+        info, ranks = replies.info, {reply.engine_rank: reply.held for reply in replies.ranks}
+        held = held_weights(info.run, info.weight_version, ranks, with_blocks=bool(names))
+        return msgspec.structs.replace(held, next=replies.ranks[0].next)
+
+    async def quarantine(self, reason: str) -> None:
+        """Pause, and refuse to serve until a complete update has come."""
+        async with self._alone():
+            self._mutex.in_doubt = True
+            await self._in_time(self._replies(Quarantine(reason)))
+            await self._pause("keep")
 
     async def is_paused(self) -> bool:
         return await self._in_time(self._is_stopped())

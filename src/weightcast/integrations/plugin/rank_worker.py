@@ -20,9 +20,21 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from weightcast.control.worker_rpc import Ask, Init, Install, Leave, RankCall, RankReply, Settle, UpdateCall
+from weightcast.control.worker_rpc import (
+    Ask,
+    Init,
+    Install,
+    Leave,
+    Prove,
+    Quarantine,
+    RankCall,
+    RankReply,
+    Settle,
+    UpdateCall,
+)
 from weightcast.engines.gate import Gate
 from weightcast.errors import (
+    ClosedError,
     EngineTornError,
     ErrorRecord,
     InstallError,
@@ -39,6 +51,7 @@ from weightcast.format.messages import Abort, InitInfo, Offer, UpdateInfo, Weigh
 from weightcast.integrations.plugin.model import Agree
 from weightcast.integrations.plugin.rank_consensus import Attempt, Outcome, RankConsensus
 from weightcast.seams.engine import Engine
+from weightcast.serving.install_map import HeldTensor, Mapped
 from weightcast.serving.worker import Worker
 
 
@@ -87,16 +100,20 @@ class RankWorker:
         Never raises for a failed update.
         """
         start = time.perf_counter()
+        held: tuple[list[HeldTensor], int] = ([], -1)
         with Attempt() as attempt:
             try:
                 call = msgspec.convert(values, RankCall)
             except msgspec.ValidationError as exc:
                 raise ManifestError(f"this is no call of weightcast's ranks: {exc}", fault="type") from exc
-            self.do(call)
+            if isinstance(call, Prove):
+                held = self._held(call)
+            else:
+                self.do(call)
         serial = str(values.get("serial", "")) if isinstance(values, dict) else ""
         seconds, asleep = time.perf_counter() - start, self._weights_asleep()
         instance = self._worker.instance
-        reply = RankReply(self._engine_rank, self.info(), attempt.error, seconds, asleep, serial, instance)
+        reply = RankReply(self._engine_rank, self.info(), attempt.error, seconds, asleep, serial, instance, *held)
         return msgspec.to_builtins(reply)
 
     def info(self) -> WeightInfo:
@@ -132,7 +149,9 @@ class RankWorker:
                 self._settle(WeightVersion(run, number), keep=keep)
             case Leave():
                 self._worker.shutdown()
-            case Ask():
+            case Quarantine(reason):
+                self._gate.tear(f"{reason}; publish a complete update to heal this engine")
+            case Ask() | Prove():
                 pass
 
     def finish(self) -> None:
@@ -142,6 +161,15 @@ class RankWorker:
             self._settle(self._gate.version, keep=True)
 
     # --- the calls ---
+
+    def _held(self, call: Prove) -> tuple[list[HeldTensor], int]:
+        engine = self._worker.engine
+        install_map = engine.install_map if isinstance(engine, Mapped) else None
+        if install_map is None:
+            raise UnsupportedError("no version was offered yet, so that nothing is known to be read out of this engine")
+        if self._weights_asleep():
+            raise ClosedError("the weights' memory is asleep: wake it (/wake_up?tags=weights) before it is read")
+        return install_map.held(call.start, call.limit_bytes, call.names)
 
     def _init(self, info: InitInfo) -> None:
         with Attempt() as own:

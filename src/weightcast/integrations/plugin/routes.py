@@ -20,8 +20,10 @@ from weightcast.control.routes import (
     FinishBody,
     Handler,
     InitBody,
+    QuarantineBody,
     UpdateBody,
     error_reply,
+    held_range,
     pause_mode,
     read_body,
     refusal,
@@ -56,6 +58,8 @@ class EngineRoutes:
             ("POST", "/pause", self._pause),
             ("POST", "/resume", self._resume),
             ("GET", "/weight_info", self._info),
+            ("GET", "/weight_digests", self._digests),
+            ("POST", "/quarantine", self._quarantine),
             ("GET", "/is_paused", self._is_paused),
             ("GET", "/get_world_size", self._world_size),
         ]
@@ -110,6 +114,14 @@ class EngineRoutes:
 
     async def _info(self, request: Request) -> Response:
         return reply(await self._find().info())
+
+    async def _digests(self, request: Request) -> Response:
+        return reply(await self._find().held(request.query_params.getlist("names"), *held_range(request)))
+
+    async def _quarantine(self, request: Request) -> Response:
+        body: QuarantineBody = decode(await read_body(request, MAX_SMALL_BODY_BYTES), QuarantineBody)
+        await self._find().quarantine(body.reason)
+        return reply({"message": "this engine serves again once a complete update has come"})
 
     async def _is_paused(self, request: Request) -> Response:
         return reply({"is_paused": await self._find().is_paused()})

@@ -1,0 +1,100 @@
+"""What was sent, tensor by tensor, and whether that is what an engine's live memory holds.
+
+Invariant: an engine that holds something else has failed, and refuses to serve until a complete update has healed it;
+what an engine can't prove is in its result, by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from weightcast.errors import listed
+from weightcast.format.bucket import TORCH_DTYPES, Layout, narrow
+from weightcast.format.geometry import Region, common, relative
+from weightcast.format.manifest import TensorRecord
+from weightcast.format.tensor_digest import add, tensor_digest
+from weightcast.seams.source import Regions
+from weightcast.trainer.fleet import FleetMember
+
+_MAX_LOCATED = 8
+
+
+class SentDigests:
+    """The digest of every tensor of a layout, from its buckets as they are packed, added up by tensor."""
+
+    def __init__(self, layout: Layout, regions: Regions) -> None:
+        """`regions`: what this rank holds of the source, by which a block that differs is found."""
+        self._layout = layout
+        self._regions = regions
+        self._by_bucket: dict[int, list[str]] = {}
+
+    def add(self, index: int, payload: torch.Tensor) -> None:
+        """Read bucket `index`, which is packed; on a GPU this waits for it. Again for the same one: replaces it."""
+        views = zip(self._layout.entries[index], self._layout.views(index, payload), strict=True)
+        self._by_bucket[index] = [tensor_digest(view, e.piece.region, e.record.shape) for e, view in views]
+        self._layout.forget_views()  # the transport's memory is not to be kept by them
+
+    def by_name(self) -> dict[str, tuple[TensorRecord, str]]:
+        """Each tensor's record and digest, under every name that it has."""
+        digests: dict[int, list[str]] = {}
+        for index, found in self._by_bucket.items():
+            for entry, digest in zip(self._layout.entries[index], found, strict=True):
+                digests.setdefault(entry.tensor, []).append(digest)
+        return {
+            name: (record, functools.reduce(add, digests.get(number, []), "0" * 32))
+            for number, record in enumerate(self._layout.manifest.tensors)
+            for name in record.names
+        }
+
+    def prove(self, member: FleetMember) -> None:
+        """Compare with what the member's engine holds; one that differs is quarantined. Raises PeerError."""
+        sent, held = self.by_name(), member.client.held()
+        if held is None:
+            member.result.unproven = dict.fromkeys(sent, "this engine's weights can't be read")
+            return
+        problems, wrong, proven = list(held.differing.values()), [], set[str]()
+        unproven = dict(held.unproven)
+        for spec in held.tensors:
+            record, digest = sent.get(spec.name, (None, ""))
+            found = held.digests.get(spec.name)
+            if record is None or found is None:
+                continue
+            if spec.dtype != record.dtype:
+                unproven[spec.name] = f"it was sent as {record.dtype} and is held as {spec.dtype}"
+            elif found != digest:
+                wrong.append(spec.name)
+            proven.update(record.names)
+        if wrong:
+            where = self._located(member, wrong[:_MAX_LOCATED])
+            problems += (f"{name!r} {where.get(name, '')}".rstrip() for name in wrong)
+        if problems:
+            member.quarantine(f"its live memory is not what was sent: {listed(problems)}")
+        silent = dict.fromkeys(sent.keys() - proven, "the engine does not say what it holds of it")
+        member.result.unproven = {name: reason for name, reason in (silent | unproven).items() if name in sent}
+
+    def _located(self, member: FleetMember, names: Sequence[str]) -> dict[str, str]:
+        """Which ranks and blocks of an engine differ, in words, as far as this rank holds the same elements."""
+        held = member.client.held(names)
+        found: dict[str, str] = {}
+        for name, blocks in () if held is None else held.blocks.items():
+            wrong = [block for block in blocks if self._digest(name, block.region) not in (None, block.digest)]
+            found[name] = "; ".join(
+                f"on rank {block.engine_rank} at {list(block.region.offsets)}, sizes {list(block.region.sizes)}"
+                for block in wrong
+            )
+        return found
+
+    def _digest(self, name: str, region: Region) -> str | None:
+        """Of a region of what was sent; None where this rank does not hold all of it."""
+        record = next(record for record in self._layout.manifest.tensors if name in record.names)
+        digest, num_elements = "0" * 32, 0
+        for held, tensor in self._regions.get(record.name, ()):
+            shared = common(region, held)
+            if shared is not None:
+                part = narrow(tensor, relative(shared, held)).to(TORCH_DTYPES[record.dtype])
+                digest = add(digest, tensor_digest(part, shared, record.shape))
+                num_elements += shared.numel
+        return digest if num_elements == region.numel else None

@@ -1,0 +1,146 @@
+"""`verify="installed"`: an engine's live memory holds what was sent, or the engine is found and refuses to serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from core.direct import fleet
+
+from integrations.loader_model import HIDDEN, Model, ModelEngine, checkpoint
+from weightcast import ModuleEngine, TensorSource
+from weightcast.errors import EngineTornError, PublishError, UnsupportedError
+from weightcast.format.geometry import Region
+from weightcast.format.manifest import TensorSpec
+from weightcast.format.tensor_digest import tensor_digest
+from weightcast.serving.install_map import HeldTensor, PlacedDigest, whole_digest
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+OPAQUE = {"mixer.A", "latent.kv"}
+
+
+def flip(model: Model, name: str, *index: int) -> None:
+    """One bit of one element."""
+    bits = model.get_parameter(name).data[index].view(torch.int16 if "experts" in name else torch.int32)
+    bits ^= 1
+
+
+def swap_gate_and_up(model: Model) -> None:
+    half = model.experts.w13.data.shape[1] // 2
+    w13 = model.experts.w13.data[1]
+    w13.copy_(torch.cat([w13[half:], w13[:half]]))
+
+
+def stale_expert(model: Model) -> None:
+    model.experts.w2.data[2].copy_(checkpoint(0)["experts.2.w2"])
+
+
+CORRUPTIONS: dict[str, tuple[Callable[[Model], None], set[str]]] = {
+    "one bit": (lambda m: flip(m, "attention.qkv", HIDDEN + 3, 5), {"attention.k"}),
+    "one bit of an expert": (lambda m: flip(m, "experts.w13", 3, 0, 0), {"experts.3.w1"}),
+    "a swapped gate and up": (swap_gate_and_up, {"experts.1.w1", "experts.1.w3"}),
+    "a stale expert": (stale_expert, {"experts.2.w2"}),
+    "a zeroed norm": (lambda m: m.norm.weight.data.zero_(), {"norm.weight"}),
+    "a row of the embedding": (lambda m: m.embed.table.data[9].zero_(), {"embed.table"}),
+    "a transposed weight": (lambda m: flip(m, "turned.weight", 1, 2), {"turned.weight"}),
+}
+
+
+@pytest.mark.parametrize("corruption", CORRUPTIONS)
+def test_a_corruption_is_found_by_name_and_block(corruption: str) -> None:
+    """Put into the live memory after the copies of an install, as a faulty engine would."""
+    corrupt, names = CORRUPTIONS[corruption]
+    model, tensors = Model(), checkpoint(1)
+    engine = ModelEngine(model)
+    with fleet(TensorSource(tensors), engine, verify="installed") as (publisher, (client,)):
+        for number in (1, 2):
+            assert publisher.publish(number).ok
+        engine.after_copy = corrupt
+        with pytest.raises(PublishError, match="its live memory is not what was sent") as failed:
+            publisher.publish(3)
+        assert all(f"'{name}'" in str(failed.value) for name in names)
+        assert not any(f"'{name}'" in str(failed.value) for name in tensors.keys() - names)
+        assert "on rank 0 at [" in str(failed.value)
+        with pytest.raises(EngineTornError), client.gate.step(timeout_seconds=0):
+            pass
+        engine.after_copy = lambda model: None
+        assert publisher.publish(4).ok
+        with client.gate.step(timeout_seconds=0) as version:
+            assert version is not None
+
+
+def test_clean_updates_are_clean_and_name_what_is_not_proven() -> None:
+    model, tensors = Model(), checkpoint(1)
+    with fleet(TensorSource(tensors), ModelEngine(model), verify="installed", bucket_size_bytes=700) as (publisher, _):
+        for number in range(1, 20):
+            for name, tensor in checkpoint(number).items():
+                tensors[name].copy_(tensor)
+            report = publisher.publish(number)
+            (result,) = report.engines.values()
+            # The router is held in another dtype than it was sent in.
+            assert result.unproven.keys() == OPAQUE | {"turned.router"}
+    assert "exp" in result.unproven["mixer.A"] or "computed" in result.unproven["mixer.A"]
+    assert "held as float32" in result.unproven["turned.router"]
+
+
+def test_every_nth_version_is_proven() -> None:
+    model, tensors = Model(), checkpoint(1)
+    engine = ModelEngine(model)
+    options = {"verify": "installed", "verify_every": 3}
+    with fleet(TensorSource(tensors), engine, **options) as (publisher, _):
+        assert publisher.publish(1).ok
+        engine.after_copy = stale_expert
+        assert publisher.publish(2).ok
+        with pytest.raises(PublishError, match=r"experts\.2\.w2"):
+            publisher.publish(3)
+
+
+def test_a_module_in_process_is_proven_too() -> None:
+    module = torch.nn.Linear(4, 3)
+
+    class Faulty(ModuleEngine):
+        def commit(self, version: object) -> None:
+            super().commit(version)  # type: ignore[arg-type]
+            if is_faulty:
+                module.weight.data[1, 2] += 1
+
+    is_faulty = False
+    tensors = {"weight": torch.randn(3, 4), "bias": torch.randn(3)}
+    with fleet(TensorSource(tensors), Faulty(module), verify="installed", on_failure="report") as (publisher, _):
+        assert publisher.publish(1).ok
+        is_faulty = True
+        report = publisher.publish(2)
+    assert not report.ok
+    (result,) = report.engines.values()
+    assert result.error is not None
+    assert "'weight'" in result.error.message
+
+
+def test_engines_that_cannot_be_read_are_named() -> None:
+    class Blind:
+        def specs(self) -> None: ...
+        def load(self, tensors: object) -> None: ...
+        def commit(self, version: object) -> None: ...
+        def discard(self) -> None: ...
+
+    with fleet(TensorSource({"a": torch.zeros(2)}), Blind(), verify="installed") as (publisher, _):
+        (result,) = publisher.publish(1).engines.values()
+    assert result.unproven == {"a": "this engine's weights can't be read"}
+
+
+def held(rank: int, offset: int, tensor: torch.Tensor, size: int = 4, *, step: int = 2) -> HeldTensor:
+    region = Region((offset,), (step,))
+    digest = tensor_digest(tensor[offset : offset + step], region, (size,))
+    return HeldTensor(TensorSpec("a", "float32", (size,)), [PlacedDigest(region, digest)])
+
+
+def test_ranks_are_added_up_and_replicas_compared() -> None:
+    tensor = torch.arange(4.0)
+    assert whole_digest({0: held(0, 0, tensor), 1: held(1, 2, tensor)}) == tensor_digest(tensor)
+    both = {0: held(0, 0, tensor), 1: held(1, 2, tensor), 2: held(2, 0, tensor), 3: held(3, 2, tensor)}
+    assert whole_digest(both) == tensor_digest(tensor)
+    with pytest.raises(UnsupportedError, match="do not hold all of it"):
+        whole_digest({0: held(0, 0, tensor), 1: held(1, 0, tensor)})
+    with pytest.raises(Exception, match=r"at \[2\], sizes \[2\]: rank 1 holds .*, rank 3 holds"):
+        whole_digest(both | {3: held(3, 2, tensor + 1)})
