@@ -251,4 +251,4 @@ def test_an_engine_that_does_not_list_its_tensors(tmp_path: Path, capsys: pytest
         shown = json.loads(capsys.readouterr().out)
         assert (shown["engine"]["weight_version"], shown["tensors"]) == ("7", [])
         assert cli.main(["verify", str(tmp_path), "--engine", server.url]) == exits.NEGATIVE
-        assert f"{server.url} does not list its tensors" in capsys.readouterr().err
+        assert f"{server.url} does not say what it holds" in capsys.readouterr().err

@@ -25,10 +25,11 @@ COLLECTIONS = "collections"
 
 @dataclasses.dataclass(frozen=True)
 class Break:
-    """An install raises before this tensor, on one rank or on all (-1)."""
+    """An install raises before this tensor, on one rank or on all (-1); or flips a bit of the parameter `corrupt`."""
 
-    after: int
+    after: int = 0
     rank: int = -1
+    corrupt: str = ""
 
     def __str__(self) -> str:
         return f"at-{self.after}" + ("" if self.rank < 0 else f"-on-rank-{self.rank}")
@@ -51,13 +52,17 @@ def register() -> None:
 
     def faulty(model: SglangModel, tensors: Iterable[tuple[str, torch.Tensor]] | None, *rest: Any) -> Any:
         found = fault()
+        if found is not None and found.corrupt:
+            result = install(model, tensors, *rest)
+            model._model.get_parameter(found.corrupt).data.view(torch.uint8).flatten()[5] ^= 1
+            return result
         if found is not None and tensors is not None:
             tensors = _until(found.after, tensors)
         return install(model, tensors, *rest)
 
     def faulty_copy(install_map: InstallMap, names: Iterable[str], sources: Sequence[torch.Tensor]) -> None:
         names, found = list(names), fault()
-        if found is None or found.after >= len(names):
+        if found is None or found.corrupt or found.after >= len(names):
             return copy(install_map, names, sources)
         assert install_map.bind()
         some = names[: found.after]

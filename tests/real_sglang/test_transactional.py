@@ -17,6 +17,7 @@ from real_vllm.oracle import PROMPT, Answer, joined
 from real_vllm.test_acceptance import LONG_PROMPT, NUM_BEFORE_PAUSE, NUM_STREAMED, Stream
 from real_vllm.trainer import GLOO, IPC, trainer
 
+from real_sglang.faults import Break
 from real_sglang.oracle import assert_drops_caches, assert_is_of, assert_serves, assert_went_on
 from real_sglang.servers import ONE, TWO, Server, Setup, Span
 from weightcast import HttpEngine
@@ -42,6 +43,28 @@ def test_alternating_publishes_serve_what_was_published(server: Server, transpor
             assert report.ok
             assert server.version() == str(report.version)
             assert_serves(server, seed)
+
+
+@on(ONE, TWO)
+def test_what_is_installed_is_proven_in_the_engine(server: Server) -> None:
+    """On every rank; and one bit of one rank's memory that is another is found, by name, rank and block."""
+    with trainer(server.setup, server.url, verify="installed", on_failure="report") as it:
+        for seed in (1, 0, 1):
+            report = it.publish(seed)
+            assert report.ok, report
+            (result,) = report.engines.values()
+            assert not result.unproven
+            assert_serves(server, seed)
+        rank = server.setup.tp - 1
+        with server.failing(Break(rank=rank, corrupt="model.layers.1.mlp.gate_up_proj.weight")):
+            report = it.publish(0)
+        (result,) = report.engines.values()
+        assert result.error is not None
+        assert "'model.layers.1.mlp.gate_proj.weight' on rank " + str(rank) in result.error.message
+        assert result.error.message.count("'model.") == 1
+        assert server.generate(PROMPT, 4).status_code == 503
+        assert it.publish(1).ok
+        assert_serves(server, 1)
 
 
 @on(TWO)

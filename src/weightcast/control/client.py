@@ -155,7 +155,7 @@ class HttpEngine(EngineClient, ServesTraffic):
         The engine reads some 64 MiB at a time, and may generate between; `bytes_per_second` bounds how many on average.
         `on_page` gets the bytes of the tensors read each time. Raises ControlError if the version changes meanwhile.
         """
-        if "inspect" not in self.info().abilities:
+        if "prove" not in self.info().abilities:
             return None
         found: HeldWeights | None = None
         start, named = 0, "".join(f"&names={urllib.parse.quote(name)}" for name in names)

@@ -55,7 +55,7 @@ class LocalEngine(EngineClient, ServesTraffic):
         self.gate.resume(owner=run)
 
     def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
-        return self.worker.held(names) if "inspect" in self.info().abilities else None
+        return self.worker.held(names) if "prove" in self.info().abilities else None
 
     def quarantine(self, reason: str) -> None:
         self.gate.tear(reason)

@@ -114,7 +114,8 @@ class Worker:
             "lease": True,
             "streaming": "streaming" in self._installs,
             "undo": isinstance(self.engine, Undoable),
-            "inspect": isinstance(self.engine, ExposesTensors) or has_map,
+            "inspect": isinstance(self.engine, ExposesTensors),
+            "prove": isinstance(self.engine, ExposesTensors) or has_map,
         }
         return WeightInfo(
             weight_version="default" if version is None else str(version.number),
