@@ -14,7 +14,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import torch
@@ -31,7 +31,7 @@ from weightcast.host.copy import copy_all
 logger = logging.getLogger(__name__)
 
 
-class StridedBlock(NamedTuple):
+class StridedBlock(msgspec.Struct, frozen=True, gc=False):
     """Elements of a storage, or of a contiguous tensor: where the first one lies, sizes and strides, in elements."""
 
     offset: int
@@ -68,7 +68,7 @@ class StridedBlock(NamedTuple):
         return region, (*(dims[d] for d in sorted(dims)), *ones)
 
 
-class RecordedCopy(NamedTuple):
+class RecordedCopy(msgspec.Struct, frozen=True, gc=False):
     """A copy that the loader makes: `source` of the checkpoint's tensor `name` to `block` of the model's `target`."""
 
     name: str
@@ -77,7 +77,7 @@ class RecordedCopy(NamedTuple):
     block: StridedBlock
 
 
-class TargetForm(NamedTuple):
+class TargetForm(msgspec.Struct, frozen=True, gc=False):
     """What a recording knows of a parameter or buffer: a live one of other values is another tensor."""
 
     shape: tuple[int, ...]
@@ -193,7 +193,11 @@ class InstallMap:
             path, _, leaf = name.rpartition(".")
             module = modules.get(path)
             tensor = None if module is None else module._parameters.get(leaf, module._buffers.get(leaf))
-            if tensor is None or tensor.is_meta or (tuple(tensor.shape), tensor.stride(), tensor.dtype) != target:
+            if (
+                tensor is None
+                or tensor.is_meta
+                or TargetForm(tuple(tensor.shape), tensor.stride(), tensor.dtype) != target
+            ):
                 logger.warning("%s is not as it was when the model's loader was tried: it is to be tried again", name)
                 self._is_stale = True
                 return False
@@ -349,6 +353,10 @@ def whole_digest(ranks: Mapping[int, HeldTensor]) -> str:
 
 def _module(target: str) -> str:
     return target.rpartition(".")[0]
+
+
+def _form(tensor: torch.Tensor) -> TargetForm:
+    return TargetForm(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _same_bits(live: torch.Tensor, source: torch.Tensor) -> bool:

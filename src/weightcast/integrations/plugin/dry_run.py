@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -71,17 +73,26 @@ class DryRunOutcome:
 def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRunOutcome:
     """Let `model.load_weights` load tensors of these names, shapes and dtypes, in this order, into nothing.
 
-    What it fails at is noted and left out of another run, so that all faults are found.
+    What it fails at is noted and left out of another run, so that all faults are found. The first run sees copies and
+    constants only, which takes little longer than the loader itself; unless these explain all that it has left behind,
+    another one looks at every operation.
     """
     loader: Any = model
     faults: dict[str, str] = {}
+    sees_all = False
     while True:
         fault = ""
-        with _without_memory(model, form) as targets, _Probe(targets) as probe:
-            try:
-                loader.load_weights(probe.sources([spec for spec in specs if spec.name not in faults]))
-            except Exception as exc:
-                fault = f"{type(exc).__name__}: {exc}"
+        with _without_memory(model, form) as (targets, is_explained), _no_garbage_collection():
+            probe = _Probe(targets)
+            sources = probe.sources([spec for spec in specs if spec.name not in faults])
+            with probe if sees_all else _copies_seen_by(probe):
+                try:
+                    loader.load_weights(sources)
+                except Exception as exc:
+                    fault = f"{type(exc).__name__}: {exc}"
+            if not sees_all and (fault or not probe.knows_all or not is_explained()):
+                sees_all = True
+                continue
         if fault:
             faults[probe.current] = fault
         if not fault or not probe.current or len(faults) == MAX_FAULTS:
@@ -90,13 +101,62 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
 
 
 @contextlib.contextmanager
-def _without_memory(model: nn.Module, form: Form) -> Iterator[dict[int, DryRunTarget]]:
-    """Give each module private tensors in checkpoint form; yields them by their storage's address."""
+def _no_garbage_collection() -> Iterator[None]:
+    """A recording makes many small objects and no garbage: each would be looked at again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _copies_seen_by(probe: _Probe) -> Iterator[None]:
+    """Have a probe see what is copied or filled into tensors without memory, in whichever thread, and nothing else."""
+
+    def copied(part: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        probe.written(part, source)
+        return part
+
+    def filled(part: torch.Tensor, *value: Any) -> torch.Tensor:
+        probe.written(part, None)
+        return part
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("copy_", copied, "Meta")
+        for name in ("fill_.Scalar", "fill_.Tensor", "zero_"):
+            library.impl(name, filled, "Meta")
+        yield
+
+
+@contextlib.contextmanager
+def _without_memory(model: nn.Module, form: Form) -> Iterator[tuple[dict[int, DryRunTarget], Callable[[], bool]]]:
+    """Give each module private tensors in checkpoint form; yields them by their storage's address.
+
+    Also whether what was written to them is all that there is: no parameter is unset, and no module has other tensors.
+    """
     saved: list[tuple[nn.Module, dict[str, Any]]] = []
     targets: dict[int, DryRunTarget] = {}
+    unset: dict[int, list[DryRunTarget]] = {}  # by the live parameter, which may have several names
+
+    def is_explained() -> bool:
+        if any(all(target.num_unset for target in of_one) for of_one in unset.values()):
+            return False
+        for layer, attributes in saved:
+            held = itertools.chain(layer._parameters.values(), layer._buffers.values())
+            if any(tensor is not None and tensor.is_meta and _address(tensor) not in targets for tensor in held):
+                return False
+            made = (value for name, value in vars(layer).items() if attributes.get(name) is not value)
+            if any(isinstance(value, torch.Tensor) for value in made):
+                return False
+        return True
+
     try:
         for prefix, layer in model.named_modules():
             saved.append((layer, dict(layer.__dict__)))
+            live = dict(layer._parameters)
             parameters, buffers = form(layer)
             layer.__dict__.update(_parameters=parameters, _buffers=buffers)
             layer.__dict__["_non_persistent_buffers_set"] = set(layer._non_persistent_buffers_set)
@@ -104,8 +164,10 @@ def _without_memory(model: nn.Module, form: Form) -> Iterator[dict[int, DryRunTa
                 if tensor.is_meta:
                     full = f"{prefix}.{name}" if prefix else name
                     held = TargetForm(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-                    targets[_address(tensor)] = DryRunTarget(full, held, name in parameters)
-        yield targets
+                    target = targets[_address(tensor)] = DryRunTarget(full, held, name in parameters)
+                    if name in parameters:
+                        unset.setdefault(id(live.get(name)), []).append(target)
+        yield targets, is_explained
     finally:
         for layer, attributes in saved:
             layer.__dict__.clear()
@@ -134,6 +196,8 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.targets = targets
         self.current = ""
+        self.knows_all = True
+        """Whether it knew where everything that was copied came from."""
         self.used: dict[str, tuple[int, set[torch.dtype]]] = {}
         self.copies: list[RecordedCopy] = []
         self._opaque: dict[str, str] = {}
@@ -145,15 +209,21 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A storage that is freed leaves its address to the next.
         self._alive: list[torch.UntypedStorage] = []
 
-    def sources(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-        for spec in specs:
-            self.current = spec.name
+    def sources(self, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors without memory, one at a time. All are made before the first one is asked for."""
+        tensors = [torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta") for spec in specs]
+        for spec, tensor in zip(specs, tensors, strict=True):
             self.used[spec.name] = (0, set())
-            tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
             self._note(tensor, {spec.name})
             self._sources[_address(tensor)] = spec.name
-            yield spec.name, tensor
-        self.current = ""
+
+        def one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
+            for spec, tensor in zip(specs, tensors, strict=True):
+                self.current = spec.name
+                yield spec.name, tensor
+            self.current = ""
+
+        return one_by_one()
 
     def opaque_names(self) -> dict[str, str]:
         """The names that are not only copied, each with what else is done with it."""
@@ -168,33 +238,50 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
-            self._written(args[0], args[1])
+            self.written(args[0], args[1])
         elif func in _FILLS:
-            self._written(args[0], None)
+            self.written(args[0], None)
         elif func not in _VIEWS:
             self._inherit(func, [*args, *(kwargs or {}).values()], out)
         return out
 
-    def _written(self, part: torch.Tensor, source: torch.Tensor | None) -> None:
-        names = set() if source is None else self._origins.get(_address(source), set())
+    def written(self, part: torch.Tensor, source: torch.Tensor | None) -> None:
+        """A copy of `source` to `part`, or of a constant. Raises RuntimeError for another shape."""
         target = self.targets.get(_address(part))
+        block = StridedBlock(int(part.storage_offset()), tuple(part.shape), part.stride())
+        if source is None:
+            if target is None:
+                self._note(part, set())
+            elif part.numel():
+                target.padded.add(block)
+            return
+        if source.shape != part.shape:
+            source = source.expand(part.shape)
+        address = _address(source)
+        name = self._sources.get(address)
+        names = self._origins.get(address, set()) if name is None else {name}
+        self.knows_all &= bool(names) and target is not None
         if target is None:
             self._note(part, names)
             self._opaque |= dict.fromkeys(names - self._opaque.keys(), "it is copied to a tensor that is no parameter")
             return
         if not part.numel():
             return
-        block = StridedBlock(int(part.storage_offset()), tuple(part.shape), part.stride())
-        if not names or source is None:
-            if source is not None and (read := self.targets.get(_address(source))) is not None:
+        if not names:
+            if (read := self.targets.get(address)) is not None:
                 self._read.setdefault(read.name, f"a copy to {target.name}")
             target.padded.add(block)
             return
         target.loaded.setdefault(block, set()).update(names)
-        for name in names:
-            num_elements, dtypes = self.used[name]
-            self.used[name] = num_elements + part.numel(), dtypes | {target.form.dtype}
-        whole = self._whole(source.expand(part.shape))
+        for each in names:
+            num_elements, dtypes = self.used[each]
+            dtypes.add(target.form.dtype)
+            self.used[each] = num_elements + part.numel(), dtypes
+        if name is not None:
+            held = StridedBlock(int(source.storage_offset()), block.sizes, source.stride())
+            self.copies.append(RecordedCopy(name, held, target.name, block))
+            return
+        whole = self._whole(source)
         if whole is None or not {*whole.dtypes} <= {target.form.dtype}:
             self._opaque |= dict.fromkeys(names - self._opaque.keys(), f"{target.name} is computed from it")
         else:
