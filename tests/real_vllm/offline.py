@@ -21,14 +21,19 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 
 @dataclasses.dataclass(frozen=True)
 class OfflineSetup:
-    """Which checkpoint (seed 0 of `family`, in `saved_dtype`), served in `dtype`."""
+    """Which checkpoint (seed 0 of `family`, in `saved_dtype`), served in `dtype`.
+
+    `packs`: whether weights are packed for the CPU's kernels; without, layers use their parameters as they are.
+    """
 
     family: str
     dtype: torch.dtype = torch.float32
     saved_dtype: torch.dtype = torch.float32
+    packs: bool = True
 
     def __str__(self) -> str:
-        return self.family if self.dtype == self.saved_dtype else f"{self.family}-{self.dtype}"
+        name = self.family if self.packs else f"{self.family}-unpacked"
+        return name if self.dtype == self.saved_dtype else f"{name}-{self.dtype}"
 
 
 def offline_on(*setups: OfflineSetup) -> Callable[[Test], Test]:
@@ -77,9 +82,14 @@ def _started(setup: OfflineSetup, folder: Path) -> Iterator[Offline]:
     with pytest.MonkeyPatch.context() as patch, _vllms_warnings():
         for name, value in (ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}).items():
             patch.setenv(name, value)
-        from vllm import LLM
+        from vllm import LLM, _custom_ops
         from vllm.distributed import cleanup_dist_env_and_memory
 
+        if not setup.packs:
+            from vllm.model_executor.layers import utils
+
+            patch.setattr(_custom_ops, "_supports_onednn", False)
+            patch.setattr(utils, "check_cpu_sgl_kernel", lambda *args: False)
         dtype = str(setup.dtype).removeprefix("torch.")
         options = {"max_model_len": 256, "num_gpu_blocks_override": 64, "enable_prefix_caching": False}
         llm = LLM(str(folder), dtype=dtype, enforce_eager=True, **options)
