@@ -148,6 +148,9 @@ class InstallMap:
         self._proven = set[str]()
         self._is_stale = False
         self._live: dict[str, torch.Tensor] = {}
+        self._path: list[tuple[Mapping[str, object], str, object]] = []
+        """What led to the live tensors: a mapping, a key and what was there."""
+        self._places: list[tuple[torch.Tensor, int, tuple[int, ...]]] = []
         self._blocks: dict[str, list[torch.Tensor]] = {}
         self._exclude_entangled_modules()
 
@@ -182,32 +185,42 @@ class InstallMap:
         """Where they belong: views of the live parameters as `bind` has found them."""
         found = self._blocks.get(name)
         if found is None:
-            found = self._blocks[name] = [copy.block.of(self._live[copy.target]) for copy in self._copies[name]]
+            found = self._blocks[name] = [copy.block.of(self._live[copy.target].data) for copy in self._copies[name]]
         return found
 
     def bind(self) -> bool:
         """Look up every live tensor. False if one is gone or of another form: the model has to be recorded again."""
+        if self._live and all(holder.get(key) is held for holder, key, held in self._path) and self._is_in_place():
+            return True
+        self._live, self._blocks, self._path = {}, {}, []
         modules = dict(self._model.named_modules())
+        for module in modules.values():
+            attributes = vars(module)
+            self._path += ((attributes, key, attributes[key]) for key in ("_modules", "_parameters", "_buffers"))
+            self._path += ((module._modules, key, child) for key, child in module._modules.items())
         live: dict[str, torch.Tensor] = {}
         for name, target in self._mapped_targets.items():
             path, _, leaf = name.rpartition(".")
-            module = modules.get(path)
-            tensor = None if module is None else module._parameters.get(leaf, module._buffers.get(leaf))
-            if (
-                tensor is None
-                or tensor.is_meta
-                or TargetForm(tuple(tensor.shape), tensor.stride(), tensor.dtype) != target
-            ):
+            module, tensor = modules.get(path), None
+            if module is not None:
+                holder = module._parameters if leaf in module._parameters else module._buffers
+                tensor = holder.get(leaf)
+                self._path.append((holder, leaf, tensor))
+            form = None if tensor is None else TargetForm(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            if tensor is None or tensor.is_meta or form != target:
                 logger.warning("%s is not as it was when the model's loader was tried: it is to be tried again", name)
                 self._is_stale = True
                 return False
-            live[name] = tensor.data
-        # By address, since an engine may have put other memory behind the same parameter.
-        if live.keys() != self._live.keys() or any(
-            tensor.data_ptr() != self._live[name].data_ptr() for name, tensor in live.items()
-        ):
-            self._live, self._blocks = live, {}
+            live[name] = tensor
+        self._live = live
+        self._places = [(tensor, tensor.data_ptr(), tensor.stride()) for tensor in live.values()]
         return True
+
+    def _is_in_place(self) -> bool:
+        """Whether the same tensors have the same memory: an engine may put other memory behind a parameter."""
+        return all(
+            tensor.data_ptr() == address and tensor.stride() == strides for tensor, address, strides in self._places
+        )
 
     def copy(self, names: Iterable[str], sources: Sequence[torch.Tensor]) -> None:
         """Copy what `cut` gave of these proven tensors into place. Raises InstallError where the model has changed."""
@@ -302,6 +315,7 @@ class InstallMap:
                     self._opaque[other] = f"{module} is also filled from {name!r}, which stays with the loader"
                     pending.append(other)
         mapped = (copy for name, copies in self._copies.items() if name not in self._opaque for copy in copies)
+        self._live = {}  # to be looked up again
         self._mapped_targets = {copy.target: self._targets[copy.target] for copy in mapped}
 
 
@@ -353,10 +367,6 @@ def whole_digest(ranks: Mapping[int, HeldTensor]) -> str:
 
 def _module(target: str) -> str:
     return target.rpartition(".")[0]
-
-
-def _form(tensor: torch.Tensor) -> TargetForm:
-    return TargetForm(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _same_bits(live: torch.Tensor, source: torch.Tensor) -> bool:

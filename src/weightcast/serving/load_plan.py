@@ -22,6 +22,7 @@ from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow
 from weightcast.format.geometry import Region, is_run, row_major, start_elements
 from weightcast.format.manifest import Manifest, TensorRecord, TensorSpec
 from weightcast.host import memory as host_memory
+from weightcast.host.collector import collector_paused
 from weightcast.host.copy import copy_all
 from weightcast.seams.engine import Casting, Engine, RegionLoader, Undoable, Validating
 from weightcast.serving.install_map import InstallMap, Mapped
@@ -151,11 +152,12 @@ class LoadPlan:
         """Staged: one call of `load` with everything, or what an install map does not copy; then the regions."""
         payloads = sorted(staged.payloads.items())
         complete = itertools.chain(*(self._ended(index, payload, staged) for index, payload in payloads), self._empty())
-        if self._install_map is not None and self._install_map.bind():
-            self._load_mapped(self._install_map, complete)
-        else:
-            self.engine.load(complete)
-        self._load_regions(payloads)
+        with collector_paused():
+            if self._install_map is not None and self._install_map.bind():
+                self._load_mapped(self._install_map, complete)
+            else:
+                self.engine.load(complete)
+            self._load_regions(payloads)
 
     def _load_mapped(self, install_map: InstallMap, tensors: Iterable[Named]) -> None:
         """Copy what is proven; the engine's loader gets the rest, of which what can be copied is proven then."""

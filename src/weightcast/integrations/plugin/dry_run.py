@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from weightcast.format.bucket import TORCH_DTYPES
 from weightcast.format.manifest import TensorSpec
+from weightcast.host.collector import collector_paused
 from weightcast.serving.install_map import RecordedCopy, StridedBlock, TargetForm
 
 MAX_FAULTS = 64
@@ -82,7 +82,7 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
     sees_all = False
     while True:
         fault = ""
-        with _without_memory(model, form) as (targets, is_explained), _no_garbage_collection():
+        with _without_memory(model, form) as (targets, is_explained), collector_paused():
             probe = _Probe(targets)
             sources = probe.sources([spec for spec in specs if spec.name not in faults])
             with probe if sees_all else _copies_seen_by(probe):
@@ -98,18 +98,6 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
         if not fault or not probe.current or len(faults) == MAX_FAULTS:
             by_name = {target.name: target for target in targets.values()}
             return DryRunOutcome(faults, by_name, probe.used, probe.copies, probe.opaque_names())
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A recording makes many small objects and no garbage: each would be looked at again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

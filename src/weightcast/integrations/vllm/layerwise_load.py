@@ -18,7 +18,6 @@ Two faults of the stock reload on CPUs, where weights are packed once more for t
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -82,10 +81,6 @@ class Reload:
             # A reload that another client left half-way would go on with what it has buffered.
             self.abort()
             stack.enter_context(on_failure(self.abort))
-            if gc.isenabled():
-                # A full collection looks at all that vLLM keeps, 0.1 s and more, and an install leaves it nothing.
-                gc.disable()
-                stack.callback(gc.enable)
             fillings = [Filling(name, self._packed[name], number) for name, number in calls.items()]
             if tensors is not None:
                 self._model.load_weights(tensors)
