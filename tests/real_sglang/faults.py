@@ -60,13 +60,13 @@ def register() -> None:
             tensors = _until(found.after, tensors)
         return install(model, tensors, *rest)
 
-    def faulty_copy(install_map: InstallMap, names: Iterable[str], sources: Sequence[torch.Tensor]) -> None:
-        names, found = list(names), fault()
-        if found is None or found.corrupt or found.after >= len(names):
-            return copy(install_map, names, sources)
+    def faulty_copy(install_map: InstallMap, pieces: Iterable[Any], sources: Sequence[torch.Tensor]) -> None:
+        pieces, found = list(pieces), fault()
+        if found is None or found.corrupt or found.after >= len(pieces):
+            return copy(install_map, pieces, sources)
         assert install_map.bind()
-        some = names[: found.after]
-        copy(install_map, some, sources[: sum(len(install_map.blocks(name)) for name in some)])
+        some = pieces[: found.after]
+        copy(install_map, some, sources[: sum(len(install_map.blocks(*piece)) for piece in some)])
         raise RuntimeError("the test's fault")
 
     SglangModel._install = faulty  # type: ignore[method-assign]

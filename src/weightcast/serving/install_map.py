@@ -21,8 +21,17 @@ import torch
 from torch import nn
 
 from weightcast.errors import InstallError, IntegrityError, ManifestError, UnsupportedError, malformed
-from weightcast.format.bucket import DTYPE_NAMES
-from weightcast.format.geometry import Region, check_disjoint, check_tiling, is_inside, row_major, runs_as_blocks
+from weightcast.format.bucket import DTYPE_NAMES, narrow
+from weightcast.format.geometry import (
+    Region,
+    check_disjoint,
+    check_tiling,
+    common,
+    is_inside,
+    relative,
+    row_major,
+    runs_as_blocks,
+)
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldBlock, HeldWeights
 from weightcast.format.tensor_digest import add, tensor_digest
@@ -151,7 +160,9 @@ class InstallMap:
         self._path: list[tuple[Mapping[str, object], str, object]] = []
         """What led to the live tensors: a mapping, a key and what was there."""
         self._places: list[tuple[torch.Tensor, int, tuple[int, ...]]] = []
-        self._blocks: dict[str, list[torch.Tensor]] = {}
+        self._blocks: dict[tuple[str, Region | None], list[torch.Tensor]] = {}
+        self._shapes = {spec.name: spec.shape for spec in catalog}
+        self._regions: dict[str, list[tuple[Region, tuple[int, ...]]]] = {}
         self._exclude_entangled_modules()
 
     @property
@@ -177,15 +188,38 @@ class InstallMap:
         """The modules that the copies of these tensors fill."""
         return {_module(copy.target) for name in names for copy in self._copies[name]}
 
-    def cut(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The blocks of a contiguous tensor that this rank takes, as views, in the order of `blocks`."""
-        return [copy.source.of(tensor) for copy in self._copies[name]]
-
-    def blocks(self, name: str) -> list[torch.Tensor]:
-        """Where they belong: views of the live parameters as `bind` has found them."""
-        found = self._blocks.get(name)
+    def takes_pieces(self, name: str) -> bool:
+        """Whether this tensor's copies can be made piece by piece: all its blocks are regions of it."""
+        found = self._regions.get(name)
         if found is None:
-            found = self._blocks[name] = [copy.block.of(self._live[copy.target].data) for copy in self._copies[name]]
+            shape = self._shapes[name]
+            regions = [copy.source.region(shape, row_major(shape)) for copy in self._copies[name]]
+            found = self._regions[name] = [] if None in regions else [region for region in regions if region]
+        return bool(found)
+
+    def cut(self, name: str, tensor: torch.Tensor, piece: Region | None = None) -> list[torch.Tensor]:
+        """The blocks of a contiguous tensor that this rank takes, as views, in the order of `blocks`.
+
+        `tensor` is all of it, or that `piece` of one that `takes_pieces`.
+        """
+        if piece is None:
+            return [copy.source.of(tensor) for copy in self._copies[name]]
+        taken = (common(region, piece) for region, _ in self._regions[name])
+        return [narrow(tensor, relative(region, piece)) for region in taken if region is not None]
+
+    def blocks(self, name: str, piece: Region | None = None) -> list[torch.Tensor]:
+        """Where they belong: views of the live parameters as `bind` has found them."""
+        found = self._blocks.get((name, piece))
+        if found is None:
+            found = [copy.block.of(self._live[copy.target].data) for copy in self._copies[name]]
+            if piece is not None:
+                whole = zip(found, self._regions[name], strict=True)
+                found = [
+                    narrow(block.permute(order).reshape(region.sizes), relative(part, region))
+                    for block, (region, order) in whole
+                    if (part := common(region, piece)) is not None
+                ]
+            self._blocks[name, piece] = found
         return found
 
     def bind(self) -> bool:
@@ -222,11 +256,14 @@ class InstallMap:
             tensor.data_ptr() == address and tensor.stride() == strides for tensor, address, strides in self._places
         )
 
-    def copy(self, names: Iterable[str], sources: Sequence[torch.Tensor]) -> None:
-        """Copy what `cut` gave of these proven tensors into place. Raises InstallError where the model has changed."""
+    def copy(self, pieces: Iterable[tuple[str, Region | None]], sources: Sequence[torch.Tensor]) -> None:
+        """Copy what `cut` gave of these proven tensors, or pieces, into place.
+
+        Raises InstallError where the model has changed.
+        """
         if not self.bind():
             raise InstallError("the model's parameters have changed their form during the install: publish again")
-        targets = [block for name in names for block in self.blocks(name)]
+        targets = [block for name, piece in pieces for block in self.blocks(name, piece)]
         with torch.inference_mode():
             copy_all(targets, sources)
 

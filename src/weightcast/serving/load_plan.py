@@ -76,7 +76,7 @@ class LoadPlan:
         spanning = _spanning_groups(layout.manifest.tensors)
         self._loads = [_BucketLoad() for _ in layout.entries]
         self._install_map = engine.install_map if isinstance(engine, Mapped) else None
-        self._cuts: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._cuts: dict[tuple[str, Region | None], tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._without_elements = [record for record in layout.manifest.tensors if not record.pieces]
         self._num_partial = collections.Counter[str]()  # pieces to be put together, by load group
         self._pieces: dict[str, list[tuple[int, int, Entry]]] = {}  # the same by tensor: bucket, position, entry
@@ -129,8 +129,12 @@ class LoadPlan:
         views = self.layout.views(index, payload)
         if self._install_map is not None:
             for name, view in self._whole(index, views):
-                if self._install_map.has(name) and (name not in self._cuts or self._cuts[name][0] is not view):
-                    self._cuts[name] = view, self._install_map.cut(name, view)
+                if self._install_map.has(name):
+                    self._cut(self._install_map, name, view, None)
+            for position, entry in self._loads[index].partial:
+                for name in self._names(entry.record):
+                    if self._is_copied_in_pieces(name):
+                        self._cut(self._install_map, name, views[position], entry.piece.region)
         found = [
             (position, entry) for position, entry in self._loads[index].partial if entry.record.name in self._straddling
         ]
@@ -151,37 +155,70 @@ class LoadPlan:
     def load_all(self, staged: StagedBuckets) -> None:
         """Staged: one call of `load` with everything, or what an install map does not copy; then the regions."""
         payloads = sorted(staged.payloads.items())
-        complete = itertools.chain(*(self._ended(index, payload, staged) for index, payload in payloads), self._empty())
         with collector_paused():
             if self._install_map is not None and self._install_map.bind():
-                self._load_mapped(self._install_map, complete)
+                self._load_mapped(self._install_map, payloads, staged)
             else:
-                self.engine.load(complete)
+                complete = (self._ended(index, payload, staged) for index, payload in payloads)
+                self.engine.load(itertools.chain(*complete, self._empty()))
             self._load_regions(payloads)
 
-    def _load_mapped(self, install_map: InstallMap, tensors: Iterable[Named]) -> None:
+    def _load_mapped(
+        self, install_map: InstallMap, payloads: Sequence[tuple[int, torch.Tensor]], staged: StagedBuckets
+    ) -> None:
         """Copy what is proven; the engine's loader gets the rest, of which what can be copied is proven then."""
         rest: list[Named] = []
-        copied: list[str] = []
+        copied: list[tuple[str, Region | None]] = []
         sources: list[torch.Tensor] = []
         to_prove: list[Named] = []
-        for name, tensor in tensors:
-            if name in install_map.proven:
-                copied.append(name)
-                sources += self._cut(install_map, name, tensor)
+        proven, shared = install_map.proven, install_map.shared
+
+        def take(name: str, tensor: torch.Tensor) -> None:
+            if name in proven:
+                copied.append((name, None))
+                kept = self._cuts.get((name, None))
+                sources.extend(kept[1] if kept and kept[0] is tensor else install_map.cut(name, tensor))
             elif install_map.has(name):
                 to_prove.append((name, tensor))
-            if name not in install_map.proven or name in install_map.shared:
+            if name not in proven or name in shared:
                 rest.append((name, tensor))
-        assert isinstance(self.engine, Mapped)
-        self.engine.load_mapped(rest, copied, lambda: install_map.copy(copied, sources))
-        if to_prove:
-            install_map.prove((name, self._cut(install_map, name, tensor)) for name, tensor in to_prove)
 
-    def _cut(self, install_map: InstallMap, name: str, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The blocks of a tensor that the engine takes; those of a view that was staged are made already."""
-        kept = self._cuts.get(name)
-        return kept[1] if kept is not None and kept[0] is tensor else install_map.cut(name, tensor)
+        for index, payload in payloads:
+            for name, tensor in self._whole(index, self.layout.views(index, payload)):
+                take(name, tensor)
+            for record in self._loads[index].ends:
+                names = self._names(record)
+                if record.name in staged.straddling or not all(map(self._is_copied_in_pieces, names)):
+                    tensor = self._joined_of(record, staged)
+                    for name in names:
+                        take(name, tensor)
+                    continue
+                for name in names:
+                    for bucket, position, entry in self._pieces[record.name]:
+                        view = self.layout.views(bucket, staged.payloads[bucket])[position]
+                        copied.append((name, entry.piece.region))
+                        sources.extend(self._cut(install_map, name, view, entry.piece.region))
+        for name, tensor in self._empty():
+            take(name, tensor)
+        assert isinstance(self.engine, Mapped)
+        names_copied = dict.fromkeys(name for name, _ in copied)
+        self.engine.load_mapped(rest, names_copied, lambda: install_map.copy(copied, sources))
+        if to_prove:
+            install_map.prove((name, install_map.cut(name, tensor)) for name, tensor in to_prove)
+
+    def _is_copied_in_pieces(self, name: str) -> bool:
+        found = self._install_map
+        assert found is not None
+        return name in found.proven and name not in found.shared and found.takes_pieces(name)
+
+    def _cut(
+        self, install_map: InstallMap, name: str, view: torch.Tensor, piece: Region | None
+    ) -> Sequence[torch.Tensor]:
+        """The blocks of a view of a bucket that the engine takes, kept as long as the view is."""
+        kept = self._cuts.get((name, piece))
+        if kept is None or kept[0] is not view:
+            kept = self._cuts[name, piece] = view, install_map.cut(name, view, piece)
+        return kept[1]
 
     def assembly(self) -> Assembly:
         """What `load_bucket` carries from bucket to bucket of one update."""
@@ -218,16 +255,21 @@ class LoadPlan:
         """Staged: every tensor of which this is the last bucket by number."""
         yield from self._whole(index, self.layout.views(index, payload))
         for record in self._loads[index].ends:
-            tensor = staged.straddling.get(record.name)
-            if tensor is None:
-                tensor = _joined(
-                    record,
-                    [
-                        (entry, self.layout.views(bucket, staged.payloads[bucket])[position])
-                        for bucket, position, entry in self._pieces[record.name]
-                    ],
-                )
+            tensor = self._joined_of(record, staged)
             yield from ((name, tensor) for name in self._names(record))
+
+    def _joined_of(self, record: TensorRecord, staged: StagedBuckets) -> torch.Tensor:
+        """Staged: a tensor that was cut, as one."""
+        tensor = staged.straddling.get(record.name)
+        if tensor is not None:
+            return tensor
+        return _joined(
+            record,
+            [
+                (entry, self.layout.views(bucket, staged.payloads[bucket])[position])
+                for bucket, position, entry in self._pieces[record.name]
+            ],
+        )
 
     def _empty(self) -> Iterator[Named]:
         """Tensors without elements, which are in no bucket."""
