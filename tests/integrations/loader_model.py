@@ -161,7 +161,9 @@ def without_memory(layer: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str,
 class ModelEngine(LoaderEngine):
     """Installs into a `Model`."""
 
-    def __init__(self, model: Model, *, agree: Agree = alone) -> None:
+    def __init__(
+        self, model: Model, *, agree: Agree = alone, reference: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         self.device = torch.device("cpu")
         self.model = model
         self.fail_in_copy = False
@@ -169,7 +171,7 @@ class ModelEngine(LoaderEngine):
 
         def make_acceptance() -> Any:
             trial = functools.partial(dry_run, model, without_memory)
-            return acceptance(model, trial, specs(checkpoint(0)), is_alone=model.size == 1)
+            return acceptance(model, trial, specs(reference or checkpoint(0)), is_alone=model.size == 1)
 
         super().__init__(model, make_acceptance, (), agree)
         model.num_loads = 0

@@ -70,6 +70,31 @@ def test_a_corruption_is_found_by_name_and_block(corruption: str) -> None:
             assert version is not None
 
 
+class TiedModel(Model):
+    """The head has the embedding's parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Module()
+        self.head.table = self.embed.table
+
+
+def test_a_head_that_is_no_longer_tied_is_found() -> None:
+    model, tensors = TiedModel(), checkpoint(1)
+    tensors["head.table"] = tensors["embed.table"]
+    engine = ModelEngine(model, reference=tensors)
+
+    def untie(model: Model) -> None:
+        model.head.table = torch.nn.Parameter(model.embed.table + 1, requires_grad=False)
+
+    with fleet(TensorSource(tensors), engine, verify="installed") as (publisher, _):
+        for number in (1, 2):
+            assert publisher.publish(number).ok
+        engine.after_copy = untie
+        with pytest.raises(PublishError, match=r"'head\.table' on rank 0"):
+            publisher.publish(3)
+
+
 def test_clean_updates_are_clean_and_name_what_is_not_proven() -> None:
     model, tensors = Model(), checkpoint(1)
     with fleet(TensorSource(tensors), ModelEngine(model), verify="installed", bucket_size_bytes=700) as (publisher, _):

@@ -20,7 +20,8 @@ from real_vllm.trainer import GLOO, IPC, trainer
 from real_sglang.faults import Break
 from real_sglang.oracle import assert_drops_caches, assert_is_of, assert_serves, assert_went_on
 from real_sglang.servers import ONE, TWO, Server, Setup, Span
-from weightcast import HttpEngine
+from weightcast import HttpEngine, cli
+from weightcast.cli import exits
 
 FAMILIES = [
     Setup(family, dtype, tp)
@@ -65,6 +66,10 @@ def test_what_is_installed_is_proven_in_the_engine(server: Server) -> None:
         assert server.generate(PROMPT, 4).status_code == 503
         assert it.publish(1).ok
         assert_serves(server, 1)
+        verify = ["verify", str(server.folder), "--engine", server.url]
+        assert cli.main(verify) == exits.NEGATIVE
+        assert it.publish(0).ok
+        assert cli.main(verify) == exits.OK
 
 
 @on(TWO)

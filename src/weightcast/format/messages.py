@@ -134,8 +134,9 @@ class WeightInfo(msgspec.Struct, frozen=True):
 
     `holder` is the run that may update it now, or empty. `world_size` workers connect a link each.
     `abilities`: "lease" (a pause ends with the lease of the run that asked for it), "install" (`finish` pauses and
-    resumes by itself), "undo", "streaming", "inspect" (specs can be read), "prove" (digests of live tensors can). `torn`: why it refuses to
-    serve, or empty. `instance`: a random id of the engine's life; one engine has one, however it is called.
+    resumes by itself), "undo", "streaming", "inspect" (specs can be read), "prove" (digests of live tensors can).
+    `torn`: why it refuses to serve, or empty. `instance`: a random id of the engine's life; one engine has one, however
+    it is called.
     """
 
     weight_version: str

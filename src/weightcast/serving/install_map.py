@@ -38,6 +38,8 @@ from weightcast.format.tensor_digest import add, tensor_digest
 from weightcast.host.copy import copy_all
 
 logger = logging.getLogger(__name__)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""A dtype for the bits of each size of element."""
 
 
 class StridedBlock(msgspec.Struct, frozen=True, gc=False):
@@ -292,14 +294,15 @@ class InstallMap:
         """
         is_bound, found, num_bytes = self.bind(), list[HeldTensor](), 0
         for number, spec in enumerate(self._catalog[start:], start):
-            if names and spec.name not in names:
+            tied = [name for name, owner in self._tied.items() if owner == spec.name]
+            if names and not {spec.name, *tied} & set(names):
                 continue
             num_bytes += spec.num_bytes
             if found and num_bytes > limit_bytes:
                 return found, number
             why_not = "" if is_bound else "the model's parameters are no longer what they were"
-            found.append(HeldTensor(spec, unproven=why_not) if why_not else self._held(spec))
-            found += (self._held_tied(found[-1], name) for name, owner in self._tied.items() if owner == spec.name)
+            own = HeldTensor(spec, unproven=why_not) if why_not else self._held(spec)
+            found += (own, *(self._held_tied(own, name) for name in tied))
         return found, -1
 
     def _held_tied(self, owner: HeldTensor, name: str) -> HeldTensor:
@@ -408,8 +411,11 @@ def _module(target: str) -> str:
 
 def _same_bits(live: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether a copy of `source` would leave `live` as it is. NaNs are equal to themselves."""
-    made = source.to(live.device, live.dtype).contiguous()
-    return torch.equal(live.contiguous().view(torch.uint8), made.view(torch.uint8))
+    made = source.to(live.device, live.dtype)
+    if made.dtype == torch.complex128:
+        live, made = torch.view_as_real(live), torch.view_as_real(made)
+    bits = _BITS[made.itemsize]
+    return torch.equal(live.view(bits), made.view(bits))
 
 
 def _as_region(source: StridedBlock, live: torch.Tensor, shape: Sequence[int]) -> tuple[Region, torch.Tensor]:

@@ -1,0 +1,129 @@
+"""Loaders made at random: what a map copies is what the loader makes, whatever it cuts, fuses, turns and pads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from integrations.loader_model import specs, without_memory
+from weightcast.format.geometry import Region, whole
+from weightcast.format.tensor_digest import tensor_digest
+from weightcast.integrations.plugin.dry_run import dry_run
+from weightcast.serving.install_map import InstallMap, whole_digest
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Step(NamedTuple):
+    """Rows `start` to `stop` of `name` to the same number of rows of `target`, from `at` on; `turned`: columns."""
+
+    name: str
+    start: int
+    stop: int
+    target: str
+    at: int
+    turned: bool
+
+
+class Program(nn.Module):
+    """A loader that does these steps."""
+
+    def __init__(self, shapes: dict[str, tuple[int, int, torch.dtype, bool]], steps: list[Step]) -> None:
+        super().__init__()
+        self.steps = steps
+        for name, (rows, columns, dtype, is_turned) in shapes.items():
+            layer = nn.Module()
+            data = torch.zeros(columns, rows, dtype=dtype).t() if is_turned else torch.zeros(rows, columns, dtype=dtype)
+            layer.weight = nn.Parameter(data, requires_grad=False)
+            self.add_module(name, layer)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            for step in self.steps:
+                if step.name == name:
+                    weight = self.get_parameter(f"{step.target}.weight").data
+                    part = tensor[:, step.start : step.stop].t() if step.turned else tensor[step.start : step.stop]
+                    weight[step.at : step.at + step.stop - step.start].copy_(part)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[Program, dict[str, torch.Tensor]]:
+    """Each target is filled from parts of one or several tensors, one under another; the rest of it is padding."""
+    shapes: dict[str, tuple[int, int, torch.dtype, bool]] = {}
+    steps: list[Step] = []
+    tensors: dict[str, torch.Tensor] = {}
+    for number in range(draw(st.integers(1, 3))):
+        target, columns, dtype = f"target{number}", draw(st.integers(1, 5)), draw(st.sampled_from(DTYPES))
+        at = 0
+        for part in range(draw(st.integers(1, 3))):
+            name, rows, turned = f"{target}.{part}", draw(st.integers(1, 6)), draw(st.booleans())
+            start = draw(st.integers(0, rows - 1))
+            stop = draw(st.integers(start + 1, rows))
+            shape = (columns, rows) if turned else (rows, columns)
+            tensors[name] = torch.randn(shape).to(dtype)
+            steps.append(Step(name, start, stop, target, at, turned))
+            at += stop - start
+        shapes[target] = (at + draw(st.integers(0, 2)), columns, dtype, draw(st.booleans()))
+    return Program(shapes, steps), tensors
+
+
+def recorded(model: Program, tensors: dict[str, torch.Tensor]) -> InstallMap:
+    outcome = dry_run(model, without_memory, specs(tensors))
+    assert not outcome.faults
+    assert not outcome.opaque
+    forms = {copy.target: outcome.targets[copy.target].form for copy in outcome.copies}
+    return InstallMap(model, specs(tensors), outcome.copies, forms, outcome.opaque)
+
+
+@given(programs(), st.data())
+def test_copies_are_what_the_loader_makes(
+    program: tuple[Program, dict[str, torch.Tensor]], data: st.DataObject
+) -> None:
+    model, tensors = program
+    install_map = recorded(model, tensors)
+    assert install_map.bind()
+    model.load_weights(tensors.items())
+    install_map.prove((name, install_map.cut(name, tensor)) for name, tensor in tensors.items())
+    assert set(install_map.proven) == tensors.keys()
+    new = {name: torch.randn_like(tensor) for name, tensor in tensors.items()}
+    pieces: list[tuple[str, Region | None]] = []
+    sources: list[torch.Tensor] = []
+    for name, tensor in new.items():
+        rows = len(tensor)
+        cut = data.draw(st.integers(0, rows))
+        for start, stop in ((0, cut), (cut, rows)):
+            if start < stop:
+                assert install_map.takes_pieces(name)
+                piece = Region((start, 0), (stop - start, tensor.shape[1]))
+                pieces.append((name, piece))
+                sources += install_map.cut(name, tensor[start:stop].contiguous(), piece)
+    install_map.copy(pieces, sources)
+    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.load_weights(new.items())
+    assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
+
+
+@given(programs())
+def test_what_is_held_is_read_back_as_regions(program: tuple[Program, dict[str, torch.Tensor]]) -> None:
+    model, tensors = program
+    install_map = recorded(model, tensors)
+    model.load_weights(tensors.items())
+    install_map.prove((name, install_map.cut(name, tensor)) for name, tensor in tensors.items())
+    held, following = install_map.held(0, 1 << 30)
+    assert following == -1
+    by_name = {step.name: step for step in model.steps}
+    for tensor in held:
+        step = by_name[tensor.spec.name]
+        (placed,) = tensor.regions
+        part = tensors[tensor.spec.name]
+        region = placed.region
+        taken = part[:, step.start : step.stop] if step.turned else part[step.start : step.stop]
+        assert region.sizes == tuple(taken.shape)
+        assert placed.digest == tensor_digest(taken.contiguous(), region, part.shape)
+        if region == whole(part.shape):
+            assert whole_digest({0: tensor}) == tensor_digest(part)
