@@ -6,7 +6,6 @@ import argparse
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
@@ -82,7 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.engines:
-        verdict = _verify(args.checkpoint, args.engines, output.read_token(args.token_file))
+        from weightcast.sources.safetensors import SafetensorsSource
+        from weightcast.sources.store import StoreSource
+
+        is_store, token = values.is_store(args.checkpoint), output.read_token(args.token_file)
+        source: Source = StoreSource(args.checkpoint) if is_store else SafetensorsSource(args.checkpoint)
+        verdict = verify(source, args.engines, token)
     elif values.is_store(args.checkpoint):
         verdict = _verify_store(args.checkpoint)
     else:
@@ -121,12 +125,13 @@ def _verify_store(url: str) -> Verdict:
         return Verdict(True, len(manifest.tensors), manifest.num_bytes, [])
 
 
-def _verify(checkpoint: str, engines: Sequence[str], token: str | None) -> Verdict:
-    from weightcast.format.tensor_digest import tensor_digest
-    from weightcast.sources.safetensors import SafetensorsSource
-    from weightcast.sources.store import StoreSource
+def verify(source: Source, engines: Sequence[str], token: str | None) -> Verdict:
+    """Compare what a source has, whole tensors, with what each engine holds.
 
-    source: Source = StoreSource(checkpoint) if values.is_store(checkpoint) else SafetensorsSource(Path(checkpoint))
+    Raises UnsupportedError for an engine that does not list its tensors, PeerError.
+    """
+    from weightcast.format.tensor_digest import tensor_digest
+
     asked = [
         in_background(partial(_ask, url, token), name="weightcast-verify") for url in engines
     ]  # they compute while we do
