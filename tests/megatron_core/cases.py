@@ -23,6 +23,11 @@ _LATENT = {
     "v_head_dim": 20, "n_group": 1, "topk_group": 1, "n_routed_experts": 4, "n_shared_experts": 2,
     "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, **_EXPERTS,
 }  # fmt: skip
+_GLM = {
+    "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+    "n_group": 1, "topk_group": 1, "use_qk_norm": True, "attention_bias": True, "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5}, **_EXPERTS,
+}  # fmt: skip
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -31,6 +36,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_EXPERTS, "num_experts": 4},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": _LATENT,
+    "deepseek_v2": {**_LATENT, "norm_topk_prob": False},
+    "glm4_moe": _GLM,
 }
 
 
@@ -67,7 +74,7 @@ class Case:
     @property
     def hf_config(self) -> Any:
         fields = {**_DENSE, "tie_word_embeddings": self.tied}
-        if self.model not in ("llama", "qwen3", "qwen3_moe"):
+        if self.model not in ("llama", "qwen3", "qwen3_moe", "glm4_moe"):
             del fields["head_dim"]
         return models.config(self.model, **fields | _FAMILIES[self.model] | dict(self.fields))
 
@@ -105,6 +112,9 @@ CASES: dict[str, Case] = {
     "deepseek-tp2-ep2-te": Case(2, "deepseek_v3", tp=2, ep=2, te=True),
     "deepseek-ep2-bf16": Case(2, "deepseek_v3", ep=2, dtype="bfloat16", optimizer="megatron"),
     "deepseek-mtp": Case(2, "deepseek_v3", ep=2, mtp=1),
+    "deepseek-v2-ep2": Case(2, "deepseek_v2", ep=2),
+    "glm4-moe-ep2": Case(2, "glm4_moe", ep=2),
+    "glm4-moe-tp2-ep2-te": Case(2, "glm4_moe", tp=2, ep=2, te=True),
     "bf16-distributed-optimizer": Case(4, tp=2, te=True, dtype="bfloat16", optimizer="distributed"),
     "bf16-pp2-distributed-optimizer": Case(4, tp=2, pp=2, te=True, dtype="bfloat16", optimizer="distributed"),
     "bf16-megatron-optimizer": Case(2, te=True, tied=True, dtype="bfloat16", optimizer="megatron"),

@@ -234,9 +234,11 @@ def _exported(case: Case, models: list[Any]) -> dict[str, torch.Tensor]:
     """What mbridge makes of the same model, on rank 0."""
     from mbridge import AutoBridge
     from mbridge.models.deepseek_v3 import DeepseekV3Bridge
+    from mbridge.models.glm4moe import GLM4MoEBridge
 
-    # It would make a configuration with fields that this Megatron has no more.
-    DeepseekV3Bridge._build_config = lambda bridge: models[0].config
+    for bridge_type in (DeepseekV3Bridge, GLM4MoEBridge):
+        # It would make a configuration with fields that this Megatron has no more.
+        bridge_type._build_config = lambda bridge: models[0].config
     config = case.hf_config
     config.rope_theta = 1000000.0
     bridge = AutoBridge.from_config(

@@ -72,7 +72,7 @@ def cases(draw: st.DrawFn, model_type: str) -> tuple[Any, Job]:
         "hidden_size": heads * draw(st.sampled_from([2, 3, 5])),
         "intermediate_size": draw(st.sampled_from([8, 20, 24])),
         "num_attention_heads": heads,
-        "num_key_value_heads": heads if model_type == "deepseek_v3" else groups,
+        "num_key_value_heads": heads if model_type in models.LATENT else groups,
         "head_dim": draw(st.sampled_from([2, 6, 8])),
         "vocab_size": draw(st.integers(17, 40)),
         "tie_word_embeddings": draw(st.booleans()),
@@ -80,11 +80,16 @@ def cases(draw: st.DrawFn, model_type: str) -> tuple[Any, Job]:
     }
     if model_type in ("qwen2", "qwen2_moe", "mixtral"):
         fields["hidden_size"] = heads * fields.pop("head_dim")
-    if model_type in ("llama", "qwen3", "qwen3_moe"):
+    if model_type in ("llama", "qwen3", "qwen3_moe", "glm4", "glm4_moe"):
         fields["attention_bias"] = draw(st.booleans())
     if model_type == "llama":
         fields["mlp_bias"] = draw(st.booleans())
-    if model_type == "deepseek_v3":
+    if model_type == "glm4_moe":
+        fields["use_qk_norm"] = draw(st.booleans())
+    if model_type == "qwen3_next":
+        kinds = st.sampled_from(["linear_attention", "full_attention"])
+        fields["layer_types"] = draw(st.lists(kinds, min_size=num_layers, max_size=num_layers))
+    if model_type in models.LATENT:
         fields["q_lora_rank"] = draw(st.sampled_from([None, 12]))
     if model_type.startswith("qwen") and model_type.endswith("moe"):
         fields["mlp_only_layers"] = draw(st.sampled_from([[], [0]]))
