@@ -28,6 +28,12 @@ _GLM = {
     "n_group": 1, "topk_group": 1, "use_qk_norm": True, "attention_bias": True, "pad_token_id": 0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5}, **_EXPERTS,
 }  # fmt: skip
+_NEXT = {
+    "num_experts": 4, "shared_expert_intermediate_size": 80, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12, "linear_value_head_dim": 20, "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25}, **_EXPERTS,
+}  # fmt: skip
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -38,6 +44,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _LATENT,
     "deepseek_v2": {**_LATENT, "norm_topk_prob": False},
     "glm4_moe": _GLM,
+    "qwen3_next": _NEXT,
 }
 
 
@@ -67,6 +74,11 @@ class Case:
     fields: tuple[tuple[str, Any], ...] = ()
 
     @property
+    def has_bridge(self) -> bool:
+        """Whether mbridge exports such a model: names of Transformer Engine only."""
+        return self.te and self.model != "qwen3_next"
+
+    @property
     def padded(self) -> int:
         multiple = self.padding * self.tp
         return -(-VOCAB // multiple) * multiple
@@ -74,7 +86,7 @@ class Case:
     @property
     def hf_config(self) -> Any:
         fields = {**_DENSE, "tie_word_embeddings": self.tied}
-        if self.model not in ("llama", "qwen3", "qwen3_moe", "glm4_moe"):
+        if self.model not in ("llama", "qwen3", "qwen3_moe", "glm4_moe", "qwen3_next"):
             del fields["head_dim"]
         return models.config(self.model, **fields | _FAMILIES[self.model] | dict(self.fields))
 
@@ -115,6 +127,8 @@ CASES: dict[str, Case] = {
     "deepseek-v2-ep2": Case(2, "deepseek_v2", ep=2),
     "glm4-moe-ep2": Case(2, "glm4_moe", ep=2),
     "glm4-moe-tp2-ep2-te": Case(2, "glm4_moe", tp=2, ep=2, te=True),
+    "qwen3-next-ep2-te": Case(2, "qwen3_next", ep=2, te=True),
+    "qwen3-next-tp2-ep2-te": Case(2, "qwen3_next", tp=2, ep=2, te=True),
     "bf16-distributed-optimizer": Case(4, tp=2, te=True, dtype="bfloat16", optimizer="distributed"),
     "bf16-pp2-distributed-optimizer": Case(4, tp=2, pp=2, te=True, dtype="bfloat16", optimizer="distributed"),
     "bf16-megatron-optimizer": Case(2, te=True, tied=True, dtype="bfloat16", optimizer="megatron"),

@@ -45,7 +45,7 @@ def joined(hf_config: Any, job: Job, hf: Tensors, family: Family | None = None) 
         found = [each for each in placed(hf_config, job, rank, sharder.tensors(rank), family) if not each.is_copy]
         regions: dict[str, list[Any]] = {}
         for each in found:
-            regions.setdefault(each.name, []).append(each.held)
+            regions.setdefault(each.name, []).append((each.held[0], each.held[1] + each.plus))
         specs = mapping(hf_config, job, rank, family).specs
         held.append(held_shards(specs, regions))
     whole = {spec.name: torch.full(spec.shape, torch.nan, dtype=torch.float64) for spec in specs}
@@ -114,7 +114,7 @@ def test_round_trip(model_type: str, data: st.DataObject) -> None:
         loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
         for each in placed(hf_config, job, rank, loaded):
             region, view = each.held
-            view.copy_(narrow(hf[each.name], region))
+            view.copy_(narrow(hf[each.name], region) - each.plus)
         require_same(loaded, expected)
 
 
@@ -258,6 +258,37 @@ def test_load_groups_name_what_is_loaded_together() -> None:
             groups.setdefault(spec.group, set()).add(spec.name.removeprefix("model.layers.1."))
     assert {"self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"} in groups.values()
     assert {"mlp.experts.3.gate_proj.weight", "mlp.experts.3.up_proj.weight"} in groups.values()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method", "has_bias"),
+    [
+        ("deepseek_v3", None, True),
+        ("deepseek_v3", "noaux_tc", True),
+        ("deepseek_v3", "greedy", False),
+        ("deepseek_v2", None, False),
+        ("kimi_k2", "noaux_tc", True),
+    ],
+)
+def test_expert_biases_are_those_of_the_routing_method(model_type: str, method: str | None, has_bias: bool) -> None:
+    fields = {**QWEN3, "num_key_value_heads": 4, **models.TINY["deepseek_v3"]}
+    config = {**read_config(models.config("deepseek_v3", **fields)), "model_type": model_type}
+    config |= {} if method is None else {"topk_method": method}
+    specs = TensorMapping(FAMILIES[model_type], config, Parallel(), dtype="bfloat16").specs
+    assert any(spec.name.endswith("e_score_correction_bias") for spec in specs) is has_bias
+
+
+def test_linear_layers_are_found_with_and_without_a_list_of_them() -> None:
+    """transformers' configurations list the kinds of layers, the published ones give an interval."""
+    fields = {**QWEN3, **models.TINY["qwen3_next"], "num_hidden_layers": 8}
+    config = dict(read_config(models.config("qwen3_next", **fields)))
+    found = TensorMapping(FAMILIES["qwen3_next"], config, Parallel(), dtype="bfloat16").specs
+    del config["layer_types"]
+    again = TensorMapping(FAMILIES["qwen3_next"], config, Parallel(), dtype="bfloat16").specs
+    assert found == again
+    assert {s.name for s in found if "q_proj" in s.name} == {
+        f"model.layers.{n}.self_attn.q_proj.weight" for n in (3, 7)
+    }
 
 
 def test_prediction_layers_come_after_the_model_s_own() -> None:

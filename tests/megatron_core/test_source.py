@@ -201,3 +201,18 @@ def test_two_parameters_for_one_tensor_are_an_error() -> None:
     layer.input_layernorm.weight = nn.Parameter(torch.zeros(24))
     with pytest.raises(ValueError, match=r"are both 'model\.layers\.0\.input_layernorm\.weight' of the checkpoint"):
         source_of(model, hf_config).regions()
+
+
+def test_norms_with_another_centre_than_the_checkpoint_s_are_refused() -> None:
+    hf_config, _, model = make()
+    model.config.layernorm_zero_centered_gamma = True
+    with pytest.raises(ValueError, match="layernorm_zero_centered_gamma is True, the checkpoints of this family"):
+        source_of(model, hf_config)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen2_5_vl", "qwen3_vl"])
+def test_families_without_a_table_are_refused_by_name(model_type: str) -> None:
+    hf_config, _, model = make()
+    config = {**hf_config.to_dict(), "model_type": model_type}
+    with pytest.raises(ValueError, match=f"no table for the model type '{model_type}'; known: llama, "):
+        source_of(model, config)

@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_core import models, patches, te_names
 from megatron_core.cases import SEQUENCE, TOKENS, Case
@@ -68,7 +69,7 @@ def megatron_config(case: Case) -> TransformerConfig:
             "moe_use_legacy_grouped_gemm": case.grouped,
             "expert_tensor_parallel_size": case.etp,
         }
-    if case.model == "qwen2_moe":
+    if "shared_expert_intermediate_size" in hf.to_dict():
         fields |= {
             "moe_shared_expert_intermediate_size": hf.shared_expert_intermediate_size,
             "moe_shared_expert_gate": True,
@@ -82,6 +83,19 @@ def megatron_config(case: Case) -> TransformerConfig:
             "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
             "moe_shared_expert_intermediate_size": hf.n_shared_experts * hf.moe_intermediate_size,
             "moe_layer_freq": [int(layer >= hf.first_k_dense_replace) for layer in range(hf.num_hidden_layers)],
+        }
+    if case.model == "qwen3_next":
+        fields |= {
+            "layernorm_zero_centered_gamma": True,
+            "attention_output_gate": True,
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": [int(kind == "linear_attention") for kind in hf.layer_types],
+            "linear_conv_kernel_dim": hf.linear_conv_kernel_dim,
+            "linear_key_head_dim": hf.linear_key_head_dim,
+            "linear_value_head_dim": hf.linear_value_head_dim,
+            "linear_num_key_heads": hf.linear_num_key_heads,
+            "linear_num_value_heads": hf.linear_num_value_heads,
+            "deterministic_mode": True,
         }
     if case.model not in models.LATENT:
         head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
@@ -137,6 +151,11 @@ class Trainer:
         )
         if self.case.te:
             te_names.rename(spec)
+        if self.case.model == "qwen3_next":
+            patches.delta_net()
+            offset = get_transformer_layer_offset(self.config, vp_stage)
+            kinds = self.case.hf_config.layer_types[offset : offset + len(spec.layer_specs)]
+            te_names.use_delta_nets(spec, [kind == "linear_attention" for kind in kinds])
         if self.case.model in models.LATENT:
             te_names.use_plain_attention(spec)
         mtp = get_gpt_mtp_block_spec(self.config, spec, False) if self.case.mtp else None

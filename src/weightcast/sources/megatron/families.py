@@ -101,7 +101,7 @@ _DELTA_NET = _inside(
     ),
     _rule("dt_bias", "dt_bias", Rows("delta_value_heads")),
     _rule("A_log", "A_log", Rows("delta_value_heads")),
-    _rule("out_norm.weight", "norm.weight", Whole("delta_value_dim")),
+    _rule("out_norm.weight", "norm.weight", Whole("delta_value_dim"), plus=1.0),
     _rule("out_proj.weight", "out_proj.weight", Columns("hidden", "delta_value")),
 )
 
@@ -263,6 +263,7 @@ FAMILIES: Mapping[str, Family] = {
         sizes={"shared_ffn": "shared_expert_intermediate_size"},
         is_moe=_every_sparse_step,
         is_linear=_is_delta_net,
+        zero_centered=True,
     ),
     "glm4": Family(
         _MODEL,

@@ -59,12 +59,14 @@ class PlacedRegion:
     """A part of the tensor `name` of the checkpoint, and the parameter of a chunk that has it.
 
     `is_copy`: another stage owns it (an embedding for tied weights, or of a prediction layer); it is loaded, not sent.
+    `plus`: what the checkpoint's values are above the parameter's.
     """
 
     name: str
     parameter: str
     held: Held
     is_copy: bool
+    plus: float = 0.0
 
 
 class TensorMapping:
@@ -174,7 +176,13 @@ class TensorMapping:
         if match is None:
             return None
         return [
-            PlacedRegion(_hf_names(match.rule, prefix, expert)[part.number], name, (part.region, part.view), is_copy)
+            PlacedRegion(
+                _hf_names(match.rule, prefix, expert)[part.number],
+                name,
+                (part.region, part.view),
+                is_copy,
+                match.rule.plus,
+            )
             for expert, part in self._parts(match, tensor)
         ]
 
