@@ -236,8 +236,10 @@ def test_a_restart_sends_nothing_that_is_held(tmp_path: Path) -> None:
             assert follower.poll() is not None
         served = version_of(server)
         with following(tmp_path, server.url) as follower:
-            assert follower.poll() is None
-            assert version_of(server) == served
+            followed = follower.poll()
+            assert followed is not None
+            assert (followed.version, followed.run, followed.num_bytes) == (5, "", 0)
+            assert (version_of(server), follower.poll()) == (served, None)
             save(tmp_path, 6)
             assert follower.poll() is not None
         # The same number with other weights is sent, and so is what one engine of two lacks.
@@ -284,6 +286,16 @@ def test_the_command_goes_on_until_it_is_ended(tmp_path: Path) -> None:
             process.wait(LONG_SECONDS)
             process.stdout.close()
         assert (tmp_path / "log").read_text().count("Traceback") == 0
+
+
+def test_once_ends_also_where_all_is_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving() as (server, _):
+        save(tmp_path, 5)
+        command = ["follow", str(tmp_path), "--format", "prime-rl", "--engine", server.url, "--once"]
+        assert cli.main(command) == cli.main(command) == exits.OK
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("version 5 of run ")
+    assert second == "version 5: all engines hold it, nothing is sent"
 
 
 def test_once_of_a_damaged_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

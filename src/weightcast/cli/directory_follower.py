@@ -78,6 +78,7 @@ class DirectoryFollower(ClosedOnExit):
         """
         self._directories, self._read_copies = directories, read
         self._engines, self._token = engines, token
+        self._deadline_seconds = options.deadline_seconds
         self._source = _LastRead()
         self._make_publisher = functools.partial(
             Publisher,
@@ -104,6 +105,7 @@ class DirectoryFollower(ClosedOnExit):
     def poll(self) -> Followed | None:
         """Publish the newest complete directory if it was not sent, or what was sent to the engines that lack it.
 
+        Of a version that all engines held before anything was sent: no run, no bytes.
         Raises PublishError if an engine did not take it, and sends it to that one when called again; IntegrityError for
         a directory that is marked as complete and is not, once until one of its files has changed.
         """
@@ -116,10 +118,9 @@ class DirectoryFollower(ClosedOnExit):
         if not self._read(found):
             return None
         if self._sent is None and self._is_served(found):
-            logger.info("all engines hold %s already", found.path)
             self._sent = found
             self._source.drop()
-            return None
+            return Followed(found.number, "", 0, time.perf_counter() - start, install_seconds=0.0, lag_seconds=0.0)
         if found.number <= self._publisher.version:
             # The loop has started again from an earlier step.
             self._publisher.close()
@@ -160,7 +161,7 @@ class DirectoryFollower(ClosedOnExit):
     def _is_served(self, found: CompleteDirectory) -> bool:
         """Whether every engine holds just these tensors as this version: one that can't be asked counts as if not."""
         try:
-            verdict = verify(self._source, self._engines, self._token)
+            verdict = verify(self._source, self._engines, self._token, timeout_seconds=self._deadline_seconds)
         except WeightcastError as exc:
             logger.info("%s is published, since an engine can't be compared with it: %s", found.path, exc)
             return False

@@ -81,10 +81,12 @@ def run(args: argparse.Namespace) -> int:
                 continue
             if followed is not None:
                 pause_seconds = _FIRST_PAUSE_SECONDS
-                text = (
-                    f"version {followed.version} of run {followed.run[:8]}: {size(followed.num_bytes)} in "
-                    f"{followed.seconds:.2f} s, {followed.lag_seconds:.2f} s after its commit"
-                )
+                text = f"version {followed.version}: all engines hold it, nothing is sent"
+                if followed.run:
+                    text = (
+                        f"version {followed.version} of run {followed.run[:8]}: {size(followed.num_bytes)} in "
+                        f"{followed.seconds:.2f} s, {followed.lag_seconds:.2f} s after its commit"
+                    )
                 print(msgspec.json.encode(followed).decode() if args.json else text, flush=True)
                 if args.once:
                     break

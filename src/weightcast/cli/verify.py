@@ -125,15 +125,17 @@ def _verify_store(url: str) -> Verdict:
         return Verdict(True, len(manifest.tensors), manifest.num_bytes, [])
 
 
-def verify(source: Source, engines: Sequence[str], token: str | None) -> Verdict:
-    """Compare what a source has, whole tensors, with what each engine holds.
+def verify(
+    source: Source, engines: Sequence[str], token: str | None, *, timeout_seconds: float = ENGINE_TIMEOUT_SECONDS
+) -> Verdict:
+    """Compare what a source has, whole tensors, with what each engine holds; each of its answers by that time.
 
     Raises UnsupportedError for an engine that does not list its tensors, PeerError.
     """
     from weightcast.format.tensor_digest import tensor_digest
 
     asked = [
-        in_background(partial(_ask, url, token), name="weightcast-verify") for url in engines
+        in_background(partial(_ask, url, token, timeout_seconds), name="weightcast-verify") for url in engines
     ]  # they compute while we do
     specs, regions = source.specs(), source.regions()
     num_bytes, digests = sum(spec.num_bytes for spec in specs), {}
@@ -150,11 +152,11 @@ def verify(source: Source, engines: Sequence[str], token: str | None) -> Verdict
     return Verdict(not any(verdict.differences for verdict in verdicts), len(specs), num_bytes, verdicts)
 
 
-def _ask(url: str, token: str | None) -> tuple[str, Holding]:
+def _ask(url: str, token: str | None, timeout_seconds: float) -> tuple[str, Holding]:
     """The engine's version and what it holds. Raises ControlError if the version changed meanwhile."""
     from weightcast.control.client import HttpEngine
 
-    with contextlib.closing(HttpEngine(url, token=token, timeout_seconds=ENGINE_TIMEOUT_SECONDS)) as engine:
+    with contextlib.closing(HttpEngine(url, token=token, timeout_seconds=timeout_seconds)) as engine:
         before = engine.connect().info()
         if "inspect" not in before.abilities:
             raise UnsupportedError(
