@@ -98,6 +98,20 @@ def checkpoint_specs(hf_config: Any) -> tuple[TensorSpec, ...]:
     return checkpoint_tensors(model)[0]
 
 
+def vision_config(model_type: str, text: dict[str, Any], *, tied: bool) -> Any:
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": text["hidden_size"]}
+    vision |= {"intermediate_size": 16}
+    text = {**text, "tie_word_embeddings": tied, "pad_token_id": 0}
+    return config(model_type, text_config=text, vision_config=vision, tie_word_embeddings=tied)
+
+
+def vision_specs(hf_config: Any) -> tuple[TensorSpec, ...]:
+    """What `save_pretrained` would write of a model with a vision tower."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(hf_config)
+    return checkpoint_tensors(model)[0]
+
+
 def values(specs: tuple[TensorSpec, ...]) -> dict[str, torch.Tensor]:
     """A checkpoint in which every element has another value."""
     tensors, start = {}, 1

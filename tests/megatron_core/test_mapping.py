@@ -101,7 +101,7 @@ def cases(draw: st.DrawFn, model_type: str) -> tuple[Any, Job]:
     return models.config(model_type, **fields), job
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", models.TINY)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=25, suppress_health_check=list(hypothesis.HealthCheck))
 def test_round_trip(model_type: str, data: st.DataObject) -> None:
@@ -289,6 +289,33 @@ def test_linear_layers_are_found_with_and_without_a_list_of_them() -> None:
     assert {s.name for s in found if "q_proj" in s.name} == {
         f"model.layers.{n}.self_attn.q_proj.weight" for n in (3, 7)
     }
+
+
+@pytest.mark.parametrize(("model_type", "like"), [("qwen2_5_vl", "qwen2"), ("qwen3_vl", "qwen3")])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_language_part_of_a_vision_model_is_its_text_model(model_type: str, like: str, tied: bool) -> None:
+    """Its names are those of transformers' own model, its regions those of the text model's table."""
+    assert FAMILIES.keys() - models.TINY.keys() == {"qwen2_5_vl", "qwen3_vl"}, "every other one goes round"
+    text = models.config(like, **{**QWEN3, "head_dim": 6}, tie_word_embeddings=tied)
+    hf = models.values(models.checkpoint_specs(text))
+    hf_config = models.vision_config(model_type, {**QWEN3, "head_dim": 6}, tied=tied)
+    job = Job(tp=2, stages=((0,), (1,)), padded=32)
+    sharder = Sharder(hf, text, job)
+    names: dict[str, str] = {}
+    for rank in shards.ranks(job):
+        tensors = sharder.tensors(rank)
+        renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+        chunk = Chunk(list(renamed.items()), job.stages[rank.stage], rank.stage == 0)
+        place = Parallel(Axis(rank.tp, job.tp))
+        found = TensorMapping(FAMILIES[model_type], read_config(hf_config), place, dtype="float64")
+        expected = placed(text, job, rank, tensors)
+        for ours, theirs in zip(found.placed(chunk), expected, strict=True):
+            assert names.setdefault(theirs.name, ours.name) == ours.name
+            assert (ours.held[0], ours.is_copy) == (theirs.held[0], theirs.is_copy)
+            assert torch.equal(ours.held[1], theirs.held[1])
+    language = {s.name: s.shape for s in models.vision_specs(hf_config) if "visual" not in s.name}
+    assert {s.name: s.shape for s in found.specs} == language
+    assert set(names.values()) == language.keys()
 
 
 def test_prediction_layers_come_after_the_model_s_own() -> None:

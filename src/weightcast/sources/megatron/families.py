@@ -6,7 +6,7 @@ Names of Megatron-core, in the local layer spec and in Transformer Engine's, aga
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
 from typing import Any
 
 from weightcast.sources.megatron.layouts import (
@@ -225,7 +225,18 @@ _DEEPSEEK = Family(
     is_moe=_after_the_dense,
 )
 
-FAMILIES: Mapping[str, Family] = {
+
+def _below(prefix: str, family: Family) -> Family:
+    """The same, where a checkpoint has the decoder's names with `prefix` in place of `model.`."""
+
+    def moved(rule: Rule) -> Rule:
+        return dataclasses.replace(rule, hf=tuple(re.sub(r"^model\.", prefix, name) for name in rule.hf))
+
+    layer_prefix = re.sub(r"^model\.", prefix, family.layer_prefix)
+    return dataclasses.replace(family, model=tuple(map(moved, family.model)), layer_prefix=layer_prefix)
+
+
+FAMILIES: dict[str, Family] = {
     "llama": Family(_MODEL, _DENSE_LAYER),
     "qwen2": Family(_MODEL, _DENSE_LAYER, sizes={"qkv_bias": 1, "proj_bias": 0}),
     "qwen3": Family(_MODEL, _DENSE_LAYER + _QK_NORMS),
@@ -295,3 +306,9 @@ FAMILIES: Mapping[str, Family] = {
     "kimi_k2": _DEEPSEEK,
 }
 """By the `model_type` of a configuration."""
+
+FAMILIES |= {
+    # Of these the language part, which a GPTModel is; the vision tower is another source's.
+    "qwen2_5_vl": FAMILIES["qwen2"],
+    "qwen3_vl": _below("model.language_model.", FAMILIES["qwen3"]),
+}

@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +251,9 @@ def read_config(source: Any) -> Config:
         raise ValueError(f"hf_config is {type(source).__name__}: give a transformers config, a dict or a path") from exc
     if "model_type" not in fields:
         fields["model_type"] = getattr(source, "model_type", "")
-    return fields
+    # Of a model with a vision tower; what both levels have is the whole model's.
+    text = fields.get("text_config")
+    return {**text, **fields} if isinstance(text, Mapping) else fields
 
 
 def sizes_of(family: Family, config: Config) -> Sizes:
