@@ -163,10 +163,11 @@ class TrainerActor:
 
 @dataclasses.dataclass(eq=False)
 class Engine:
-    """An engine actor, and where it was when it last answered; None before it was started."""
+    """An engine actor, and where it was when it last answered; None before it was started. `asked`: to be answered."""
 
     actor: Any
     place: dict[str, Any] | None = None
+    asked: Any = None
 
 
 class Job:
@@ -240,11 +241,14 @@ class Job:
     def _look_for_engines(self, patience_seconds: float) -> None:
         """Ask each where it is; one that is being restarted keeps the place that it had."""
         with self._lock:
-            asked = {engine.actor.place.remote(): engine for engine in self._engines}
+            for engine in self._engines:
+                engine.asked = engine.asked or engine.actor.place.remote()
+            asked = {engine.asked: engine for engine in self._engines}
         if asked:
             answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=patience_seconds)
             for reference in answered:
-                asked[reference].place = ray.get(reference)
+                engine = asked[reference]
+                engine.place, engine.asked = ray.get(reference), None
 
     def _get(self, references: list[Any]) -> list[Any]:
         return list(ray.get(references, timeout=DEADLINE_SECONDS))
