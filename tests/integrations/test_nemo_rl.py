@@ -223,6 +223,28 @@ def test_a_rollout_worker_that_was_started_again(make_engine: Callable[..., Any]
         refit.require_step(2)
 
 
+@pytest.mark.parametrize("fault", ["never asks for its weights", "is lost before its weights come"])
+def test_a_rollout_worker_that_is_silent_is_an_error_within_the_deadline(
+    make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    with Refit(make_engine, 1, 2, deadline_seconds=2.0) as refit:
+        assert refit.run(1) == [None] * 3
+
+        async def silent(rank: int) -> None:
+            if rank == 0:
+                await Refit._receive(refit, rank)
+            elif fault == "is lost before its weights come":
+                refit.rollout[1].close()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(refit, "_receive", silent)
+            sender, _, _ = refit.run(2)
+        assert isinstance(sender, WeightcastError)
+        refit.restart_rollout(1)
+        assert refit.run(3) == [None] * 3
+        refit.require_step(3)
+
+
 def test_a_trainer_that_sends_nothing_ends_the_wait(make_engine: Callable[..., Any]) -> None:
     with Refit(make_engine, 1, 1, deadline_seconds=1.0) as refit:
         engine = refit.rollout[0]
