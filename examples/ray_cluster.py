@@ -1,19 +1,22 @@
-"""Trainer actors and engine actors on a Ray cluster; an engine that is lost comes back, while training goes on.
+"""Trainer actors and engine actors on a Ray cluster; engines are lost, come back, are added and removed meanwhile.
 
     python examples/ray_cluster.py                                   # a cluster of its own, on this machine
-    python examples/ray_cluster.py --address auto --trainers 2 --engines 2 --kill-engine-at 3
+    python examples/ray_cluster.py --address auto --trainers 2 --engines 2 --kill-engine-at 3 --scale 6:4 --scale 12:1
 
 The trainers shard a model with FSDP2 and publish it after every step. With `--kill-engine-at` an engine actor is
 killed before that step: the others get their versions as before, Ray restarts the lost one, maybe on another node and
-on another port, and the next publish brings it up to date. Needs `pip install "PATH_TO_WEIGHTCAST[serve,ray]"`;
-weightcast itself knows nothing of Ray.
+on another port, and it is brought to the version that the others serve. `--scale STEP:NUM` has NUM engines from that
+step on. Needs `pip install "PATH_TO_WEIGHTCAST[serve,ray]"`; weightcast itself knows nothing of Ray. The page on Ray in
+the documentation goes through it part by part.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import secrets
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -98,21 +101,37 @@ class TrainerActor:
             options=weightcast.PublishOptions(on_failure="report"),
         )
         self._engines: set[str] = set()
+        self._current: set[str] = set()
 
     def step(self, engines: Sequence[str]) -> dict[str, Any]:
         """All ranks at the same time: one step, one publish to the engines that there are now."""
         self._train()
-        for url in self._engines - set(engines):
-            self._publisher.remove_engine(url)
-        for url in set(engines) - self._engines:
-            self._publisher.add_engine(url)
-        self._engines = set(engines)
+        self._use(engines)
         report = self._publisher.publish()
+        self._current = {url for url, result in report.engines.items() if result.ok}
         return {
             "version": report.version,
             "seconds": report.seconds.total,
             "engines": {url: result.ok for url, result in report.engines.items()},
         }
+
+    def catch_up(self, engines: Sequence[str]) -> dict[str, bool]:
+        """All ranks at the same time, between steps: bring those that lack the last version to it."""
+        self._use(engines)
+        found = {}
+        for url in sorted(set(engines) - self._current):
+            report = self._publisher.sync(url)
+            found[url] = report.ok
+        self._current |= {url for url, ok in found.items() if ok}
+        return found
+
+    def _use(self, engines: Sequence[str]) -> None:
+        for url in self._engines - set(engines):
+            self._publisher.remove_engine(url)
+        for url in set(engines) - self._engines:
+            self._publisher.add_engine(url)
+        self._engines = set(engines)
+        self._current &= self._engines
 
     def _train(self) -> None:
         import torch
@@ -142,44 +161,94 @@ class TrainerActor:
         dist.destroy_process_group()
 
 
+@dataclasses.dataclass(eq=False)
+class Engine:
+    """An engine actor, and where it was when it last answered; None before it was started. `asked`: to be answered."""
+
+    actor: Any
+    place: dict[str, Any] | None = None
+    asked: Any = None
+
+
 class Job:
     """The driver's side: all actors, spread over the cluster's nodes."""
 
     def __init__(self, num_trainers: int, num_engines: int) -> None:
         self.token = secrets.token_urlsafe()
-        spread = {"scheduling_strategy": "SPREAD"}
-        self.engines = [EngineActor.options(**spread).remote(index, self.token) for index in range(num_engines)]
-        self.trainers = [TrainerActor.options(**spread).remote(rank, num_trainers) for rank in range(num_trainers)]
+        self._lock = threading.Lock()
+        self._num_started = 0
+        self._engines: list[Engine] = []
+        self._leaving: list[Engine] = []
+        self.scale_engines(num_engines)
+        trainer = TrainerActor.options(scheduling_strategy="SPREAD")
+        self.trainers = [trainer.remote(rank, num_trainers) for rank in range(num_trainers)]
         host, port = self._get([self.trainers[0].listen.remote()])[0]
-        places = [engine.place.remote() for engine in self.engines]
         self._get([trainer.join.remote(host, port, self.token) for trainer in self.trainers])
-        self.places: list[dict[str, Any]] = self._get(places)
+        self._look_for_engines(DEADLINE_SECONDS)
+
+    @property
+    def places(self) -> list[dict[str, Any]]:
+        """Where the engines are that have been started."""
+        with self._lock:
+            return [engine.place for engine in self._engines if engine.place is not None]
+
+    def scale_engines(self, num_engines: int) -> None:
+        """Have so many engines from the next step on. From any thread, also during a step, which is not disturbed.
+
+        New ones take part as soon as Ray has found a place for them, maybe on a node that its autoscaler has added;
+        the last ones leave when the next step has been published to the others.
+        """
+        with self._lock:
+            self._leaving += self._engines[num_engines:]
+            del self._engines[num_engines:]
+            for _ in range(num_engines - len(self._engines)):
+                actor = EngineActor.options(scheduling_strategy="SPREAD").remote(self._num_started, self.token)
+                self._engines.append(Engine(actor))
+                self._num_started += 1
 
     def step(self) -> dict[str, Any]:
         """One training step, published to every engine where it is now. The publish's report, of rank 0."""
-        self._look_for_engines()
+        with self._lock:
+            leaving, self._leaving = self._leaving, []
+        self._look_for_engines(PATIENCE_SECONDS)
         urls = [place["url"] for place in self.places]
-        return dict(self._get([trainer.step.remote(urls) for trainer in self.trainers])[0])
+        report = self._get([trainer.step.remote(urls) for trainer in self.trainers])[0]
+        for engine in leaving:
+            ray.kill(engine.actor)  # no publish uses it any more
+        return dict(report)
+
+    def catch_up(self) -> dict[str, bool]:
+        """Between steps: bring engines that are new or were restarted to the last version; whether each has it.
+
+        Without it the next step does.
+        """
+        self._look_for_engines(PATIENCE_SECONDS)
+        urls = [place["url"] for place in self.places]
+        return dict(self._get([trainer.catch_up.remote(urls) for trainer in self.trainers])[0])
 
     def kill_engine(self, index: int) -> None:
         """As if its node had failed; Ray restarts it."""
-        ray.kill(self.engines[index], no_restart=False)
+        ray.kill(self._engines[index].actor, no_restart=False)
 
     def save(self, directory: Path) -> None:
         self._get([trainer.save.remote(directory) for trainer in self.trainers])
 
     def close(self) -> None:
         self._get([trainer.close.remote() for trainer in self.trainers])
-        for actor in [*self.trainers, *self.engines]:
+        for actor in [*self.trainers, *(engine.actor for engine in self._engines + self._leaving)]:
             ray.kill(actor)
 
-    def _look_for_engines(self) -> None:
+    def _look_for_engines(self, patience_seconds: float) -> None:
         """Ask each where it is; one that is being restarted keeps the place that it had."""
-        asked = [engine.place.remote() for engine in self.engines]
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=PATIENCE_SECONDS)
-        for index, reference in enumerate(asked):
-            if reference in answered:
-                self.places[index] = ray.get(reference)
+        with self._lock:
+            for engine in self._engines:
+                engine.asked = engine.asked or engine.actor.place.remote()
+            asked = {engine.asked: engine for engine in self._engines}
+        if asked:
+            answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=patience_seconds)
+            for reference in answered:
+                engine = asked[reference]
+                engine.place, engine.asked = ray.get(reference), None
 
     def _get(self, references: list[Any]) -> list[Any]:
         return list(ray.get(references, timeout=DEADLINE_SECONDS))
@@ -192,15 +261,28 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--kill-engine-at", type=int, default=3, metavar="STEP", help="0: never (default: %(default)s)")
+    parser.add_argument(
+        "--scale",
+        type=lambda text: tuple(map(int, text.split(":"))),
+        action="append",
+        default=[],
+        metavar="STEP:NUM",
+        help="have NUM engines from that step on; repeat it for more",
+    )
     args = parser.parse_args()
 
     options = {} if args.address else {"num_cpus": args.trainers + args.engines, "include_dashboard": False}
-    ray.init(address=args.address, **options)
+    ray.init(address=args.address or "local", **options)
     job = Job(args.trainers, args.engines)
     for number in range(1, args.steps + 1):
         if number == args.kill_engine_at:
             job.kill_engine(0)
+        for step, num_engines in args.scale:
+            if step == number:
+                job.scale_engines(num_engines)
         report = job.step()
+        for url, ok in job.catch_up().items():
+            print(f"{url} {'has caught up' if ok else 'is still behind'}", flush=True)
         engines = ", ".join(f"{url} {'ok' if ok else 'failed'}" for url, ok in report["engines"].items())
         print(f"version {report['version']} in {1e3 * report['seconds']:.0f} ms: {engines}", flush=True)
     job.close()

@@ -40,10 +40,24 @@ LONG = {
 }
 """They take minutes together, or gigabytes: run with --full only."""
 
+
+def _complete(folder: str, marker: str = "config.json") -> list[str]:
+    """Make a checkpoint directory as a training loop does."""
+    return [f"mkdir -p {folder}", f"cp CHECKPOINT_DIR/* {folder}", f"touch {folder}/{marker}"]
+
+
 ENVIRONMENT = ["python3 -m venv .venv", "source .venv/bin/activate"]
 FIRST = {
-    "README.md": ["weightcast publish CHECKPOINT_DIR --transport file:///mnt/weights"],
-    "distributed.md": [
+    "README.md": [
+        "weightcast publish CHECKPOINT_DIR --transport file:///mnt/weights",
+        *_complete("DIR/step_1000", "STABLE"),
+    ],
+    "directories.md": [
+        "weightcast serve MODEL_DIR --port 8000",
+        *_complete("outputs/broadcasts/step_1", "STABLE"),
+        *_complete("/mnt/weights/weight_v000002"),
+    ],
+    "ray.md": [
         "export RAY_TMPDIR=/mnt RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0",
         "python -m ray.scripts.scripts start --head --num-cpus 4 --include-dashboard false",
     ],

@@ -29,7 +29,7 @@ BELOW_ALL, ABOVE_ALL = ("errors",), ("__init__", "cli")
 ROOMS_OF_LEAVES = ("sources", "engines", "transports", "integrations")
 """In these, what lies side by side doesn't know of each other."""
 SHARED_BY_LEAVES = (
-    *("engines.gate", "integrations.plugin"),
+    *("engines.gate", "integrations.plugin", "integrations.rollout"),
     *(
         "transports.kept_memory",
         "transports.linked",
@@ -63,7 +63,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "h11": ("control.client",),
     "safetensors": ("checkpoint.files",),
     "huggingface_hub": ("integrations.plugin.checkpoint_header",),
-    "ray": ("integrations.vllm.clients", "integrations.verl.*"),
+    "ray": ("integrations.vllm.clients", "integrations.verl.*", "integrations.nemo_rl.*"),
     "transformers": ("engines.transformers.*", "demo.*", "bench.shapes", "cli.serve"),
     "tokenizers": ("demo.*",),
     "fastapi": ("integrations.vllm.routes", "integrations.sglang.engine"),
@@ -81,6 +81,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "trl": ("integrations.trl.*",),
     "megatron": ("sources.megatron.source",),
     "verl": ("integrations.verl.*",),
+    "nemo_rl": ("integrations.nemo_rl.*",),
 }
 
 UNSAFE = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from weightcast.serving.follower import Followed as Followed
     from weightcast.serving.follower import Follower as Follower
     from weightcast.serving.follower import follow as follow
+    from weightcast.sources.joined import JoinedSource as JoinedSource
     from weightcast.sources.megatron.source import MegatronSource as MegatronSource
     from weightcast.sources.module import ModuleSource as ModuleSource
     from weightcast.sources.safetensors import SafetensorsSource as SafetensorsSource
@@ -58,6 +59,7 @@ _HOMES = {
     "StoreSource": "weightcast.sources.store",
     "TensorSource": "weightcast.sources.tensors",
     "IteratorSource": "weightcast.sources.stream",
+    "JoinedSource": "weightcast.sources.joined",
     "rollback": "weightcast.trainer.rollback",
     # the engine's side
     "EngineServer": "weightcast.control.server.app",

@@ -13,8 +13,11 @@ from contracts.modules import module_of
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held, Regions, Source
+from weightcast.sources.joined import JoinedSource
 from weightcast.sources.module import ModuleSource
 from weightcast.sources.safetensors import SafetensorsSource
+from weightcast.sources.stream import IteratorSource
+from weightcast.sources.tensors import TensorSource
 from weightcast.testing import Payload, SourceContract, payloads
 
 
@@ -43,6 +46,36 @@ class TestSafetensorsSource(SourceContract):
         safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
         with SafetensorsSource(tmp_path) as source:
             yield source
+
+
+class TestJoinedSource(SourceContract):
+    @pytest.fixture
+    def source(self, payload: Payload) -> Source:
+        built = payload.build()
+        halves = [
+            TensorSource(
+                {spec.name: tensor for spec, tensor in part}, aliases={spec.name: spec.aliases for spec, _ in part}
+            )
+            for part in (built[::2], built[1::2])
+        ]
+        return JoinedSource(*halves)
+
+
+def test_a_joined_source_follows_its_sources() -> None:
+    first, second = TensorSource({"a": torch.zeros(2)}), TensorSource({"b": torch.zeros(3)})
+    joined = JoinedSource(first, second)
+    specs, regions = joined.specs(), joined.regions()
+    second.replace({"b": torch.ones(3)})
+    assert joined.specs() is specs
+    assert joined.regions() is not regions
+    assert torch.equal(joined.regions()["b"][0][1], torch.ones(3))
+    second.replace({"c": torch.ones(3)})
+    assert [spec.name for spec in joined.specs()] == ["a", "c"]
+    second.replace({"a": torch.ones(3)})
+    with pytest.raises(ValueError, match="1 names are those of two of the joined sources: a"):
+        joined.specs()
+    with pytest.raises(TypeError, match="IteratorSource streams its tensors"):
+        JoinedSource(first, IteratorSource())
 
 
 class InRows:

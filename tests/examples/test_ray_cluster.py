@@ -1,4 +1,4 @@
-"""The Ray example on two nodes: an engine is killed, Ray restarts it, the next publish brings it up to date."""
+"""The Ray example on two nodes: an engine is killed, restarted and catches up; engines are added and removed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from weightcast.format.tensor_digest import tensor_digest
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 SCRIPT = Path(__file__).with_name("ray_two_nodes.py")
 ENVIRONMENT = {
@@ -37,26 +37,37 @@ def story(short_directory: str, tmp_path: Path) -> dict[str, Any]:
     command = [sys.executable, str(SCRIPT), str(tmp_path)]
     environment = {**ENVIRONMENT, "RAY_TMPDIR": short_directory, "HOME": str(tmp_path / "home")}
     with Program(command, environment, directory=short_directory) as program:
-        found: dict[str, Any] = json.loads(program.end(100).splitlines()[-1])
+        found: dict[str, Any] = json.loads(program.end(200).splitlines()[-1])
     return found
 
 
 @pytest.mark.usefixtures("leaves_nothing")
-def test_an_engine_that_ray_restarts_catches_up(story: dict[str, Any], tmp_path: Path) -> None:
+def test_engines_are_lost_restarted_added_and_removed_while_it_trains(story: dict[str, Any], tmp_path: Path) -> None:
     reports, before, after = story["reports"], story["places_before"], story["places_after"]
-    assert [report["version"] for report in reports] == list(range(len(reports)))
+    every = reports + story["reports_out"] + story["reports_in"]
+    assert [report["version"] for report in every] == list(range(len(every)))
 
     killed, survivor = before[0]["url"], before[1]["url"]
     assert reports[1]["engines"] == {killed: True, survivor: True}
     assert reports[2]["engines"] == {killed: False, survivor: True}, "training went on without it"
     assert reports[-1]["engines"] == {after[0]["url"]: True, survivor: True}
     assert after[0]["pid"] != before[0]["pid"]
+    lost, kept = story["caught_up"]
+    assert (lost["url"], lost["version"]) == (after[0]["url"], str(reports[2]["version"])), "before the next step"
+    assert lost["digests"] == kept["digests"]
     assert after[1] == before[1]
     assert len({place["node"] for place in before}) == len(set(story["trainer_nodes"])) == 2, "both nodes have both"
 
+    out, back = story["reports_out"], story["reports_in"]
+    both = {after[0]["url"]: True, survivor: True}
+    assert [report["engines"] for report in out[:2]] == [both, both], "steps wait for no node"
+    assert out[-1]["engines"].items() > both.items()
+    assert all(all(report["engines"].values()) for report in back)
+    assert back[-1]["engines"] == {after[0]["url"]: True}
+
     saved = {name: tensor_digest(tensor) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     for engine in story["served"]:
-        assert engine["version"] == str(reports[-1]["version"])
+        assert engine["version"] == str(every[-1]["version"])
         assert engine["digests"] == saved
     assert len({engine["run"] for engine in story["served"]}) == 1
     assert not (tmp_path / "home").exists(), "Ray writes nothing there"

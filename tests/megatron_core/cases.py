@@ -23,6 +23,17 @@ _LATENT = {
     "v_head_dim": 20, "n_group": 1, "topk_group": 1, "n_routed_experts": 4, "n_shared_experts": 2,
     "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, **_EXPERTS,
 }  # fmt: skip
+_GLM = {
+    "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+    "n_group": 1, "topk_group": 1, "use_qk_norm": True, "attention_bias": True, "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5}, **_EXPERTS,
+}  # fmt: skip
+_NEXT = {
+    "num_experts": 4, "shared_expert_intermediate_size": 80, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12, "linear_value_head_dim": 20, "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25}, **_EXPERTS,
+}  # fmt: skip
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -31,6 +42,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_EXPERTS, "num_experts": 4},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": _LATENT,
+    "deepseek_v2": {**_LATENT, "norm_topk_prob": False},
+    "glm4_moe": _GLM,
+    "qwen3_next": _NEXT,
 }
 
 
@@ -60,6 +74,11 @@ class Case:
     fields: tuple[tuple[str, Any], ...] = ()
 
     @property
+    def has_bridge(self) -> bool:
+        """Whether mbridge exports such a model: names of Transformer Engine only."""
+        return self.te and self.model != "qwen3_next"
+
+    @property
     def padded(self) -> int:
         multiple = self.padding * self.tp
         return -(-VOCAB // multiple) * multiple
@@ -67,7 +86,7 @@ class Case:
     @property
     def hf_config(self) -> Any:
         fields = {**_DENSE, "tie_word_embeddings": self.tied}
-        if self.model not in ("llama", "qwen3", "qwen3_moe"):
+        if self.model not in ("llama", "qwen3", "qwen3_moe", "glm4_moe", "qwen3_next"):
             del fields["head_dim"]
         return models.config(self.model, **fields | _FAMILIES[self.model] | dict(self.fields))
 
@@ -105,6 +124,11 @@ CASES: dict[str, Case] = {
     "deepseek-tp2-ep2-te": Case(2, "deepseek_v3", tp=2, ep=2, te=True),
     "deepseek-ep2-bf16": Case(2, "deepseek_v3", ep=2, dtype="bfloat16", optimizer="megatron"),
     "deepseek-mtp": Case(2, "deepseek_v3", ep=2, mtp=1),
+    "deepseek-v2-ep2": Case(2, "deepseek_v2", ep=2),
+    "glm4-moe-ep2": Case(2, "glm4_moe", ep=2),
+    "glm4-moe-tp2-ep2-te": Case(2, "glm4_moe", tp=2, ep=2, te=True),
+    "qwen3-next-ep2-te": Case(2, "qwen3_next", ep=2, te=True),
+    "qwen3-next-tp2-ep2-te": Case(2, "qwen3_next", tp=2, ep=2, te=True),
     "bf16-distributed-optimizer": Case(4, tp=2, te=True, dtype="bfloat16", optimizer="distributed"),
     "bf16-pp2-distributed-optimizer": Case(4, tp=2, pp=2, te=True, dtype="bfloat16", optimizer="distributed"),
     "bf16-megatron-optimizer": Case(2, te=True, tied=True, dtype="bfloat16", optimizer="megatron"),

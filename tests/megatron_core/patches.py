@@ -72,6 +72,13 @@ def own_optimizers() -> None:
     torch.cuda.IntTensor = torch.IntTensor  # type: ignore[misc]
 
 
+def delta_net() -> None:
+    """What it takes from flash-linear-attention, which is for GPUs; the rule itself Megatron has in torch as well."""
+    module: Any = importlib.import_module("megatron.core.ssm.gated_delta_net")
+    module.HAVE_FLA = True
+    module.l2norm = lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
 def grouped_gemm() -> None:
     """GroupedMLP's kernel, as a loop."""
 

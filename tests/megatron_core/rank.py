@@ -25,6 +25,7 @@ from core.direct import DirectEngine, RecordingEngine
 from publishers import publisher_of
 
 from megatron_core.cases import CASES, TOKENS, Case
+from megatron_core.shards import centred
 from weightcast.process_group import ProcessGroup
 from weightcast.sources.megatron.source import MegatronSource
 from weightcast.trainer.options import PublishOptions
@@ -84,7 +85,7 @@ def report(case: Case) -> dict[str, Any]:
         **_places(case, trainer.models),
         **published,
         "logits": logits,
-        "exported": _exported(case, trainer.models) if case.te else {},
+        "exported": _exported(case, trainer.models) if case.has_bridge else {},
         "loaded": _loaded(case, trainer.chunks, published["held"]),
     }
 
@@ -234,9 +235,11 @@ def _exported(case: Case, models: list[Any]) -> dict[str, torch.Tensor]:
     """What mbridge makes of the same model, on rank 0."""
     from mbridge import AutoBridge
     from mbridge.models.deepseek_v3 import DeepseekV3Bridge
+    from mbridge.models.glm4moe import GLM4MoEBridge
 
-    # It would make a configuration with fields that this Megatron has no more.
-    DeepseekV3Bridge._build_config = lambda bridge: models[0].config
+    for bridge_type in (DeepseekV3Bridge, GLM4MoEBridge):
+        # It would make a configuration with fields that this Megatron has no more.
+        bridge_type._build_config = lambda bridge: models[0].config
     config = case.hf_config
     config.rope_theta = 1000000.0
     bridge = AutoBridge.from_config(
@@ -267,7 +270,7 @@ def _loaded(case: Case, chunks: list[Any], held: dict[str, torch.Tensor]) -> lis
         if name.endswith(("word_embeddings.weight", "output_layer.weight")):
             rows = max(0, min(old.shape[0], case.hf_config.vocab_size - _first_row(case, old.shape[0])))
             tensor, old = tensor[:rows], old[:rows]
-        if not torch.equal(tensor, old):
+        if not torch.equal(centred(name, tensor), centred(name, old)):
             wrong.append(name)
     return wrong
 

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_core import models
+
 Tensors = dict[str, torch.Tensor]
 Experts = Literal["each", "sequential", "grouped", "stacked"]
 
@@ -57,7 +59,7 @@ class Sharder:
 
     def __init__(self, hf: Tensors, config: Any, job: Job) -> None:
         self.hf, self.config, self.job = hf, config, job
-        self.is_latent = config.model_type == "deepseek_v3"
+        self.is_latent = config.model_type in models.LATENT
         fields = config.to_dict()
         self._num_experts = (
             fields.get("n_routed_experts") or fields.get("num_local_experts") or fields.get("num_experts")
@@ -88,11 +90,18 @@ class Sharder:
     def _layer(self, prefix: str, rank: Rank) -> Tensors:
         is_moe = any(name in self.hf for name in (prefix + "mlp.gate.weight", prefix + "block_sparse_moe.gate.weight"))
         te, get = self.job.te, lambda name: self.hf[prefix + name]
-        held = self._latent(prefix, rank) if self.is_latent else self._attention(prefix, rank)
-        before = (
-            "self_attention.linear_qkv.layer_norm_weight" if te and not self.is_latent else "input_layernorm.weight"
-        )
+        before = "self_attention.linear_qkv.layer_norm_weight" if te else "input_layernorm.weight"
+        if self.is_latent:
+            held, before = self._latent(prefix, rank), "input_layernorm.weight"
+        elif prefix + "linear_attn.A_log" in self.hf:
+            held = self._delta_net(prefix + "linear_attn.", rank)
+            before = "self_attention.in_proj.layer_norm_weight" if te else before
+        else:
+            held = self._attention(prefix, rank)
         held[before] = get("input_layernorm.weight")
+        for outer in ("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"):
+            if prefix + outer in self.hf:
+                held[outer] = get(outer)
         after = "mlp.linear_fc1.layer_norm_weight" if te and not is_moe else "pre_mlp_layernorm.weight"
         held[after] = get("post_attention_layernorm.weight")
         held |= self._moe(prefix, rank) if is_moe else self._dense(prefix + "mlp.", "mlp.", rank)
@@ -105,6 +114,8 @@ class Sharder:
             names = [f"{prefix}self_attn.{part}_proj.{kind}" for part in "qkv"]
             if names[0] in self.hf:
                 q, k, v = (self.hf[name].chunk(groups) for name in names)
+                if self.config.model_type == "qwen3_next":
+                    q = tuple(_gates_below(each, self.config.head_dim) for each in q)
                 full = torch.cat([block for group in zip(q, k, v, strict=True) for block in group])
                 held[f"self_attention.linear_qkv.{kind}"] = full.chunk(tp)[rank.tp]
         held["self_attention.linear_proj.weight"] = self.hf[prefix + "self_attn.o_proj.weight"].chunk(tp, 1)[rank.tp]
@@ -114,6 +125,24 @@ class Sharder:
             if f"{prefix}self_attn.{part}_norm.weight" in self.hf:
                 held[f"self_attention.{part}_layernorm.weight"] = self.hf[f"{prefix}self_attn.{part}_norm.weight"]
         return held
+
+    def _delta_net(self, prefix: str, rank: Rank) -> Tensors:
+        """Megatron's `GatedDeltaNet`: each rank has its heads of query, key, value, gate, beta and alpha in turn."""
+        hf, tp, config = self.hf, self.job.tp, self.config
+        heads, ratio = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+        key, value = config.linear_key_head_dim, ratio * config.linear_value_head_dim
+        by_head = hf[prefix + "in_proj_qkvz.weight"].unflatten(0, (heads, -1)).split([key, key, value, value], 1)
+        by_head += hf[prefix + "in_proj_ba.weight"].unflatten(0, (heads, -1)).split([ratio, ratio], 1)
+        conv = hf[prefix + "conv1d.weight"].split([heads * key, heads * key, heads * value])
+        held = {
+            "in_proj.weight": torch.cat([part.flatten(0, 1).chunk(tp)[rank.tp] for part in by_head]),
+            "conv1d.weight": torch.cat([part.chunk(tp)[rank.tp] for part in conv]),
+            "dt_bias": hf[prefix + "dt_bias"].chunk(tp)[rank.tp],
+            "A_log": hf[prefix + "A_log"].chunk(tp)[rank.tp],
+            "out_norm.weight": hf[prefix + "norm.weight"] - 1,
+            "out_proj.weight": hf[prefix + "out_proj.weight"].chunk(tp, 1)[rank.tp],
+        }
+        return {f"self_attention.{name}": tensor for name, tensor in held.items()}
 
     def _latent(self, prefix: str, rank: Rank) -> Tensors:
         tp, te = self.job.tp, self.job.te
@@ -143,6 +172,9 @@ class Sharder:
 
     def _dense(self, source: str, target: str, rank: Rank) -> Tensors:
         held: Tensors = {}
+        if f"{source}gate_up_proj.weight" in self.hf:
+            gate, up = self.hf[f"{source}gate_up_proj.weight"].chunk(2)
+            held[f"{target}linear_fc1.weight"] = _gated(gate, up, rank.tp, self.job.tp)
         for kind in ("weight", "bias"):
             if f"{source}gate_proj.{kind}" in self.hf:
                 gate, up = self.hf[f"{source}gate_proj.{kind}"], self.hf[f"{source}up_proj.{kind}"]
@@ -190,6 +222,16 @@ def _named(fc1: Sequence[torch.Tensor], fc2: Sequence[torch.Tensor], experts: Ex
     weight1 = torch.stack([tensor.t() for tensor in fc1]).reshape(fc1[0].shape[1], -1)
     weight2 = torch.stack([tensor.t() for tensor in fc2]).reshape(-1, fc2[0].shape[0])
     return {"mlp.experts.weight1": weight1, "mlp.experts.weight2": weight2}
+
+
+def centred(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """What can be compared bit for bit: a norm that the checkpoint has around one is rounded there."""
+    return tensor + 1 if name.endswith("out_norm.weight") else tensor
+
+
+def _gates_below(group: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """A group's queries of all heads, then their output gates, in place of both head by head."""
+    return group.unflatten(0, (-1, 2, head_dim)).transpose(0, 1).flatten(0, 2)
 
 
 def _gated(gate: torch.Tensor, up: torch.Tensor, rank: int, size: int) -> torch.Tensor:

@@ -5,11 +5,17 @@ linear_qkv.layer_norm_weight, linear_fc1.layer_norm_weight, experts.linear_fc1.w
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -20,12 +26,12 @@ from torch import nn
 class Norm(nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.plus = eps, float(config.layernorm_zero_centered_gamma)
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return F.rms_norm(x, x.shape[-1:], self.weight + self.plus, self.eps)
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
@@ -35,7 +41,8 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        normed = F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon)
+        weight = self.layer_norm_weight + float(self.config.layernorm_zero_centered_gamma)
+        normed = F.rms_norm(x, x.shape[-1:], weight, self.config.layernorm_epsilon)
         return super().forward(normed, *args, **kwargs)
 
 
@@ -98,6 +105,16 @@ def rename(block: TransformerBlockSubmodules) -> None:
             parts.pre_mlp_layernorm, parts.mlp.submodules.linear_fc1 = IdentityOp, LayerNormColumnParallelLinear
         else:
             parts.pre_mlp_layernorm, parts.mlp.submodules.experts = Norm, ModuleSpec(module=GroupedExperts)
+
+
+def use_delta_nets(block: TransformerBlockSubmodules, is_linear: list[bool]) -> None:
+    """Gated delta nets in the layers of this block that have linear attention."""
+    # One specification may stand for several layers.
+    block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]
+    for layer, linear in zip(block.layer_specs, is_linear, strict=True):
+        if linear:
+            parts = GatedDeltaNetSubmodules(LayerNormColumnParallelLinear, Norm, RowParallelLinear)
+            layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=parts)
 
 
 def use_plain_attention(block: TransformerBlockSubmodules) -> None:

@@ -45,7 +45,7 @@ def joined(hf_config: Any, job: Job, hf: Tensors, family: Family | None = None) 
         found = [each for each in placed(hf_config, job, rank, sharder.tensors(rank), family) if not each.is_copy]
         regions: dict[str, list[Any]] = {}
         for each in found:
-            regions.setdefault(each.name, []).append(each.held)
+            regions.setdefault(each.name, []).append((each.held[0], each.held[1] + each.plus))
         specs = mapping(hf_config, job, rank, family).specs
         held.append(held_shards(specs, regions))
     whole = {spec.name: torch.full(spec.shape, torch.nan, dtype=torch.float64) for spec in specs}
@@ -72,7 +72,7 @@ def cases(draw: st.DrawFn, model_type: str) -> tuple[Any, Job]:
         "hidden_size": heads * draw(st.sampled_from([2, 3, 5])),
         "intermediate_size": draw(st.sampled_from([8, 20, 24])),
         "num_attention_heads": heads,
-        "num_key_value_heads": heads if model_type == "deepseek_v3" else groups,
+        "num_key_value_heads": heads if model_type in models.LATENT else groups,
         "head_dim": draw(st.sampled_from([2, 6, 8])),
         "vocab_size": draw(st.integers(17, 40)),
         "tie_word_embeddings": draw(st.booleans()),
@@ -80,11 +80,16 @@ def cases(draw: st.DrawFn, model_type: str) -> tuple[Any, Job]:
     }
     if model_type in ("qwen2", "qwen2_moe", "mixtral"):
         fields["hidden_size"] = heads * fields.pop("head_dim")
-    if model_type in ("llama", "qwen3", "qwen3_moe"):
+    if model_type in ("llama", "qwen3", "qwen3_moe", "glm4", "glm4_moe"):
         fields["attention_bias"] = draw(st.booleans())
     if model_type == "llama":
         fields["mlp_bias"] = draw(st.booleans())
-    if model_type == "deepseek_v3":
+    if model_type == "glm4_moe":
+        fields["use_qk_norm"] = draw(st.booleans())
+    if model_type == "qwen3_next":
+        kinds = st.sampled_from(["linear_attention", "full_attention"])
+        fields["layer_types"] = draw(st.lists(kinds, min_size=num_layers, max_size=num_layers))
+    if model_type in models.LATENT:
         fields["q_lora_rank"] = draw(st.sampled_from([None, 12]))
     if model_type.startswith("qwen") and model_type.endswith("moe"):
         fields["mlp_only_layers"] = draw(st.sampled_from([[], [0]]))
@@ -96,7 +101,7 @@ def cases(draw: st.DrawFn, model_type: str) -> tuple[Any, Job]:
     return models.config(model_type, **fields), job
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", models.TINY)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=25, suppress_health_check=list(hypothesis.HealthCheck))
 def test_round_trip(model_type: str, data: st.DataObject) -> None:
@@ -109,7 +114,7 @@ def test_round_trip(model_type: str, data: st.DataObject) -> None:
         loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
         for each in placed(hf_config, job, rank, loaded):
             region, view = each.held
-            view.copy_(narrow(hf[each.name], region))
+            view.copy_(narrow(hf[each.name], region) - each.plus)
         require_same(loaded, expected)
 
 
@@ -253,6 +258,64 @@ def test_load_groups_name_what_is_loaded_together() -> None:
             groups.setdefault(spec.group, set()).add(spec.name.removeprefix("model.layers.1."))
     assert {"self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"} in groups.values()
     assert {"mlp.experts.3.gate_proj.weight", "mlp.experts.3.up_proj.weight"} in groups.values()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method", "has_bias"),
+    [
+        ("deepseek_v3", None, True),
+        ("deepseek_v3", "noaux_tc", True),
+        ("deepseek_v3", "greedy", False),
+        ("deepseek_v2", None, False),
+        ("kimi_k2", "noaux_tc", True),
+    ],
+)
+def test_expert_biases_are_those_of_the_routing_method(model_type: str, method: str | None, has_bias: bool) -> None:
+    fields = {**QWEN3, "num_key_value_heads": 4, **models.TINY["deepseek_v3"]}
+    config = {**read_config(models.config("deepseek_v3", **fields)), "model_type": model_type}
+    config |= {} if method is None else {"topk_method": method}
+    specs = TensorMapping(FAMILIES[model_type], config, Parallel(), dtype="bfloat16").specs
+    assert any(spec.name.endswith("e_score_correction_bias") for spec in specs) is has_bias
+
+
+def test_linear_layers_are_found_with_and_without_a_list_of_them() -> None:
+    """transformers' configurations list the kinds of layers, the published ones give an interval."""
+    fields = {**QWEN3, **models.TINY["qwen3_next"], "num_hidden_layers": 8}
+    config = dict(read_config(models.config("qwen3_next", **fields)))
+    found = TensorMapping(FAMILIES["qwen3_next"], config, Parallel(), dtype="bfloat16").specs
+    del config["layer_types"]
+    again = TensorMapping(FAMILIES["qwen3_next"], config, Parallel(), dtype="bfloat16").specs
+    assert found == again
+    assert {s.name for s in found if "q_proj" in s.name} == {
+        f"model.layers.{n}.self_attn.q_proj.weight" for n in (3, 7)
+    }
+
+
+@pytest.mark.parametrize(("model_type", "like"), [("qwen2_5_vl", "qwen2"), ("qwen3_vl", "qwen3")])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_language_part_of_a_vision_model_is_its_text_model(model_type: str, like: str, tied: bool) -> None:
+    """Its names are those of transformers' own model, its regions those of the text model's table."""
+    assert FAMILIES.keys() - models.TINY.keys() == {"qwen2_5_vl", "qwen3_vl"}, "every other one goes round"
+    text = models.config(like, **{**QWEN3, "head_dim": 6}, tie_word_embeddings=tied)
+    hf = models.values(models.checkpoint_specs(text))
+    hf_config = models.vision_config(model_type, {**QWEN3, "head_dim": 6}, tied=tied)
+    job = Job(tp=2, stages=((0,), (1,)), padded=32)
+    sharder = Sharder(hf, text, job)
+    names: dict[str, str] = {}
+    for rank in shards.ranks(job):
+        tensors = sharder.tensors(rank)
+        renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+        chunk = Chunk(list(renamed.items()), job.stages[rank.stage], rank.stage == 0)
+        place = Parallel(Axis(rank.tp, job.tp))
+        found = TensorMapping(FAMILIES[model_type], read_config(hf_config), place, dtype="float64")
+        expected = placed(text, job, rank, tensors)
+        for ours, theirs in zip(found.placed(chunk), expected, strict=True):
+            assert names.setdefault(theirs.name, ours.name) == ours.name
+            assert (ours.held[0], ours.is_copy) == (theirs.held[0], theirs.is_copy)
+            assert torch.equal(ours.held[1], theirs.held[1])
+    language = {s.name: s.shape for s in models.vision_specs(hf_config) if "visual" not in s.name}
+    assert {s.name: s.shape for s in found.specs} == language
+    assert set(names.values()) == language.keys()
 
 
 def test_prediction_layers_come_after_the_model_s_own() -> None:

@@ -16,8 +16,10 @@ from torch import nn
 
 from megatron_core import models, shards
 from megatron_core.test_mapping import QWEN3
+from weightcast.sources.joined import JoinedSource
 from weightcast.sources.megatron.mapping import Parallel
 from weightcast.sources.megatron.source import MegatronSource
+from weightcast.sources.tensors import TensorSource
 
 JOB = shards.Job(stages=((0, 1),), padded=32)
 
@@ -201,3 +203,35 @@ def test_two_parameters_for_one_tensor_are_an_error() -> None:
     layer.input_layernorm.weight = nn.Parameter(torch.zeros(24))
     with pytest.raises(ValueError, match=r"are both 'model\.layers\.0\.input_layernorm\.weight' of the checkpoint"):
         source_of(model, hf_config).regions()
+
+
+def test_norms_with_another_centre_than_the_checkpoint_s_are_refused() -> None:
+    hf_config, _, model = make()
+    model.config.layernorm_zero_centered_gamma = True
+    with pytest.raises(ValueError, match="layernorm_zero_centered_gamma is True, the checkpoints of this family"):
+        source_of(model, hf_config)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_vl_moe"])
+def test_families_without_a_table_are_refused_by_name(model_type: str) -> None:
+    hf_config, _, model = make()
+    config = {**hf_config.to_dict(), "model_type": model_type}
+    with pytest.raises(ValueError, match=f"no table for the model type '{model_type}'; known: llama, "):
+        source_of(model, config)
+
+
+def test_a_language_part_is_published_with_a_vision_tower_that_is_not_trained() -> None:
+    _, _, model = make()
+    outer = nn.Module()
+    outer.language_model, outer.vision_model = model, nn.Linear(2, 2)
+    hf_config = models.vision_config("qwen3_vl", dict(QWEN3), tied=False)
+    every = {spec.name: spec.shape for spec in models.vision_specs(hf_config)}
+    tower = TensorSource({name: torch.rand(shape) for name, shape in every.items() if "visual" in name})
+    engine = DirectEngine("engine", RecordingEngine())
+    options: Any = {"transport": "memory://", "bucket_size_bytes": 4096, "trainer_group": None}
+    joined = JoinedSource(source_of(outer, hf_config), tower)
+    with contextlib.closing(engine), publisher_of(joined, engines=[engine], **options) as publisher:
+        publisher.publish()
+        held = engine.engine.held
+        assert {name: tuple(tensor.shape) for name, tensor in held.items()} == every
+        assert torch.equal(held["model.language_model.norm.weight"], model.decoder.final_layernorm.weight)

@@ -14,8 +14,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_core import patches, te_names
+from megatron_core import models, patches, te_names
 from megatron_core.cases import SEQUENCE, TOKENS, Case
 
 
@@ -29,8 +30,8 @@ def megatron_config(case: Case) -> TransformerConfig:
         "ffn_hidden_size": hf.intermediate_size,
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf.rms_norm_eps,
-        "qk_layernorm": case.model.startswith(("qwen3", "deepseek")),
-        "add_qkv_bias": case.model.startswith("qwen2"),
+        "qk_layernorm": case.model.startswith(("qwen3", "deepseek", "glm4")),
+        "add_qkv_bias": case.model.startswith(("qwen2", "glm4")),
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
@@ -57,7 +58,7 @@ def megatron_config(case: Case) -> TransformerConfig:
     }
     if case.uneven:
         fields["num_layers_in_first_pipeline_stage"] = 1
-    if case.model in ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3"):
+    if "num_experts_per_tok" in hf.to_dict():
         fields |= {
             "num_moe_experts": 4,
             "moe_router_topk": 2,
@@ -68,12 +69,35 @@ def megatron_config(case: Case) -> TransformerConfig:
             "moe_use_legacy_grouped_gemm": case.grouped,
             "expert_tensor_parallel_size": case.etp,
         }
-    if case.model == "qwen2_moe":
+    if "shared_expert_intermediate_size" in hf.to_dict():
         fields |= {
             "moe_shared_expert_intermediate_size": hf.shared_expert_intermediate_size,
             "moe_shared_expert_gate": True,
         }
-    if case.model != "deepseek_v3":
+    if case.model in ("deepseek_v3", "glm4_moe"):
+        fields |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    if case.model == "deepseek_v2":
+        fields["moe_router_pre_softmax"] = True
+    if "n_shared_experts" in hf.to_dict():
+        fields |= {
+            "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+            "moe_shared_expert_intermediate_size": hf.n_shared_experts * hf.moe_intermediate_size,
+            "moe_layer_freq": [int(layer >= hf.first_k_dense_replace) for layer in range(hf.num_hidden_layers)],
+        }
+    if case.model == "qwen3_next":
+        fields |= {
+            "layernorm_zero_centered_gamma": True,
+            "attention_output_gate": True,
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": [int(kind == "linear_attention") for kind in hf.layer_types],
+            "linear_conv_kernel_dim": hf.linear_conv_kernel_dim,
+            "linear_key_head_dim": hf.linear_key_head_dim,
+            "linear_value_head_dim": hf.linear_value_head_dim,
+            "linear_num_key_heads": hf.linear_num_key_heads,
+            "linear_num_value_heads": hf.linear_num_value_heads,
+            "deterministic_mode": True,
+        }
+    if case.model not in models.LATENT:
         head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
         return TransformerConfig(num_query_groups=hf.num_key_value_heads, kv_channels=head_dim, **fields)
     return MLATransformerConfig(
@@ -85,11 +109,6 @@ def megatron_config(case: Case) -> TransformerConfig:
         qk_head_dim=hf.qk_nope_head_dim,
         qk_pos_emb_head_dim=hf.qk_rope_head_dim,
         v_head_dim=hf.v_head_dim,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        moe_router_topk_scaling_factor=hf.routed_scaling_factor,
-        moe_shared_expert_intermediate_size=hf.n_shared_experts * hf.moe_intermediate_size,
-        moe_layer_freq=[int(layer >= hf.first_k_dense_replace) for layer in range(hf.num_hidden_layers)],
         **fields,
     )
 
@@ -132,7 +151,12 @@ class Trainer:
         )
         if self.case.te:
             te_names.rename(spec)
-        if self.case.model == "deepseek_v3":
+        if self.case.model == "qwen3_next":
+            patches.delta_net()
+            offset = get_transformer_layer_offset(self.config, vp_stage)
+            kinds = self.case.hf_config.layer_types[offset : offset + len(spec.layer_specs)]
+            te_names.use_delta_nets(spec, [kind == "linear_attention" for kind in kinds])
+        if self.case.model in models.LATENT:
             te_names.use_plain_attention(spec)
         mtp = get_gpt_mtp_block_spec(self.config, spec, False) if self.case.mtp else None
         return GPTModel(
@@ -146,6 +170,7 @@ class Trainer:
             share_embeddings_and_output_weights=self.case.tied,
             position_embedding_type="rope",
             rotary_base=1000000,
+            rotary_percent=self.case.hf_config.to_dict()["rope_parameters"].get("partial_rotary_factor", 1.0),
             mtp_block_spec=mtp,
             **virtual,
         )

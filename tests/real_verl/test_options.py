@@ -87,7 +87,7 @@ def test_a_missing_package_is_named_with_its_extra(
     registry: type[CheckpointEngineRegistry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("weightcast.")]:
-        if name.rpartition(".")[2] in ("checkpoint_engine", "rollout", "app"):
+        if name.rpartition(".")[2] in ("checkpoint_engine", "transfer", "receiving", "app"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     weightcast.integrations.verl._register()

@@ -1,4 +1,4 @@
-"""Versions that lie in a store, passed on to a running vLLM by `weightcast follow`."""
+"""Versions of a store, and checkpoint directories, passed on to a running vLLM by `weightcast follow`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from real_engines.setups import on
 
 from real_vllm.cold import assert_serves
+from real_vllm.models import make_model
 from real_vllm.servers import ONE, Server
 from real_vllm.trainer import FILE, trainer
 
@@ -38,6 +39,28 @@ def test_what_comes_into_a_store_is_served(server: Server, tmp_path: Path) -> No
             assert_serves(server, seed)
         follower.terminate()
         assert follower.wait(FOLLOW_SECONDS) == 0
+
+
+@on(ONE)
+def test_directories_that_a_loop_writes_are_served(server: Server, tmp_path: Path) -> None:
+    """As transformers' trainer writes them. The follower's second life sends the newest once more, and no more."""
+    command = [sys.executable, "-m", "weightcast.cli", "follow", str(tmp_path), "--format", "hf", "--settle", "0.5"]
+    command += ["--engine", server.url, "--json"]
+    first = 1 + int("".join(filter(str.isdigit, server.version())) or 0)
+    for seeds in ((1, 0), (1,)):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as follower, _ended(follower):
+            assert follower.stdout is not None
+            if len(seeds) == 1:
+                assert json.loads(follower.stdout.readline())["version"] == first - 1
+            for seed in seeds:
+                model = make_model(server.setup.family, seed, server.setup.dtype)
+                model.save_pretrained(tmp_path / f"checkpoint-{first}")
+                assert json.loads(follower.stdout.readline())["version"] == first
+                assert server.version() == str(first)
+                assert_serves(server, seed)
+                first += 1
+            follower.terminate()
+            assert follower.wait(FOLLOW_SECONDS) == 0
 
 
 @contextlib.contextmanager

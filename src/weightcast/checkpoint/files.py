@@ -5,6 +5,7 @@ Invariants: a directory is complete when it gets its name; tensors are read as v
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 
 from weightcast.errors import UnsupportedError
 from weightcast.format.bucket import DTYPE_NAMES
+from weightcast.host import memory
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -77,15 +79,18 @@ def copy_configuration(model: Path, directory: Path) -> list[str]:
     return names
 
 
-def read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors(file: Path, *, copied: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of one file by name, in the order of the bytes, as private views of the mapped file: nothing is read.
 
-    The file stays mapped as long as one of them is kept. Raises ValueError for a file that can't be read, or a dtype
-    that can't travel.
+    The file stays mapped as long as one of them is kept. `copied`: views of a copy of the file in memory, so that
+    nothing is lost, and no access fails, if the file is then cut short or goes away. Raises ValueError for a file that
+    can't be read, or a dtype that can't travel, InsufficientMemoryError if the copy has no room.
     """
     opened: Any
     try:
-        with safe_open(str(file), framework="pt") as opened:
+        with contextlib.ExitStack() as stack:
+            found = Path(f"/proc/self/fd/{stack.enter_context(_copied(file))}") if copied else file
+            opened = stack.enter_context(safe_open(str(found), framework="pt"))
             tensors = [(name, opened.get_tensor(name)) for name in opened.offset_keys()]
     except (SafetensorError, OSError) as exc:
         raise ValueError(f"{file} can't be read as a safetensors file: {exc}") from exc
@@ -93,6 +98,22 @@ def read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
         if tensor.dtype not in DTYPE_NAMES:
             raise ValueError(f"{name!r} in {file} is {tensor.dtype}, which can't travel")
     yield from tensors
+
+
+@contextlib.contextmanager
+def _copied(file: Path) -> Iterator[int]:
+    """The descriptor of a file in memory with the same bytes. Raises OSError, InsufficientMemoryError."""
+    with file.open("rb") as source:
+        size = os.fstat(source.fileno()).st_size
+        memory.require(size, f"a copy of {file}", "free memory")
+        descriptor = os.memfd_create("weightcast-checkpoint", os.MFD_CLOEXEC)
+        try:
+            done = 0
+            while done < size and (num_bytes := os.sendfile(descriptor, source.fileno(), done, size - done)):
+                done += num_bytes
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
 
 def read_index(directory: Path) -> dict[str, str] | None:

@@ -20,7 +20,7 @@ COMMANDS = {
     "demo": "train a small model with RL and publish every step to two live engines",
     "serve": "serve a model directory as an engine that takes new weights while it generates",
     "publish": "publish a safetensors checkpoint to running engines, or into a store",
-    "follow": "pass every version that comes into a store on to running engines",
+    "follow": "pass on what comes into a store, or a directory of checkpoints, to running engines",
     "export": "write a store's newest version as a checkpoint directory",
     "inspect": "show what an engine, a checkpoint or a store holds",
     "verify": "check that an engine holds exactly this checkpoint, or that a store is whole",

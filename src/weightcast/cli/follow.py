@@ -1,12 +1,15 @@
-"""`weightcast follow`: every version that comes into a store, passed on to running engines under its own number."""
+"""`weightcast follow`: the versions of a store, or the checkpoint directories of a loop, passed on to engines."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import signal
 import sys
 import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -14,47 +17,58 @@ from weightcast.cli import exits, output, values
 from weightcast.errors import WeightcastError
 from weightcast.format.amounts import size
 
+if TYPE_CHECKING:
+    from weightcast.serving.follower import Followed
+
 EPILOG = """
 examples:
   weightcast follow file:///mnt/weights --engine http://127.0.0.1:8000
   weightcast follow file:///mnt/weights --engine http://127.0.0.1:8000 --once --json
+  weightcast follow outputs/broadcasts --format prime-rl --engine http://127.0.0.1:8000
+  weightcast follow /mnt/weights --format hf --settle 10 --engine http://127.0.0.1:8000
 
 It starts with the newest version and goes on until it is interrupted (Ctrl-C) or ended (SIGTERM). A version that an
-engine did not take is tried again, on all engines, until it is or a newer one is there. With --json each is one line.
+engine did not take is tried again until all have taken it or a newer one is there: of a store on all engines, of a
+directory on those that did not take it. With --json each version is one line.
+
+With --format TARGET is a directory in which a training loop makes one directory for each version: step_12,
+weight_v000012, checkpoint-12. The last digits of its name are the version's number; the one that was written last is
+the newest. prime-rl marks a directory that is complete (STABLE, .finished). hf is for safetensors checkpoints without
+such a mark, as slime, AReaL and transformers write them: one is complete when all of its files are there and none of
+them has changed for --settle seconds.
 """
 
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _LOOK_SECONDS = 60.0
+_SETTLE_SECONDS = 2.0
+
+
+class _Followable(Protocol):
+    def wait(self, timeout_seconds: float, *, stop: threading.Event) -> Followed | None: ...
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("store", type=values.store, metavar="STORE", help="a store, file:///dir; it may come later")
+    add = parser.add_argument
+    add("target", metavar="TARGET", help="a store, file:///dir, or with --format a directory; it may come later")
+    add("--format", choices=("hf", "prime-rl"), help="TARGET is a directory of checkpoint directories of this kind")
+    add("--marker", metavar="NAME", help="with --format: a directory is complete when it has a file of this name")
+    settle_help = f"with --format hf: for how long nothing may have changed (default: {_SETTLE_SECONDS:g})"
+    add("--settle", type=values.seconds, metavar="SECONDS", help=settle_help)
+    add("--dtype", choices=values.DTYPES, help="with --format: cast to it on the way")
     output.add_engines(parser)
     output.add_update(parser, transport_help="how bytes travel to the engines")
-    parser.add_argument("--once", action="store_true", help="end after the first version that all engines took")
+    add("--once", action="store_true", help="end after the first version that all engines took")
     output.add_json(parser)
+    parser.set_defaults(usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
-    with output.stage(output.IMPORTING):
-        from weightcast.serving.follower import Follower
-        from weightcast.trainer.options import PublishOptions
-        from weightcast.trainer.relay import Relay
-
+    _check(args)
     stop, pause_seconds = threading.Event(), _FIRST_PAUSE_SECONDS
     with contextlib.ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda number, frame: stop.set()))
-        relay = Relay(
-            args.engines,
-            transport=args.transport,
-            token=output.read_token(args.token_file),
-            options=PublishOptions(
-                install=args.install, undo=args.undo, takeover=args.takeover, deadline_seconds=args.deadline
-            ),
-        )
-        stack.callback(relay.close)
-        follower = stack.enter_context(Follower(args.store, relay, label="weightcast follow"))
+        follower = _follower(args, stack)
         while not stop.is_set():
             try:
                 followed = follower.wait(_LOOK_SECONDS, stop=stop)
@@ -67,11 +81,61 @@ def run(args: argparse.Namespace) -> int:
                 continue
             if followed is not None:
                 pause_seconds = _FIRST_PAUSE_SECONDS
-                text = (
-                    f"version {followed.version} of run {followed.run[:8]}: {size(followed.num_bytes)} in "
-                    f"{followed.seconds:.2f} s, {followed.lag_seconds:.2f} s after its commit"
-                )
+                text = f"version {followed.version}: all engines hold it, nothing is sent"
+                if followed.run:
+                    text = (
+                        f"version {followed.version} of run {followed.run[:8]}: {size(followed.num_bytes)} in "
+                        f"{followed.seconds:.2f} s, {followed.lag_seconds:.2f} s after its commit"
+                    )
                 print(msgspec.json.encode(followed).decode() if args.json else text, flush=True)
                 if args.once:
                     break
     return exits.OK
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What is a store's target must be one, and has none of the options of directories."""
+    if args.format is None:
+        given = [name for name in ("marker", "settle", "dtype") if getattr(args, name) is not None]
+        if given:
+            args.usage_error(f"--{given[0]} needs --format, which says what kind of directories {args.target} has")
+        try:
+            values.store(args.target)
+        except argparse.ArgumentTypeError as exc:
+            args.usage_error(f"{exc}; to follow a directory of checkpoint directories, give --format hf or prime-rl")
+    elif "://" in args.target:
+        args.usage_error(f"--format {args.format} follows a directory: give its path in place of {args.target}")
+    elif args.settle is not None and (args.format != "hf" or args.marker is not None):
+        args.usage_error("--settle is for directories without a marker: leave it out")
+    elif args.marker is not None and Path(args.marker).name != args.marker:
+        args.usage_error(f"--marker {args.marker} is not the name of a file in a checkpoint directory")
+
+
+def _follower(args: argparse.Namespace, stack: contextlib.ExitStack) -> _Followable:
+    with output.stage(output.IMPORTING):
+        from weightcast.checkpoint.directories import CheckpointDirectories
+        from weightcast.cli.directory_follower import DirectoryFollower
+        from weightcast.format.bucket import TORCH_DTYPES
+        from weightcast.serving.follower import Follower
+        from weightcast.sources.safetensors import SafetensorsSource
+        from weightcast.trainer.options import PublishOptions
+        from weightcast.trainer.relay import Relay
+
+    token = output.read_token(args.token_file)
+    options = PublishOptions(
+        install=args.install, undo=args.undo, takeover=args.takeover, deadline_seconds=args.deadline
+    )
+    if args.format is not None:
+        settle_seconds = _SETTLE_SECONDS if args.settle is None else args.settle
+        directories = CheckpointDirectories(
+            Path(args.target), args.format, marker=args.marker, settle_seconds=settle_seconds
+        )
+        dtype = None if args.dtype is None else TORCH_DTYPES[args.dtype]
+        read = functools.partial(SafetensorsSource, dtype=dtype, copied=True)
+        follower = DirectoryFollower(
+            directories, read, args.engines, transport=args.transport, token=token, options=options
+        )
+        return stack.enter_context(follower)
+    relay = Relay(args.engines, transport=args.transport, token=token, options=options)
+    stack.callback(relay.close)
+    return stack.enter_context(Follower(args.target, relay, label="weightcast follow"))

@@ -27,7 +27,6 @@ examples:
 
 _MIB = 1 << 20
 WAIT_SECONDS = 300.0
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_engines(parser, required=False)
     parser.set_defaults(usage_error=parser.error)
     add("--version", type=number, metavar="N", help="default: one above the highest of the engines and the store")
-    add("--dtype", choices=DTYPES, help="cast to it on the way (default: as the checkpoint has it)")
+    add("--dtype", choices=values.DTYPES, help="cast to it on the way (default: as the checkpoint has it)")
     output.add_update(parser, transport_help="how bytes travel, or the store that they go into")
     wait_help = f"for engines that are starting, all together; refusals are not waited for (default: {WAIT_SECONDS:g})"
     add("--wait", type=values.seconds, nargs="?", const=WAIT_SECONDS, default=0.0, metavar="SECONDS", help=wait_help)

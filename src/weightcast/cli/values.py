@@ -8,6 +8,9 @@ from collections.abc import Callable
 
 from weightcast.store.address import StoreAddress
 
+DTYPES = ("bfloat16", "float16", "float32")
+"""What a checkpoint can be cast to on the way."""
+
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:
     """A whole number from `low` to `high`, both included."""

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
@@ -104,8 +103,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.engines:
-        token = output.read_token(args.token_file)
-        verdict = _verify(args.checkpoint, args.engines, token, args.bandwidth, quarantine=args.quarantine)
+        from weightcast.sources.safetensors import SafetensorsSource
+        from weightcast.sources.store import StoreSource
+
+        is_store, token = values.is_store(args.checkpoint), output.read_token(args.token_file)
+        source: Source = StoreSource(args.checkpoint) if is_store else SafetensorsSource(args.checkpoint)
+        verdict = verify(source, args.engines, token, bandwidth=args.bandwidth, quarantine=args.quarantine)
     elif values.is_store(args.checkpoint):
         verdict = _verify_store(args.checkpoint)
     else:
@@ -144,16 +147,25 @@ def _verify_store(url: str) -> Verdict:
         return Verdict(True, len(manifest.tensors), manifest.num_bytes, [])
 
 
-def _verify(
-    checkpoint: str, engines: Sequence[str], token: str | None, bandwidth: int | None, *, quarantine: bool
+def verify(
+    source: Source,
+    engines: Sequence[str],
+    token: str | None,
+    *,
+    timeout_seconds: float = ENGINE_TIMEOUT_SECONDS,
+    bandwidth: int | None = None,
+    quarantine: bool = False,
 ) -> Verdict:
-    from weightcast.format.tensor_digest import tensor_digest
-    from weightcast.sources.safetensors import SafetensorsSource
-    from weightcast.sources.store import StoreSource
+    """Compare what a source has, whole tensors, with what each engine holds; each of its answers by that time.
 
-    source: Source = StoreSource(checkpoint) if values.is_store(checkpoint) else SafetensorsSource(Path(checkpoint))
+    `bandwidth`: how many bytes a second an engine is to read at most. `quarantine`: those that differ refuse to serve
+    then. Raises UnsupportedError for an engine of which no tensor can be compared, PeerError.
+    """
+    from weightcast.format.tensor_digest import tensor_digest
+
     asked = [
-        in_background(partial(_ask, url, token, bandwidth), name="weightcast-verify") for url in engines
+        in_background(partial(_ask, url, token, timeout_seconds, bandwidth), name="weightcast-verify")
+        for url in engines
     ]  # they compute while we do
     specs, regions = source.specs(), source.regions()
     num_bytes, digests = sum(spec.num_bytes for spec in specs), {}
@@ -182,14 +194,14 @@ def _quarantine(url: str, token: str | None, verdict: EngineVerdict) -> None:
         engine.quarantine(f"it was compared with a checkpoint and differs in {names}")
 
 
-def _ask(url: str, token: str | None, bandwidth: int | None) -> tuple[str, Holding]:
+def _ask(url: str, token: str | None, timeout_seconds: float, bandwidth: int | None) -> tuple[str, Holding]:
     """The engine's version and what it holds. Raises UnsupportedError, or ControlError if it changes meanwhile."""
     from weightcast.control.client import HttpEngine
 
-    with contextlib.closing(HttpEngine(url, token=token, timeout_seconds=ENGINE_TIMEOUT_SECONDS)) as engine:
+    with contextlib.closing(HttpEngine(url, token=token, timeout_seconds=timeout_seconds)) as engine:
         engine.connect()
         held = engine.held(bytes_per_second=bandwidth)
-        if held is None:
+        if held is None or (held.unproven and not held.digests):
             raise UnsupportedError(
                 f"{url} does not say what it holds, so it can't be compared with a checkpoint: vLLM and SGLang do with "
                 "weightcast's plugin, from the first version that is published to them; `weightcast inspect` shows its "

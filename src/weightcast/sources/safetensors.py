@@ -1,4 +1,4 @@
-"""Publishes a checkpoint directory of safetensors files, read by memory mapping: no copy, no pickle."""
+"""Publishes a checkpoint directory of safetensors files, read by memory mapping, or as a copy: no pickle."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class SafetensorsSource(ClosedOnExit):
     """A `Source` of a directory with `model.safetensors`, or an index and its shards, or of one .safetensors file.
 
     Tensors are private views of the mapped files: memory is the page cache, and values are read when they are packed.
-    Don't write to the files meanwhile. `dtype`: what half, bfloat16, single and double precision tensors are cast to
+    Don't write to the files meanwhile; with `copied` they are read here, into host memory of the checkpoint's size, and
+    may change or go away afterwards. `dtype`: what half, bfloat16, single and double precision tensors are cast to
     while they are packed: `specs` have it, `regions` don't; others stay. Raises FileNotFoundError if a file is missing,
     ValueError if one can't be read, a name occurs in two shards, `dtype` is no such dtype or `path` is a store,
     ClosedError after `close`.
     """
 
-    def __init__(self, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, path: str | Path, *, dtype: torch.dtype | None = None, copied: bool = False) -> None:
         target = None if dtype is None else cast_target(dtype)
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"path is a {type(path).__name__}; it must be a checkpoint's directory or file")
@@ -39,7 +40,7 @@ class SafetensorsSource(ClosedOnExit):
         tensors: dict[str, torch.Tensor] = {}
         found_in: dict[str, Path] = {}
         for file in _files(path, weight_map):
-            for name, tensor in read_tensors(file):
+            for name, tensor in read_tensors(file, copied=copied):
                 if name in found_in:
                     raise ValueError(f"the tensor {name!r} is both in {found_in[name]} and in {file}: remove one")
                 found_in[name] = file

@@ -18,8 +18,8 @@ from verl.utils.ray_utils import auto_await
 
 from weightcast.errors import InstallError, WeightcastError
 from weightcast.host.deadline import number_of_seconds
+from weightcast.integrations.rollout.transfer import DEADLINE_SECONDS
 from weightcast.integrations.verl import BACKEND
-from weightcast.integrations.verl.checkpoint_engine import DEADLINE_SECONDS
 
 logger = logging.getLogger(__name__)
 

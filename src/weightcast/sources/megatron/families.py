@@ -6,10 +6,19 @@ Names of Megatron-core, in the local layer spec and in Transformer Engine's, aga
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
 from typing import Any
 
-from weightcast.sources.megatron.layouts import Columns, Gated, Rows, ShardLayout, Vocabulary, Whole
+from weightcast.sources.megatron.layouts import (
+    Columns,
+    DeltaNetInput,
+    Gated,
+    GatedQuery,
+    Rows,
+    ShardLayout,
+    Vocabulary,
+    Whole,
+)
 from weightcast.sources.megatron.rules import Config, Family, Rule
 
 
@@ -68,6 +77,34 @@ _QK_NORMS = _inside(
     _rule("k_layernorm.weight", "k_norm.weight", Whole("head_dim")),
 )
 
+# Around attention and MLP: Megatron-core has no layer norm behind them, names are those of trainers that add one.
+_OUTER_NORMS = (
+    _rule("post_self_attn_layernorm.weight", "post_self_attn_layernorm.weight", Whole("hidden")),
+    _rule("post_mlp_layernorm.weight", "post_mlp_layernorm.weight", Whole("hidden")),
+)
+
+_GATED_ATTENTION = _inside(
+    "self_attention",
+    "self_attn",
+    _rule("linear_qkv.weight", "q_proj.weight k_proj.weight v_proj.weight", GatedQuery("hidden")),
+    _rule("linear_proj.weight", "o_proj.weight", Columns("hidden", "query")),
+)
+
+_DELTA_NET = _inside(
+    "self_attention",
+    "linear_attn",
+    _rule("in_proj.weight", "in_proj_qkvz.weight in_proj_ba.weight", DeltaNetInput("hidden")),
+    _rule(
+        "conv1d.weight",
+        "conv1d.weight",
+        Gated(("delta_key", "delta_key", "delta_value"), "one", "delta_kernel", joined=True),
+    ),
+    _rule("dt_bias", "dt_bias", Rows("delta_value_heads")),
+    _rule("A_log", "A_log", Rows("delta_value_heads")),
+    _rule("out_norm.weight", "norm.weight", Whole("delta_value_dim"), plus=1.0),
+    _rule("out_proj.weight", "out_proj.weight", Columns("hidden", "delta_value")),
+)
+
 # An engine may join these two, and then needs both in one call.
 _DOWN = "self_attn.down_projections"
 _LATENT_ATTENTION = _inside(
@@ -100,7 +137,13 @@ def _router(prefix: str) -> tuple[Rule, ...]:
 
 
 _ROUTER_BIAS = (
-    _rule("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", Whole("experts"), "moe", dtype="float32"),
+    _rule(
+        "mlp.router.expert_bias",
+        "mlp.gate.e_score_correction_bias",
+        Whole("experts"),
+        "moe expert_bias",
+        dtype="float32",
+    ),
 )
 
 
@@ -163,9 +206,37 @@ def _every_sparse_step(config: Config, layer: int) -> bool:
     return is_step and layer not in (config.get("mlp_only_layers") or ())
 
 
-_DENSE_LAYER = _NORMS + _ATTENTION + _MLP
+def _when(switch: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    return tuple(dataclasses.replace(rule, when=(*rule.when, switch)) for rule in rules)
 
-FAMILIES: Mapping[str, Family] = {
+
+def _is_delta_net(config: Config, layer: int) -> bool:
+    kinds = config.get("layer_types")
+    if kinds:
+        return bool(kinds[layer] == "linear_attention") if layer < len(kinds) else False
+    return (layer + 1) % (config.get("full_attention_interval") or 4) != 0
+
+
+_DENSE_LAYER = _NORMS + _ATTENTION + _MLP
+_DEEPSEEK = Family(
+    _MODEL,
+    _NORMS + _LATENT_ATTENTION + _MLP + _ROUTER + _ROUTER_BIAS + _GATED_EXPERTS + _shared_experts("mlp.shared_experts"),
+    mtp=_MTP,
+    is_moe=_after_the_dense,
+)
+
+
+def _below(prefix: str, family: Family) -> Family:
+    """The same, where a checkpoint has the decoder's names with `prefix` in place of `model.`."""
+
+    def moved(rule: Rule) -> Rule:
+        return dataclasses.replace(rule, hf=tuple(re.sub(r"^model\.", prefix, name) for name in rule.hf))
+
+    layer_prefix = re.sub(r"^model\.", prefix, family.layer_prefix)
+    return dataclasses.replace(family, model=tuple(map(moved, family.model)), layer_prefix=layer_prefix)
+
+
+FAMILIES: dict[str, Family] = {
     "llama": Family(_MODEL, _DENSE_LAYER),
     "qwen2": Family(_MODEL, _DENSE_LAYER, sizes={"qkv_bias": 1, "proj_bias": 0}),
     "qwen3": Family(_MODEL, _DENSE_LAYER + _QK_NORMS),
@@ -182,17 +253,62 @@ FAMILIES: Mapping[str, Family] = {
         sizes={"moe_ffn": "intermediate_size"},
         is_moe=lambda config, layer: True,
     ),
-    "deepseek_v3": Family(
+    "qwen3_next": Family(
+        _MODEL,
+        (
+            _rule(
+                "input_layernorm.weight self_attention.linear_qkv.layer_norm_weight "
+                "self_attention.in_proj.layer_norm_weight",
+                "input_layernorm.weight",
+                Whole("hidden"),
+            ),
+            _NORMS[1],
+        )
+        + _when("softmax", _GATED_ATTENTION + _QK_NORMS)
+        + _when("linear", _DELTA_NET)
+        + _MLP
+        + _ROUTER
+        + _GATED_EXPERTS
+        + _shared_experts("mlp.shared_expert")
+        + _SHARED_GATE,
+        sizes={"shared_ffn": "shared_expert_intermediate_size"},
+        is_moe=_every_sparse_step,
+        is_linear=_is_delta_net,
+        zero_centered=True,
+    ),
+    "glm4": Family(
         _MODEL,
         _NORMS
-        + _LATENT_ATTENTION
-        + _MLP
+        + _OUTER_NORMS
+        + _ATTENTION
+        + _inside(
+            "mlp",
+            "mlp",
+            _rule("linear_fc1.weight", "gate_up_proj.weight", Gated(("ffn", "ffn"), "hidden", joined=True)),
+            _rule("linear_fc2.weight", "down_proj.weight", Columns("hidden", "ffn")),
+        ),
+        sizes={"proj_bias": 0},
+    ),
+    "glm4_moe": Family(
+        _MODEL,
+        _DENSE_LAYER
+        + _when("qk_norm", _QK_NORMS)
         + _ROUTER
         + _ROUTER_BIAS
         + _GATED_EXPERTS
         + _shared_experts("mlp.shared_experts"),
         mtp=_MTP,
+        sizes={"proj_bias": 0, "qk_norm": "use_qk_norm|0", "expert_bias": 1},
         is_moe=_after_the_dense,
     ),
+    "deepseek_v2": dataclasses.replace(_DEEPSEEK, sizes={"expert_bias": 0}),
+    "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
 }
 """By the `model_type` of a configuration."""
+
+FAMILIES |= {
+    # Of these the language part, which a GPTModel is; the vision tower is another source's.
+    "qwen2_5_vl": FAMILIES["qwen2"],
+    "qwen3_vl": _below("model.language_model.", FAMILIES["qwen3"]),
+}

@@ -77,15 +77,18 @@ class Rows:
 
     `rows` has the size of dim 0 of each of the checkpoint's tensors, `dims` their other sizes. Megatron's rows are
     `blocks` blocks, each with an equal share of every one of these tensors in turn. `whole`: ranks may as well hold all
-    of it, which the local shape shows.
+    of it, which the local shape shows. `joined`: in the checkpoint they are one tensor, one after the other.
     """
 
-    def __init__(self, rows: str | Sequence[str], *dims: str, blocks: str = "", whole: bool = False) -> None:
+    def __init__(
+        self, rows: str | Sequence[str], *dims: str, blocks: str = "", whole: bool = False, joined: bool = False
+    ) -> None:
         self._rows = (rows,) if isinstance(rows, str) else tuple(rows)
-        self._dims, self._blocks, self._whole = dims, blocks, whole
+        self._dims, self._blocks, self._whole, self._joined = dims, blocks, whole, joined
 
     def shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
-        return [(sizes[rows], *self._rest(sizes)) for rows in self._rows]
+        each = [sizes[rows] for rows in self._rows]
+        return [(rows, *self._rest(sizes)) for rows in ([sum(each)] if self._joined else each)]
 
     def local_shape(self, sizes: Sizes, axis: Axis) -> tuple[int, ...]:
         return (share(sum(sizes[rows] for rows in self._rows), axis), *self._rest(sizes))
@@ -104,19 +107,25 @@ class Rows:
         return sizes[self._blocks] if self._blocks else 1
 
     def _cut(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[LayoutPart]:
-        """The runs of rows that this rank's stretch has in common with each block's share of each tensor."""
-        begin, end = axis.rank * local.shape[0], (axis.rank + 1) * local.shape[0]
-        num_blocks, row = self._num_blocks(sizes, axis), 0
+        """What this rank's stretch of rows has in common with each run."""
+        begin, end, row = axis.rank * local.shape[0], (axis.rank + 1) * local.shape[0], 0
+        for number, offset, size in self._runs(sizes, axis):
+            low, high = max(row, begin), min(row + size, end)
+            if low < high:
+                view = local.narrow(0, low - begin, high - low)
+                region = Region((offset + low - row, *(0 for _ in view.shape[1:])), tuple(view.shape))
+                yield LayoutPart(number, region, view)
+            row += size
+
+    def _runs(self, sizes: Sizes, axis: Axis) -> Iterator[tuple[int, int, int]]:
+        """Megatron's rows in order, those of all ranks: number of the checkpoint's tensor, first row there, rows."""
+        num_blocks = self._num_blocks(sizes, axis)
         for block in range(num_blocks):
+            first = 0
             for number, rows in enumerate(self._rows):
                 size = share(sizes[rows], Axis(block, num_blocks))
-                low, high = max(row, begin), min(row + size, end)
-                if low < high:
-                    offset = block * size + low - row
-                    view = local.narrow(0, low - begin, high - low)
-                    region = Region((offset, *(0 for _ in view.shape[1:])), tuple(view.shape))
-                    yield LayoutPart(number, region, view)
-                row += size
+                yield 0 if self._joined else number, first + block * size, size
+                first += sizes[rows] if self._joined else 0
 
 
 class Gated(Rows):
@@ -136,6 +145,47 @@ class Vocabulary(Rows):
                 f"its local shape is {list(local.shape)}; {axis.size} such shards must make {[rows, *rest]} or more"
             )
         yield from self._cut(sizes, axis, local)
+
+
+class GatedQuery(Rows):
+    """q, k and v by query group, with an output gate for each head: queries over gates in a group, and in a head."""
+
+    def __init__(self, *dims: str) -> None:
+        super().__init__(("gated_query", "key", "key"), *dims, blocks="groups")
+
+    def _runs(self, sizes: Sizes, axis: Axis) -> Iterator[tuple[int, int, int]]:
+        head_dim = sizes["head_dim"]
+        heads = share(sizes["heads"], Axis(size=sizes["groups"]))
+        for group in range(sizes["groups"]):
+            for half in (0, 1):
+                for head in range(group * heads, (group + 1) * heads):
+                    yield 0, (2 * head + half) * head_dim, head_dim
+            yield 1, group * head_dim, head_dim
+            yield 2, group * head_dim, head_dim
+
+
+class DeltaNetInput(Rows):
+    """The input projection of a gated delta net: query, key, value and gate (z), beta and alpha.
+
+    Each rank has its heads of the first, of the second, and so on. The checkpoint has two tensors, (query, key, value,
+    gate) and (beta, alpha), key head by key head.
+    """
+
+    def __init__(self, *dims: str) -> None:
+        super().__init__(("delta_qkvz", "delta_ba"), *dims)
+
+    def _runs(self, sizes: Sizes, axis: Axis) -> Iterator[tuple[int, int, int]]:
+        num_heads = sizes["delta_key_heads"]
+        ratio = share(sizes["delta_value_heads"], Axis(size=num_heads))
+        key, value = sizes["delta_key_dim"], ratio * sizes["delta_value_dim"]
+        local_heads = share(num_heads, axis)
+        for first in range(0, num_heads, local_heads):
+            for number, lengths in enumerate(((key, key, value, value), (ratio, ratio))):
+                offset = 0
+                for length in lengths:
+                    for head in range(first, first + local_heads):
+                        yield number, head * sum(lengths) + offset, length
+                    offset += length
 
 
 ShardLayout: TypeAlias = Whole | Rows

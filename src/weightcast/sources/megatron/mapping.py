@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +59,14 @@ class PlacedRegion:
     """A part of the tensor `name` of the checkpoint, and the parameter of a chunk that has it.
 
     `is_copy`: another stage owns it (an embedding for tied weights, or of a prediction layer); it is loaded, not sent.
+    `plus`: what the checkpoint's values are above the parameter's.
     """
 
     name: str
     parameter: str
     held: Held
     is_copy: bool
+    plus: float = 0.0
 
 
 class TensorMapping:
@@ -79,8 +81,20 @@ class TensorMapping:
         self._num_mtp_layers = num_mtp_layers
         self._dtype = dtype
         self._model = Table(family.model, self.sizes)
-        kinds = {is_moe: {**self.sizes, "moe": int(is_moe), "dense": int(not is_moe)} for is_moe in (False, True)}
-        self._layers = {is_moe: Table(family.layer, sizes) for is_moe, sizes in kinds.items()}
+        self._layers = {
+            (is_moe, is_linear): Table(
+                family.layer,
+                {
+                    **self.sizes,
+                    "moe": int(is_moe),
+                    "dense": int(not is_moe),
+                    "linear": int(is_linear),
+                    "softmax": int(not is_linear),
+                },
+            )
+            for is_moe in (False, True)
+            for is_linear in (False, True)
+        }
         self._mtp = Table(family.mtp, self.sizes)
 
     # --- the checkpoint's side ---
@@ -95,7 +109,7 @@ class TensorMapping:
         for rule in self._model.rules:
             yield from self._specs_of(rule, "", aliases=tied if rule.names == (_EMBEDDING,) else ())
         for layer in range(sizes["layers"] + self._num_mtp_layers):
-            rules = self._layers[self._is_moe(layer)].rules
+            rules = self._table(layer).rules
             for rule in rules if layer < sizes["layers"] else (*self._mtp.rules, *rules):
                 if not rule.is_of_experts:
                     yield from self._specs_of(rule, self._prefix(layer))
@@ -116,8 +130,10 @@ class TensorMapping:
     def _prefix(self, layer: int) -> str:
         return self._family.layer_prefix.format(layer=layer)
 
-    def _is_moe(self, layer: int) -> bool:
-        return bool(self.sizes["experts"]) and self._family.is_moe(self._config, layer)
+    def _table(self, layer: int) -> Table:
+        """Of the rules that hold for a layer."""
+        is_moe = bool(self.sizes["experts"]) and self._family.is_moe(self._config, layer)
+        return self._layers[is_moe, self._family.is_linear(self._config, layer)]
 
     # --- Megatron's side ---
 
@@ -154,13 +170,19 @@ class TensorMapping:
         if found is not None:
             layer, rest = self._layer_number(found["block"], int(found["index"]), chunk.layers), found["rest"]
             is_inside = found["block"] == "decoder" or found["inner"] is not None
-            table = self._layers[self._is_moe(layer)] if is_inside else self._mtp
+            table = self._table(layer) if is_inside else self._mtp
             prefix = self._prefix(layer)
         match = table.find(rest)
         if match is None:
             return None
         return [
-            PlacedRegion(_hf_names(match.rule, prefix, expert)[part.number], name, (part.region, part.view), is_copy)
+            PlacedRegion(
+                _hf_names(match.rule, prefix, expert)[part.number],
+                name,
+                (part.region, part.view),
+                is_copy,
+                match.rule.plus,
+            )
             for expert, part in self._parts(match, tensor)
         ]
 
@@ -229,7 +251,9 @@ def read_config(source: Any) -> Config:
         raise ValueError(f"hf_config is {type(source).__name__}: give a transformers config, a dict or a path") from exc
     if "model_type" not in fields:
         fields["model_type"] = getattr(source, "model_type", "")
-    return fields
+    # Of a model with a vision tower; what both levels have is the whole model's.
+    text = fields.get("text_config")
+    return {**text, **fields} if isinstance(text, Mapping) else fields
 
 
 def sizes_of(family: Family, config: Config) -> Sizes:
@@ -255,6 +279,7 @@ def sizes_of(family: Family, config: Config) -> Sizes:
         "groups": groups,
         "head_dim": head_dim,
         "query": heads * head_dim,
+        "gated_query": 2 * heads * head_dim,
         "key": groups * head_dim,
         "qkv_bias": int(get("attention_bias") or 0),
         "proj_bias": int(get("attention_bias") or 0),
@@ -262,6 +287,8 @@ def sizes_of(family: Family, config: Config) -> Sizes:
         "ffn": get("intermediate_size") or 0,
         "experts": get("n_routed_experts") or get("num_experts") or get("num_local_experts") or 0,
         "moe_ffn": get("moe_intermediate_size") or 0,
+        # transformers' configurations of DeepSeek-V3 don't name the method, which is this one.
+        "expert_bias": int(get("topk_method") in (None, "noaux_tc")),
         "shared_ffn": (get("n_shared_experts") or 0) * (get("moe_intermediate_size") or 0),
         "q_rank": q_rank,
         "no_q_rank": int(not q_rank),
@@ -270,6 +297,20 @@ def sizes_of(family: Family, config: Config) -> Sizes:
         "latent_query": heads * (nope + rope),
         "latent_key_value": heads * (nope + value),
         "latent_out": heads * value,
+    }
+    # Of a gated delta net.
+    key_heads, value_heads = get("linear_num_key_heads") or 0, get("linear_num_value_heads") or 0
+    key_dim, value_dim = get("linear_key_head_dim") or 0, get("linear_value_head_dim") or 0
+    sizes |= {
+        "delta_key_heads": key_heads,
+        "delta_value_heads": value_heads,
+        "delta_key_dim": key_dim,
+        "delta_value_dim": value_dim,
+        "delta_key": key_heads * key_dim,
+        "delta_value": value_heads * value_dim,
+        "delta_qkvz": 2 * (key_heads * key_dim + value_heads * value_dim),
+        "delta_ba": 2 * value_heads,
+        "delta_kernel": get("linear_conv_kernel_dim") or 0,
     }
     for name, source in family.sizes.items():
         if isinstance(source, int):

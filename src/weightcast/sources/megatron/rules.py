@@ -25,9 +25,10 @@ class Rule:
 
     `names` are those of the different layer specs (local, Transformer Engine); at most one occurs in a layer.
     `stacked`: further names, under which all experts of a rank are one parameter. `transposed`: the same, each matrix
-    transposed. `when`: names of sizes that must not be zero, `dense` and `moe` being those of the layer. `group`: what
-    must be loaded in one call with it; several `hf` of a rule always are. `dtype` of the checkpoint, where it is
-    another than the rest's. `axis`: over which ranks it is cut.
+    transposed. `when`: names of sizes that must not be zero; those of the layer are `dense` or `moe`, and by its
+    attention `softmax` or `linear`. `group`: what must be loaded in one call with it; several `hf` of a rule always
+    are. `dtype` of the checkpoint, where it is another than the rest's. `axis`: over which ranks it is cut. `plus`: the
+    checkpoint's values are Megatron's plus this.
     """
 
     names: tuple[str, ...]
@@ -39,6 +40,7 @@ class Rule:
     transposed: tuple[str, ...] = ()
     group: str = ""
     dtype: str = ""
+    plus: float = 0.0
 
     @property
     def is_of_experts(self) -> bool:
@@ -50,7 +52,8 @@ class Family:
     """A family of models: its tables, and what of its configuration is called otherwise than elsewhere.
 
     `sizes`: a size's name -> the config's field (its value if that is absent comes after a `|`), or a number. `is_moe`:
-    whether a layer has experts. `mtp`: of a multi-token prediction layer, beside the rules of a layer.
+    whether a layer has experts; `is_linear`: whether its attention is linear. `mtp`: of a multi-token prediction layer,
+    beside the rules of a layer. `zero_centered`: norms multiply by one plus their weight.
     """
 
     model: tuple[Rule, ...]
@@ -58,6 +61,8 @@ class Family:
     mtp: tuple[Rule, ...] = ()
     sizes: Mapping[str, str | int] = dataclasses.field(default_factory=dict)
     is_moe: Callable[[Config, int], bool] = lambda config, layer: False
+    is_linear: Callable[[Config, int], bool] = lambda config, layer: False
+    zero_centered: bool = False
     layer_prefix: str = "model.layers.{layer}."
 
 

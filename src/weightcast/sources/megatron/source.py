@@ -32,7 +32,8 @@ class MegatronSource:
     """A `Source` of a Megatron-core `GPTModel`, in any mix of tensor, pipeline, expert, context and data parallelism.
 
     Make one on every trainer rank. `specs` are those of the Hugging Face checkpoint of `hf_config`, on every rank
-    alike; `regions` what this rank holds: views of the live parameters and buffers, without a copy or communication.
+    alike; `regions` what this rank holds: views of the live parameters and buffers, without communication and without a
+    copy, but for the few values that a checkpoint has with another centre (of Qwen3-Next, one norm of each layer).
     """
 
     def __init__(
@@ -63,14 +64,15 @@ class MegatronSource:
         megatron = self._models[0].config
         target = cast_target(megatron.params_dtype if dtype is None else dtype)
         self._mtp = mtp
+        table = _family(family, config["model_type"])
         self._mapping = TensorMapping(
-            _family(family, config["model_type"]),
+            table,
             config,
             parallel or _parallel_state(),
             dtype=target,
             num_mtp_layers=(getattr(megatron, "mtp_num_layers", None) or 0) if mtp else 0,
         )
-        _require_same(megatron, self._mapping)
+        _require_same(megatron, self._mapping, table)
         tied = bool(self._mapping.sizes["tied"])
         for model in self._models:
             shared = getattr(model, "share_embeddings_and_output_weights", None)
@@ -80,6 +82,7 @@ class MegatronSource:
                     "train what you serve, or set the other one"
                 )
         self._regions: Regions | None = None
+        self._shifted: list[tuple[torch.Tensor, PlacedRegion]] = []
         self._watches: list[TensorChangeDetector] = []
         self._placed()
 
@@ -96,7 +99,9 @@ class MegatronSource:
         for chunk in self._chunks:
             _require_gathered(chunk)
         if self._regions is not None and not any(watch.has_changed() for watch in self._watches):
+            self._shift()
             return self._regions
+        self._shifted = []
         regions: dict[str, list[Held]] = {}
         owners: dict[tuple[str, Region], str] = {}
         for each in _with_memory(self._placed()):
@@ -106,9 +111,19 @@ class MegatronSource:
             if key in owners:
                 raise ValueError(f"{owners[key]!r} and {each.parameter!r} are both {each.name!r} of the checkpoint")
             owners[key] = each.parameter
-            regions.setdefault(each.name, []).append(each.held)
+            held = each.held
+            if each.plus:
+                held = (held[0], torch.empty_like(held[1]))
+                self._shifted.append((held[1], each))
+            regions.setdefault(each.name, []).append(held)
         self._regions = {name: tuple(held) for name, held in regions.items()}
+        self._shift()
         return self._regions
+
+    def _shift(self) -> None:
+        """Have the copies follow their parameters."""
+        for copy, each in self._shifted:
+            torch.add(each.held[1], each.plus, out=copy)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The other way: copy this rank's parts of a checkpoint into the model, and zero what pads the vocabulary.
@@ -118,9 +133,9 @@ class MegatronSource:
         not the model's (at once), and for those of this rank that were missing (at the end); the model is then not
         whole.
         """
-        places: dict[str, list[Held]] = {}
+        places: dict[str, list[PlacedRegion]] = {}
         for each in _with_memory(self._placed()):
-            places.setdefault(each.name, []).append(each.held)
+            places.setdefault(each.name, []).append(each)
         shapes = {spec.name: spec.shape for spec in self._mapping.specs}
         aliases = {alias for spec in self._mapping.specs for alias in spec.aliases}
         missing = set(places)
@@ -137,8 +152,10 @@ class MegatronSource:
             if tuple(tensor.shape) != shapes[name]:
                 raise ValueError(f"{name!r} is {list(tensor.shape)}, by the configuration it is {list(shapes[name])}")
             missing.discard(name)
-            for region, view in places.get(name, ()):
-                view.copy_(narrow(tensor.detach(), region))
+            for each in places.get(name, ()):
+                region, view = each.held
+                value = narrow(tensor.detach(), region)
+                view.copy_(value - each.plus if each.plus else value)
         if missing:
             raise ValueError(f"{len(missing)} tensors of this rank were not given: {listed(sorted(missing))}")
 
@@ -199,7 +216,7 @@ def _parallel_state() -> Parallel:
     )
 
 
-def _require_same(megatron: Any, mapping: TensorMapping) -> None:
+def _require_same(megatron: Any, mapping: TensorMapping, family: Family) -> None:
     """Shapes do not tell all: other heads and groups may make as many rows."""
     fields = _SAME_FIELDS | ({} if mapping.sizes["kv_rank"] else _ATTENTION_FIELDS)
     found = {name: getattr(megatron, name, None) for name in fields}
@@ -210,6 +227,12 @@ def _require_same(megatron: Any, mapping: TensorMapping) -> None:
     ]
     if not getattr(megatron, "gated_linear_unit", True):
         problems.append("gated_linear_unit is False; every family here has gate and up")
+    centered = bool(getattr(megatron, "layernorm_zero_centered_gamma", False))
+    if centered != family.zero_centered:
+        problems.append(
+            f"layernorm_zero_centered_gamma is {centered}, the checkpoints of this family have norms as if it were "
+            f"{family.zero_centered}"
+        )
     if problems:
         raise ValueError(f"the Megatron model is not the one of hf_config: {'; '.join(problems)}")
 

@@ -1,7 +1,7 @@
-"""A rollout worker's end: an `Engine` whose model verl loads, and a server for the trainer that updates it.
+"""A rollout worker's end: an `Engine` whose model a framework loads, and a server for the trainer that updates it.
 
-Invariants: verl is given no tensor of a staged update before all rollout workers have all of it; an update that was
-given up after that is an InstallError; no wait goes on after its deadline, or after the trainer has gone.
+Invariants: the framework is given no tensor of a staged update before all rollout workers have all of it; an update
+that was given up after that is an InstallError; no wait goes on after its deadline, or after the trainer has gone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 
 import torch
 
@@ -39,12 +39,18 @@ Named = tuple[str, torch.Tensor]
 class RolloutEngine:
     """An `Engine`: what the worker loads is what `receive` yields.
 
-    `load` waits until verl has taken every tensor, and for at most `deadline_seconds` for each. Calls come from the
-    worker's threads; `expect` and `receive` are for the thread of verl's event loop.
+    `load` waits until the framework has taken every tensor, and for at most `deadline_seconds` for each batch. Calls
+    come from the worker's threads; `expect` and `receive` are for the thread of the framework's event loop.
     """
 
-    def __init__(self, *, device: torch.device, deadline_seconds: float) -> None:
+    def __init__(
+        self, *, device: torch.device, deadline_seconds: float, batch_bytes: int = 0, deadline_option: str
+    ) -> None:
+        """`batch_bytes`: how large a batch is at least, if there is so much; 0: one tensor. `deadline_option`: what
+        errors call the option that sets `deadline_seconds`.
+        """
         self.device = device
+        self._batch_bytes, self._deadline_option = batch_bytes, deadline_option
         self.worker = RolloutWorker(self, gate=Gate(), install_deadline_seconds=deadline_seconds)
         self._deadline_seconds = deadline_seconds
         self._condition = threading.Condition()
@@ -60,11 +66,11 @@ class RolloutEngine:
     # --- the worker's calls ---
 
     def specs(self) -> None:
-        """A version is offered; verl's rollout has the last word on what it takes."""
+        """A version is offered; the framework's loader has the last word on what it takes."""
         self._change(offered=True)
 
     def load(self, tensors: Iterable[Named]) -> None:
-        """Have verl take these. Raises PeerTimeoutError, or why it takes no more."""
+        """Have the framework take these. Raises PeerTimeoutError, or why it takes no more."""
         with self._condition:
             self._tensors, self._progress_at = tensors, time.monotonic()
             self._condition.notify_all()
@@ -72,7 +78,7 @@ class RolloutEngine:
                 remaining_seconds = self._progress_at + self._deadline_seconds - time.monotonic()
                 if remaining_seconds <= 0:
                     self._tensors = None
-                    raise PeerTimeoutError(f"verl's rollout took no tensor for {self._deadline_seconds:g} s")
+                    raise PeerTimeoutError(f"the rollout took no tensor for {self._deadline_seconds:g} s")
                 self._condition.wait(remaining_seconds)
             if self._error is not None:
                 raise detached(self._error)
@@ -82,9 +88,9 @@ class RolloutEngine:
         return self._tensors is not None and self._error is None
 
     def commit(self, version: WeightVersion) -> None:
-        """Raises StaleVersionError if verl waits for another step."""
+        """Raises StaleVersionError if the framework waits for another step."""
         if self._expected is not None and self._expected != version.number:
-            raise StaleVersionError(f"version {version.number} was sent, verl waits for step {self._expected}")
+            raise StaleVersionError(f"version {version.number} was sent, the rollout waits for step {self._expected}")
         self._change(committed=True)
 
     def discard(self) -> None:
@@ -103,16 +109,16 @@ class RolloutEngine:
                 self._tensors = None
             self._condition.notify_all()
 
-    # --- verl's calls ---
+    # --- the framework's calls ---
 
     def expect(self) -> None:
         """Forget the update before."""
         self._change(offered=False)
 
-    def receive(self, number: int | None) -> AsyncIterator[Named]:
-        """The tensors of the next update, each valid until the next is asked for.
+    def receive(self, number: int | None) -> AsyncIterator[list[Named]]:
+        """The tensors of the next update in batches, each valid until the next is asked for.
 
-        Waits here until all have arrived (streaming: those of the first bucket), so that verl has begun nothing if it
+        Waits here until all have arrived (streaming: those of the first bucket), so that nothing has begun if it
         raises: why the update was given up, PeerDiedError, or PeerTimeoutError if nothing is offered by the deadline.
         In the iteration, where parts of the new version are loaded: InstallError.
         """
@@ -121,14 +127,14 @@ class RolloutEngine:
         assert first is not None, "an update has at least one bucket"
         return self._taken(first)
 
-    async def _taken(self, tensors: Iterable[Named] | None) -> AsyncIterator[Named]:
+    async def _taken(self, tensors: Iterable[Named] | None) -> AsyncIterator[list[Named]]:
         try:
             while tensors is not None:
-                for name, tensor in tensors:
+                for batch in self._batches(tensors):
                     if self._tensors is None:
-                        raise UpdateAbortedError("the update was given up while verl took its tensors")
+                        raise UpdateAbortedError("the update was given up while the rollout took its tensors")
                     self._progress_at = time.monotonic()
-                    yield name, tensor.to(self.device)
+                    yield batch
                 with self._condition:
                     self._tensors = None
                     self._condition.notify_all()
@@ -137,7 +143,19 @@ class RolloutEngine:
             raise InstallError(f"the rollout holds parts of two versions: {exc}", torn=True) from exc
         finally:
             if not self._is_committed:
-                self._change(error=self._error or InstallError("verl's rollout failed while it took the weights"))
+                self._change(error=self._error or InstallError("the rollout failed while it took the weights"))
+
+    def _batches(self, tensors: Iterable[Named]) -> Iterator[list[Named]]:
+        batch: list[Named] = []
+        num_bytes = 0
+        for name, tensor in tensors:
+            batch.append((name, tensor.to(self.device)))
+            num_bytes += tensor.nbytes
+            if num_bytes >= self._batch_bytes:
+                yield batch
+                batch, num_bytes = [], 0
+        if batch:
+            yield batch
 
     def _next(self) -> Iterable[Named] | None:
         """Wait for what is to be loaded; None once the version is installed."""
@@ -153,8 +171,8 @@ class RolloutEngine:
                 if not self._is_offered and deadline.has_passed:
                     raise PeerTimeoutError(
                         f"the trainer offered no weights within {self._deadline_seconds:g} s; if it exports them for "
-                        "longer than that (the first time: all of them), set a larger deadline_seconds in "
-                        "engine_kwargs.weightcast",
+                        "longer than that (the first time: all of them), set a larger "
+                        f"{self._deadline_option}",
                         peer="trainer",
                     )
                 self._condition.wait(_POLL_SECONDS)

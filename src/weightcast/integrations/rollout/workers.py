@@ -1,4 +1,4 @@
-"""verl's rollout workers from the trainer's side: all of them are one engine, updated together or not at all."""
+"""Rollout workers from the trainer's side: all of them are one engine, updated together or not at all."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ T = TypeVar("T")
 
 
 class RolloutWorkers(EngineClient):
-    """An `EngineClient` whose workers have a server each. verl pauses them itself.
+    """An `EngineClient` whose workers have a server each. Their framework pauses them.
 
     `has_finished`: they were asked to install a version, so that a failure may leave some of them with it.
     """
 
-    def __init__(self, endpoints: Sequence[tuple[str, str]], *, timeout_seconds: float) -> None:
+    def __init__(self, endpoints: Sequence[tuple[str, str]], *, name: str, timeout_seconds: float) -> None:
         """`endpoints`: each worker's URL and token, in the order of their engine ranks."""
-        self.name = "verl's rollout"
+        self.name = name
         self.has_finished = False
         self._clients = [HttpEngine(url, token=token, timeout_seconds=timeout_seconds) for url, token in endpoints]
-        self._pool = ThreadPoolExecutor(len(self._clients), thread_name_prefix="weightcast-verl")
+        self._pool = ThreadPoolExecutor(len(self._clients), thread_name_prefix="weightcast-rollout")
 
     def info(self) -> WeightInfo:
         infos = self._each(HttpEngine.info)

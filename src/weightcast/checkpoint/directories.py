@@ -1,0 +1,153 @@
+"""Checkpoint directories that a training loop writes one after the other: which one is the newest that is complete.
+
+Invariants: a directory counts only when its loop has said that it is complete, or, where the loop says nothing, when
+every file that it must have is there and none has changed for a while. A look reads no tensor and opens no file but
+indexes.
+
+Sources: prime-rl's filesystem broadcast writes `step_N/`, then STABLE in it, later versions .finished; slime writes
+`weight_v000012/`, AReaL `weight_update_v12/`, transformers' trainer `checkpoint-12/`, all without a marker: shards come
+first, the index that names them last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from weightcast.checkpoint.files import INDEX_FILE, SINGLE_FILE, read_index
+from weightcast.errors import IntegrityError
+
+DirectoryFormat = Literal["hf", "prime-rl"]
+MARKERS: dict[DirectoryFormat, tuple[str, ...]] = {"hf": (), "prime-rl": ("STABLE", ".finished")}
+
+MAX_CANDIDATES = 16
+"""Only so many directories, those that changed last, are looked into."""
+
+_NUMBERED = re.compile(r"(?!\.|tmp)(?:.*[^0-9])?([0-9]{1,18})", re.DOTALL)
+
+FileState = tuple[str, int, int, int]
+"""A file's name, inode, size and time of its last change in nanoseconds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompleteDirectory:
+    """A checkpoint as it was found; those with equal fields are the same. `number`: the last digits of its name."""
+
+    path: Path
+    number: int
+    files: tuple[FileState, ...]
+
+    @property
+    def completed_ns(self) -> int:
+        """When the last of its files was written, by the clock of the filesystem, since 1970."""
+        return max(changed_ns for *_, changed_ns in self.files)
+
+
+class CheckpointDirectories:
+    """The numbered subdirectories of one directory, which need not be there yet. Calls come from one thread."""
+
+    def __init__(
+        self, root: Path, kind: DirectoryFormat, *, marker: str | None = None, settle_seconds: float = 2.0
+    ) -> None:
+        """`marker`: a file's name, in place of the format's own, that the loop writes when a directory is complete.
+        `settle_seconds`: without any marker, how long a directory must not have changed. Raises ValueError if `root` is
+        a file, or a checkpoint itself.
+        """
+        if root.exists() and not root.is_dir():
+            raise ValueError(f"{root} is no directory: give the one in which checkpoint directories appear")
+        own = next((name for name in (INDEX_FILE, SINGLE_FILE) if (root / name).is_file()), None)
+        if own is not None:
+            raise ValueError(
+                f"{root} is a checkpoint itself, it has {own}: give the directory in which such directories appear, or "
+                "publish this one with `weightcast publish`"
+            )
+        self._root = root
+        self._markers = MARKERS[kind] if marker is None else (marker,)
+        self._settle_seconds = settle_seconds
+        self._seen: dict[Path, tuple[tuple[FileState, ...], float]] = {}
+        self._left_out: dict[Path, tuple[FileState, ...]] = {}
+
+    def newest(self, known: CompleteDirectory | None = None) -> CompleteDirectory | None:
+        """The complete directory that was written last, if that was after `known`.
+
+        By time and not by number, since a loop that resumes from an earlier step counts from below.
+        """
+        found = [each for each in self._complete() if self._left_out.get(each.path) != each.files]
+        newest = max(found, key=lambda each: (each.completed_ns, each.number), default=None)
+        if newest is None or known is None:
+            return newest
+        is_newer = (newest.completed_ns, newest.number) > (known.completed_ns, known.number)
+        return newest if is_newer else None
+
+    def is_unchanged(self, directory: CompleteDirectory) -> bool:
+        """Whether its files are those that were found."""
+        try:
+            return self._files(directory.path) == directory.files
+        except OSError:
+            return False
+
+    def leave_out(self, directory: CompleteDirectory) -> None:
+        """Find this one no more, until one of its files has changed."""
+        self._left_out[directory.path] = directory.files
+
+    def _complete(self) -> Iterator[CompleteDirectory]:
+        candidates: list[tuple[int, Path, int]] = []
+        try:
+            with os.scandir(self._root) as entries:
+                for entry in entries:
+                    match = _NUMBERED.fullmatch(entry.name)
+                    if match is not None and entry.is_dir():
+                        candidates.append((entry.stat().st_mtime_ns, Path(entry.path), int(match[1])))
+        except FileNotFoundError:
+            pass  # the root, or an entry of it, is gone: what was found before it counts
+        except OSError as exc:
+            raise IntegrityError(f"{self._root} can't be listed: {exc.strerror}") from exc
+        candidates = sorted(candidates, reverse=True)[:MAX_CANDIDATES]
+        paths = {path for _, path, _ in candidates}
+        self._seen = {path: seen for path, seen in self._seen.items() if path in paths}
+        self._left_out = {path: files for path, files in self._left_out.items() if path in paths}
+        for _, path, number in candidates:
+            try:
+                files = self._files(path)
+            except OSError:
+                continue  # it is being removed, or not yet readable
+            if files is not None and (self._markers or self._has_settled(path, files)):
+                yield CompleteDirectory(path, number, files)
+
+    def _files(self, path: Path) -> tuple[FileState, ...] | None:
+        """The state of every file that counts; None for a directory that is being written. Raises OSError."""
+        markers = [name for name in self._markers if (path / name).is_file()]
+        if self._markers and not markers:
+            return None
+        try:
+            weight_map = read_index(path)
+        except (ValueError, FileNotFoundError):
+            if not markers:
+                return None  # shards, or the rest of the index, are yet to come
+            weight_map = {}
+        names = {SINGLE_FILE} if weight_map is None else {INDEX_FILE, *weight_map.values()}
+        states: list[FileState] = []
+        for name in sorted(names) + markers:
+            try:
+                info = os.stat(path / name)
+            except FileNotFoundError:
+                if not markers:
+                    return None
+                continue  # its reader says what is missing
+            if stat.S_ISREG(info.st_mode):
+                states.append((name, info.st_ino, info.st_size, info.st_mtime_ns))
+        return tuple(states)
+
+    def _has_settled(self, path: Path, files: tuple[FileState, ...]) -> bool:
+        now = time.monotonic()
+        known, since = self._seen.get(path, (None, now))
+        if known != files:
+            self._seen[path] = (files, now)
+            since = now
+        return now - since >= self._settle_seconds

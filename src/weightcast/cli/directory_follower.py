@@ -1,0 +1,189 @@
+"""Publishes the checkpoint directories that a training loop writes: each newest one, whole, to every engine.
+
+Invariants: tensors are copies, read before anything is sent, and sent only if the directory has not changed meanwhile;
+an engine that holds a directory's weights as that version is not sent them once more.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from weightcast.checkpoint.directories import CheckpointDirectories, CompleteDirectory
+from weightcast.checkpoint.files import INDEX_FILE, SINGLE_FILE
+from weightcast.cli.verify import verify
+from weightcast.errors import IntegrityError, PublishError, WeightcastError
+from weightcast.format.manifest import TensorSpec
+from weightcast.host.closing import ClosedOnExit
+from weightcast.host.deadline import Deadline
+from weightcast.seams.source import Regions, Source
+from weightcast.serving.follower import Followed
+from weightcast.trainer.options import PublishOptions
+from weightcast.trainer.publisher import Publisher
+from weightcast.trainer.report import PublishReport
+
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class _LastRead:
+    """A `Source` of the directory that was read last."""
+
+    def __init__(self) -> None:
+        self._specs: Sequence[TensorSpec] = ()
+        self._regions: Regions = {}
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return self._specs
+
+    def regions(self) -> Regions:
+        return self._regions
+
+    def replace(self, source: Source) -> None:
+        specs = source.specs()
+        # The same object for the same specs: a publisher then keeps its plan.
+        self._specs = self._specs if tuple(specs) == tuple(self._specs) else specs
+        self._regions = source.regions()
+
+    def drop(self) -> None:
+        """Give the memory back: every engine has it."""
+        self._regions = {}
+
+
+class DirectoryFollower(ClosedOnExit):
+    """What `Follower` is to a store. Host memory: the transport's arena, and one checkpoint while it is published.
+
+    As long as an engine has not taken it, that one is kept, also while a newer one is read.
+    """
+
+    def __init__(
+        self,
+        directories: CheckpointDirectories,
+        read: Callable[[Path], Source],
+        engines: Sequence[str],
+        *,
+        transport: str,
+        token: str | None,
+        options: PublishOptions,
+    ) -> None:
+        """`read` makes a source of copies of a directory's tensors, or raises OSError or ValueError.
+
+        The other arguments are those of `Publisher`.
+        """
+        self._directories, self._read_copies = directories, read
+        self._engines, self._token = engines, token
+        self._deadline_seconds = options.deadline_seconds
+        self._source = _LastRead()
+        self._make_publisher = functools.partial(
+            Publisher,
+            self._source,
+            transport=transport,
+            engines=engines,
+            token=token,
+            trainer_group=None,
+            options=options,
+        )
+        self._publisher = self._make_publisher()
+        self._sent: CompleteDirectory | None = None
+        self._missing: list[str] = []
+
+    def wait(self, timeout_seconds: float, *, stop: threading.Event) -> Followed | None:
+        """Poll until there is news; None after the timeout, or soon after `stop` was set."""
+        polls = Deadline(timeout_seconds).polls(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, stop.wait)
+        for _ in polls:
+            followed = None if stop.is_set() else self.poll()
+            if followed is not None or stop.is_set():
+                return followed
+        return None
+
+    def poll(self) -> Followed | None:
+        """Publish the newest complete directory if it was not sent, or what was sent to the engines that lack it.
+
+        Of a version that all engines held before anything was sent: no run, no bytes.
+        Raises PublishError if an engine did not take it, and sends it to that one when called again; IntegrityError for
+        a directory that is marked as complete and is not, once until one of its files has changed.
+        """
+        start, found = time.perf_counter(), self._directories.newest(self._sent)
+        if found is None:
+            if self._sent is None or not self._missing:
+                return None
+            report = self._catch_up()
+            return self._followed(self._sent, report, start)
+        if not self._read(found):
+            return None
+        if self._sent is None and self._is_served(found):
+            self._sent = found
+            self._source.drop()
+            return Followed(found.number, "", 0, time.perf_counter() - start, install_seconds=0.0, lag_seconds=0.0)
+        if found.number <= self._publisher.version:
+            # The loop has started again from an earlier step.
+            self._publisher.close()
+            self._publisher = self._make_publisher()
+        try:
+            report = self._publisher.publish(found.number)
+        except PublishError as exc:
+            self._missing = list(exc.failures)
+            if len(self._missing) < len(self._engines):
+                self._sent = found
+            raise
+        self._sent, self._missing = found, []
+        self._source.drop()
+        return self._followed(found, report, start)
+
+    def close(self) -> None:
+        """Disconnect the engines; they keep what they have. Idempotent."""
+        self._publisher.close()
+
+    def _read(self, found: CompleteDirectory) -> bool:
+        """Whether all of it was read, and nothing has changed meanwhile."""
+        names = {name for name, *_ in found.files}
+        try:
+            if not names & {INDEX_FILE, SINGLE_FILE}:
+                what = "an adapter" if (found.path / "adapter_config.json").is_file() else "no weights"
+                raise FileNotFoundError(f"it has {what}: neither {SINGLE_FILE} nor {INDEX_FILE}")
+            source = self._read_copies(found.path)
+        except (OSError, ValueError) as exc:
+            if not self._directories.is_unchanged(found):
+                return False
+            self._directories.leave_out(found)
+            raise IntegrityError(f"{found.path} is left out until it changes: {exc}") from exc
+        if not self._directories.is_unchanged(found):
+            return False
+        self._source.replace(source)
+        return True
+
+    def _is_served(self, found: CompleteDirectory) -> bool:
+        """Whether every engine holds just these tensors as this version: one that can't be asked counts as if not."""
+        try:
+            verdict = verify(self._source, self._engines, self._token, timeout_seconds=self._deadline_seconds)
+        except WeightcastError as exc:
+            logger.info("%s is published, since an engine can't be compared with it: %s", found.path, exc)
+            return False
+        return verdict.ok and all(
+            engine.weight_version == str(found.number) and not engine.unproven for engine in verdict.engines
+        )
+
+    def _catch_up(self) -> PublishReport:
+        """Send what was published to the engines that did not take it. Raises PublishError for the first that fails."""
+        while True:
+            report = self._publisher.sync(self._missing[0])
+            del self._missing[0]
+            if not self._missing:
+                self._source.drop()
+                return report
+
+    def _followed(self, found: CompleteDirectory, report: PublishReport, start: float) -> Followed:
+        return Followed(
+            report.version,
+            report.run,
+            num_bytes=report.num_bytes,
+            seconds=time.perf_counter() - start,
+            install_seconds=report.seconds.pause,
+            lag_seconds=max(0.0, time.time() - found.completed_ns / 1e9),
+        )

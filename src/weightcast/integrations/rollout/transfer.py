@@ -1,0 +1,221 @@
+"""A trainer's or a rollout worker's part: a publisher on the first trainer rank, a worker in each rollout worker.
+
+Invariants: every trainer rank takes its weights to their end, whatever fails, since each of them is gathered by all;
+after a failure nothing is kept, and the next update connects anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import cast
+
+import torch
+
+from weightcast import registry
+from weightcast.errors import InstallError, PublishError
+from weightcast.format.messages import InstallMode
+from weightcast.format.plan import fitting_bucket_size
+from weightcast.host.closing import on_failure
+from weightcast.host.deadline import number_of_seconds
+from weightcast.integrations.rollout.receiving import Named, RolloutEngine, RolloutServer
+from weightcast.integrations.rollout.workers import RolloutWorkers
+from weightcast.sources.stream import IteratorSource
+from weightcast.trainer.options import PublishOptions
+from weightcast.trainer.publisher import Publisher
+from weightcast.trainer.report import PublishReport
+
+DEADLINE_SECONDS = 300.0
+_LEASE_SECONDS = 30.0
+_LAST_CALL_SECONDS = 5.0
+_UNFIT = ("memory:", "file:")
+"""Of one process; and what keeps versions, which a trainer that goes back to an earlier step would write again."""
+
+Endpoint = tuple[str, str]
+"""A rollout worker's URL and token."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Framework:
+    """What errors call it and its options; the address of this process's node."""
+
+    name: str
+    options: str
+    own_host: Callable[[], str]
+
+
+class RolloutTransfer:
+    """Made in each worker of a framework, before it is known which are trainers.
+
+    Call order, for each update:
+
+        endpoint()                       on every worker; the framework carries what it returns to all
+        send_to(endpoints), or           on trainer ranks; all but the first are given no endpoints
+        receive_as(rank, world_size)     on rollout workers
+        send(weights, version)           on trainer ranks
+        receive(version)                 on rollout workers
+        finish()                         on every worker
+
+    `transport`: the URL of the first trainer rank's sender; by default nccl:// or gloo:// at a free port of its host,
+    as the weights are on a GPU or not. `install`: "staged" gives the framework the tensors when all workers have all of
+    them, "streaming" bucket by bucket. `deadline_seconds`: of each single wait, the framework's loading of a batch
+    included. `host`: where a worker listens and is reached; by default the framework's address of its node.
+    `keep_connected`: connections and buffers are kept from update to update. `batch_bytes`: how much a rollout worker
+    is given at once, at least, where an update has so much; 0: one tensor. Raises ValueError or TypeError.
+    """
+
+    def __init__(
+        self,
+        bucket_size: int,
+        framework: Framework,
+        *,
+        transport: str | None = None,
+        install: InstallMode = "staged",
+        deadline_seconds: float = DEADLINE_SECONDS,
+        host: str | None = None,
+        keep_connected: bool = True,
+        batch_bytes: int = 0,
+    ) -> None:
+        if transport is not None:
+            registry.transport(transport)
+            if transport.startswith(_UNFIT):
+                raise ValueError(
+                    f"transport is {transport!r}, which does not carry an update of {framework.name}'s: leave it out, "
+                    f"or set {framework.options}.transport to gloo://HOST:PORT, nccl://HOST:PORT, or ipc:// on one host"
+                )
+        self._options = PublishOptions(
+            bucket_size_bytes=bucket_size,
+            install=install,
+            takeover=True,
+            deadline_seconds=number_of_seconds("deadline_seconds", deadline_seconds),
+            lease_seconds=min(_LEASE_SECONDS, deadline_seconds),
+        )
+        self._framework = framework
+        self._transport = transport
+        self._host = host
+        self._keep_connected = keep_connected
+        self._batch_bytes = batch_bytes
+        self._endpoints: Sequence[Endpoint] = ()
+        self._source = IteratorSource()
+        self._publisher: Publisher | None = None
+        self._workers: RolloutWorkers | None = None
+        self._engine: RolloutEngine | None = None
+        self._server: RolloutServer | None = None
+
+    # --- before each update ---
+
+    def endpoint(self) -> Endpoint:
+        """Where a rollout worker can be reached, with the token that only the trainer is to have."""
+        if self._engine is None or self._server is None:
+            is_on_gpu = torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
+            self._engine = RolloutEngine(
+                device=device,
+                deadline_seconds=self._options.deadline_seconds,
+                batch_bytes=self._batch_bytes,
+                deadline_option=f"{self._framework.options}.deadline_seconds",
+            )
+            self._server = RolloutServer(self._engine, self._own_host())
+        self._engine.expect()
+        return self._server.url, self._server.token
+
+    def receive_as(self, rank: int, world_size: int) -> None:
+        """Be this rollout worker. Nothing is connected before weights are sent."""
+        assert self._engine is not None, "endpoint comes before receive_as"
+        self._engine.worker.engine_rank, self._engine.worker.world_size = rank, world_size
+
+    def send_to(self, endpoints: Sequence[Endpoint]) -> None:
+        """Be a trainer rank; the first one is given every rollout worker's endpoint, the others none."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        if list(endpoints) != list(self._endpoints):
+            self._disconnect()
+            self._endpoints = endpoints
+
+    # --- an update ---
+
+    @torch.no_grad()
+    def send(self, weights: Iterable[Named], version: int | None) -> PublishReport | None:
+        """Publish the weights, by default as one version more than the last; the report on the first rank, else None.
+
+        Blocks. Raises InstallError if a rollout worker may hold some of the new version, else another WeightcastError
+        or what the iterator raised: every rollout worker has what it had.
+        """
+        weights = iter(weights)
+        try:
+            return self._publish(weights, version) if self._endpoints else None
+        finally:
+            for _ in weights:
+                pass
+
+    def receive(self, version: int | None) -> AsyncIterator[list[Named]]:
+        """The batches of tensors of a version; see `RolloutEngine.receive`, which blocks and raises."""
+        assert self._engine is not None, "endpoint comes before receive"
+        return self._engine.receive(version)
+
+    def finish(self) -> None:
+        if not self._keep_connected:
+            self._disconnect()
+
+    def close(self) -> None:
+        """End both ends. Idempotent."""
+        self._disconnect()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _publish(self, weights: Iterable[Named], version: int | None) -> PublishReport:
+        with on_failure(self._forget):
+            if self._publisher is not None and version is not None and version <= self._publisher.version:
+                # A trainer that went back to an earlier step counts from there, as another run.
+                self._disconnect()
+            self._source.use(weights)
+            if self._publisher is None:
+                self._connect()
+            assert self._publisher is not None
+            assert self._workers is not None
+            self._workers.has_finished = False
+            try:
+                return self._publisher.publish(version)
+            except PublishError as exc:
+                (error,) = exc.failures.values()
+                if not self._workers.has_finished and self._options.install == "staged":
+                    raise error from exc
+                raise InstallError(f"rollout workers may hold parts of two versions: {error}", torn=True) from exc
+
+    def _connect(self) -> None:
+        scheme = "gloo" if self._source.device.type == "cpu" else "nccl"
+        host = self._own_host()
+        url = f"{scheme}://[{host}]:0" if ":" in host else f"{scheme}://{host}:0"
+        largest_bytes = cast(int, self._options.bucket_size_bytes)
+        num_bytes = sum(spec.num_bytes for spec in self._source.specs())
+        self._workers = self._clients(self._options.deadline_seconds)
+        self._publisher = Publisher(
+            self._source,
+            transport=self._transport or url,
+            engines=[self._workers],
+            trainer_group=None,
+            options=dataclasses.replace(self._options, bucket_size_bytes=fitting_bucket_size(num_bytes, largest_bytes)),
+        )
+
+    def _clients(self, timeout_seconds: float) -> RolloutWorkers:
+        name = f"{self._framework.name}'s rollout"
+        return RolloutWorkers(self._endpoints, name=name, timeout_seconds=timeout_seconds)
+
+    def _disconnect(self) -> None:
+        for part in (self._publisher, self._workers):
+            if part is not None:
+                part.close()
+        self._publisher = self._workers = None
+
+    def _forget(self) -> None:
+        """Close all connections, and have the rollout workers wait no longer. The next update learns the specs."""
+        self._disconnect()
+        workers = self._clients(_LAST_CALL_SECONDS)
+        workers.shutdown()
+        workers.close()
+        self._source = IteratorSource()
+
+    def _own_host(self) -> str:
+        return self._host or self._framework.own_host().strip("[]")

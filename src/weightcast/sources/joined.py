@@ -1,0 +1,53 @@
+"""Several sources as one: what a trainer trains, and what belongs to the model and is not in the trainer's model."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+from weightcast.errors import listed
+from weightcast.format.manifest import TensorSpec
+from weightcast.seams.source import Regions, Source, StreamSource
+
+
+class JoinedSource:
+    """A `Source` of all tensors of several sources, those of the first one first. Nothing is copied.
+
+    With several trainer ranks make one of the same sources on every rank. Raises TypeError for a source that streams
+    its tensors; ValueError, here and when a source has other tensors than before, for a name that two of them have.
+    """
+
+    def __init__(self, *sources: Source) -> None:
+        streams = [type(source).__name__ for source in sources if isinstance(source, StreamSource)]
+        if streams:
+            raise TypeError(f"{', '.join(streams)} streams its tensors, and can't be joined with others")
+        self._sources = sources
+        self._each_specs: list[Sequence[TensorSpec]] = []
+        self._each_regions: list[Regions] = []
+        self._specs: tuple[TensorSpec, ...] = ()
+        self._regions: Regions = {}
+        self.specs()
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """Those of all sources; the same object as long as each of them returns its own."""
+        found = [source.specs() for source in self._sources]
+        if not _are_same(found, self._each_specs):
+            specs = tuple(spec for each in found for spec in each)
+            counts = collections.Counter(name for spec in specs for name in spec.names)
+            repeated = [name for name, count in counts.items() if count > 1]
+            if repeated:
+                raise ValueError(f"{len(repeated)} names are those of two of the joined sources: {listed(repeated)}")
+            self._each_specs, self._specs = found, specs
+        return self._specs
+
+    def regions(self) -> Regions:
+        """Those of all sources; the same object as long as each of them returns its own."""
+        found = [source.regions() for source in self._sources]
+        if not _are_same(found, self._each_regions):
+            self._each_regions = found
+            self._regions = {name: held for each in found for name, held in each.items()}
+        return self._regions
+
+
+def _are_same(found: Sequence[object], known: Sequence[object]) -> bool:
+    return len(found) == len(known) and all(a is b for a, b in zip(found, known, strict=True))
