@@ -47,6 +47,7 @@ ROUTES = [
     ("GET", "/weight_info"),
     ("GET", "/weight_specs"),
     ("GET", "/weight_digests"),
+    ("POST", "/quarantine"),
 ]
 
 
@@ -108,6 +109,20 @@ def test_digests_are_those_of_the_live_tensors(
     plain.gate.tear("half of version 4")
     with pytest.raises(EngineTornError, match="half of version 4"):
         raise error_of(ask.get("/weight_digests"))
+
+
+def test_an_engine_in_quarantine_waits_for_a_complete_update(
+    engine: HttpEngine, ask: httpx.Client, plain: EngineServer
+) -> None:
+    plain.gate.set_version(version(3))
+    engine.quarantine("a bit has changed")
+    assert "a bit has changed" in engine.info().torn
+    with pytest.raises(EngineTornError, match="a bit has changed"), plain.gate.step(timeout_seconds=0):
+        pass
+    for body in ({}, {"reason": 7}, {"reason": "x" * 5000}, []):
+        assert ask.post("/quarantine", json=body).status_code == 400
+    for query in ("start=-1", "start=x", "limit_bytes=1e9", "start=" + "9" * 30):
+        assert ask.get(f"/weight_digests?{query}").status_code == 400
 
 
 def test_digests_wait_for_an_install_and_health_does_not(plain: EngineServer, ask: httpx.Client) -> None:
