@@ -34,7 +34,6 @@ from weightcast.process_group import Closable
 from weightcast.seams.client import BringsSender, EngineClient
 from weightcast.seams.source import Regions, Source, StreamSource, TensorStream
 from weightcast.seams.transport import Origins
-from weightcast.seams.versions import VersionedSender
 from weightcast.trainer import arguments
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
@@ -364,7 +363,7 @@ class Publisher(ClosedOnExit):
             self._drop.detach()
             self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
             self._drop.atexit = False
-        if not len(self._fleet) and not isinstance(self._connections.sender, VersionedSender):
+        if not len(self._fleet) and self._connections.versions is None:
             raise ValueError(
                 f"there is no engine to publish to, and {self._url} keeps nothing for later: pass engines=[...], or "
                 "call add_engine first (a store, file:///DIR, needs none)"
