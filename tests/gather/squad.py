@@ -16,6 +16,7 @@ from typing import Any
 
 import forking
 import torch
+from msgspec import UNSET
 from publishers import publisher_of
 
 from weightcast.errors import PeerDiedError, PeersLostError
@@ -497,6 +498,20 @@ class Rank:
                 if not _same(narrow(expected[entry.record.name], entry.piece.region), view):
                     wrong.append(entry.record.name)
         return wrong
+
+    def offered_workers(self) -> list[list[int]]:
+        """Have the engines take the next offers as ever; return how many workers on each host they named so far."""
+        for engine in self.engines:
+            if "update" not in vars(engine):
+                update, engine.offers = engine.update, []
+
+                def note(info: Any, engine: Any = engine, update: Any = update) -> None:
+                    if type(info).__name__ == "Offer":
+                        engine.offers.append([] if info.workers is UNSET else sorted(info.workers.values()))
+                    update(info)
+
+                engine.update = note
+        return [offer for engine in self.engines for offer in engine.offers]
 
     def spans(self) -> list[range]:
         """The numbers of each origin's buckets."""

@@ -15,9 +15,11 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+from msgspec import UNSET
 
 from weightcast.errors import (
     IntegrityError,
@@ -310,6 +312,7 @@ class PublishRun:
                     install=options.install,
                     undo=options.undo,
                     secret=secret,
+                    workers=self._workers() if manifest.origins else UNSET,
                 )
                 self._fleet.each(lambda member: member.offer(offer))
             if again is not None and is_stored:
@@ -400,6 +403,10 @@ class PublishRun:
                 logger.info("waiting up to %g s for engines that are starting: %s", self._wait_ready_seconds, names)
         self._fleet.refuse_doubles(newcomers)
         return newcomers
+
+    def _workers(self) -> dict[str, int]:
+        """How many workers on each host are to take the version."""
+        return dict(Counter(link.host for member in self._fleet.healthy() for link in member.links))
 
     def _join(self, members: Iterable[FleetMember]) -> None:
         """Connect these members with the publisher."""

@@ -198,7 +198,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
         readers: dict[GroupMember, list[GroupMember]] = {}
         members = [self._peers[name] for name in update.peers]
         for member in sorted(members, key=lambda m: (engine_of(m.name), m.engine_rank)):
-            first = joined.setdefault((engine_of(member.name), member.host) if update.staged else member, member)
+            first = joined.setdefault((engine_of(member.name), member.link.host) if update.staged else member, member)
             readers.setdefault(first, [])
             if first is not member:
                 readers[first].append(member)
