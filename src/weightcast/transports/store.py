@@ -12,6 +12,7 @@ import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Generic, TypeVar
 
 import torch
 
@@ -38,19 +39,25 @@ _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.05
 
 
-class _StoreBuffers:
+W = TypeVar("W", StoreWriter, OriginWriter)
+
+
+class _BufferedSender(Generic[W]):
     """What the senders of all origins do alike: a ring of buffers, written by one thread or several.
 
     Memory: one bucket; with several threads one more for each, but no more than there are, and at most `MAX_BUFFERS`.
     """
 
+    writer_type: type[W]
+
     def __init__(
-        self, url: str, run: str, writer: StoreWriter | OriginWriter, device: torch.device | str | None
+        self, url: str, *, run: str, deadline_seconds: float = 60.0, device: torch.device | str | None = None
     ) -> None:
-        num_threads = StoreAddress.parse(url).num_threads
+        """Raises as the writer."""
+        address = StoreAddress.parse(url)
+        num_threads = address.num_threads
         self.address = url
         self._run = run
-        self._writer: StoreWriter | OriginWriter = writer
         self._max_buffers = 1 if num_threads == 1 else min(num_threads + 1, MAX_BUFFERS)
         self._num_buffers = 1
         # It starts a thread only for a bucket that no other one is free for.
@@ -65,6 +72,7 @@ class _StoreBuffers:
         self._digests: list[bytes] = []
         self._writes: dict[int, Future[None]] = {}
         self._closed = False
+        self._writer: W = self.writer_type(address, run, deadline_seconds=deadline_seconds)
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]:
@@ -156,22 +164,15 @@ class _StoreBuffers:
         return plan
 
 
-class StoreSender(_StoreBuffers):
+class StoreSender(_BufferedSender[StoreWriter]):
     """Implements `Sender`, `VersionedSender` and `SharedSender`. All calls come from one thread.
 
-    The store's files besides: see `StoreWriter`.
+    It takes the store when it is made. The store's files besides: see `StoreWriter`.
     """
 
-    _writer: StoreWriter
-
-    def __init__(
-        self, url: str, *, run: str, deadline_seconds: float = 60.0, device: torch.device | str | None = None
-    ) -> None:
-        """Take the store. Raises as `StoreWriter`."""
-        writer = StoreWriter(StoreAddress.parse(url), run, deadline_seconds=deadline_seconds)
-        super().__init__(url, run, writer, device)
-        self._shared: WeightVersion | None = None
-        self._is_sealed = False
+    writer_type = StoreWriter
+    _shared: WeightVersion | None = None
+    _is_sealed = False
 
     def newest_version(self) -> int:
         """The number of the store's newest version, or of the last one that was given up, whichever is larger.
@@ -235,17 +236,13 @@ class StoreSender(_StoreBuffers):
         self._is_sealed = True
 
 
-class JoinedStoreSender(_StoreBuffers):
-    """Implements `Sender` and `JoiningSender`: writes the files of one origin, beside another rank's `StoreSender`."""
+class JoinedStoreSender(_BufferedSender[OriginWriter]):
+    """Implements `Sender` and `JoiningSender`: writes the files of one origin, beside another rank's `StoreSender`.
 
-    _writer: OriginWriter
+    Nothing is opened before it has joined.
+    """
 
-    def __init__(
-        self, url: str, *, run: str, deadline_seconds: float = 60.0, device: torch.device | str | None = None
-    ) -> None:
-        """Nothing is opened yet."""
-        writer = OriginWriter(StoreAddress.parse(url), run, deadline_seconds=deadline_seconds)
-        super().__init__(url, run, writer, device)
+    writer_type = OriginWriter
 
     def join(self, manifest: Manifest, origin: int, place: str) -> None:
         """Open the origin's files where the publishing rank's `share` has begun. Raises as `OriginWriter.begin`."""
