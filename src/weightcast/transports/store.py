@@ -1,4 +1,4 @@
-"""`file:///dir`: a directory of versions, written by one publisher and followed by whoever can read it.
+"""`file:///dir`: a directory of versions, written by one publisher, and followed by all who can read it.
 
 The directory itself is the package `weightcast.store`. Invariants: a bucket's buffer is handed out again only when its
 bytes are with the filesystem; an error of any writing thread is raised, and nothing is sealed then; what is sealed is
