@@ -8,21 +8,29 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from store.store_kit import OTHER_RUN, RUN, SHORT_SECONDS, Holder, model, number_in, url, write
+from store.store_kit import (
+    OTHER_RUN,
+    RUN,
+    SHORT_SECONDS,
+    Holder,
+    begin_shared,
+    number_in,
+    send_origin,
+    two_origins,
+    url,
+    write,
+)
 
 from weightcast.errors import IntegrityError, ManifestError, PeerTimeoutError, UpdateAbortedError
-from weightcast.format.bucket import RAW, Layout, as_bytes
 from weightcast.format.geometry import Region
-from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
+from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.plan import plan
-from weightcast.seams.transport import Sender
 from weightcast.seams.versions import JoiningSender, SharedSender, VersionedSender
 from weightcast.serving.follower import Follower
 from weightcast.store import locks, reading
 from weightcast.store.files import FileLayout
 from weightcast.store.reading import StoreReader
 from weightcast.store.records import Commit, seal
-from weightcast.trainer.packer import Packer, pack
 from weightcast.transports.store import JoinedStoreSender, StoreSender
 
 
@@ -32,39 +40,12 @@ def _clean(leaves_nothing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_PIN_SECONDS", 0.2)
 
 
-def two_origins() -> Manifest:
-    """Half of each tensor leaves from each of two origins."""
-    tensors = model(0)
-    specs = [TensorSpec(name, "int32", tuple(tensor.shape)) for name, tensor in tensors.items()]
-    halves = [{spec.name: [Region((start,), (3000,))] for spec in specs} for start in (0, 3000)]
-    return plan(specs, 32 << 10, origins=halves)
-
-
 @contextlib.contextmanager
 def pair(directory: Path, options: str = "") -> Iterator[tuple[StoreSender, JoinedStoreSender]]:
     first = StoreSender(url(directory, options), run=RUN, deadline_seconds=SHORT_SECONDS)
     second = JoinedStoreSender(url(directory, options), run=RUN, deadline_seconds=SHORT_SECONDS)
     with contextlib.closing(first), contextlib.closing(second):
         yield first, second
-
-
-def begin(first: StoreSender, second: JoinedStoreSender, manifest: Manifest, number: int) -> None:
-    version = WeightVersion(RUN, number)
-    place = first.share(manifest, version)
-    first.open(manifest.of_origin(0), version, peers=[], staged=True)
-    second.join(manifest, 1, place)
-    second.open(manifest.of_origin(1), version, peers=[], staged=True)
-
-
-def send(sender: Sender, manifest: Manifest, origin: int, number: int, num_buckets: int | None = None) -> list[bytes]:
-    """Send these first buckets of an origin, by default all; return their digests."""
-    packer, version = Packer(Layout(manifest), model(number)), WeightVersion(RUN, number)
-    digests = []
-    for at, index in enumerate(manifest.spans[origin][:num_buckets]):
-        num_bytes, digest = pack(packer, RAW, manifest, version, index, sender.buffer(at))
-        sender.send(at, num_bytes)
-        digests.append(as_bytes(digest))
-    return digests
 
 
 def newest(directory: Path) -> int | None:
@@ -103,10 +84,10 @@ def test_what_all_have_sent_is_the_version(tmp_path: Path, options: str, first_t
         assert isinstance(first, VersionedSender)
         assert isinstance(second, JoiningSender)
         for number in (1, 2, 3):
-            begin(first, second, manifest, number)
+            begin_shared(first, second, manifest, number)
             digests = {}
             for origin in (first_to_send, 1 - first_to_send):
-                digests[origin] = send((first, second)[origin], manifest, origin, number)
+                digests[origin] = send_origin((first, second)[origin], manifest, origin, number)
                 assert not (tmp_path / "next.json").exists()
             first.seal(digests[1])
             assert (tmp_path / "next.json").exists()
@@ -118,10 +99,10 @@ def test_an_unsealed_version_is_none(tmp_path: Path) -> None:
     manifest = two_origins()
     write(tmp_path, 0, run=OTHER_RUN)
     with pair(tmp_path) as (first, second):
-        begin(first, second, manifest, 1)
+        begin_shared(first, second, manifest, 1)
         with pytest.raises(UpdateAbortedError, match="buckets of it are missing"):
             first.seal([])
-        send(first, manifest, 0, 1)
+        send_origin(first, manifest, 0, 1)
         with pytest.raises(UpdateAbortedError, match="no version is whole"):
             first.commit()
         first.abort("another origin was lost")
@@ -129,9 +110,9 @@ def test_an_unsealed_version_is_none(tmp_path: Path) -> None:
             first.seal([])
         assert held_by_a_follower(tmp_path) == 0
         second.abort("another origin was lost")
-        begin(first, second, manifest, 1)
-        send(first, manifest, 0, 1)
-        first.seal(send(second, manifest, 1, 1))
+        begin_shared(first, second, manifest, 1)
+        send_origin(first, manifest, 0, 1)
+        first.seal(send_origin(second, manifest, 1, 1))
         first.commit()
     assert held_by_a_follower(tmp_path) == 1
 
@@ -143,8 +124,8 @@ def test_a_slot_that_an_origin_still_writes_is_not_taken(tmp_path: Path, num_sen
     write(tmp_path, 0)
     with contextlib.closing(write_on):
         with contextlib.closing(StoreSender(url(tmp_path, "?max_slots=2"), run=RUN)) as first:
-            begin(first, write_on, manifest, 1)
-            send(write_on, manifest, 1, 1, num_sent)
+            begin_shared(first, write_on, manifest, 1)
+            send_origin(write_on, manifest, 1, 1, num_sent)
             first._writer._lock.close()  # what the kernel does when it dies
             first._writer._attempt.close()  # type: ignore[union-attr]
         other = StoreSender(url(tmp_path, "?max_slots=2"), run=OTHER_RUN, deadline_seconds=SHORT_SECONDS)
@@ -152,7 +133,7 @@ def test_a_slot_that_an_origin_still_writes_is_not_taken(tmp_path: Path, num_sen
         with contextlib.closing(other), pytest.raises(PeerTimeoutError, match=message):
             other.open(manifest, WeightVersion(OTHER_RUN, 1), peers=[], staged=True)
         write(tmp_path, 1, run=OTHER_RUN)
-        send(write_on, manifest, 1, 1, None if not num_sent else 0)
+        send_origin(write_on, manifest, 1, 1, None if not num_sent else 0)
         assert held_by_a_follower(tmp_path) == 1
         assert sorted(path.name for path in (tmp_path / "slots").iterdir()) == ["0", "1", "2"]
 
@@ -167,7 +148,7 @@ def test_an_origin_that_comes_too_late_writes_nothing(tmp_path: Path) -> None:
             second.join(manifest, 1, place)
         with pytest.raises(UpdateAbortedError, match="join comes first"):
             second.open(manifest.of_origin(1), version, peers=[], staged=True)
-        begin(first, second, manifest, 1)
+        begin_shared(first, second, manifest, 1)
         with pytest.raises(PeerTimeoutError, match="did not name attempt 1 of run"):
             second.join(manifest, 1, place)
 
@@ -191,10 +172,10 @@ def test_readers_are_named_while_origins_write(tmp_path: Path) -> None:
     """The locks of the writers of a slot are no readers'."""
     manifest = two_origins()
     with pair(tmp_path) as (first, second):
-        begin(first, second, manifest, 1)
+        begin_shared(first, second, manifest, 1)
         assert locks.readers(tmp_path / "slots" / "0" / "pins") == []
-        send(first, manifest, 0, 1)
-        first.seal(send(second, manifest, 1, 1))
+        send_origin(first, manifest, 0, 1)
+        first.seal(send_origin(second, manifest, 1, 1))
         first.commit()
         held = reading.pinned(tmp_path, label="somebody")
         with contextlib.closing(held):
@@ -205,9 +186,9 @@ def test_readers_are_named_while_origins_write(tmp_path: Path) -> None:
 def test_a_seal_whose_number_of_files_is_not_that_of_the_origins(tmp_path: Path) -> None:
     manifest = two_origins()
     with pair(tmp_path) as (first, second):
-        begin(first, second, manifest, 1)
-        send(first, manifest, 0, 1)
-        first.seal(send(second, manifest, 1, 1))
+        begin_shared(first, second, manifest, 1)
+        send_origin(first, manifest, 0, 1)
+        first.seal(send_origin(second, manifest, 1, 1))
         first.commit()
     commit = StoreReader(tmp_path).commit()
     assert commit is not None
