@@ -70,7 +70,7 @@ class _BufferedSender(Generic[W]):
         )
         self._plan: Manifest | None = None
         self._digests: list[bytes] = []
-        self._writes: dict[int, Future[None]] = {}
+        self._writes = collections.deque[Future[None]]()
         self._closed = False
         self._writer: W = self.writer_type(address, run, deadline_seconds=deadline_seconds)
 
@@ -86,7 +86,7 @@ class _BufferedSender(Generic[W]):
     def buffer(self, index: int) -> BucketBuffer:
         """Where bucket `index`, the next one, is to be packed. Waits until the former one there was written."""
         self._require_update(index)
-        self._finish(index % self._num_buffers)
+        self._await_writes(self._num_buffers - 1)
         return self._ring.buffer(index)
 
     def send(self, index: int, num_bytes: int) -> None:
@@ -101,14 +101,14 @@ class _BufferedSender(Generic[W]):
         if self._pool is None or self._num_buffers == 1:
             self._writer.write(index, data)
         else:
-            self._writes[index % self._num_buffers] = self._pool.submit(self._writer.write, index, data)
+            self._writes.append(self._pool.submit(self._writer.write, index, data))
         if index + 1 == len(plan.buckets):
             self._finish_all()
 
     def abort(self, reason: str) -> None:
         """Give the version up; the one before stays."""
         if self._writer.is_held:  # else the threads are another process's
-            wait(self._writes.values())
+            wait(self._writes)
         self._writes.clear()
         self._plan = None
         if not self._closed:
@@ -134,19 +134,15 @@ class _BufferedSender(Generic[W]):
             self._finish_all()
 
     def _finish_all(self) -> None:
-        for place_in_ring in list(self._writes):
-            self._finish(place_in_ring)
+        self._await_writes(0)
         self._writer.finish()
         self._plan = None
 
-    def _finish(self, place_in_ring: int) -> None:
-        write = self._writes.pop(place_in_ring, None)
-        try:
-            if write is not None:
-                write.result()
-        finally:
-            # It has the error, whose traceback has this frame: the ring would stay until the next garbage collection.
-            del write
+    def _await_writes(self, most: int) -> None:
+        """Wait until at most so many are under way."""
+        while len(self._writes) > most:
+            # In no variable: it has the error, whose traceback would keep this frame, and with it the ring.
+            self._writes.popleft().result()
 
     def _require_open(self, version: WeightVersion | None = None) -> None:
         if self._closed:
