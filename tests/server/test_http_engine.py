@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import msgspec
 import pytest
 import torch
 from server.stock_vllm import StockVllm
@@ -21,6 +22,7 @@ from weightcast.control.server.app import EngineServer
 from weightcast.control.worker_rpc import marked, unmarked
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import (
+    ClosedError,
     ControlError,
     EngineTornError,
     ErrorRecord,
@@ -36,6 +38,7 @@ from weightcast.errors import (
 from weightcast.format.messages import InitInfo
 from weightcast.integrations.vllm.http import VllmStockServer
 from weightcast.seams.client import PausesItself, ServesTraffic
+from weightcast.trainer.fleet import Fleet, FleetMember
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -283,6 +286,21 @@ def test_who_pauses_an_engine_is_asked_of_the_client_that_connect_gives(
     assert isinstance(client, ServesTraffic) is ("install" not in abilities)
     assert isinstance(client, PausesItself) is ("install" in abilities)
     assert bool(engine.recovery_requests("a" * 32)) is ("lease" not in abilities)
+
+
+def test_a_publisher_closes_its_connections_to_an_engine_that_pauses_by_itself() -> None:
+    with EngineServer(ModuleEngine(torch.nn.Linear(2, 2))) as server:
+        member = FleetMember(HttpEngine(server.url), owned=True)
+        info = server.worker.info
+        server.worker.info = lambda: msgspec.structs.replace(info(), abilities=("install",))  # type: ignore[method-assign]
+        client = member.client = member.client.connect()
+        assert isinstance(client, SelfPausingEngine)
+        assert client.info().weight_version == "default"
+        fleet = Fleet()
+        fleet.add(member)
+        fleet.close()
+        with pytest.raises(ClosedError):
+            client.info()
 
 
 def test_an_engine_that_pauses_by_itself_says_for_how_long(raw: Serve) -> None:

@@ -310,6 +310,11 @@ class FleetMember:
             for link in self.links:
                 link.end(f"the publisher gave this engine up: {error}")
 
+    def close(self) -> None:
+        """Close the client, if it is the publisher's own: the one that was given, which closes what it has found."""
+        if self.owned:
+            self._given.close()
+
     def notice(self, version: int) -> None:
         """If the engine serves this version of the run already, that is its result in the update in progress."""
         self.version = version
@@ -400,5 +405,4 @@ class Fleet:
     def close(self) -> None:
         self._pool.shutdown(wait=True)
         for member in self:
-            if member.owned:
-                member.client.close()
+            member.close()

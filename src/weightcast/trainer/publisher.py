@@ -159,8 +159,7 @@ class Publisher(ClosedOnExit):
             # Only one that did not answer is paused still, and this is the last request to it.
             self._fleet.each(FleetMember.resume, [member], notes=False)
             self._watchdog.release(name)
-            if member.owned:
-                member.client.close()
+            member.close()
 
     def close(self) -> None:
         """Disconnect every engine and free everything. Idempotent; does nothing in a forked child."""
