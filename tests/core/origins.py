@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import torch
 
 from core.direct import DirectEngine
@@ -16,6 +17,7 @@ from weightcast.format.geometry import Region, split, whole
 from weightcast.format.manifest import Manifest, TensorSpec
 from weightcast.format.messages import Abort, Accepted, InitInfo, InstallMode, Offer, Received, Seal
 from weightcast.format.plan import plan
+from weightcast.host.memory import host_identity
 from weightcast.links.link import LinkListener
 from weightcast.seams.transport import Sender
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, version, write_raw_header
@@ -141,10 +143,16 @@ class Hosts:
         self.client.init(info)
         (self.link,) = listener.wait(self.client.name, 1, PATIENCE_SECONDS)
 
-    def offer(self, manifest: Manifest, number: int, install: InstallMode, *, undo: bool = False) -> None:
-        """Offer a version and wait until it is accepted. Raises what the worker refuses it with."""
-        secret = self._listener.secret
-        self.client.update(Offer(RUN, number, manifest.digest(), manifest, install=install, undo=undo, secret=secret))
+    def offer(
+        self, manifest: Manifest, number: int, install: InstallMode, *, undo: bool = False, num_workers: int = 1
+    ) -> None:
+        """Offer a version, to so many workers of this host, and wait until it is accepted.
+
+        Raises what the worker refuses it with.
+        """
+        offer = Offer(RUN, number, manifest.digest(), manifest, install=install, undo=undo)
+        workers = {host_identity(): num_workers, "another host": 9}
+        self.client.update(msgspec.structs.replace(offer, secret=self._listener.secret, workers=workers))
         self.link.wait(Accepted, number, PATIENCE_SECONDS)
 
     def open(self, manifest: Manifest, number: int, install: InstallMode) -> None:

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import textwrap
 
+import msgspec
 import pytest
+import torch
 
 import weightcast
 from weightcast.links import watchdog
@@ -158,24 +160,19 @@ def test_what_an_answer_forbids_is_not_sent(
 
 
 def test_publisher_holds_the_guard_only_where_no_lease_ends_a_pause(server: weightcast.EngineServer) -> None:
-    import torch
-
     seen: list[bool] = []
 
-    class Stock(weightcast.HttpEngine):
-        """An engine whose routes know no lease."""
+    worker_info = server.worker.info
+    # An engine whose routes know no lease.
+    server.worker.info = lambda: msgspec.structs.replace(worker_info(), abilities=())  # type: ignore[method-assign]
 
-        def info(self):  # type: ignore[no-untyped-def]
-            import msgspec
-
-            return msgspec.structs.replace(super().info(), abilities=())
-
+    class Watching(weightcast.HttpEngine):
         def finish(self, version: int) -> None:
             seen.append(publisher._watchdog.pid is not None)
             super().finish(version)
 
     source = weightcast.ModuleSource(torch.nn.Linear(2, 2))
-    client = Stock(server.url)
+    client = Watching(server.url)
     with weightcast.Publisher(source, engines=[client]) as publisher:
         publisher.publish()
         assert publisher._watchdog._held == {}

@@ -327,7 +327,11 @@ def test_memory_for_what_straddles_origins_is_checked_before_any_byte_moves(
         patch.setattr(host_memory, "available_bytes", lambda: needed - 1)
         with pytest.raises(InsufficientMemoryError, match=f"needs {needed} bytes.*streaming"):
             hosts.offer(manifest, 1, "staged")
-    hosts.publish(manifest, weights(2), 2, "staged")
+        patch.setattr(host_memory, "available_bytes", lambda: 3 * needed - 1)
+        message = f"a part, in each of 3 workers, needs {3 * needed} bytes"
+        with pytest.raises(InsufficientMemoryError, match=message):
+            hosts.offer(manifest, 2, "staged", num_workers=3)
+    hosts.publish(manifest, weights(2), 3, "staged")
     assert bits(model.state_dict()) == bits(weights(2))
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
 from torch import nn
 
+from weightcast.engines import module as module_engine
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError
-from weightcast.format.bucket import DTYPE_NAMES, TORCH_DTYPES
+from weightcast.format.bucket import DTYPE_NAMES, TORCH_DTYPES, narrow
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import WeightVersion
 from weightcast.seams.engine import Casting, Engine, ExposesTensors, RegionLoader, Undoable
@@ -202,6 +205,69 @@ def cut(data: st.DataObject, region: Region) -> list[Region]:
     low = Region(tuple(offsets), tuple(sizes))
     offsets[dim], sizes[dim] = offsets[dim] + at, rest
     return cut(data, low) + cut(data, Region(tuple(offsets), tuple(sizes)))
+
+
+@hypothesis.given(st.data())
+def test_updates_of_one_layout_follow_each_other(data: st.DataObject) -> None:
+    """Whatever is kept of the update before: calls alike, calls that are missing, doubled, cut otherwise or refused."""
+    shapes = {"a": (4, 3), "b": (5,), "c": (2, 2, 3)}
+    module = buffers(**{name: torch.zeros(shape) for name, shape in shapes.items()})
+    engine = ModuleEngine(module)
+
+    def layout() -> list[list[tuple[str, Region]]]:
+        parts = [
+            (n, r) for n, s in shapes.items() for r in data.draw(st.permutations(cut(data, Region((0,) * len(s), s))))
+        ]
+        ends = sorted({0, len(parts), *data.draw(st.lists(st.integers(0, len(parts)), max_size=2))})
+        return [parts[start:end] for start, end in itertools.pairwise(ends)]
+
+    def load(call: list[tuple[str, Region]], values: dict[str, torch.Tensor]) -> None:
+        engine.load_regions([(name, region, narrow(values[name], region)) for name, region in call])
+
+    calls = layout()
+    for seed in range(data.draw(st.integers(1, 4))):
+        values = {name: random_bits(shape, torch.float32, seed) for name, shape in shapes.items()}
+        match data.draw(st.sampled_from(["alike", "other", "missing", "refused", "replaced"])):
+            case "other":
+                calls = layout()
+            case "missing":
+                for call in calls[1:]:
+                    load(call, values)
+                with pytest.raises(IncompleteUpdateError):
+                    engine.commit(VERSION)
+                engine.discard()
+            case "refused":
+                wrong = [(name, region, narrow(values[name], region).double()) for name, region in calls[0]]
+                with pytest.raises(IncompatibleWeightsError, match="float64"):
+                    engine.load_regions(wrong)
+                engine.discard()
+            case "replaced":
+                module.a = torch.zeros(shapes["a"])
+        for call in calls:
+            load(call, values)
+        engine.commit(VERSION)
+        assert all(bits(getattr(module, name)) == bits(value) for name, value in values.items())
+    with pytest.raises(IncompleteUpdateError, match="3 of 3"):
+        engine.commit(VERSION)
+
+
+def test_views_are_made_once_for_all_updates_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Region] = []
+
+    def counting(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+        made.append(region)
+        return narrow(tensor, region)
+
+    monkeypatch.setattr(module_engine, "narrow", counting)
+    engine = ModuleEngine(buffers(value=torch.zeros(8, 4)))
+    for update in range(5):
+        height = 2 if update < 3 else 4
+        for start in range(0, 8, height):
+            part = torch.full((height, 4), float(update))
+            engine.load_regions([("value", Region((start, 0), (height, 4)), part)])
+        engine.commit(VERSION)
+        assert len(made) == (4 if update < 3 else 6)
+        assert len(engine._targets._parts) == 8 // height, "of layouts before nothing is kept"
 
 
 def test_regions_that_leave_a_hole_are_incomplete() -> None:

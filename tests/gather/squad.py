@@ -6,6 +6,7 @@ The weights of content c are a function of c, so that any rank can say what an e
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import forking
 import torch
+from msgspec import UNSET
 from publishers import publisher_of
 
 from weightcast.errors import PeerDiedError, PeersLostError
@@ -22,6 +24,7 @@ from weightcast.format.bucket import narrow
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held
+from weightcast.sources.module import ModuleSource
 
 DEADLINE_SECONDS = 30.0
 
@@ -74,7 +77,14 @@ def large(content: int) -> Tensors:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-MODELS: dict[str, Callable[[int], Tensors]] = {"table": table, "many": many, "large": large}
+def linears(content: int) -> Tensors:
+    generator = torch.Generator().manual_seed(content)
+    sizes = {"0": (96, 33), "1": (50, 96), "2": (7, 50)}
+    weights = {f"{name}.weight": torch.randn(size, generator=generator) for name, size in sizes.items()}
+    return weights | {f"{name}.bias": torch.randn(rows, generator=generator) for name, (rows, _) in sizes.items()}
+
+
+MODELS: dict[str, Callable[[int], Tensors]] = {"table": table, "many": many, "large": large, "linears": linears}
 
 
 # --- shardings ------------------------------------------------------------------------------------
@@ -228,6 +238,27 @@ class ShardedSource:
         return self._regions
 
 
+class Fsdp2Source(ModuleSource):
+    """`linears` as FSDP2 shards it. Making it is a collective."""
+
+    def __init__(self, size: int) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        module = torch.nn.Sequential(torch.nn.Linear(33, 96), torch.nn.Linear(96, 50), torch.nn.Linear(50, 7))
+        self.model = "linears"
+        self._sharded = fully_shard(module, mesh=init_device_mesh("cpu", (size,)))
+        super().__init__(self._sharded)
+
+    def fill(self, content: int) -> None:
+        from torch.distributed.tensor import distribute_tensor
+
+        whole = linears(content)
+        for name, parameter in self._sharded.named_parameters():
+            shard = distribute_tensor(whole[name], parameter.device_mesh, parameter.placements)
+            parameter.data.to_local().copy_(shard.to_local())
+
+
 # --- in a rank's process --------------------------------------------------------------------------
 
 
@@ -271,7 +302,10 @@ class Rank:
         if group is not None:
             options["trainer_group"] = dist.new_group(list(group), backend="gloo")
         place = members.index(self.rank) if self.rank in members else 0
-        self.source = ShardedSource(model, cut, place, len(members), masters=masters)
+        if cut == "fsdp2":
+            self.source = Fsdp2Source(self.size)
+        else:
+            self.source = ShardedSource(model, cut, place, len(members), masters=masters)
         if self.rank == members[0]:
             self.engines = [DirectEngine(f"engine-{n}", RecordingEngine()) for n in range(num_engines)]
         options = {"transport": "ipc://", "bucket_size_bytes": 4096, "deadline_seconds": 20.0, **options}
@@ -465,9 +499,54 @@ class Rank:
                     wrong.append(entry.record.name)
         return wrong
 
+    def offered_workers(self) -> list[list[int]]:
+        """Have the engines take the next offers as ever; return how many workers on each host they named so far."""
+        for engine in self.engines:
+            if "update" not in vars(engine):
+                update, engine.offers = engine.update, []
+
+                def note(info: Any, engine: Any = engine, update: Any = update) -> None:
+                    if type(info).__name__ == "Offer":
+                        engine.offers.append([] if info.workers is UNSET else sorted(info.workers.values()))
+                    update(info)
+
+                engine.update = note
+        return [offer for engine in self.engines for offer in engine.offers]
+
     def spans(self) -> list[range]:
         """The numbers of each origin's buckets."""
         return list(self.publisher._pack_plan.layout.manifest.spans)
+
+    def fill_disk(self, after: int) -> None:
+        """This rank's disk takes so many more writes of buckets, then it is full, for one."""
+        from weightcast.store import files
+
+        write_at, left = files.write_at, [after]
+
+        def write(*args: Any) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                files.write_at = write_at
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write_at(*args)
+
+        files.write_at = write
+
+    def mount_elsewhere(self, directory: str) -> None:
+        """What this rank finds under the path of any store is another directory."""
+        import dataclasses
+        from pathlib import Path
+
+        from weightcast.transports import store
+
+        parse = store.StoreAddress.parse
+
+        class Elsewhere(store.StoreAddress):
+            @classmethod
+            def parse(cls, url: str) -> Any:
+                return dataclasses.replace(parse(url), directory=Path(directory))
+
+        store.StoreAddress = Elsewhere  # type: ignore[misc]
 
     def lose_nobody(self, at: int) -> None:
         """Once, this rank's sender notices at its bucket `at` that its group is broken, and nobody to blame for it."""
@@ -507,8 +586,12 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _count(counts: dict[str, int]) -> None:
-    """Count what goes through every group of weightcast's; and of that "bucket", by a sender, and "part", of one."""
+    """Count what goes through every group of weightcast's; and of that "bucket", by a sender, and "part", of one.
+
+    "bucket" also counts what is written into a store.
+    """
     from weightcast.process_group import ProcessGroup
+    from weightcast.store.writing import OriginFiles
     from weightcast.trainer.group.exchange import TrainerRanks
     from weightcast.transports.collective.group import BroadcastGroup
 
@@ -527,6 +610,13 @@ def _count(counts: dict[str, int]) -> None:
         setattr(ProcessGroup, name, counted(ProcessGroup, name, size_at, name))
     BroadcastGroup.send = counted(BroadcastGroup, "send", 1, "bucket")  # type: ignore[method-assign]
     TrainerRanks.send = counted(TrainerRanks, "send", 0, "part")  # type: ignore[method-assign]
+    write = OriginFiles.write
+
+    def writing(self: OriginFiles, number: int, data: memoryview) -> None:
+        counts["bucket bytes"] = counts.get("bucket bytes", 0) + len(data)
+        write(self, number, data)
+
+    OriginFiles.write = writing  # type: ignore[method-assign]
 
 
 def rank_main(pipe: Connection, rank: int, size: int) -> None:

@@ -78,6 +78,15 @@ def test_only_the_first_host_has_an_origin_where_memory_must_be_shared(ranks: Sq
     assert all("part" in outcome["counts"] for outcome in outcomes[1:])
 
 
+@pytest.mark.parametrize(("hosts", "expected"), [(1, []), (2, [3])])
+def test_workers_hear_how_many_share_their_host(ranks: Squad, hosts: int, expected: list[int]) -> None:
+    """What straddles origins each puts together in memory of its own."""
+    ranks.all("make", "table", "rows", hosts=hosts, num_engines=3, **GLOO)
+    assert ranks[0].ask("offered_workers") == []
+    published(ranks.publish(1))
+    assert ranks[0].ask("offered_workers") == [expected] * 3
+
+
 def test_an_engine_that_brings_its_own_sender_gets_all_of_the_bytes(ranks: Squad) -> None:
     """They must be on one rank then, also if what the engine is becomes known only in the middle of a publish."""
     ranks.all("make", "table", "rows", hosts=2, **GLOO)

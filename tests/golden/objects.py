@@ -9,7 +9,7 @@ import torch
 from weightcast.errors import ErrorRecord
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer
 from weightcast.format.geometry import Region
-from weightcast.format.manifest import DigestKind, Manifest, Piece, TensorRecord, WeightVersion
+from weightcast.format.manifest import DigestKind, Manifest, Piece, TensorRecord, WeightVersion, decode
 from weightcast.format.messages import (
     Abort,
     Accepted,
@@ -25,6 +25,8 @@ from weightcast.format.messages import (
     UpdateInfo,
     WeightInfo,
 )
+from weightcast.store.records import FORMAT as STORE_FORMAT
+from weightcast.store.records import Commit, SlotPlace, Stored, WriterRecord, seal
 from weightcast.testing.transport_kit import write_raw_header
 
 RUN = "0123456789abcdeffedcba9876543210"
@@ -50,6 +52,17 @@ MANIFEST = Manifest(
     origins=(1, 1),
 )
 
+
+def _stored(number: int, *, slot: int, num_files: int) -> Stored:
+    return Stored(RUN, number, slot, num_files, 2, "d" * 64, "e" * 32, 1700000000.25)
+
+
+def _sealed(record: Commit | WriterRecord) -> Commit | WriterRecord:
+    """As it is in the file, with its digest."""
+    found: Commit | WriterRecord = decode(seal(record), type(record))
+    return found
+
+
 MESSAGES: dict[str, tuple[Any, Any]] = {
     "manifest.json": (MANIFEST, Manifest),
     "init.json": (
@@ -63,6 +76,7 @@ MESSAGES: dict[str, tuple[Any, Any]] = {
         UpdateInfo,
     ),
     "offer_known.json": (Offer(RUN, 8, "d" * 64), UpdateInfo),
+    "offer_workers.json": (Offer(RUN, 8, "d" * 64, workers={"host/a": 2, "host/b": 1}), UpdateInfo),
     "seal.json": (Seal(RUN, 7, 2, "e" * 32), UpdateInfo),
     "abort_secret.json": (Abort(RUN, 7, "the trainer ended", "c" * 64), UpdateInfo),
     "abort.json": (Abort(RUN, 7, "the trainer ended"), UpdateInfo),
@@ -71,6 +85,7 @@ MESSAGES: dict[str, tuple[Any, Any]] = {
         WeightInfo,
     ),
     "hello.json": (Hello(RUN, "http://127.0.0.1:8000", 1, "c" * 64), LinkMessage),
+    "hello_host.json": (Hello(RUN, "http://127.0.0.1:8000", 1, "c" * 64, host="boot/net/1000"), LinkMessage),
     "heartbeat.json": (Heartbeat(), LinkMessage),
     "accepted.json": (Accepted(7), LinkMessage),
     "received.json": (Received(7, 2, "e" * 32), LinkMessage),
@@ -79,6 +94,12 @@ MESSAGES: dict[str, tuple[Any, Any]] = {
         Failed(7, ErrorRecord("IncompatibleWeightsError", "2 problems", problems=("missing 'a'", "unknown 'b'"))),
         LinkMessage,
     ),
+    "current.json": (
+        _sealed(Commit(STORE_FORMAT, _stored(8, slot=1, num_files=4), _stored(7, slot=0, num_files=1))),
+        Commit,
+    ),
+    "writer.json": (_sealed(WriterRecord(STORE_FORMAT, RUN, "trainer-0", 42, 3, 8, "a rank has failed")), WriterRecord),
+    "place.json": (SlotPlace(1, 3), SlotPlace),
 }
 
 

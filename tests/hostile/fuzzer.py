@@ -27,6 +27,7 @@ from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Layout, check_b
 from weightcast.format.manifest import Manifest, WeightVersion, decode, encode
 from weightcast.format.messages import InitInfo, LinkMessage, Offer, UpdateInfo, WeightInfo
 from weightcast.links.link import Frames, frame
+from weightcast.store.records import Commit, SlotPlace, WriterRecord, seal, unseal
 from weightcast.testing.transport_kit import write_raw_header
 from weightcast.transports.collective import records as collective
 from weightcast.transports.ipc.records import MAX_RECORD_BYTES, ToReceiver, ToSender
@@ -77,6 +78,20 @@ def _message(kind: Any, max_bytes: int = 1 << 28) -> Target:
     return target
 
 
+def _sealed(kind: Any) -> Target:
+    """Only what was written is accepted: whatever is changed, the digest does not fit."""
+
+    def target(data: bytes) -> bool:
+        try:
+            found = unseal(data, kind, Path("file"))
+        except IntegrityError:
+            return False
+        assert seal(found) == encode(found)
+        return True
+
+    return target
+
+
 def frames(data: bytes) -> bool:
     """The stream may be cut anywhere: what comes out must not depend on it."""
     outcomes = []
@@ -122,6 +137,9 @@ TARGETS: dict[str, Target] = {
     "collective to sender": _message(collective.FromReceiver, 1 << 20),
     "collective to receiver": _message(collective.ToReceiver, 1 << 20),
     "header": header,
+    "store commit": _sealed(Commit),
+    "store writer": _sealed(WriterRecord),
+    "store place": _message(SlotPlace),
 }
 
 _GOLDEN = {name: encode(message) for name, (message, _) in MESSAGES.items()}
@@ -147,7 +165,7 @@ _IPC_RECEIVER = [
 ]
 
 _COLLECTIVE_SENDER = [
-    {"kind": "here", "host": "h"},
+    {"kind": "hello", "run": "a" * 32, "engine": "e", "engine_rank": 0, "secret": "b" * 64, "host": "h"},
     {"kind": "joining", "epoch": 1, "update": 1, "num_received": 2, "shared": "ipc://@a"},
     {"kind": "join_failed", "epoch": 1, "reason": "r", "is_own": True},
     {"kind": "answer", "question": 1, "update": 1, "num_received": 2, "is_waiting": True},
@@ -171,16 +189,22 @@ _COLLECTIVE_RECEIVER = [
 
 SEEDS: dict[str, list[bytes]] = {
     "manifest": [json.dumps(VALID).encode(), _GOLDEN["manifest.json"]],
-    "update": [_GOLDEN[f"{n}.json"] for n in ("offer", "offer_known", "seal", "abort")],
+    "update": [_GOLDEN[f"{n}.json"] for n in ("offer", "offer_known", "offer_workers", "seal", "abort")],
     "init": [_GOLDEN["init.json"]],
     "info": [_GOLDEN["info.json"]],
-    "link": [_GOLDEN[f"{n}.json"] for n in ("hello", "heartbeat", "accepted", "received", "installed", "failed")],
+    "link": [
+        _GOLDEN[f"{n}.json"]
+        for n in ("hello", "hello_host", "heartbeat", "accepted", "received", "installed", "failed")
+    ],
     "frames": [frame(MESSAGES["hello.json"][0]) + frame(MESSAGES["failed.json"][0])],
     "ipc to sender": [json.dumps(m).encode() for m in _IPC_SENDER],
     "ipc to receiver": [json.dumps(m).encode() for m in _IPC_RECEIVER],
     "collective to sender": [json.dumps(m).encode() for m in _COLLECTIVE_SENDER],
     "collective to receiver": [json.dumps(m).encode() for m in _COLLECTIVE_RECEIVER],
     "header": [_HEADER],
+    "store commit": [_GOLDEN["current.json"]],
+    "store writer": [_GOLDEN["writer.json"]],
+    "store place": [_GOLDEN["place.json"]],
 }
 
 _ODD_VALUES: list[Any] = [

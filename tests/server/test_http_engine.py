@@ -11,16 +11,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import msgspec
 import pytest
 import torch
 from server.stock_vllm import StockVllm
 
 import weightcast
-from weightcast.control.client import HttpEngine
+from weightcast.control.client import HttpEngine, SelfPausingEngine
 from weightcast.control.server.app import EngineServer
 from weightcast.control.worker_rpc import marked, unmarked
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import (
+    ClosedError,
     ControlError,
     EngineTornError,
     ErrorRecord,
@@ -35,6 +37,8 @@ from weightcast.errors import (
 )
 from weightcast.format.messages import InitInfo
 from weightcast.integrations.vllm.http import VllmStockServer
+from weightcast.seams.client import PausesItself, ServesTraffic
+from weightcast.trainer.fleet import Fleet, FleetMember
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -270,12 +274,52 @@ def test_a_server_that_closes_a_connection_after_an_error_lives() -> None:
         serving.result(10)
 
 
+@pytest.mark.parametrize(
+    ("abilities", "kind"), [((), HttpEngine), (("lease",), HttpEngine), (("install", "undo"), SelfPausingEngine)]
+)
+def test_who_pauses_an_engine_is_asked_of_the_client_that_connect_gives(
+    raw: Serve, abilities: tuple[str, ...], kind: type
+) -> None:
+    engine = raw(reply("200 OK", {"weight_version": "7", "protocol": 2, "abilities": abilities}))
+    client = engine.connect()
+    assert type(client) is kind
+    assert isinstance(client, ServesTraffic) is ("install" not in abilities)
+    assert isinstance(client, PausesItself) is ("install" in abilities)
+    assert bool(engine.recovery_requests("a" * 32)) is ("lease" not in abilities)
+
+
+def test_a_publisher_closes_its_connections_to_an_engine_that_pauses_by_itself() -> None:
+    with EngineServer(ModuleEngine(torch.nn.Linear(2, 2))) as server:
+        member = FleetMember(HttpEngine(server.url), owned=True)
+        info = server.worker.info
+        server.worker.info = lambda: msgspec.structs.replace(info(), abilities=("install",))  # type: ignore[method-assign]
+        client = member.client = member.client.connect()
+        assert isinstance(client, SelfPausingEngine)
+        assert client.info().weight_version == "default"
+        fleet = Fleet()
+        fleet.add(member)
+        fleet.close()
+        with pytest.raises(ClosedError):
+            client.info()
+
+
 def test_an_engine_that_pauses_by_itself_says_for_how_long(raw: Serve) -> None:
-    assert raw(reply("200 OK", {"message": "installed", "pause_seconds": 0.25})).finish(1) == 0.25
+    client = SelfPausingEngine(raw(reply("200 OK", {"message": "installed", "pause_seconds": 86400})))
+    client.finish(1)
+    assert client.paused_seconds == 86400
 
 
-def test_an_engine_that_does_not_pause_by_itself_says_nothing_of_it(raw: Serve) -> None:
-    assert raw(reply("200 OK", {"message": "installed", "weight_version": "1"})).finish(1) is None
+def test_where_it_does_not_say_it_is_the_whole_request(raw: Serve) -> None:
+    client = SelfPausingEngine(raw(reply("200 OK", {"message": "installed", "weight_version": "1"})))
+    client.finish(1)
+    assert 0 < client.paused_seconds < 86400
+
+
+def test_where_the_answer_is_lost_it_is_the_whole_request(raw: Serve) -> None:
+    client = SelfPausingEngine(raw(reply("500 Oops", {"message": "gone"})))
+    with pytest.raises(ControlError):
+        client.finish(1)
+    assert client.paused_seconds > 0
 
 
 def test_an_answer_that_never_ends_is_cut_at_the_deadline() -> None:

@@ -11,12 +11,14 @@ from pathlib import Path
 import torch
 
 from weightcast.errors import IncompleteUpdateError
-from weightcast.format.bucket import Layout
+from weightcast.format.bucket import RAW, Layout, as_bytes
+from weightcast.format.geometry import Region
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
+from weightcast.seams.transport import Sender
 from weightcast.testing.transport_kit import pack_and_send
-from weightcast.trainer.packer import Packer
-from weightcast.transports.store import StoreSender
+from weightcast.trainer.packer import Packer, pack
+from weightcast.transports.store import JoinedStoreSender, StoreSender
 
 RUN = "5c" * 16
 OTHER_RUN = "d1" * 16
@@ -56,6 +58,35 @@ def write(directory: Path, *numbers: int, run: str = RUN, options: str = "") -> 
             send(sender, manifest, WeightVersion(run, number), model(number))
     finally:
         sender.close()
+
+
+def two_origins() -> Manifest:
+    """Half of each tensor leaves from each of two origins."""
+    tensors = model(0)
+    specs = [TensorSpec(name, "int32", tuple(tensor.shape)) for name, tensor in tensors.items()]
+    halves = [{spec.name: [Region((start,), (3000,))] for spec in specs} for start in (0, 3000)]
+    return plan(specs, 32 << 10, origins=halves)
+
+
+def begin_shared(first: StoreSender, second: JoinedStoreSender, manifest: Manifest, number: int) -> None:
+    version = WeightVersion(RUN, number)
+    place = first.share(manifest, version)
+    first.open(manifest.of_origin(0), version, peers=[], staged=True)
+    second.join(manifest, 1, place)
+    second.open(manifest.of_origin(1), version, peers=[], staged=True)
+
+
+def send_origin(
+    sender: Sender, manifest: Manifest, origin: int, number: int, num_buckets: int | None = None
+) -> list[bytes]:
+    """Send these first buckets of an origin, by default all; return their digests."""
+    packer, version = Packer(Layout(manifest), model(number)), WeightVersion(RUN, number)
+    digests = []
+    for at, index in enumerate(manifest.spans[origin][:num_buckets]):
+        num_bytes, digest = pack(packer, RAW, manifest, version, index, sender.buffer(at))
+        sender.send(at, num_bytes)
+        digests.append(as_bytes(digest))
+    return digests
 
 
 class Holder:

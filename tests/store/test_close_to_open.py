@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 from store.store_kit import (
+    LONG_SECONDS,
     OTHER_RUN,
     RUN,
     Holder,
+    begin_shared,
     child,
     end,
     lines_of,
@@ -26,6 +28,8 @@ from store.store_kit import (
     model,
     number_in,
     send,
+    send_origin,
+    two_origins,
     url,
     write,
 )
@@ -34,7 +38,7 @@ from weightcast.errors import EngineBusyError, PeerTimeoutError
 from weightcast.format.manifest import WeightVersion
 from weightcast.serving.follower import Follower
 from weightcast.store.reading import pinned
-from weightcast.transports.store import StoreSender
+from weightcast.transports.store import JoinedStoreSender, StoreSender
 
 LATE_SECONDS = 0.3
 Hosts = tuple[Path, Path]
@@ -142,3 +146,49 @@ def test_a_version_before_that_is_seen_late_is_taken_whole_or_not(hosts: Hosts) 
                 assert number_in(engine.held) <= number
         follower.wait(4 * LATE_SECONDS)
         assert number_in(engine.held) == 11
+
+
+@pytest.mark.parametrize("options", ["", "?num_threads=2"])
+def test_two_trainer_hosts_write_one_version(hosts: Hosts, options: str) -> None:
+    """The second one sees new slots and files late, a follower there each version whole."""
+    trainer, other_host = hosts
+    manifest, engine = two_origins(), Holder()
+    first = StoreSender(url(trainer / "w", options), run=RUN, deadline_seconds=LONG_SECONDS)
+    second = JoinedStoreSender(url(other_host / "w", options), run=RUN, deadline_seconds=LONG_SECONDS)
+    with (
+        contextlib.closing(first),
+        contextlib.closing(second),
+        Follower(url(other_host / "w", options), engine) as follower,
+    ):
+        for number in range(1, 9):
+            begin_shared(first, second, manifest, number)
+            others = send_origin(second, manifest, 1, number)
+            send_origin(first, manifest, 0, number)
+            first.seal(others)
+            first.commit()
+            if follower.poll() is not None:
+                assert number_in(engine.held) <= number
+        follower.wait(4 * LATE_SECONDS)
+        assert number_in(engine.held) == 8
+
+
+def test_a_slot_that_another_trainer_host_still_writes_is_not_taken(hosts: Hosts) -> None:
+    trainer, other_host = hosts
+    manifest, options = two_origins(), "?max_slots=2"
+    first = StoreSender(url(trainer / "w", options), run=RUN, deadline_seconds=1.0)
+    second = JoinedStoreSender(url(other_host / "w", options), run=RUN, deadline_seconds=LONG_SECONDS)
+    with contextlib.closing(second):
+        with contextlib.closing(first):
+            send(first, manifest, WeightVersion(RUN, 1), model(1))
+            begin_shared(first, second, manifest, 2)
+        # The first one has ended; the second has not heard of it yet.
+        next_one = StoreSender(url(trainer / "w", options), run=OTHER_RUN, deadline_seconds=0.2)
+        with contextlib.closing(next_one):
+            with pytest.raises(PeerTimeoutError, match="a trainer rank of a publish that was given up holds slot 1"):
+                send(next_one, manifest, WeightVersion(OTHER_RUN, 3), model(3))
+            second.abort("its publisher has gone")
+            send(next_one, manifest, WeightVersion(OTHER_RUN, 3), model(3))
+    engine = Holder()
+    with Follower(url(trainer / "w"), engine) as follower:
+        assert follower.poll() is not None
+    assert number_in(engine.held) == 3

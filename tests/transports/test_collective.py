@@ -552,7 +552,7 @@ def test_what_a_gpu_ends_without_a_word_is_looked_for_all_the_time() -> None:
         manifest = plan([TensorSpec("t", "uint8", (4096,))], 4096)
         sender.open(manifest, version(1), peers=[], staged=True)
         answers = iter([False, True])
-        assert sender._wait_for(sender._require_update(0), group, lambda: next(answers))
+        sender._await(sender._require_update(0), group, lambda: next(answers))
         group.close()
         assert waits
         assert max(waits) <= 0.01

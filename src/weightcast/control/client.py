@@ -77,16 +77,21 @@ class HttpEngine(EngineClient, ServesTraffic):
         self._pause_mode = pause
         self._negotiated: EngineClient | None = None
         self._run = ""
+        self._has_lease = False
+        self._said_seconds: float | None = None
+        """For how long the engine was paused for the last install, if it has said so."""
 
     def connect(self) -> EngineClient:
-        """Ask what answers here now; return the client that speaks to it: this one, or one of a registered dialect.
+        """Ask what answers here now; return the client that speaks to it: this one, one that pauses nothing where the
+        engine does that by itself, or one of a registered dialect.
 
         Raises PeerDiedError if nothing answers yet, ControlError if it is no engine server or lacks what it
         names, other PeerErrors.
         """
         info = self._routes.probe("/weight_info", _AnyInfo)
         if info is not None and info.protocol is not None:
-            return self
+            self._has_lease = "lease" in info.abilities
+            return SelfPausingEngine(self) if "install" in info.abilities else self
         asked = []
         for kind, detect in registry.http_dialects():
             client = detect(self._routes, self._pause_mode)
@@ -115,15 +120,15 @@ class HttpEngine(EngineClient, ServesTraffic):
         """POST /update_weights with an offer, a seal or an abort. Raises what the engine refused it with."""
         self._routes.post("/update_weights", _encode({"update_info": info}))
 
-    def finish(self, version: int) -> float | None:
+    def finish(self, version: int) -> None:
         """POST /finish_weight_update: install the sealed update. Raises IncompleteUpdateError, InstallError.
 
-        An engine with the ability "install" pauses for it by itself, in the mode that is named here, and says for how
-        many seconds.
+        An engine with the ability "install" pauses for it by itself, in the mode that is named here.
         """
+        self._said_seconds = None
         body, run = _encode({"weight_version": str(version)}), f"&run={self._run}" if self._run else ""
         path = f"/finish_weight_update?mode={self._pause_mode}{run}"
-        return self._routes.decoded(path, self._routes.request("POST", path, body)[1], _Finished).pause_seconds
+        self._said_seconds = self._routes.post_for(path, body, _Finished).pause_seconds
 
     def pause(self, run: str) -> None:
         """POST /pause; the pause ends with the run's lease where the engine has that ability."""
@@ -203,7 +208,12 @@ class HttpEngine(EngineClient, ServesTraffic):
         return Fingerprint(f"digests {names}", hashlib.sha256(_encode(digests)).hexdigest())
 
     def recovery_requests(self, run: str) -> list[RecoveryRequest]:
-        """What the watchdog process sends if this process dies while the engine is paused for `run`."""
+        """What the watchdog process sends if this process dies while the engine is paused for `run`.
+
+        Nothing, where the engine that `connect` has found ends the pause with the run's lease.
+        """
+        if self._has_lease:
+            return []
         return [RecoveryRequest(url=f"{self.name}/resume?run={run}", headers=dict(self._routes.headers))]
 
     def close(self) -> None:
@@ -213,11 +223,44 @@ class HttpEngine(EngineClient, ServesTraffic):
         self._routes.close()
 
 
+class SelfPausingEngine(EngineClient):
+    """Implements `PausesItself`, by the calls of an `HttpEngine`, without those for a pause."""
+
+    def __init__(self, engine: HttpEngine) -> None:
+        self.name = engine.name
+        self.paused_seconds = 0.0
+        self._engine = engine
+
+    def info(self) -> WeightInfo:
+        return self._engine.info()
+
+    def init(self, info: InitInfo) -> None:
+        self._engine.init(info)
+
+    def update(self, info: UpdateInfo) -> None:
+        self._engine.update(info)
+
+    def finish(self, version: int) -> None:
+        start = time.perf_counter()
+        try:
+            self._engine.finish(version)
+        finally:
+            said = self._engine._said_seconds
+            self.paused_seconds = time.perf_counter() - start if said is None else said
+
+    def fingerprint(self) -> Fingerprint | None:
+        return self._engine.fingerprint()
+
+    def close(self) -> None:
+        """Nothing: the engine's client closes its connections."""
+
+
 class _AnyInfo(msgspec.Struct):
     """/weight_info of the control protocol, or of stock vLLM, which says nothing of a protocol."""
 
     weight_version: str
     protocol: int | None = None
+    abilities: tuple[str, ...] = ()
 
 
 class _Finished(msgspec.Struct):

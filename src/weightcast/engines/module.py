@@ -7,6 +7,7 @@ Parameters keep their identity, so compiled and graph-captured models stay valid
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -97,21 +98,16 @@ class ModuleEngine:
         if not names:
             return
         self._begin()
-        numbers = self._targets.numbers(names)
-        views, dtypes = self._targets.views, self._targets.dtypes
-        targets: list[torch.Tensor] = []
-        for number, region, source in zip(numbers, regions, sources, strict=True):
-            target = views[number]
-            if source.shape != region.sizes or not is_inside(region, target.shape):
-                found = f"{list(source.shape)} elements at {list(region.offsets)}"
-                name = self._live.specs[number].name
-                raise IncompatibleWeightsError(f"{found} are not a region of {name!r} {list(target.shape)}")
-            if source.dtype is not dtypes[number]:
+        into = self._targets.parts(names, regions)
+        if not all(map(operator.eq, map(_shape_of, sources), into.sizes)):
+            for number, region, source in zip(into.numbers, regions, sources, strict=True):
+                if source.shape != region.sizes:
+                    raise self._targets.no_region(number, region, source.shape)
+        if not all(map(operator.is_, map(_dtype_of, sources), into.dtypes)):
+            for number, source in zip(into.numbers, sources, strict=True):
                 self._check_dtype(number, source)
-            targets.append(narrow(target, region))
-        self._copy(targets, sources)
-        for number, region in zip(numbers, regions, strict=True):
-            self._parts.setdefault(number, []).append(region)
+        self._copy(into.targets, sources)
+        self._parts.append(into)
 
     def commit(self, version: WeightVersion) -> None:
         """Every tensor has been loaded since the last commit or discard: `version` is served.
@@ -124,13 +120,19 @@ class ModuleEngine:
         if self._replaced:
             raise InstallError("the module's tensors were replaced during the update: publish again", torn=True)
         specs = self._live.specs
-        if len(self._loaded) < len(specs):
-            missing = [repr(spec.name) for number, spec in enumerate(specs) if not self._is_loaded(number, spec)]
+        if len(self._loaded) < len(specs) and not self._targets.was_whole(self._loaded, self._parts):
+            regions: dict[int, list[Region]] = {}
+            for parts in self._parts:
+                for number, region in zip(parts.numbers, parts.regions, strict=True):
+                    regions.setdefault(number, []).append(region)
+            unloaded = [(spec, regions.get(n)) for n, spec in enumerate(specs) if n not in self._loaded]
+            missing = [repr(spec.name) for spec, found in unloaded if not _is_whole(spec, found)]
             if missing:
                 names = listed(missing, most=20, separator=", ")
                 raise IncompleteUpdateError(
                     f"{len(missing)} of {len(specs)} tensors were not loaded: {names}; publish all of them"
                 )
+        self._targets.keep(self._loaded, self._parts)
         self.discard()
         self.version = version
 
@@ -139,7 +141,7 @@ class ModuleEngine:
         self._is_fresh = False
         self._replaced = False
         self._loaded = set[int]()
-        self._parts = dict[int, list[Region]]()
+        self._parts = list[_Parts]()
 
     def snapshot(self) -> Callable[[], None]:
         """Copy the live weights to host memory; the result restores them, and frees nothing until it is dropped.
@@ -213,32 +215,82 @@ class ModuleEngine:
         except RuntimeError as exc:
             raise InstallError(f"copying {len(targets)} tensors into the module failed: {exc}", torn=True) from exc
 
-    def _is_loaded(self, number: int, spec: TensorSpec) -> bool:
-        if number in self._loaded or 0 in spec.shape:
-            return True
-        if number not in self._parts:
-            return False
-        try:
-            # Names that are tied may come each with the same parts.
-            check_tiling(list(dict.fromkeys(self._parts[number])), spec.shape, spec.name)
-        except ManifestError as exc:
-            raise IncompleteUpdateError(f"{spec.name!r} was loaded in part: {exc}") from exc
+
+def _is_whole(spec: TensorSpec, regions: Sequence[Region] | None) -> bool:
+    """Whether these regions, which were loaded, are all of a tensor. Raises IncompleteUpdateError for some of it."""
+    if 0 in spec.shape:
         return True
+    if regions is None:
+        return False
+    try:
+        # Names that are tied may come each with the same parts.
+        check_tiling(list(dict.fromkeys(regions)), spec.shape, spec.name)
+    except ManifestError as exc:
+        raise IncompleteUpdateError(f"{spec.name!r} was loaded in part: {exc}") from exc
+    return True
 
 
 _shape_of = operator.attrgetter("shape")
 _dtype_of = operator.attrgetter("dtype")
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """What one call of `load_regions` writes: the same in every update, as long as the layout is."""
+
+    names: list[str]
+    regions: list[Region]
+    numbers: list[int]
+    sizes: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
+    targets: list[torch.Tensor]
+
+
 class _ParameterTargets:
-    """The module's tensors by number, prepared for many checks at once."""
+    """The module's tensors by number, prepared for many checks at once.
+
+    Memory: views for the regions of the last update that was whole, and of those since.
+    """
 
     def __init__(self, live: LiveCheckpoint) -> None:
+        self._specs = live.specs
+        self._parts: dict[tuple[str, Region], _Parts] = {}
+        self._whole: tuple[set[int], list[_Parts]] | None = None
         self.views = list(live.views.values())
         self.shapes = [view.shape for view in self.views]
         self.dtypes = [view.dtype for view in self.views]
         self.cuda_devices = {view.device for view in self.views if view.is_cuda}
         self._by_name = {name: number for number, spec in enumerate(live.specs) for name in spec.names}
+
+    def parts(self, names: list[str], regions: list[Region]) -> _Parts:
+        """Regions of the tensors of these names. Raises IncompatibleWeightsError for a region that is none.
+
+        Those of a call like one before are the same object: a view costs more than to copy what is small.
+        """
+        known = self._parts.get((names[0], regions[0]))
+        if known is not None and known.names == names and known.regions == regions:
+            return known
+        numbers, targets = self.numbers(names), list[torch.Tensor]()
+        for number, region in zip(numbers, regions, strict=True):
+            if not is_inside(region, self.shapes[number]):
+                raise self.no_region(number, region, region.sizes)
+            targets.append(narrow(self.views[number], region))
+        sizes, dtypes = [region.sizes for region in regions], [self.dtypes[number] for number in numbers]
+        found = self._parts[names[0], regions[0]] = _Parts(names, regions, numbers, sizes, dtypes, targets)
+        return found
+
+    def was_whole(self, loaded: set[int], parts: list[_Parts]) -> bool:
+        """Whether the last update that was whole had just these tensors and parts."""
+        return self._whole == (loaded, parts)
+
+    def keep(self, loaded: set[int], parts: list[_Parts]) -> None:
+        """An update of these was whole: the next one will be like it, and not like those before."""
+        self._whole = loaded, parts
+        self._parts = {(each.names[0], each.regions[0]): each for each in parts}
+
+    def no_region(self, number: int, region: Region, sizes: Sequence[int]) -> IncompatibleWeightsError:
+        spec, found = self._specs[number], f"{list(sizes)} elements at {list(region.offsets)}"
+        return IncompatibleWeightsError(f"{found} are not a region of {spec.name!r} {list(spec.shape)}")
 
     def numbers(self, names: Sequence[str]) -> list[int]:
         """Raises IncompatibleWeightsError, naming every name that the module does not have."""

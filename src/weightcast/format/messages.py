@@ -58,7 +58,10 @@ class InitInfo(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer", tag_field="kind"):
-    """A version that a publisher is about to send. The manifest is absent when this link has been sent it before."""
+    """A version that a publisher is about to send. The manifest is absent when this link has been sent it before.
+
+    `workers`: to how many workers of each host it is offered, as these call their hosts: they share the host's memory.
+    """
 
     run: RunId
     version: VersionNumber
@@ -68,6 +71,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer", tag_field="kind"):
     install: InstallMode = "staged"
     undo: bool = False
     secret: Secret = UNSET
+    workers: Annotated[dict[ShortText, Count], msgspec.Meta(max_length=1 << 16)] | UnsetType = UNSET
 
     def __repr__(self) -> str:
         return f"Offer(run={self.run!r}, version={self.version}, manifest_digest={self.manifest_digest!r})"
@@ -154,13 +158,14 @@ class WeightInfo(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", tag_field="kind"):
-    """The worker's first message."""
+    """The worker's first message. `host`: equal for workers that share a host's memory."""
 
     run: RunId
     engine: ShortText
     engine_rank: Count
     secret: Digest256
     protocol: int = PROTOCOL
+    host: ShortText | UnsetType = UNSET
 
     def __repr__(self) -> str:
         return f"Hello(run={self.run!r}, engine={self.engine!r}, engine_rank={self.engine_rank})"

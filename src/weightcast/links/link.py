@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import UNSET
 
 from weightcast.errors import ErrorRecord, ManifestError, PeerDiedError, PeerTimeoutError, from_record
 from weightcast.format.manifest import PROTOCOL, decode, encode
@@ -202,6 +203,8 @@ class Link:
     def __init__(self, sock: socket.socket, condition: threading.Condition, messages: Any) -> None:
         self.engine = ""
         self.engine_rank = 0
+        self.host = ""
+        """Equal for workers that share a host's memory; empty for one that does not say."""
         self.opened_at = time.monotonic()
         self._sock = sock
         self._condition = condition
@@ -450,6 +453,7 @@ class LinkListener:
             key = message.engine, message.engine_rank
             with self.condition:
                 link.engine, link.engine_rank = key
+                link.host = "" if message.host is UNSET else message.host
                 former = self._links.get(key)
                 self._links[key] = link
                 self.condition.notify_all()

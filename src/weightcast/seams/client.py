@@ -7,7 +7,7 @@ One update, called by the publisher:
     EngineClient.update(Offer)           every worker answers on its link
         ... the buckets are sent; every worker says Received on its link
     EngineClient.update(Seal)
-    ServesTraffic.pause()                streaming: before the first bucket instead
+    ServesTraffic.pause()                streaming: before the first bucket instead; not where finish pauses
     EngineClient.finish()                the workers install
     TwoPhaseInstall.settle(...)          where the workers of an engine can't agree by themselves
     ServesTraffic.resume()
@@ -40,7 +40,8 @@ class Fingerprint:
 class EngineClient(Protocol):
     """One engine's control calls, from the trainer's side. Every call has a deadline and raises PeerError.
 
-    `name` is how errors and reports call the engine. `abilities` in `info()` says what it can do besides.
+    `name` is how errors and reports call the engine. What it can do besides is asked of the client that `connect` has
+    returned, with `isinstance`; names of abilities that a server has in its `info()` are for its client to read.
     """
 
     name: str
@@ -59,8 +60,8 @@ class EngineClient(Protocol):
 
     def update(self, info: UpdateInfo) -> None: ...
 
-    def finish(self, version: int) -> float | None:
-        """Install the sealed version. With the ability "install": the seconds that the engine was paused for it."""
+    def finish(self, version: int) -> None:
+        """Install the sealed version."""
 
     def fingerprint(self) -> Fingerprint | None:
         """What the engine holds, as of now, for `verify="engines"`; None for an engine that can't say."""
@@ -112,6 +113,15 @@ class BringsSender(Protocol):
     """
 
     def sender(self, known: Sequence[ClientSender], context: SenderContext) -> ClientSender: ...
+
+
+@runtime_checkable
+class PausesItself(Protocol):
+    """A client whose engine pauses by itself when `finish` has it install, and resumes then: nobody else pauses it."""
+
+    @property
+    def paused_seconds(self) -> float:
+        """For the last `finish`, as the engine says; else how long that call took, also where its answer was lost."""
 
 
 @runtime_checkable

@@ -133,3 +133,6 @@ class Transport:
         default_factory=lambda: {"cpu": 64 << 20, "cuda": 512 << 20}
     )
     origins: Origins = "one"
+    joined_sender: MakeSender | None = None
+    """Makes the senders of other ranks' origins, which are `JoiningSender`s, where all write to one place. They have no
+    addresses: a receiver gets all from the publishing rank's."""

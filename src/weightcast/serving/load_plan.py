@@ -113,12 +113,16 @@ class LoadPlan:
         self._cuts.clear()
         self.layout.forget_views()
 
-    def require_memory(self) -> None:
-        """Staged: raises InsufficientMemoryError unless there is room for `straddling_bytes`."""
+    def require_memory(self, num_workers: int) -> None:
+        """Staged: raises InsufficientMemoryError unless there is room for `straddling_bytes` of each worker here.
+
+        `num_workers`: of all engines of the publish on this host. They are asked before any of them has taken memory.
+        """
         if self.straddling_bytes:
+            workers = f", in each of {num_workers} workers" if num_workers > 1 else ""
             host_memory.require(
-                self.straddling_bytes,
-                f"putting together {len(self._straddling)} tensors of which each trainer host sends a part",
+                num_workers * self.straddling_bytes,
+                f"putting together {len(self._straddling)} tensors of which each trainer host sends a part{workers},",
                 'publish with origins=1 or install="streaming", or free memory',
             )
 

@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from msgspec import UNSET
+
 from weightcast.engines.gate import Gate
 from weightcast.errors import (
     IncompleteUpdateError,
@@ -27,6 +29,7 @@ from weightcast.format.bucket import BucketHeader, check_bucket, decoded, root_d
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Offer, Seal
 from weightcast.host.closing import on_failure
+from weightcast.host.memory import host_identity
 from weightcast.seams.engine import Undoable
 from weightcast.seams.transport import Bucket, Receiver
 from weightcast.serving.load_plan import LoadPlan, StagedBuckets
@@ -74,6 +77,7 @@ class Update:
         self._deadline_seconds = deadline_seconds
         self._streaming = offer.install == "streaming"
         self._undo = offer.undo
+        self._num_workers = 1 if offer.workers is UNSET else offer.workers.get(host_identity(), 1)
         self._settles = settles
         self._former: tuple[WeightVersion | None, str] = (None, "")
         self._restore: Callable[[], None] | None = None
@@ -104,7 +108,7 @@ class Update:
         Raises InsufficientMemoryError; PeerTimeoutError if a step of generation does not end by the deadline.
         """
         if not self._streaming:
-            self._load_plan.require_memory()
+            self._load_plan.require_memory(self._num_workers)
         self._receiver.open(self._manifest, self.version, staged=not self._streaming)
         if self._streaming:
             self._gate.begin_writing(self._writer, deadline_seconds=self._deadline_seconds)

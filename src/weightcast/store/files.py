@@ -29,6 +29,7 @@ SEAL = "seal.json"
 PINS = "pins"
 PLACE_BYTES = 4096
 MAX_STORED_SLOTS = 1 << 10
+MAX_FILES = 1 << 10
 _STALE_TRIES = 4
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
@@ -128,23 +129,29 @@ def data_name(file: int | str) -> str:
 
 
 class FileLayout:
-    """Where the buckets of a manifest lie in `num_files` files: bucket k in file k % num_files, aligned.
+    """Where the buckets of a manifest lie in `num_files` files, as many for each origin, one behind the other, aligned.
 
-    Several files, since a filesystem lets only one thread at a time write into one.
+    Of an origin's files, bucket k of that origin is in number k modulo how many there are: several, since a filesystem
+    lets only one thread at a time write into one.
     """
 
     def __init__(self, manifest: Manifest, num_files: int) -> None:
+        """`num_files`: a multiple of the number of origins."""
         self.num_files = num_files
         self.sizes_bytes = [0] * num_files
-        self.offsets: list[int] = []
-        for index, size in enumerate(manifest.buckets):
-            self.offsets.append(self.sizes_bytes[index % num_files])
-            end = self.offsets[-1] + HEADER_BYTES + size
-            self.sizes_bytes[index % num_files] = -(-end // PLACE_BYTES) * PLACE_BYTES
+        self._places: list[tuple[int, int]] = []
+        each = num_files // len(manifest.spans)
+        for origin, span in enumerate(manifest.spans):
+            for number, index in enumerate(span):
+                file = origin * each + number % each
+                offset = self.sizes_bytes[file]
+                self._places.append((file, offset))
+                end = offset + HEADER_BYTES + manifest.buckets[index]
+                self.sizes_bytes[file] = -(-end // PLACE_BYTES) * PLACE_BYTES
 
     def at(self, index: int) -> tuple[int, int]:
         """The file and the offset in bytes of a bucket."""
-        return index % self.num_files, self.offsets[index]
+        return self._places[index]
 
 
 def read_file(path: Path, max_bytes: int) -> bytes | None:

@@ -66,6 +66,10 @@ class LockFile:
             return False
         return True
 
+    def unlock_from(self, start: int) -> None:
+        """Release what was taken from byte `start` on."""
+        self._call(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, start, _TO_END)
+
     def conflict(self, start: int = 0, size: int = _TO_END) -> tuple[int, int] | None:
         """One of the ranges that others hold of this one, as (start, size), size 0 for one without end; None: none."""
         kind, _, first, found, _ = _FLOCK.unpack(self._call(fcntl.F_OFD_GETLK, fcntl.F_WRLCK, start, size))
@@ -123,7 +127,7 @@ def readers(path: Path) -> list[str]:
             # The kernel reports any one lock of a range, not the first: look on both sides of it.
             start, end = ranges.pop()
             conflict = file.conflict(start, end - start)
-            if conflict is None or conflict[1] == _TO_END:
+            if conflict is None or conflict[1] != PIN_BYTES:  # the writer's has more than a record
                 continue
             record, name = max(start, conflict[0]), "a reader that could not write its name"
             with contextlib.suppress(ManifestError):

@@ -167,7 +167,13 @@ class PinnedVersion(ClosedOnExit):
         self.stored = stored
         self.manifest = manifest
         self._lock = lock
-        self._layout = files.FileLayout(manifest, stored.num_files)
+        num_files, num_origins = stored.num_files, len(manifest.spans)
+        if num_files % num_origins:
+            raise IntegrityError(
+                f"{slot} has {num_files} data files by its seal, the manifest there has buckets of {num_origins} "
+                "origins, which have as many files each: they are not of one version; publish again"
+            )
+        self._layout = files.FileLayout(manifest, num_files)
         self._paths = [slot / files.data_name(file) for file in range(stored.num_files)]
         self._descriptors: list[int] = []
         with on_failure(self.close):
@@ -186,10 +192,11 @@ class PinnedVersion(ClosedOnExit):
 
         Raises IntegrityError: at the end too, if the buckets are not those of one version.
         """
-        buffer, digests = BucketBuffer.of(torch.empty(slot_size_bytes(self.manifest), dtype=torch.uint8)), []
-        for index, num_bytes in enumerate(self.manifest.buckets):
+        manifest, origins = self.manifest, self.manifest.bucket_origins
+        buffer, digests = BucketBuffer.of(torch.empty(slot_size_bytes(manifest), dtype=torch.uint8)), []
+        for index, num_bytes in enumerate(manifest.buckets):
             self.read(index, buffer)
-            header = check_bucket(buffer, num_bytes, self.stored.version, index, self.manifest.digest_kind)
+            header = check_bucket(buffer, num_bytes, self.stored.version, index, manifest.digest_kind, origins[index])
             digests.append(header.digest)
             yield decoded(buffer, header)
         root = root_digest(self.stored.manifest_digest, digests)

@@ -16,7 +16,7 @@ import msgspec
 from weightcast.errors import IntegrityError, ManifestError
 from weightcast.format.manifest import MAX_BUCKETS, PROTOCOL, RunId, VersionNumber, WeightVersion, decode, encode
 from weightcast.format.messages import Digest128, Digest256
-from weightcast.store.files import MAX_STORED_SLOTS, read_file
+from weightcast.store.files import MAX_FILES, MAX_STORED_SLOTS, read_file
 
 FORMAT = f"weightcast-store-{PROTOCOL}"
 MAX_RECORD_BYTES = 64 << 10
@@ -30,7 +30,7 @@ class Stored(msgspec.Struct, frozen=True):
     run: RunId
     number: VersionNumber
     slot: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STORED_SLOTS)]
-    num_files: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    num_files: Annotated[int, msgspec.Meta(ge=1, le=MAX_FILES)]
     num_buckets: Annotated[int, msgspec.Meta(ge=0, le=MAX_BUCKETS)]
     manifest_digest: Digest256
     root: Digest128
@@ -70,6 +70,13 @@ class WriterRecord(msgspec.Struct, frozen=True):
 
     def describe(self) -> str:
         return f"run {self.run} (pid {self.pid} on {self.host})"
+
+
+class SlotPlace(msgspec.Struct, frozen=True):
+    """The publishing rank to those that lead other origins: the slot that is written, in the writer's attempt."""
+
+    slot: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STORED_SLOTS)]
+    attempt: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ReaderRecord(msgspec.Struct, frozen=True):

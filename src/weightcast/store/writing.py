@@ -1,9 +1,12 @@
 """The writing side of a store: one writer, a slot that no reader has pinned, the pointer last.
 
-Invariants: the current version's slot is never touched, nor one that a reader has pinned; a slot's seal is gone before
-its first byte changes and comes back after its last; a sealed version is only for readers that ask for it by name,
-until the pointer moves to it, and that only if it is still what this writer saw last. A failure before that leaves the
-version before.
+Where a version leaves from several origins, the writer is the publishing rank's: it takes the slot, makes room in all
+files and seals. A rank that leads another origin writes the files of that origin alone, under a lock of its own.
+
+Invariants: the current version's slot is never touched, nor one that a reader has pinned, or an origin's rank of a
+former attempt may still write to; a slot's seal is gone before its first byte changes and comes back after its last; a
+sealed version is only for readers that ask for it by name, until the pointer moves to it, and that only if it is still
+what this writer saw last. A failure before that leaves the version before.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from weightcast.errors import (
     StaleVersionError,
 )
 from weightcast.format.bucket import root_digest
-from weightcast.format.manifest import MAX_MESSAGE_BYTES, MAX_VERSION, Manifest, WeightVersion
+from weightcast.format.manifest import MAX_MESSAGE_BYTES, MAX_VERSION, Manifest, WeightVersion, decode, encode
 from weightcast.host import memory as host_memory
 from weightcast.host.closing import on_failure
 from weightcast.host.deadline import Deadline
@@ -38,6 +41,7 @@ from weightcast.store.records import (
     MAX_REASON_CHARACTERS,
     MAX_RECORD_BYTES,
     Commit,
+    SlotPlace,
     Stored,
     WriterRecord,
     encodable,
@@ -47,25 +51,62 @@ from weightcast.store.records import (
 )
 
 _POLL_SECONDS = 0.01
+_LONGEST_POLL_SECONDS = 0.25
 _OURS = {files.POINTER, files.NEXT, files.WRITER, files.WRITER_LOCK, files.SLOTS, "lost+found"}
+
+
+class OriginFiles:
+    """Data files of a slot that is being written, open: those that some of the version's buckets lie in."""
+
+    def __init__(self, slot: Path, layout: files.FileLayout, span: range) -> None:
+        """`span`: the numbers of the buckets. Raises IntegrityError if something else is in a file's place, OSError."""
+        self._layout = layout
+        self._span = span
+        self._open: dict[int, tuple[Path, int]] = {}
+        with on_failure(self.close):
+            for file in sorted({layout.at(index)[0] for index in span}):
+                path = slot / files.data_name(file)
+                self._open[file] = path, files.open_file(path, os.O_RDWR)
+
+    def write(self, number: int, data: memoryview) -> None:
+        """Write header and payload of one of these buckets, the first of which is number 0; from any thread.
+
+        Raises InsufficientMemoryError, OSError.
+        """
+        file, offset = self._layout.at(self._span[number])
+        path, descriptor = self._open[file]
+        with files.room_for(path):
+            files.write_at(descriptor, data, offset)
+
+    def finish(self, *, fsync: bool) -> None:
+        """All was written: close them, which is when a network filesystem's server has the bytes. Idempotent.
+
+        Raises InsufficientMemoryError, OSError.
+        """
+        while self._open:
+            _, (path, descriptor) = self._open.popitem()
+            with files.room_for(path):
+                try:
+                    if fsync:
+                        os.fdatasync(descriptor)
+                finally:
+                    os.close(descriptor)
+
+    def close(self) -> None:
+        """Close them, also half written. Idempotent."""
+        while self._open:
+            _, (_, descriptor) = self._open.popitem()
+            with contextlib.suppress(OSError):  # what they hold is given up
+                os.close(descriptor)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Slot:
-    """A slot that is being written: its lock, its open files and where the buckets go."""
+    """A slot that is being written, and the lock on it."""
 
     number: int
     path: Path
     lock: LockFile
-    descriptors: list[int] = dataclasses.field(default_factory=list)
-
-    def close_files(self) -> None:
-        while self.descriptors:
-            os.close(self.descriptors.pop())
-
-    def close(self) -> None:
-        with contextlib.closing(self.lock):
-            self.close_files()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -76,7 +117,12 @@ class _Attempt:
     manifest_digest: str
     layout: files.FileLayout
     slot: _Slot
+    files: OriginFiles
     sealed: Commit | None = None
+
+    def close(self) -> None:
+        with contextlib.closing(self.slot.lock):
+            self.files.close()
 
 
 class StoreWriter:
@@ -145,8 +191,10 @@ class StoreWriter:
             lost.close()
             self._write_record(self._record)
 
-    def begin(self, manifest: Manifest, version: WeightVersion) -> None:
+    def begin(self, manifest: Manifest, version: WeightVersion, span: range) -> str:
         """Take a slot for a version and make room in it. Waits while readers hold all slots that there may be.
+
+        `span`: the buckets that are written here. Returns what an `OriginWriter` needs to write others.
 
         Raises PeerTimeoutError, naming the readers, at the deadline; InsufficientMemoryError if there is no room;
         StaleVersionError if the number does not grow within its run, or the store has got another writer; ValueError
@@ -164,8 +212,8 @@ class StoreWriter:
         if self._manifest is None or self._manifest[0] is not manifest:
             self._manifest = manifest, manifest.encode(), manifest.digest()
         _, data, digest = self._manifest
-        layout, slot = files.FileLayout(manifest, self._address.num_threads), self._free_slot()
-        with on_failure(slot.close):
+        layout, slot = _layout(manifest, self._address), self._free_slot()
+        with on_failure(slot.lock.close):
             files.remove(slot.path / files.SEAL)
             self._prepare(slot, layout)
             held = None
@@ -173,24 +221,29 @@ class StoreWriter:
                 held = files.read_file(slot.path / files.MANIFEST, MAX_MESSAGE_BYTES)
             if held != data:
                 files.replace_file(slot.path / files.MANIFEST, data, fsync=self._address.fsync)
-            attempt = self._record.attempt + 1
-            self._write_record(
-                msgspec.structs.replace(self._record, attempt=attempt, number=version.number, aborted="")
-            )
-            self._attempt = _Attempt(version, digest, layout, slot)
+            number = self._record.attempt + 1
+            self._write_record(msgspec.structs.replace(self._record, attempt=number, number=version.number, aborted=""))
+            if len(span) < len(manifest.buckets):
+                # For the others now. One that still writes here for a former attempt would have kept this writer out.
+                slot.lock.unlock_from(locks.PINS_BYTES)
+            self._attempt = _Attempt(version, digest, layout, slot, OriginFiles(slot.path, layout, span))
+        return encode(SlotPlace(slot.number, number)).decode()
 
-    def write(self, index: int, data: memoryview) -> None:
-        """Write header and payload of bucket `index`. Raises InsufficientMemoryError, OSError."""
-        attempt = self._attempt
-        assert attempt is not None
-        file, offset = attempt.layout.at(index)
-        with files.room_for(attempt.slot.path / files.data_name(file)):
-            files.write_at(attempt.slot.descriptors[file], data, offset)
+    def write(self, number: int, data: memoryview) -> None:
+        """See `OriginFiles.write`."""
+        assert self._attempt is not None
+        self._attempt.files.write(number, data)
+
+    def finish(self) -> None:
+        """Every bucket that is written here was written. See `OriginFiles.finish`."""
+        assert self._attempt is not None
+        self._attempt.files.finish(fsync=self._address.fsync)
 
     def seal(self, digests: list[bytes]) -> Stored:
-        """Every bucket was written: readers that know of the version can read it. All that `commit` needs is done.
+        """All files are finished, those of all origins: readers that know of the version can read it.
 
-        Raises StaleVersionError if the store has got another writer, whose lock this one should have kept out.
+        `digests`: of all buckets. All that `commit` needs is done. Raises StaleVersionError if the store has got
+        another writer, whose lock this one should have kept out.
         """
         attempt, former = self._attempt, self.newest
         assert attempt is not None
@@ -199,18 +252,13 @@ class StoreWriter:
             number=attempt.version.number,
             slot=attempt.slot.number,
             num_files=attempt.layout.num_files,
-            num_buckets=len(attempt.layout.offsets),
+            num_buckets=len(digests),
             manifest_digest=attempt.manifest_digest,
             root=root_digest(attempt.manifest_digest, digests),
             committed_at=time.time(),
         )
-        if self._address.fsync:
-            for descriptor in attempt.slot.descriptors:
-                os.fdatasync(descriptor)
-        # Closed before there is a seal: that is when a network filesystem's server has the bytes.
-        attempt.slot.close_files()
         files.replace_file(attempt.slot.path / files.SEAL, seal(Commit(FORMAT, stored)), fsync=self._address.fsync)
-        attempt.slot.close()
+        attempt.close()
         self._check_pointer()
         commit = Commit(FORMAT, stored, former if former is None or former.slot != stored.slot else None)
         files.replace_file(self._directory / files.NEXT, seal(commit), fsync=self._address.fsync)
@@ -242,7 +290,7 @@ class StoreWriter:
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return
-        attempt.slot.close()
+        attempt.close()
         if not self.is_held:
             return
         aborted = encodable(reason)[:MAX_REASON_CHARACTERS] or "aborted"
@@ -352,8 +400,14 @@ class StoreWriter:
         return None
 
     def _nothing_free(self, known: set[int]) -> PeerTimeoutError:
-        pins = {number: files.slot_path(self._directory, number) / files.PINS for number in self._by_age(known)}
-        holders = [f"{name} holds slot {number}" for number, path in pins.items() for name in locks.readers(path)]
+        holders = []
+        for number in self._by_age(known):
+            path = files.slot_path(self._directory, number) / files.PINS
+            names = locks.readers(path)
+            with contextlib.closing(LockFile(path, os.O_RDONLY)) as lock:
+                if not names and lock.conflict(locks.PINS_BYTES) is not None:
+                    names = ["a trainer rank of a publish that was given up"]
+            holders += [f"{name} holds slot {number}" for name in names]
         shown = "; ".join(holders) or "they have ended just now"
         return PeerTimeoutError(
             f"readers held every slot of {self._directory} that may be overwritten for {self._deadline_seconds:g} s: "
@@ -362,21 +416,113 @@ class StoreWriter:
         )
 
     def _prepare(self, slot: _Slot, layout: files.FileLayout) -> None:
-        """Open the slot's files and make room in them. Raises InsufficientMemoryError before anything is written."""
+        """Make the slot's files and room in them. Raises InsufficientMemoryError before anything is written."""
         paths = [slot.path / files.data_name(file) for file in range(layout.num_files)]
         for path in set(slot.path.glob(files.data_name("*"))).difference(paths):
             files.remove(path)
-        for path in paths:
-            slot.descriptors.append(files.open_file(path, os.O_RDWR | os.O_CREAT))
-        needed = sum(
-            max(0, size - os.fstat(descriptor).st_blocks * 512)
-            for descriptor, size in zip(slot.descriptors, layout.sizes_bytes, strict=True)
+        with contextlib.ExitStack() as stack:
+            descriptors = []
+            for path in paths:
+                descriptors.append(files.open_file(path, os.O_RDWR | os.O_CREAT))
+                stack.callback(os.close, descriptors[-1])
+            needed = sum(
+                max(0, size - os.fstat(descriptor).st_blocks * 512)
+                for descriptor, size in zip(descriptors, layout.sizes_bytes, strict=True)
+            )
+            if needed and files.is_in_memory(slot.path):
+                host_memory.require(needed, f"{slot.path}, in memory,", "put the store on a disk, or free memory")
+            # With room for the readers' names, which a full disk must not keep from reading.
+            files.grow(
+                [slot.path / files.PINS, *paths],
+                [slot.lock.descriptor, *descriptors],
+                [locks.PINS_BYTES, *layout.sizes_bytes],
+            )
+
+
+class OriginWriter:
+    """Writes one origin's files of versions that the `StoreWriter` of another rank has begun, maybe on another host.
+
+    `write` may run in several threads, the rest in one. It holds a lock on its part of the slot while it may write, so
+    that no writer takes the slot for another version; the end of the process releases it.
+    """
+
+    def __init__(self, address: StoreAddress, run: str, *, deadline_seconds: float) -> None:
+        """Nothing is opened yet. `run`: of the publisher."""
+        self._address = address
+        self._run = run
+        self._deadline_seconds = deadline_seconds
+        self._lock: LockFile | None = None
+        self._files: OriginFiles | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """False while nothing is written, and in a process that was forked from the one that writes."""
+        return self._lock is not None and self._lock.is_open
+
+    def begin(self, manifest: Manifest, origin: int, place: str) -> None:
+        """Open the origin's files in the slot that the publishing rank's `begin` has named.
+
+        Waits until that writer's record is seen here. Raises PeerTimeoutError at the deadline: the directory is not
+        the same one, or the version was given up meanwhile; OSError, IntegrityError.
+        """
+        where: SlotPlace = decode(place.encode(), SlotPlace)
+        slot = files.slot_path(self._address.directory, where.slot)
+        for _ in Deadline(self._deadline_seconds).polls(_POLL_SECONDS, _LONGEST_POLL_SECONDS):
+            if not self._is_written(where):
+                continue
+            # On a network filesystem names of new files may be seen later than a file that was replaced.
+            with contextlib.suppress(FileNotFoundError):
+                lock = LockFile(slot / files.PINS, os.O_RDWR)
+                with on_failure(lock.close):
+                    # The record again, under the lock: from here on no writer takes this slot for another attempt.
+                    if lock.try_lock(locks.PINS_BYTES + origin, 1) and self._is_written(where):
+                        self._files = OriginFiles(slot, _layout(manifest, self._address), manifest.spans[origin])
+                        self._lock = lock
+                        return
+                lock.close()
+        path = self._address.directory / files.WRITER
+        raise PeerTimeoutError(
+            f"{path} on the host {socket.gethostname()} did not name attempt {where.attempt} of run {self._run} within "
+            f"{self._deadline_seconds:g} s, as the publishing trainer rank's does: mount the store's directory under "
+            "this path on every trainer host, or publish with origins=1",
+            peer="trainer",
         )
-        if needed and files.is_in_memory(slot.path):
-            host_memory.require(needed, f"{slot.path}, in memory,", "put the store on a disk, or free memory")
-        # With room for the readers' names, which a full disk must not keep from reading.
-        files.grow(
-            [slot.path / files.PINS, *paths],
-            [slot.lock.descriptor, *slot.descriptors],
-            [locks.PINS_BYTES, *layout.sizes_bytes],
+
+    def _is_written(self, where: SlotPlace) -> bool:
+        """Whether the publishing rank still makes this attempt, as far as this host sees."""
+        record = read_record(self._address.directory / files.WRITER, WriterRecord)
+        found = None if record is None else (record.run, record.attempt, record.aborted)
+        return found == (self._run, where.attempt, "")
+
+    def write(self, number: int, data: memoryview) -> None:
+        """See `OriginFiles.write`."""
+        assert self._files is not None
+        self._files.write(number, data)
+
+    def finish(self) -> None:
+        """Every bucket of the origin was written. See `OriginFiles.finish`."""
+        assert self._files is not None
+        self._files.finish(fsync=self._address.fsync)
+        self.close()
+
+    def abort(self, reason: str) -> None:
+        """Stop writing; the publishing rank says why. Idempotent."""
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        for part in (self._files, self._lock):
+            if part is not None:
+                part.close()
+        self._files = self._lock = None
+
+
+def _layout(manifest: Manifest, address: StoreAddress) -> files.FileLayout:
+    """`num_threads` files for each origin, as far as there may be. Raises ValueError for too many origins."""
+    num_origins = len(manifest.spans)
+    if num_origins > files.MAX_FILES:
+        raise ValueError(
+            f"{num_origins} origins have a data file each, a store's version has at most {files.MAX_FILES}: publish "
+            f"with origins={files.MAX_FILES}"
         )
+    return files.FileLayout(manifest, num_origins * min(address.num_threads, files.MAX_FILES // num_origins))

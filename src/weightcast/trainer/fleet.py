@@ -34,7 +34,7 @@ from weightcast.format.manifest import MAX_VERSION, PROTOCOL
 from weightcast.format.messages import Accepted, Failed, InitInfo, Installed, Offer, Received, WeightInfo
 from weightcast.links.link import Link, LinkListener
 from weightcast.links.watchdog import Watchdog
-from weightcast.seams.client import ClientSender, EngineClient, ServesTraffic, TwoPhaseInstall
+from weightcast.seams.client import ClientSender, EngineClient, PausesItself, ServesTraffic, TwoPhaseInstall
 from weightcast.trainer.report import EngineResult
 
 _MAX_PARALLEL = 64
@@ -181,7 +181,7 @@ class FleetMember:
     def pause(self) -> None:
         """Have the engine stop serving; where no lease ends that, have the watchdog ready to."""
         is_paused = self._connection is Connection.PAUSED
-        if is_paused or not isinstance(self.client, ServesTraffic) or self._can("install"):
+        if is_paused or not isinstance(self.client, ServesTraffic):
             return
         self._guard(self.client)
         if self._pause_end is PauseEnd.NONE:
@@ -193,7 +193,7 @@ class FleetMember:
     def _guard(self, client: ServesTraffic) -> None:
         """Have the watchdog end the pause if this process dies, where no lease does."""
         assert self._watchdog is not None
-        if not self._can("lease") and (requests := client.recovery_requests(self._run)):
+        if requests := client.recovery_requests(self._run):
             self._is_guarded = True
             self._watchdog.hold(self.name, requests)
 
@@ -240,15 +240,13 @@ class FleetMember:
         try:
             self.pause()
             try:
-                start, pause_seconds = time.perf_counter(), None
                 try:
-                    pause_seconds = self.client.finish(self.version)
+                    self.client.finish(self.version)
                 except (PeerTimeoutError, PeerDiedError):
                     if not self._serves():
                         raise
-                if self._can("install"):
-                    # The answer was lost, or is of an engine that does not say it: not longer than the request.
-                    self.result.pause_seconds = time.perf_counter() - start if pause_seconds is None else pause_seconds
+                if isinstance(self.client, PausesItself):
+                    self.result.pause_seconds = self.client.paused_seconds
                 for link in self.links:
                     self._await_installed(link)
             except WeightcastError:
@@ -312,8 +310,10 @@ class FleetMember:
             for link in self.links:
                 link.end(f"the publisher gave this engine up: {error}")
 
-    def _can(self, ability: str) -> bool:
-        return self.info is not None and ability in self.info.abilities
+    def close(self) -> None:
+        """Close the client, if it is the publisher's own: the one that was given, which closes what it has found."""
+        if self.owned:
+            self._given.close()
 
     def notice(self, version: int) -> None:
         """If the engine serves this version of the run already, that is its result in the update in progress."""
@@ -405,5 +405,4 @@ class Fleet:
     def close(self) -> None:
         self._pool.shutdown(wait=True)
         for member in self:
-            if member.owned:
-                member.client.close()
+            member.close()

@@ -29,7 +29,7 @@ class PublishOptions:
     `on_failure`: whether a publish that an engine did not take raises PublishError or returns its report.
     `origins`: from the memory of how many trainer hosts at most (or, streaming over ipc, of how many GPUs) buckets are
     sent, each by a rank there; by default all, 1: from the first rank's alone, to which the others send what they hold.
-    It matters for gloo and nccl; a fleet with stock servers, and a store, have one.
+    It matters for gloo, nccl and a store, which all these hosts must see; a fleet with stock servers has one.
     `deadline_seconds`: of each single wait. `lease_seconds`: how long an engine stays held by a silent publisher.
     """
 

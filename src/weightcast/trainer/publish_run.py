@@ -15,9 +15,11 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+from msgspec import UNSET
 
 from weightcast.errors import (
     IntegrityError,
@@ -67,6 +69,8 @@ class Connections:
 
     def __init__(self, sender: Sender, listener: LinkListener, device: torch.device) -> None:
         self.sender = sender
+        self.versions = sender if isinstance(sender, VersionedSender) else None
+        """The publishing rank's own sender, if it keeps versions, whatever else `sender` may speak for."""
         self.listener = listener
         self.device = device
         self.client_senders: list[ClientSender] = []
@@ -146,12 +150,15 @@ class FleetRoute:
     An engine's failure is noted at the engine.
     """
 
-    def __init__(self, fleet: Fleet, sender: Sender, *, is_staged: bool, is_brought: bool) -> None:
+    def __init__(
+        self, fleet: Fleet, sender: Sender, *, is_staged: bool, is_brought: bool, keeps_versions: bool = False
+    ) -> None:
         """`is_staged`: engines serve until the install. `is_brought`: the sender is one of clients'."""
         self.sender = sender
         self.is_staged = is_staged
         self.is_brought = is_brought
         self._fleet = fleet
+        self._keeps_versions = keeps_versions
         self._brought = sender if is_brought else None
 
     def healthy(self) -> list[FleetMember]:
@@ -164,8 +171,7 @@ class FleetRoute:
     @property
     def is_kept(self) -> bool:
         """Whether a version is sent for readers that come later too: not one that all engines have refused."""
-        is_versioned = isinstance(self.sender, VersionedSender) and not self.is_brought
-        return is_versioned and (not len(self._fleet) or bool(self._fleet.healthy()))
+        return self._keeps_versions and (not len(self._fleet) or bool(self._fleet.healthy()))
 
     def peers(self) -> list[str]:
         """What the sender calls those that are to take the version."""
@@ -286,8 +292,8 @@ class PublishRun:
                 self._join(newcomers)
                 if isinstance(fill, StreamPacker):
                     self._fail_other_routes()
-                sender = self._connections.sender
-                kept = sender.newest_version() if isinstance(sender, VersionedSender) else -1
+                sender, versions = self._connections.sender, self._connections.versions
+                kept = -1 if versions is None else versions.newest_version()
                 newest = max((kept, *(member.newest_version for member in self._fleet)))
                 if again is not None:
                     self.number = again.number
@@ -301,7 +307,13 @@ class PublishRun:
                     self._sent = SentDigests(self._pack_plan.layout, inputs.regions)
                 elif not is_due:
                     self._fingerprints = None
-                route = FleetRoute(self._fleet, sender, is_staged=options.install == "staged", is_brought=False)
+                route = FleetRoute(
+                    self._fleet,
+                    sender,
+                    is_staged=options.install == "staged",
+                    is_brought=False,
+                    keeps_versions=versions is not None,
+                )
                 if not route.is_staged and (is_stored or self._is_unchanged(route, fill)):
                     route.pause()
                 offer = Offer(
@@ -312,6 +324,7 @@ class PublishRun:
                     install=options.install,
                     undo=options.undo,
                     secret=secret,
+                    workers=self._workers() if manifest.origins else UNSET,
                 )
                 self._fleet.each(lambda member: member.offer(offer))
             if again is not None and is_stored:
@@ -334,10 +347,10 @@ class PublishRun:
                     brought.install(self._fingerprints, self._sent)
                 finally:
                     brought.resume()
-            if isinstance(sender, VersionedSender) and not is_stored:
+            if versions is not None and not is_stored:
                 with self._timed("seal"):
                     if not len(self._fleet) or any(member.result.ok for member in self._fleet):
-                        sender.commit()
+                        versions.commit()
                         is_stored = True
                     else:
                         sender.abort(f"no engine has installed version {self.number}")
@@ -404,6 +417,10 @@ class PublishRun:
                 logger.info("waiting up to %g s for engines that are starting: %s", self._wait_ready_seconds, names)
         self._fleet.refuse_doubles(newcomers)
         return newcomers
+
+    def _workers(self) -> dict[str, int]:
+        """How many workers on each host are to take the version."""
+        return dict(Counter(link.host for member in self._fleet.healthy() for link in member.links))
 
     def _join(self, members: Iterable[FleetMember]) -> None:
         """Connect these members with the publisher."""

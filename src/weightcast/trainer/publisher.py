@@ -34,7 +34,6 @@ from weightcast.process_group import Closable
 from weightcast.seams.client import BringsSender, EngineClient
 from weightcast.seams.source import Regions, Source, StreamSource, TensorStream
 from weightcast.seams.transport import Origins
-from weightcast.seams.versions import VersionedSender
 from weightcast.trainer import arguments
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
@@ -160,8 +159,7 @@ class Publisher(ClosedOnExit):
             # Only one that did not answer is paused still, and this is the last request to it.
             self._fleet.each(FleetMember.resume, [member], notes=False)
             self._watchdog.release(name)
-            if member.owned:
-                member.client.close()
+            member.close()
 
     def close(self) -> None:
         """Disconnect every engine and free everything. Idempotent; does nothing in a forked child."""
@@ -364,7 +362,7 @@ class Publisher(ClosedOnExit):
             self._drop.detach()
             self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
             self._drop.atexit = False
-        if not len(self._fleet) and not isinstance(self._connections.sender, VersionedSender):
+        if not len(self._fleet) and self._connections.versions is None:
             raise ValueError(
                 f"there is no engine to publish to, and {self._url} keeps nothing for later: pass engines=[...], or "
                 "call add_engine first (a store, file:///DIR, needs none)"

@@ -14,7 +14,7 @@ import msgspec
 
 from weightcast import registry
 from weightcast.errors import ManifestError, WeightcastError
-from weightcast.format.messages import Digest256, Heartbeat, Hello, ShortText
+from weightcast.format.messages import Digest256, Heartbeat, Hello
 from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
 from weightcast.links.link import Link, LinkListener, WorkerLink
@@ -22,23 +22,15 @@ from weightcast.transports.receiving import CONNECT_SECONDS, PeerReceiver, V
 from weightcast.transports.records import FromPeer, FromSender
 from weightcast.transports.sending import ConnectedPeer, SendingEnd, U, sign_seconds
 
-
-class HostIdentity(msgspec.Struct, frozen=True, tag="here", tag_field="kind"):
-    """The receiver's first record after the hello. Those of equal `host` can share memory."""
-
-    host: ShortText
-
-
-FromLinked: TypeAlias = Hello | HostIdentity | FromPeer
+FromLinked: TypeAlias = Hello | FromPeer
 ToLinked: TypeAlias = Heartbeat | FromSender
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LinkedPeer(ConnectedPeer):
-    """A peer that connects again has another link, and is another peer. `host`: empty until it has said where it is."""
+    """A peer that connects again has another link, and is another peer."""
 
     link: Link
-    host: str = dataclasses.field(default="", kw_only=True)
 
 
 L = TypeVar("L", bound=LinkedPeer)
@@ -88,13 +80,7 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
             self._hear(peer)
 
     def _is_connected(self, name: str) -> bool:
-        return name in self._peers and bool(self._peers[name].host)
-
-    def _on_record(self, peer: L, record: Any) -> None:
-        if isinstance(record, HostIdentity):
-            peer.host = record.host
-        else:
-            super()._on_record(peer, record)
+        return name in self._peers
 
     def _hear(self, peer: L) -> None:
         for record in peer.link.take():
@@ -134,14 +120,13 @@ class LinkedReceiver(PeerReceiver[V]):
         with self._condition:
             self._link = WorkerLink(
                 f"tcp:{address.host}:{address.port}",
-                Hello(run, peer, 0, address.secret),
+                Hello(run, peer, 0, address.secret, host=host_identity()),
                 lease_seconds=deadline_seconds,
                 on_end=self._on_end,
                 on_message=self._on_message,
                 messages=records,
                 connect_seconds=connect_seconds,
             )
-        self._tell(HostIdentity(host_identity()))
         with on_failure(self._link.close):
             # What is offered to this worker may be sent at once: by then the sender must know of it.
             self._link.await_welcome(connect_seconds)

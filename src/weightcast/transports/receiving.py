@@ -144,7 +144,7 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
             index = bucket.index
             yield bucket
             del bucket
-            if index + 1 == wanted.num_buckets:
+            if wanted.num_taken == wanted.num_buckets:
                 with self._condition:
                     self._check_live(wanted)
             self._release(wanted, index)

@@ -1,4 +1,4 @@
-"""`file:///dir`: a directory of versions, written by one publisher and followed by whoever can read it.
+"""`file:///dir`: a directory of versions, written by one publisher, and followed by all who can read it.
 
 The directory itself is the package `weightcast.store`. Invariants: a bucket's buffer is handed out again only when its
 bytes are with the filesystem; an error of any writing thread is raised, and nothing is sealed then; what is sealed is
@@ -12,6 +12,7 @@ import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Generic, TypeVar
 
 import torch
 
@@ -29,7 +30,7 @@ from weightcast.seams.transport import Bucket, Transport
 from weightcast.seams.versions import StoredVersion
 from weightcast.store.address import MAX_BUFFERS, StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader
-from weightcast.store.writing import StoreWriter
+from weightcast.store.writing import OriginWriter, StoreWriter
 from weightcast.transports.kept_memory import KeptMemory, allocate, allocate_to_send
 from weightcast.transports.receiving import PUBLISHER, ReceivingEnd, WantedUpdate
 from weightcast.transports.sending import check_length
@@ -38,104 +39,78 @@ _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.05
 
 
-class StoreSender:
-    """Implements `Sender` and `VersionedSender`. All calls come from one thread.
+W = TypeVar("W", StoreWriter, OriginWriter)
+
+
+class _BufferedSender(Generic[W]):
+    """What the senders of all origins do alike: a ring of buffers, written by one thread or several.
 
     Memory: one bucket; with several threads one more for each, but no more than there are, and at most `MAX_BUFFERS`.
-    The store's files besides (see `StoreWriter`).
     """
+
+    writer_type: type[W]
 
     def __init__(
         self, url: str, *, run: str, deadline_seconds: float = 60.0, device: torch.device | str | None = None
     ) -> None:
-        """Take the store. Raises as `StoreWriter`."""
+        """Raises as the writer."""
         address = StoreAddress.parse(url)
+        num_threads = address.num_threads
         self.address = url
         self._run = run
-        is_pinned = torch.device(device or "cpu").type == "cuda"
-        self._max_buffers = 1 if address.num_threads == 1 else min(address.num_threads + 1, MAX_BUFFERS)
+        self._max_buffers = 1 if num_threads == 1 else min(num_threads + 1, MAX_BUFFERS)
         self._num_buffers = 1
         # It starts a thread only for a bucket that no other one is free for.
-        self._pool = ThreadPoolExecutor(self._max_buffers, "weightcast-store") if address.num_threads > 1 else None
+        self._pool = ThreadPoolExecutor(self._max_buffers, "weightcast-store") if num_threads > 1 else None
         # Zeros: what lies between the end of a bucket and of its buffer must not be another's memory.
         self._ring = KeptMemory(
             (lambda size: torch.zeros(size, dtype=torch.uint8, pin_memory=True))
-            if is_pinned
+            if torch.device(device or "cpu").type == "cuda"
             else (lambda size: allocate_to_send(size, torch.device("cpu"), "writing this version"))
         )
-        self._manifest: Manifest | None = None
+        self._plan: Manifest | None = None
         self._digests: list[bytes] = []
-        self._writes: dict[int, Future[None]] = {}
-        self._is_sealed = False
+        self._writes = collections.deque[Future[None]]()
         self._closed = False
-        self._writer = StoreWriter(address, run, deadline_seconds=deadline_seconds)
+        self._writer: W = self.writer_type(address, run, deadline_seconds=deadline_seconds)
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]:
         """Always empty: a store does not know who reads it."""
         return {}
 
-    def newest_version(self) -> int:
-        """The number of the store's newest version, or of the last one that was given up, whichever is larger.
-
-        Of whichever run; -1 for none. Raises as `StoreWriter.hold`.
-        """
-        self._require_open()
-        self._writer.hold()
-        newest = self._writer.newest
-        return max(self._writer.last_number, -1 if newest is None else newest.number)
-
-    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
-        """Take a free slot and make room in it; `peers` and `staged` change nothing. See `StoreWriter.begin`."""
-        self._require_open()
-        if version.run != self._run:
-            raise ValueError(f"version {version.number} is of run {version.run}, this sender of run {self._run}")
-        self.abort("the publisher began another update")
-        self._writer.begin(manifest, version)
-        self._manifest, self._digests = manifest, []
-        self._num_buffers = max(1, min(self._max_buffers, len(manifest.buckets)))
-        self._ring.prepare(place(manifest, num_slots=self._num_buffers, staged=False))
-        if not manifest.buckets:
-            self._seal()
-        return 0
+    def connected(self, peers: Sequence[str]) -> list[str]:
+        """All of them: readers of a store connect to nobody."""
+        return list(peers)
 
     def buffer(self, index: int) -> BucketBuffer:
         """Where bucket `index`, the next one, is to be packed. Waits until the former one there was written."""
         self._require_update(index)
-        self._finish(index % self._num_buffers)
+        self._await_writes(self._num_buffers - 1)
         return self._ring.buffer(index)
 
     def send(self, index: int, num_bytes: int) -> None:
-        """Write bucket `index`; seal with the last. Raises InsufficientMemoryError, StaleVersionError, OSError."""
-        manifest, buffer = self._require_update(index), self._ring.buffer(index)
-        check_length(manifest, index, num_bytes)
+        """Write bucket `index`; with the last one, finish. Raises InsufficientMemoryError, StaleVersionError, OSError.
+
+        Finished is what the filesystem has taken, and sealed if it is all of the version.
+        """
+        plan, buffer = self._require_update(index), self._ring.buffer(index)
+        check_length(plan, index, num_bytes)
         data = buffer.flat(num_bytes).numpy().data
         self._digests.append(header_digest(buffer.header))
         if self._pool is None or self._num_buffers == 1:
             self._writer.write(index, data)
         else:
-            self._writes[index % self._num_buffers] = self._pool.submit(self._writer.write, index, data)
-        if index + 1 == len(manifest.buckets):
-            self._seal()
-
-    def commit(self) -> None:
-        """Make the version whose buckets were all sent the newest. Raises as `StoreWriter.commit`."""
-        self._require_open()
-        if not self._is_sealed:
-            raise UpdateAbortedError("no version is whole: it was committed or aborted, or buckets of it are missing")
-        self._writer.commit()
-        self._is_sealed = False
-
-    def connected(self, peers: Sequence[str]) -> list[str]:
-        """All of them: readers of a store connect to nobody."""
-        return list(peers)
+            self._writes.append(self._pool.submit(self._writer.write, index, data))
+        if index + 1 == len(plan.buckets):
+            self._finish_all()
 
     def abort(self, reason: str) -> None:
         """Give the version up; the one before stays."""
         if self._writer.is_held:  # else the threads are another process's
-            wait(self._writes.values())
+            wait(self._writes)
         self._writes.clear()
-        self._manifest, self._is_sealed = None, False
+        self._plan = None
         if not self._closed:
             self._writer.abort(reason)
 
@@ -150,44 +125,146 @@ class StoreSender:
             self._pool.shutdown()
         self._ring.free()
 
-    def _seal(self) -> None:
-        for place_in_ring in list(self._writes):
-            self._finish(place_in_ring)
-        self._writer.seal(self._digests)
-        self._manifest, self._is_sealed = None, True
+    def _begin(self, plan: Manifest) -> None:
+        """Take buckets of this plan from now on. The writer has begun."""
+        self._plan, self._digests = plan, []
+        self._num_buffers = max(1, min(self._max_buffers, len(plan.buckets)))
+        self._ring.prepare(place(plan, num_slots=self._num_buffers, staged=False))
+        if not plan.buckets:
+            self._finish_all()
 
-    def _finish(self, place_in_ring: int) -> None:
-        write = self._writes.pop(place_in_ring, None)
-        try:
-            if write is not None:
-                write.result()
-        finally:
-            # It has the error, whose traceback has this frame: the ring would stay until the next garbage collection.
-            del write
+    def _finish_all(self) -> None:
+        self._await_writes(0)
+        self._writer.finish()
+        self._plan = None
 
-    def _require_open(self) -> None:
+    def _await_writes(self, most: int) -> None:
+        """Wait until at most so many are under way."""
+        while len(self._writes) > most:
+            # In no variable: it has the error, whose traceback would keep this frame, and with it the ring.
+            self._writes.popleft().result()
+
+    def _require_open(self, version: WeightVersion | None = None) -> None:
         if self._closed:
             raise ClosedError("this sender was closed")
+        if version is not None and version.run != self._run:
+            raise ValueError(f"version {version.number} is of run {version.run}, this sender of run {self._run}")
 
     def _require_update(self, index: int) -> Manifest:
         self._require_open()
-        manifest = self._manifest
-        if manifest is None:
+        plan = self._plan
+        if plan is None:
             raise UpdateAbortedError("no update is open: it was committed or aborted, or open() was not called")
         if index != len(self._digests):
-            raise ValueError(f"bucket {index} of {len(manifest.buckets)}: bucket {len(self._digests)} is the next")
-        return manifest
+            raise ValueError(f"bucket {index} of {len(plan.buckets)}: bucket {len(self._digests)} is the next")
+        return plan
+
+
+class StoreSender(_BufferedSender[StoreWriter]):
+    """Implements `Sender`, `VersionedSender` and `SharedSender`. All calls come from one thread.
+
+    It takes the store when it is made. The store's files besides: see `StoreWriter`.
+    """
+
+    writer_type = StoreWriter
+    _shared: WeightVersion | None = None
+    _is_sealed = False
+
+    def newest_version(self) -> int:
+        """The number of the store's newest version, or of the last one that was given up, whichever is larger.
+
+        Of whichever run; -1 for none. Raises as `StoreWriter.hold`.
+        """
+        self._require_open()
+        self._writer.hold()
+        newest = self._writer.newest
+        return max(self._writer.last_number, -1 if newest is None else newest.number)
+
+    def share(self, manifest: Manifest, version: WeightVersion) -> str:
+        """Take a slot for a version of several origins, and make room in it. Raises as `StoreWriter.begin`."""
+        place_in_store = self._begin_writing(manifest, version, manifest.spans[0])
+        self._shared = version
+        return place_in_store
+
+    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
+        """Take a slot and make room in it, unless `share` has; `peers` and `staged` change nothing.
+
+        Raises as `StoreWriter.begin`.
+        """
+        self._require_open(version)
+        if self._shared != version:
+            self._begin_writing(manifest, version, range(len(manifest.buckets)))
+        self._begin(manifest)
+        return 0
+
+    def seal(self, others: Sequence[bytes]) -> None:
+        """Of a version that is shared: all origins have sent. `others`: the digests of their buckets, in order."""
+        self._require_open()
+        if self._shared is None or self._plan is not None:
+            raise UpdateAbortedError("no version is shared, or buckets of it are missing: it was aborted, say")
+        self._shared = None
+        self._seal(others)
+
+    def commit(self) -> None:
+        """Make the version whose buckets were all sent the newest. Raises as `StoreWriter.commit`."""
+        self._require_open()
+        if not self._is_sealed:
+            raise UpdateAbortedError("no version is whole: it was committed or aborted, or buckets of it are missing")
+        self._writer.commit()
+        self._is_sealed = False
+
+    def abort(self, reason: str) -> None:
+        self._shared, self._is_sealed = None, False
+        super().abort(reason)
+
+    def _begin_writing(self, manifest: Manifest, version: WeightVersion, span: range) -> str:
+        self._require_open(version)
+        self.abort("the publisher began another update")
+        return self._writer.begin(manifest, version, span)
+
+    def _finish_all(self) -> None:
+        super()._finish_all()
+        if self._shared is None:
+            self._seal(())
+
+    def _seal(self, others: Sequence[bytes]) -> None:
+        self._writer.seal([*self._digests, *others])
+        self._is_sealed = True
+
+
+class JoinedStoreSender(_BufferedSender[OriginWriter]):
+    """Implements `Sender` and `JoiningSender`: writes the files of one origin, beside another rank's `StoreSender`.
+
+    Nothing is opened before it has joined.
+    """
+
+    writer_type = OriginWriter
+
+    def join(self, manifest: Manifest, origin: int, place: str) -> None:
+        """Open the origin's files where the publishing rank's `share` has begun. Raises as `OriginWriter.begin`."""
+        self._require_open()
+        self.abort("the publisher began another update")
+        self._writer.begin(manifest, origin, place)
+
+    def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
+        """Send these buckets, the origin's own, to where `join` was called for."""
+        self._require_open(version)
+        if not self._writer.is_held:
+            raise UpdateAbortedError("this sender writes beside another one: join comes first")
+        self._begin(manifest)
+        return 0
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class StoreUpdate(WantedUpdate[PinnedVersion]):
     """`begun` when it is pinned. `attempt`: the writer's last one when it was opened.
 
-    `num_ahead`: how many buckets are read while one is taken.
+    `num_ahead`: how many buckets are read while one is taken. `order`: the buckets of all origins, as they are taken.
     """
 
     attempt: int
     num_ahead: int
+    order: Sequence[int]
     reads: collections.deque[Future[None]] = dataclasses.field(default_factory=collections.deque)
     pause_seconds: float = _FIRST_PAUSE_SECONDS
 
@@ -257,10 +334,13 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             super().end()
             num_ahead = self._num_ahead if staged else min(self._num_ahead, MAX_BUFFERS - 1)
             num_ahead = num_ahead if len(manifest.buckets) > 1 else 0
-            self._arena.prepare(place(manifest, num_slots=num_ahead + 1, staged=staged, adjoining=True))
+            order = manifest.rounds
+            self._arena.prepare(place(manifest, num_slots=num_ahead + 1, staged=staged, adjoining=True, order=order))
             record = self._reader.writer().record
             attempt = 0 if record is None else record.attempt
-            self._wanted = wanted = StoreUpdate(manifest, version, staged, attempt=attempt, num_ahead=num_ahead)
+            self._wanted = wanted = StoreUpdate(
+                manifest, version, staged, attempt=attempt, num_ahead=num_ahead, order=order
+            )
             if self._newest is not None and self._newest.stored.version == version:
                 self._newest, wanted.begun = None, self._newest
             self._let_go()
@@ -339,17 +419,17 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         return None
 
     def _next_bucket(self, wanted: StoreUpdate) -> Bucket:
-        index, pinned = wanted.num_taken, wanted.begun
+        number, pinned = wanted.num_taken, wanted.begun
         assert pinned is not None
+        index = wanted.order[number]
         if self._pool is None or wanted.num_ahead == 0:
             pinned.read(index, self._arena.buffer(index))
         else:
             # A streaming bucket's memory is free when the next one is asked for: look no further than that.
-            for ahead in range(index + len(wanted.reads), min(index + wanted.num_ahead, wanted.num_buckets)):
-                buffer = self._arena.buffer(ahead)
-                wanted.reads.append(self._pool.submit(pinned.read, ahead, buffer))
+            for ahead in wanted.order[number + len(wanted.reads) : number + wanted.num_ahead]:
+                wanted.reads.append(self._pool.submit(pinned.read, ahead, self._arena.buffer(ahead)))
             wanted.reads.popleft().result()
-        if index + 1 == wanted.num_buckets:
+        if number + 1 == wanted.num_buckets:
             pinned.close()
         return Bucket(index, self._arena.buffer(index))
 
@@ -362,6 +442,8 @@ def _allocate(size_bytes: int) -> torch.Tensor:
 TRANSPORT = Transport(
     sender=StoreSender,
     receiver=StoreReceiver,
+    joined_sender=JoinedStoreSender,
+    origins="hosts",
     # Packed, digested and written while it is in a core's cache.
     default_bucket_size_bytes={"cpu": 2 << 20, "cuda": 64 << 20},
     same_host=False,

@@ -96,7 +96,7 @@ class TrainerGroup:
             prepared.pack_plan.lay_out(layout)
         prepared.pack_plan.use(prepared.regions, packer)
         connections.origins = self._shares.addresses
-        if connections.origins and self._origins_sender is None:
+        if layout.manifest.origins and self._origins_sender is None:
             # The first publish that has more than one origin: from now on one sender speaks for all.
             self._origins_sender = connections.sender = OriginsSender(connections.sender)
         if self._origins_sender is not None:

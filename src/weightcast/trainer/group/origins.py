@@ -25,6 +25,7 @@ from weightcast.format.bucket import RAW, BucketBuffer, Digest, as_bytes, slot_s
 from weightcast.format.manifest import Manifest, WeightVersion, encode
 from weightcast.host.memory import SealedMemory, host_identity
 from weightcast.seams.transport import Origins, Sender
+from weightcast.seams.versions import JoiningSender, SharedSender
 from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks, in_round
 from weightcast.trainer.group.gather import OriginPacker, SharedBuffers, mapped_again
 from weightcast.trainer.packer import Shard, finish
@@ -43,11 +44,12 @@ class RankPlace(msgspec.Struct, frozen=True):
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """The publishing rank to all: an update begins, or goes on, for these peers."""
+    """The publishing rank to all: an update begins, or goes on, for these peers. `place`: see `SharedSender.share`."""
 
     version: int
     peers: tuple[str, ...]
     staged: bool
+    place: str = ""
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -100,8 +102,8 @@ def own_url(url: str) -> str:
 
     Its port is the same one, so that it is known which to let through. Raises OSError if that host has no address.
     """
-    scheme = registry.scheme(url)
-    if registry.transport(url).same_host:
+    scheme, transport = registry.scheme(url), registry.transport(url)
+    if transport.same_host or transport.joined_sender is not None:
         return url
     host, port = registry.host(url), urllib.parse.urlsplit(url).port or 0
     family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -128,7 +130,7 @@ class OriginSender:
     ) -> None:
         self.run = run
         self.device = device
-        self.address = sender.address
+        self.address = "" if isinstance(sender, JoiningSender) else sender.address
         self._ranks = ranks
         self._sender = sender
         self._deadline_seconds = deadline_seconds
@@ -179,6 +181,8 @@ class OriginSender:
 
         def open_sender() -> None:
             peers, is_staged = opening.peers, opening.staged
+            if isinstance(self._sender, JoiningSender):
+                self._sender.join(self._manifest, self._origin, opening.place)
             self._next = self._sender.open(self._plan, self._version, peers=peers, staged=is_staged)
             self._ready()
 
@@ -354,7 +358,7 @@ class GroupPacker:
         self.fill_others(range(len(plan.buckets), self.num_rounds))
         return [*digests, *self.others()]
 
-    def others(self) -> list[Digest]:
+    def others(self) -> list[bytes]:
         """See `Fill.others`."""
         self.ask(())
         digests = b"".join(bytes.fromhex(report.digests) for report in self.reports.values())
@@ -438,7 +442,8 @@ class OriginsSender:
         """Begin an update on every origin, or go on with it. Raises what any of their ranks raises."""
         group, plan = self._group, manifest.of_origin(0)
         self._is_whole = False
-        group.open(Opening(version.number, tuple(peers), staged))
+        shared = self._own.share(manifest, version) if isinstance(self._own, SharedSender) else ""
+        group.open(Opening(version.number, tuple(peers), staged, shared))
         if not 0 < self._num_buckets == self._num_sent:
             # Else this origin has sent all, and another one has lost peers since.
             self._num_buckets = len(plan.buckets)
@@ -464,6 +469,8 @@ class OriginsSender:
         group = self._group
         group.fill_others(range(max((self._num_buckets, *group.next_rounds.values())), group.num_rounds))
         group.opened()
+        if isinstance(self._own, SharedSender):
+            self._own.seal(group.others())
         self._is_whole = True
 
     def connected(self, peers: Sequence[str]) -> list[str]:

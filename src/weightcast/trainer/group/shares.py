@@ -62,7 +62,9 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class _Address(msgspec.Struct, frozen=True):
-    """A rank to the publishing one: of its origin's sender. Empty: it has none; the next exchange raises why."""
+    """A rank to the publishing one: of its origin's sender. Empty: it needs none, or has none, and the next exchange
+    raises why.
+    """
 
     address: str
 
@@ -227,7 +229,8 @@ class Shares:
             sharing = self._share(found)
             rows = ranks.gather(encode(_Address("")))
             via = self._connected(self._backend)
-        self.addresses = tuple(decode(rows[rank], _Address).address for rank in sharing.leaders[1:])
+        others: list[_Address] = [decode(rows[rank], _Address) for rank in sharing.leaders[1:]]
+        self.addresses = tuple(other.address for other in others if other.address)
         if sharing.layout.manifest != layout.manifest:
             layout = sharing.layout
         packer = OriginPacker(ranks, layout, self._own_shards(), sharing.beside(0), origin=0, via=via)
@@ -282,7 +285,8 @@ class Shares:
             self._lead_none()
         if self.own is None:
             device, run, seconds = self._device(), settings.run, self._deadline_seconds
-            make = registry.transport(settings.url).sender
+            transport = registry.transport(settings.url)
+            make = transport.joined_sender or transport.sender
             sender = make(own_url(settings.url), run=run, device=device, deadline_seconds=seconds)
             self.own = OriginSender(self._ranks, sender, run, device, seconds)
         return self.own.address

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
@@ -34,6 +34,8 @@ from weightcast.transports.kept_memory import KeptMemory, allocate_to_send
 from weightcast.transports.linked import LinkedSender, parse_endpoint
 from weightcast.transports.records import UpdateAborted
 from weightcast.transports.sending import MAX_REASON_CHARACTERS, SentUpdate
+
+Blame: TypeAlias = Callable[[bool], dict[GroupMember, WeightcastError]]
 
 _NUM_SLOTS = 2
 _MAX_ANSWER_SECONDS = 5.0
@@ -102,8 +104,8 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
                 self._slots.free()
                 self._slots_are_lost = False
             self._slots.prepare(update.arena_layout)
-            members = () if self._group is None else self._group.members
-            have = [m.joining.num_received if m.joining.update == update.number else 0 for m in self._joined()]
+            joined, members = ((), ()) if self._group is None else (self._group.joined, self._group.members)
+            have = [m.joining.num_received if m.joining.update == update.number else 0 for m in joined]
             update.next = min(have, default=0)
             if update.next > update.first:
                 update.first, update.num_fruitless = update.next, 0
@@ -189,16 +191,13 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
 
     # --- the group ---
 
-    def _joined(self) -> Sequence[GroupMember]:
-        return () if self._group is None else self._group.joined
-
     def _readers(self, update: GroupUpdate) -> dict[GroupMember, list[GroupMember]]:
         """Who joins the group, and who reads along with each: staged, the other workers of an engine on its host."""
         joined: dict[object, GroupMember] = {}
         readers: dict[GroupMember, list[GroupMember]] = {}
         members = [self._peers[name] for name in update.peers]
         for member in sorted(members, key=lambda m: (engine_of(m.name), m.engine_rank)):
-            first = joined.setdefault((engine_of(member.name), member.host) if update.staged else member, member)
+            first = joined.setdefault((engine_of(member.name), member.link.host) if update.staged else member, member)
             readers.setdefault(first, [])
             if first is not member:
                 readers[first].append(member)
@@ -237,38 +236,36 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
         is_left = any(member.left.epoch == group.number for member in group.members)
         return group.error() is not None or is_left or update.peers != group.names
 
-    def _wait_for(self, update: GroupUpdate, group: BroadcastGroup, is_done: Callable[[], bool]) -> bool:
-        """Wait until it is done, or the group in trouble; False at the deadline."""
-        deadline = Deadline(self._deadline_seconds)
+    def _await(
+        self, update: GroupUpdate, group: BroadcastGroup, is_done: Callable[[], bool], blame: Blame | None = None
+    ) -> None:
+        """Wait until it is done. Raises PeersLostError if the group can't go on, or at the deadline.
+
+        `blame`: says who is lost then, given whether it is late; by default those that broke the group.
+        """
+        deadline, is_late = Deadline(self._deadline_seconds), False
         poll_seconds = _POLL_SECONDS if self._settings.backend == "nccl" else self._deadline_seconds
         self._listen()
-        while not self._is_in_trouble(update, group) and not is_done():
-            if deadline.has_passed:
-                return False
-            self._wait(min(deadline.remaining_seconds, poll_seconds))
-        return True
-
-    def _await(self, update: GroupUpdate, group: BroadcastGroup, is_done: Callable[[], bool]) -> None:
-        """Wait until it is done. Raises PeersLostError if the group can't go on, or at the deadline."""
-        is_late = not self._wait_for(update, group, is_done)
+        while not (is_late or self._is_in_trouble(update, group) or is_done()):
+            is_late = deadline.has_passed
+            if not is_late:
+                self._wait(min(deadline.remaining_seconds, poll_seconds))
         if is_late or self._is_in_trouble(update, group):
+            blamed = self._who_broke(update, group, is_late=is_late) if blame is None else blame(is_late)
             late = PeerTimeoutError(f"no progress for {self._deadline_seconds:g} s")
-            blamed = self._who_broke(update, group, is_late=is_late)
             self._interrupt(update, blamed, group.error() or late)
 
     def _await_answers(self, update: GroupUpdate, group: BroadcastGroup, members: Sequence[GroupMember]) -> None:
         """Wait for answers to an invitation. Raises PeersLostError without those that can't join, or don't answer."""
-        missing = [member for member in members if member.joining.epoch != group.number]
-        is_late = not self._wait_for(update, group, lambda: all(m.joining.epoch == group.number for m in missing))
-        if not is_late and not self._is_in_trouble(update, group):
-            return
-        blamed: dict[GroupMember, WeightcastError] = {}
-        for member in members:
-            if member.left.epoch == group.number:
-                blamed[member] = member.failure()
-            elif is_late and member.joining.epoch != group.number:
-                blamed[member] = self._timed_out(member.name, "answered no invitation to a group")
-        self._interrupt(update, blamed, PeerTimeoutError(f"no group within {self._deadline_seconds:g} s"))
+
+        def missing() -> list[GroupMember]:
+            return [member for member in members if member.joining.epoch != group.number]
+
+        def blame(is_late: bool) -> dict[GroupMember, WeightcastError]:
+            silent = {m: self._timed_out(m.name, "answered no invitation to a group") for m in missing() if is_late}
+            return silent | {m: m.failure() for m in members if m.left.epoch == group.number}
+
+        self._await(update, group, lambda: not missing(), blame)
 
     # --- losses ---
 
