@@ -14,8 +14,8 @@ SRC = Path(__file__).parents[1] / "src" / "weightcast"
 
 # A folder, or a file at the top, imports only from rows above its own, and from `errors`.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("host", "format", "process_group"),
-    ("links",),
+    ("host", "format"),
+    ("links", "process_group"),
     ("seams",),
     ("checkpoint", "store", "registry"),
     ("sources", "engines", "transports"),
@@ -49,6 +49,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "torch": (
         *(
             "host.copy",
+            "host.device",
             "host.memory",
             "format.bucket",
             "format.tensor_digest",

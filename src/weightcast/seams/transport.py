@@ -133,3 +133,6 @@ class Transport:
         default_factory=lambda: {"cpu": 64 << 20, "cuda": 512 << 20}
     )
     origins: Origins = "one"
+    buckets_on_gpu: Literal["never", "streaming", "always"] = "always"
+    """When buckets of weights that are on a GPU lie there as well, by the way of installing: it decides what digests
+    them. Of buckets in host memory xxh3-128 is twice as fast as what a GPU computes."""

@@ -26,6 +26,7 @@ from weightcast.errors import (
 from weightcast.format.bucket import BucketHeader, check_bucket, decoded, root_digest
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Offer, Seal
+from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
 from weightcast.seams.engine import Undoable
 from weightcast.seams.transport import Bucket, Receiver
@@ -75,6 +76,7 @@ class Update:
         self._streaming = offer.install == "streaming"
         self._undo = offer.undo
         self._settles = settles
+        self._device = load_plan.device
         self._former: tuple[WeightVersion | None, str] = (None, "")
         self._restore: Callable[[], None] | None = None
         self._touched = False
@@ -142,6 +144,8 @@ class Update:
             if self._streaming:
                 with self._loading():
                     self._load_plan.load_end()
+                    # On this thread's stream; the thread that commits has another.
+                    host_device.synchronize_stream(self._device)
             self._root = root_digest(
                 self._load_plan.manifest_digest, [digests[index] for index in range(self.num_buckets)]
             )
@@ -174,6 +178,8 @@ class Update:
     def _touch(self) -> None:
         """From here on the live weights change. Call while no step of generation runs."""
         if not self._touched:
+            # The kernels of the last step may still run, and read the weights.
+            host_device.synchronize(self._device)
             if self._undo:
                 assert isinstance(self._engine, Undoable)
                 self._restore = self._engine.snapshot()
@@ -280,6 +286,9 @@ class Update:
     def _go_back(self, reason: str) -> bool:
         """Undo what was written; without an undo copy the engine is torn. True if a whole version is there."""
         try:
+            if self._touched:
+                # Copies that another thread has queued would come after what is restored.
+                host_device.synchronize(self._device)
             self._engine.discard()
             if self._restore is not None:
                 self._restore()

@@ -157,4 +157,4 @@ class MemoryReceiver(ArenaReceiver):
         super()._disconnect()
 
 
-TRANSPORT = Transport(sender=MemorySender, receiver=MemoryReceiver, same_host=True)
+TRANSPORT = Transport(sender=MemorySender, receiver=MemoryReceiver, same_host=True, buckets_on_gpu="streaming")

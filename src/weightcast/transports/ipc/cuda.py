@@ -75,22 +75,30 @@ class MappedCudaArena(MappedArena):
     """The receiver's end."""
 
     def __init__(self, record: CudaArena) -> None:
-        """Raises UnsupportedError if this process does not see the GPU."""
+        """Raises UnsupportedError if this process does not see the GPU, or may not open the memory."""
         self.generation = record.generation
         self.size_bytes = record.size_bytes
         self._device = _find_device(record.device)
         self._events: dict[bytes, torch.cuda.Event] = {}
-        with torch.cuda.device(self._device):
-            storage = torch.UntypedStorage._new_shared_cuda(
-                self._device.index,
-                record.handle,
-                record.storage_size_bytes,
-                record.storage_offset_bytes,
-                record.ref_counter_handle,
-                record.ref_counter_offset,
-                record.event_handle,
-                record.event_sync_required,
-            )
+        try:
+            with torch.cuda.device(self._device):
+                storage = torch.UntypedStorage._new_shared_cuda(
+                    self._device.index,
+                    record.handle,
+                    record.storage_size_bytes,
+                    record.storage_offset_bytes,
+                    record.ref_counter_handle,
+                    record.ref_counter_offset,
+                    record.event_handle,
+                    record.event_sync_required,
+                )
+        except RuntimeError as exc:
+            raise UnsupportedError(
+                f"the publisher's arena on {self._device} can't be opened here: {exc}. CUDA shares memory between two "
+                "processes of one GPU that are in one container and may trace each other; the trainer must not use "
+                'expandable_segments or cudaMallocAsync (PYTORCH_CUDA_ALLOC_CONF). Or publish with install="staged"; '
+                "in one process use memory://"
+            ) from exc
         whole = torch.empty(0, dtype=torch.uint8, device=self._device)
         self.buffers = Buffers(whole.set_(storage, 0, (record.size_bytes,), (1,)))
 

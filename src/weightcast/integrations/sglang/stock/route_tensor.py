@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import torch
 
 from weightcast.errors import UnsupportedError
+from weightcast.host import device as host_device
 from weightcast.integrations.sglang.stock.buckets import FlatTensor
 from weightcast.integrations.sglang.stock.server import Servers, SglangStockServer
 from weightcast.seams.client import SenderContext
@@ -42,7 +43,7 @@ class TensorRoute:
     def allocate(self, num_bytes: int) -> torch.Tensor:
         if self.device.type == "cpu":
             return shared(num_bytes)
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return host_device.empty(num_bytes, self.device, "a flattened bucket", "use smaller buckets")
 
     def open(self, servers: Servers, version: int) -> None:
         """Keep only servers of this host."""
