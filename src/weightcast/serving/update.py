@@ -220,6 +220,7 @@ class Update:
                     self._touch()
                     if not self._streaming:
                         self._load_plan.load_all(self._staged)
+                        host_device.synchronize_stream(self._device)
                     self._engine.commit(self.version)
                 except BaseException as exc:
                     # No error that is raised is kept: its frames would keep views of the transport's memory alive.

@@ -23,6 +23,7 @@ import torch
 from weightcast.errors import ClosedError, PeerDiedError, PeerTimeoutError, UpdateAbortedError, WeightcastError
 from weightcast.format.bucket import HEADER_BYTES, ArenaLayout, BucketBuffer, Buffers, place
 from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
 from weightcast.transports.records import (
     BeginUpdate,
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 MAX_REASON_CHARACTERS = 4096
 _MAX_SIGN_SECONDS = 5.0
 """Well under a receiver's own deadline, however patient the sender is."""
+_POLL_SECONDS = 0.0005
+"""How often a GPU is asked whether a bucket was packed."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -340,10 +343,6 @@ class OwnedArena:
         self.device = device
         self.buffers = Buffers(whole)
 
-    def mark_ready(self, slot: int) -> bytes:
-        """What was queued for a slot may be read when this is over; empty: who is told of a bucket sees its bytes."""
-        return b""
-
     def close(self, *, free: bool) -> None:
         """Let go of it. With `free`, give the memory back at once, whoever still has it."""
         del self.buffers
@@ -351,7 +350,10 @@ class OwnedArena:
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class ArenaUpdate(SentUpdate):
+    """`unannounced`: the length of the bucket before `next`, and what its packing is over with, until peers know."""
+
     device: torch.device
+    unannounced: tuple[int, host_device.Event | None] | None = None
 
 
 R = TypeVar("R", bound=ConnectedPeer)
@@ -361,8 +363,9 @@ A = TypeVar("A", bound=OwnedArena)
 class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
     """Implements `Sender`. A loss never disturbs the others.
 
-    Memory: streaming, `num_slots` buckets; staged, the whole version; kept for the next update. With a CUDA `device`
-    streaming buckets lie in that device's memory; staged ones are in host memory always.
+    Memory: streaming, `num_slots` buckets, one more on a GPU; staged, the whole version; kept for the next update. With
+    a CUDA `device` streaming buckets lie in that device's memory; staged ones are in host memory always. A bucket on a
+    GPU is announced once its packing is over, so that nothing that a receiver waits for can end with this process.
     """
 
     def __init__(
@@ -391,8 +394,10 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
         with self.condition:
             self._begin_open(version, peers)
             self._await_released()
-            arena_layout = place(manifest, num_slots=self._num_slots, staged=staged)
             device = torch.device("cpu") if staged else self._device
+            # One that is read, one that is announced, and on a GPU one that is still being packed.
+            num_slots = self._num_slots + host_device.has_streams(device)
+            arena_layout = place(manifest, num_slots=num_slots, staged=staged)
             self._prepare_arena(arena_layout, device)
             taking_part = self._await_connected(peers, version)
             self._num_updates += 1
@@ -410,32 +415,57 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
             update = self._require_update(index)
             arena_layout = update.arena_layout
             self._listen()
-            self._await_released(arena_layout.slots[index])
-            if self._arena is None or arena_layout.slots[index] in self._lost_slots:
+            slot = arena_layout.slots[index]
+            if self._names_reading(slot):
+                # A reader may hold it until the bucket comes that is still to be announced.
+                self._announce_packed(update)
+            self._await_released(slot)
+            if self._arena is None or slot in self._lost_slots:
+                self._announce_packed(update)
                 self._replace_arena(arena_layout.size_bytes, update.device)
             assert self._arena is not None
             return self._arena.buffers.at(arena_layout, index)
 
     def send(self, index: int, num_bytes: int) -> None:
-        """Tell the peers of bucket `index`. Waits only for a peer hundreds of buckets behind."""
+        """Tell the peers of bucket `index`. Waits only for a peer hundreds of buckets behind.
+
+        On a GPU they are told of the bucket before, whose packing is over by now, and of the last two with the last.
+        Raises PeerTimeoutError if the GPU does not get done.
+        """
         with self.condition:
-            update, arena = self._require_update(index), self._arena
+            update = self._require_update(index)
             check_length(update.manifest, index, num_bytes)
-            assert arena is not None
-            update.next = index + 1
-            slot, offset_bytes = update.arena_layout.slots[index], update.arena_layout.headers[index]
-            event = arena.mark_ready(slot)
-            ready = BucketReady(update.number, arena.generation, index, offset_bytes, num_bytes, event)
-            for name in sorted(update.peers):
-                peer = self._peers.get(name)
-                if peer is None or name not in update.peers:
+            self._announce_packed(update)
+            update.next, update.unannounced = index + 1, (num_bytes, host_device.recorded(update.device))
+            if update.is_whole or not host_device.has_streams(update.device):
+                self._announce_packed(update)
+
+    def _announce_packed(self, update: ArenaUpdate) -> None:
+        """Tell the peers of the bucket that was packed last, once that is over."""
+        if update.unannounced is None:
+            return
+        (num_bytes, packed), update.unannounced = update.unannounced, None
+        deadline = Deadline(self._deadline_seconds)
+        while packed is not None and not packed.query():
+            if deadline.has_passed:
+                what = f"bucket {update.next - 1} was not packed within {self._deadline_seconds:g} s"
+                raise PeerTimeoutError(f"{what}: the trainer's GPU does something else", peer="trainer")
+            self._wait(min(_POLL_SECONDS, deadline.remaining_seconds))
+            self._require_open()
+        arena, index = self._arena, update.next - 1
+        assert arena is not None
+        slot, offset_bytes = update.arena_layout.slots[index], update.arena_layout.headers[index]
+        ready = BucketReady(update.number, arena.generation, index, offset_bytes, num_bytes)
+        for name in sorted(update.peers):
+            peer = self._peers.get(name)
+            if peer is None or name not in update.peers:
+                continue
+            if peer.generation != arena.generation:
+                if not self._announce(peer, arena):
                     continue
-                if peer.generation != arena.generation:
-                    if not self._announce(peer, arena):
-                        continue
-                    peer.generation = arena.generation
-                if self._post(peer, ready) and name in update.peers:
-                    self._readers.setdefault(slot, set()).add(name)
+                peer.generation = arena.generation
+            if self._post(peer, ready) and name in update.peers:
+                self._readers.setdefault(slot, set()).add(name)
 
     # --- what a transport adds ---
 
