@@ -34,6 +34,7 @@ from weightcast.errors import (
     detached,
 )
 from weightcast.host.deadline import Deadline
+from weightcast.host.deadline import in_background as begin
 
 _MAX_NCCL_CHANNELS = 8
 """Thread blocks that a broadcast may take from the engine's own kernels."""
@@ -228,24 +229,18 @@ def in_time(
     Raises PeerTimeoutError after `seconds`, PeerDiedError once `is_left` says that nobody wants its result; the thread
     is left behind, and what it returns later is discarded.
     """
-    future: futures.Future[T] = futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as exc:
-            future.set_exception(exc)
-
-    in_background(run, "weightcast-connect")
-    deadline = Deadline(seconds)
-    while not future.done() and not (deadline.has_passed or is_left()):
-        futures.wait([future], min(_CONNECT_POLL_SECONDS, deadline.remaining_seconds))
-    if future.done():
-        return future.result()
-    future.add_done_callback(lambda done: None if done.exception() else discard(done.result()))
-    if is_left():
-        raise PeerDiedError(f"{what}: the group was left before all members had connected")
-    raise PeerTimeoutError(f"{what} took over {seconds:g} s: not all members have come")
+    future, deadline = begin(call, name="weightcast-connect"), Deadline(seconds)
+    try:
+        while not future.done() and not (deadline.has_passed or is_left()):
+            futures.wait([future], min(_CONNECT_POLL_SECONDS, deadline.remaining_seconds))
+        if future.done():
+            return future.result()
+        future.add_done_callback(lambda done: None if done.exception() else discard(done.result()))
+        if is_left():
+            raise PeerDiedError(f"{what}: the group was left before all members had connected")
+        raise PeerTimeoutError(f"{what} took over {seconds:g} s: not all members have come")
+    finally:
+        del future  # an error's traceback has this frame, and the error may be the future's own
 
 
 class Broadcast:
