@@ -94,9 +94,11 @@ class Connections:
                 self.client_senders.append(sender)
 
     def close(self) -> None:
-        self.listener.close()
-        for sender in (self.sender, *self.client_senders):
-            sender.close()
+        with contextlib.ExitStack() as stack:
+            # Each, whatever another one's GPU raises.
+            for sender in (*self.client_senders, self.sender):
+                stack.callback(sender.close)
+            self.listener.close()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
