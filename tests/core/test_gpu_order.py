@@ -12,11 +12,13 @@ import torch
 from core.direct import fleet
 from weightcast import TensorSource
 from weightcast.errors import InsufficientMemoryError, PeerTimeoutError, PublishError
-from weightcast.format.manifest import TensorSpec, WeightVersion
+from weightcast.format.bucket import root_digest
+from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host.copy import copy_all
 from weightcast.testing.lazy_gpu import POISON, LazyGpu
 from weightcast.testing.transport_kit import TransportEnds, send, version
+from weightcast.trainer.publish_run import Connections
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 NAMES = [f"t{number}" for number in range(6)]
@@ -63,6 +65,21 @@ def published(gpu: LazyGpu, install: str, *engines: OnGpu) -> Iterator[tuple[Any
         yield publisher, weights
 
 
+@contextlib.contextmanager
+def ends_on(gpu: LazyGpu, deadline_seconds: float = 60.0) -> Iterator[tuple[Any, Any, Manifest]]:
+    """Both ends of memory://, in an update of four buckets."""
+    ends = TransportEnds()
+    ends.url, ends.device = "memory://", gpu.device
+    specs = [TensorSpec(f"t{number}", "uint8", (4096,)) for number in range(4)]
+    manifest = plan(specs, 4096, digest_kind="sum-64x2")
+    with contextlib.ExitStack() as ends.stack:
+        sender = ends.sender(deadline_seconds)
+        receiver = ends.receiver(sender)
+        receiver.open(manifest, version(1), staged=False)
+        sender.open(manifest, version(1), peers=["a"], staged=False)
+        yield sender, receiver, manifest
+
+
 def test_what_nobody_has_waited_for_is_not_there(gpu: LazyGpu) -> None:
     a = gpu.tensor(torch.arange(8))
     side = gpu.Stream(gpu.device)
@@ -92,6 +109,49 @@ def test_every_version_is_whole_although_the_trainer_goes_on_at_once(gpu: LazyGp
             for name, tensor in values(number).items():
                 assert torch.equal(engine.committed[name], tensor), name
                 assert torch.equal(gpu.read(engine.weights[name]), tensor), name
+
+
+def test_the_trainers_stream_goes_on_after_packing(gpu: LazyGpu) -> None:
+    """Also where a publish raises before its sender has waited for what was queued."""
+    weights, bucket = gpu.tensor(torch.ones(8)), gpu.tensor(torch.zeros(8))
+    connections = Connections(sender=Any, listener=Any, device=gpu.device)  # type: ignore[arg-type]
+    with contextlib.suppress(KeyboardInterrupt), connections.packing_stream():
+        bucket.copy_(weights)
+        raise KeyboardInterrupt
+    weights.zero_()
+    gpu.default_stream.synchronize()
+    assert gpu.read(bucket).tolist() == [1.0] * 8
+
+
+def test_the_digests_are_read_on_the_stream_that_makes_them(gpu: LazyGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[object] = []
+
+    def spy(*args: Any) -> str:
+        streams.append(gpu.current_stream(gpu.device))
+        return root_digest(*args)
+
+    monkeypatch.setattr("weightcast.trainer.publish_run.root_digest", spy)
+    with published(gpu, "streaming", OnGpu(gpu)) as (publisher, _):
+        publisher.publish()
+    assert streams
+    assert gpu.default_stream not in streams
+
+
+def test_a_slot_is_packed_again_only_once_it_was_read(gpu: LazyGpu) -> None:
+    """What reads it may still be queued when the reader asks for the next bucket."""
+    with ends_on(gpu) as (sender, receiver, manifest):
+        for index in range(3):
+            send(sender, manifest, 1, index)
+        reading = gpu.Stream(gpu.device)
+        with gpu.stream(reading):
+            buckets = iter(receiver)
+            next(buckets)
+            over = gpu.hold(reading)
+            next(buckets)
+        assert sender._names_reading(0) == {"a"}
+        over.set()
+        next(buckets)
+        assert not sender._names_reading(0)
 
 
 def test_the_last_step_of_generation_reads_the_former_weights(gpu: LazyGpu) -> None:
@@ -176,19 +236,10 @@ def test_the_host_waits_once_for_each_bucket(gpu: LazyGpu) -> None:
 
 def test_a_bucket_is_announced_once_it_is_packed_and_not_before(gpu: LazyGpu) -> None:
     """A receiver never waits for what a trainer that was killed has not done."""
-    ends = TransportEnds()
-    ends.url, ends.device = "memory://", gpu.device
-    specs = [TensorSpec(f"t{number}", "uint8", (4096,)) for number in range(4)]
-    manifest = plan(specs, 4096, digest_kind="sum-64x2")
-    with contextlib.ExitStack() as ends.stack:
-        sender: Any = ends.sender(deadline_seconds=0.2)
-        receiver: Any = ends.receiver(sender)
-        receiver.open(manifest, version(1), staged=False)
-        sender.open(manifest, version(1), peers=["a"], staged=False)
+    with ends_on(gpu, deadline_seconds=0.2) as (sender, receiver, manifest):
         over = gpu.hold(gpu.default_stream)
-        send(sender, manifest, 1, 0)
         with pytest.raises(PeerTimeoutError, match="bucket 0 was not packed within"):
-            send(sender, manifest, 1, 1)
+            send(sender, manifest, 1, 0)
         receiver._listen()
         assert not receiver._incoming.ready
         over.set()

@@ -350,10 +350,7 @@ class OwnedArena:
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class ArenaUpdate(SentUpdate):
-    """`unannounced`: the length of the bucket before `next`, and what its packing is over with, until peers know."""
-
     device: torch.device
-    unannounced: tuple[int, host_device.Event | None] | None = None
 
 
 R = TypeVar("R", bound=ConnectedPeer)
@@ -395,7 +392,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
             self._begin_open(version, peers)
             self._await_released()
             device = torch.device("cpu") if staged else self._device
-            # One that is read, one that is announced, and on a GPU one that is still being packed.
+            # On a GPU a reader releases a bucket only when it has the next one.
             num_slots = self._num_slots + host_device.has_streams(device)
             arena_layout = place(manifest, num_slots=num_slots, staged=staged)
             self._prepare_arena(arena_layout, device)
@@ -415,57 +412,42 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
             update = self._require_update(index)
             arena_layout = update.arena_layout
             self._listen()
-            slot = arena_layout.slots[index]
-            if self._names_reading(slot):
-                # A reader may hold it until the bucket comes that is still to be announced.
-                self._announce_packed(update)
-            self._await_released(slot)
-            if self._arena is None or slot in self._lost_slots:
-                self._announce_packed(update)
+            self._await_released(arena_layout.slots[index])
+            if self._arena is None or arena_layout.slots[index] in self._lost_slots:
                 self._replace_arena(arena_layout.size_bytes, update.device)
             assert self._arena is not None
             return self._arena.buffers.at(arena_layout, index)
 
     def send(self, index: int, num_bytes: int) -> None:
-        """Tell the peers of bucket `index`. Waits only for a peer hundreds of buckets behind.
+        """Tell the peers of bucket `index`, on a GPU once its packing is over.
 
-        On a GPU they are told of the bucket before, whose packing is over by now, and of the last two with the last.
-        Raises PeerTimeoutError if the GPU does not get done.
+        Waits besides only for a peer hundreds of buckets behind. Raises PeerTimeoutError if the GPU does not get done.
         """
         with self.condition:
             update = self._require_update(index)
             check_length(update.manifest, index, num_bytes)
-            self._announce_packed(update)
-            update.next, update.unannounced = index + 1, (num_bytes, host_device.recorded(update.device))
-            if update.is_whole or not host_device.has_streams(update.device):
-                self._announce_packed(update)
-
-    def _announce_packed(self, update: ArenaUpdate) -> None:
-        """Tell the peers of the bucket that was packed last, once that is over."""
-        if update.unannounced is None:
-            return
-        (num_bytes, packed), update.unannounced = update.unannounced, None
-        deadline = Deadline(self._deadline_seconds)
-        while packed is not None and not packed.query():
-            if deadline.has_passed:
-                what = f"bucket {update.next - 1} was not packed within {self._deadline_seconds:g} s"
-                raise PeerTimeoutError(f"{what}: the trainer's GPU does something else", peer="trainer")
-            self._wait(min(_POLL_SECONDS, deadline.remaining_seconds))
-            self._require_open()
-        arena, index = self._arena, update.next - 1
-        assert arena is not None
-        slot, offset_bytes = update.arena_layout.slots[index], update.arena_layout.headers[index]
-        ready = BucketReady(update.number, arena.generation, index, offset_bytes, num_bytes)
-        for name in sorted(update.peers):
-            peer = self._peers.get(name)
-            if peer is None or name not in update.peers:
-                continue
-            if peer.generation != arena.generation:
-                if not self._announce(peer, arena):
+            packed, deadline = host_device.recorded(update.device), Deadline(self._deadline_seconds)
+            while packed is not None and not packed.query():
+                if deadline.has_passed:
+                    what = f"bucket {index} was not packed within {self._deadline_seconds:g} s"
+                    raise PeerTimeoutError(f"{what}: the trainer's GPU does something else", peer="trainer")
+                self._wait(min(_POLL_SECONDS, deadline.remaining_seconds))
+                self._require_open()
+            arena = self._arena
+            assert arena is not None
+            update.next = index + 1
+            slot, offset_bytes = update.arena_layout.slots[index], update.arena_layout.headers[index]
+            ready = BucketReady(update.number, arena.generation, index, offset_bytes, num_bytes)
+            for name in sorted(update.peers):
+                peer = self._peers.get(name)
+                if peer is None or name not in update.peers:
                     continue
-                peer.generation = arena.generation
-            if self._post(peer, ready) and name in update.peers:
-                self._readers.setdefault(slot, set()).add(name)
+                if peer.generation != arena.generation:
+                    if not self._announce(peer, arena):
+                        continue
+                    peer.generation = arena.generation
+                if self._post(peer, ready) and name in update.peers:
+                    self._readers.setdefault(slot, set()).add(name)
 
     # --- what a transport adds ---
 
