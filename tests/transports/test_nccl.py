@@ -14,6 +14,8 @@ from weightcast import process_group, registry
 from weightcast.errors import PeerDiedError, PeersLostError, PeerTimeoutError, WeightcastError
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.plan import plan
+from weightcast.integrations.sglang.stock.group import StockGroup
+from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import ProcessGroup, join_store, serve_store
 from weightcast.testing.lazy_gpu import LazyGpu
 from weightcast.testing.lazy_nccl import LazyNccl
@@ -175,6 +177,17 @@ def test_connecting_ends_by_the_deadline_although_a_member_never_comes(hall: Hal
         ProcessGroup("nccl", store, rank=0, size=2, timeout_seconds=SHORT_SECONDS, device=hall.gpu.device)
     with pytest.raises(PeerDiedError, match="was left"):
         ProcessGroup("nccl", store, rank=0, size=2, timeout_seconds=PATIENCE_SECONDS, is_left=lambda: True)
+
+
+def test_the_first_broadcast_to_a_stock_server_that_never_joined_ends_by_the_deadline(hall: Hall) -> None:
+    """Its group connects only then, and NCCL would wait for it for ever."""
+    watchdog = Watchdog()
+    with contextlib.closing(watchdog):
+        group = StockGroup("weightcast-1", "nccl", "127.0.0.1", 2, SHORT_SECONDS, watchdog)
+        group.connect()
+        with pytest.raises(PeerTimeoutError, match="not all members have come"):
+            group.broadcast(hall.gpu.tensor(torch.zeros(8)))
+        group.end()
 
 
 def test_a_group_whose_sender_never_connects_is_given_up_at_both_ends(

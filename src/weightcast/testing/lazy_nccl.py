@@ -74,14 +74,15 @@ class LazyNccl:
     ) -> LazyNcclGroup:
         if rank == 0:
             store.set(_ID, secrets.token_hex(8))
-        self._wait(lambda: store.check([_ID]))
+        self.wait_for(lambda: store.check([_ID]))
         communicator = self._communicators.setdefault(store.get(_ID), _Communicator())
         group = communicator.members[rank] = LazyNcclGroup(self, communicator, rank, size)
         self.groups.append(group)
-        self._wait(lambda: len(communicator.members) == size)
+        if device is not None:
+            group.connect()
         return group
 
-    def _wait(self, is_done: Any) -> None:
+    def wait_for(self, is_done: Any) -> None:
         for _ in Deadline(PATIENCE_SECONDS).polls(_POLL_SECONDS, _POLL_SECONDS):
             if is_done():
                 return
@@ -103,8 +104,13 @@ class LazyNcclGroup:
         self.communicator = communicator
         self.stream = LazyStream(nccl.gpu)
 
+    def connect(self) -> None:
+        """Wait until all members are there. Without a device the first operation does."""
+        self.nccl.wait_for(lambda: len(self.communicator.members) == self.size)
+
     def broadcast(self, tensors: list[torch.Tensor], options: object) -> LazyWork:
         """Rank 0's tensor to all. Queued."""
+        self.connect()
         number = self.num_begun = self.num_begun + 1
         return LazyWork(self, number, tensors[0])
 
