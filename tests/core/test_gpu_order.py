@@ -179,6 +179,13 @@ def test_buckets_arrive_on_a_stream_of_their_own_beside_a_captured_graph(gpu: La
     assert "weightcast-receive" in gpu.relaxed
 
 
+def test_an_engine_may_call_its_gpu_by_no_index(gpu: LazyGpu) -> None:
+    engine = OnGpu(gpu)
+    engine.device = torch.device("cuda")
+    with published(gpu, "streaming", engine) as (publisher, _):
+        assert publisher.publish().ok
+
+
 def test_an_undo_comes_after_what_was_already_queued(gpu: LazyGpu) -> None:
     """A streaming update that fails half-way has copies queued on another thread's stream."""
 

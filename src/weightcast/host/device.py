@@ -98,7 +98,9 @@ def own_stream(device: torch.device) -> Iterator[None]:
     if not has_streams(device):
         yield
         return
-    cuda.set_device(device)
+    if device.index is not None:
+        # "cuda" alone is the present one, which torch does not take here.
+        cuda.set_device(device)
     _relax_capture()
     with cuda.stream(cuda.Stream(device)):
         yield
@@ -108,14 +110,15 @@ def _relax_capture() -> None:
     """Have this thread's allocations and questions for events succeed while another thread captures a graph.
 
     In CUDA's default mode they would fail, and end that capture. Source: cuThreadExchangeStreamCaptureMode of the
-    driver API.
+    driver API. A torch for GPUs without CUDA keeps its mode.
     """
-    mode = ctypes.c_int(_RELAXED)
-    driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    with contextlib.suppress(OSError, AttributeError):
+        mode = ctypes.c_int(_RELAXED)
+        driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def driver() -> Any:
-    """CUDA's driver library, which is loaded wherever torch uses a GPU."""
+    """CUDA's driver library, which is there wherever torch's CUDA build uses a GPU."""
     return ctypes.CDLL("libcuda.so.1")
 
 

@@ -168,6 +168,8 @@ class LazyGpu:
             stream.synchronize()
 
     def set_device(self, device: torch.device) -> None:
+        if device.index is None:
+            raise ValueError(f"expected a device with an index, found {device}")
         assert device == self.device
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
