@@ -41,8 +41,9 @@ logger = logging.getLogger(__name__)
 MAX_REASON_CHARACTERS = 4096
 _MAX_SIGN_SECONDS = 5.0
 """Well under a receiver's own deadline, however patient the sender is."""
-_POLL_SECONDS = 0.0005
-"""How often a GPU is asked whether a bucket was packed."""
+_FIRST_POLL_SECONDS = 0.00005
+_LONGEST_POLL_SECONDS = 0.002
+"""Between two questions to a GPU whether a bucket was packed."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -426,13 +427,9 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
         with self.condition:
             update = self._require_update(index)
             check_length(update.manifest, index, num_bytes)
-            packed, deadline = host_device.recorded(update.device), Deadline(self._deadline_seconds)
-            while packed is not None and not packed.query():
-                if deadline.has_passed:
-                    what = f"bucket {index} was not packed within {self._deadline_seconds:g} s"
-                    raise PeerTimeoutError(f"{what}: the trainer's GPU does something else", peer="trainer")
-                self._wait(min(_POLL_SECONDS, deadline.remaining_seconds))
-                self._require_open()
+            packed = host_device.recorded(update.device)
+            if packed is not None:
+                self._await_packed(index, packed)
             arena = self._arena
             assert arena is not None
             update.next = index + 1
@@ -448,6 +445,18 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
                     peer.generation = arena.generation
                 if self._post(peer, ready) and name in update.peers:
                     self._readers.setdefault(slot, set()).add(name)
+
+    def _await_packed(self, index: int, packed: host_device.Event) -> None:
+        for _ in Deadline(self._deadline_seconds).polls(_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS, self._pause):
+            self._require_open()
+            if packed.query():
+                return
+        what = f"bucket {index} was not packed within {self._deadline_seconds:g} s"
+        raise PeerTimeoutError(f"{what}: the trainer's GPU does something else", peer="trainer")
+
+    def _pause(self, seconds: float) -> None:
+        # A wait for peers takes a millisecond at least, about as long as a bucket takes to be packed.
+        time.sleep(seconds) if seconds < _LONGEST_POLL_SECONDS else self._wait(seconds)
 
     # --- what a transport adds ---
 
