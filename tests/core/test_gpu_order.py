@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from core.direct import fleet
-from weightcast import TensorSource
+from weightcast import ModuleEngine, TensorSource
 from weightcast.errors import InsufficientMemoryError, PeerTimeoutError, PublishError
 from weightcast.format.bucket import root_digest
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
@@ -177,6 +177,20 @@ def test_buckets_arrive_on_a_stream_of_their_own_beside_a_captured_graph(gpu: La
     assert engine.streams
     assert gpu.default_stream not in engine.streams
     assert "weightcast-receive" in gpu.relaxed
+
+
+def test_a_module_is_loaded_when_its_engine_commits(gpu: LazyGpu) -> None:
+    net = torch.nn.Linear(8, 8)
+    for name, parameter in list(net.named_parameters()):
+        setattr(net, name, torch.nn.Parameter(gpu.tensor(parameter), requires_grad=False))
+    engine = ModuleEngine(net)
+    assert engine.device == gpu.device
+    update = {name: torch.full_like(tensor.cpu(), 3.0) for name, tensor in engine.tensors()}
+    with gpu.stream(gpu.Stream(gpu.device)):
+        engine.load({name: gpu.tensor(tensor) for name, tensor in update.items()}.items())
+        assert not any((gpu.read(tensor) == 3.0).all() for tensor in net.parameters())
+        engine.commit(version(1))
+    assert all((gpu.read(tensor) == 3.0).all() for tensor in net.parameters())
 
 
 def test_an_engine_may_call_its_gpu_by_no_index(gpu: LazyGpu) -> None:
