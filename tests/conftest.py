@@ -49,6 +49,14 @@ def leaves_nothing() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _cuda_is_up(request: pytest.FixtureRequest) -> None:
+    """The first use of CUDA opens descriptors, the first share of its memory maps a file: no leaks of any test."""
+    if torch.cuda.is_available() and any(item.get_closest_marker("gpu") for item in request.session.items):
+        torch.zeros(1, device="cuda").untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+        torch.cuda.ipc_collect()
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _libuv_is_up() -> None:
     """The first loop of torch's store opens a pipe that stays until the process ends: no leak of any test."""
     serve_store("127.0.0.1", 10.0)

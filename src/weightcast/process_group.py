@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import functools
 import os
 import re
 import socket
@@ -17,7 +18,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeAlias, cast
+from concurrent import futures
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,8 @@ from weightcast.errors import (
     WeightcastError,
     detached,
 )
+from weightcast.host.deadline import Deadline
+from weightcast.host.deadline import in_background as begin
 
 _MAX_NCCL_CHANNELS = 8
 """Thread blocks that a broadcast may take from the engine's own kernels."""
@@ -40,6 +44,8 @@ _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # After an error the watchdog would sleep for four times as long, 60 s, and closing the group would wait for it.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
 Store: TypeAlias = Any
 """A c10d store: TCPStore, PrefixStore, ..."""
@@ -47,7 +53,10 @@ _STORE_ATTEMPT_SECONDS = 3.0
 _EXIT_SECONDS = 5.0
 _CHATTER = re.compile(r"Exception raised from|This is typically caused by")
 """Where a message of torch goes on with a trace, or with advice that does not fit here."""
+_POLL_SECONDS = 0.0002
+_CONNECT_POLL_SECONDS = 0.02
 _environment_lock = threading.Lock()
+T = TypeVar("T")
 
 
 def serve_store(host: str, timeout_seconds: float) -> tuple[Store, int]:
@@ -89,6 +98,21 @@ def join_store(host: str, port: int, timeout_seconds: float) -> Store:
         return TCPStore(host, port, None, False, timeout, wait_for_workers=False)
 
 
+def make_nccl(
+    store: Store, rank: int, size: int, timeout: datetime.timedelta, device: torch.device | None
+) -> Any:  # torch's ProcessGroupNCCL
+    """Connects the members if `device` is given, else they connect at the first operation; waits without a deadline."""
+    nccl = cast(Any, dist).ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    options.config.max_ctas = _MAX_NCCL_CHANNELS
+    with _environment_lock, _environment(_NCCL_ENVIRONMENT):
+        group = nccl(store, rank, size, options)
+    if device is not None:
+        group.eager_connect_single_device(device)
+    return group
+
+
 class ProcessGroup:
     """One group, from its making to its end. Its operations are asynchronous: `wait` for what they return."""
 
@@ -102,16 +126,20 @@ class ProcessGroup:
         timeout_seconds: float,
         host: str = "",
         device: torch.device | None = None,
+        is_left: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Connect all `size` members; blocks until they are there. `timeout_seconds` is each operation's as well.
+        """Connect all `size` members; blocks until they are there, at most `timeout_seconds`, each operation's as well.
 
         `backend`: "gloo" or "nccl". `host`: the address of this host that the others reach, for gloo; by default that
         of the interfaces in GLOO_SOCKET_IFNAME, else of this host's name, as for torch's own groups. `device`: this
-        rank's, for NCCL. Raises PeerError, UnsupportedError (no such backend here).
+        rank's, for NCCL; without it NCCL's first operation connects, and that only `in_time` bounds. `is_left`: asked
+        while NCCL connects, whether the group is of no more use. Raises PeerError.
         """
         self.backend = backend
         self.rank, self.size = rank, size
         self._store = store  # NCCL looks into it later on
+        self._timeout_seconds = timeout_seconds
+        self._closing = threading.Lock()
         timeout = datetime.timedelta(seconds=timeout_seconds)
         torch_groups: Any = dist
         with translated("the process group"):
@@ -128,14 +156,8 @@ class ProcessGroup:
                 options._timeout, options._threads = timeout, 2
                 self._group: Any = gloo(store, rank, size, options)
             else:
-                nccl = torch_groups.ProcessGroupNCCL
-                options = nccl.Options()
-                options._timeout = timeout
-                options.config.max_ctas = _MAX_NCCL_CHANNELS
-                with _environment_lock, _environment(_NCCL_ENVIRONMENT):
-                    self._group = nccl(store, rank, size, options)
-                if device is not None:
-                    self._group.eager_connect_single_device(device)
+                connect = functools.partial(make_nccl, store, rank, size, timeout, device)
+                self._group = in_time(connect, timeout_seconds, "connecting the group", is_left, _abort)
 
     def broadcast(self, tensor: torch.Tensor, *, root: int) -> Work:
         options = dist.BroadcastOptions()
@@ -155,13 +177,70 @@ class ProcessGroup:
         with translated("an all-gather"):
             return cast(Work, self._group.allgather([outputs], [tensor]))
 
+    def wait(self, work: Work, is_left: Callable[[], bool] = lambda: False) -> None:
+        """Wait for an operation of this group, on the host with NCCL too, at most for the group's timeout.
+
+        With NCCL it ends as well once `is_left` says that nobody wants the group any more. Raises PeerError; the group
+        is then of no more use, and has to be closed: until then a broken operation keeps a GPU's kernels running.
+        """
+        try:
+            if self.backend == "gloo":
+                wait(work)
+                return
+            for _ in Deadline(self._timeout_seconds).polls(_POLL_SECONDS, _POLL_SECONDS):
+                # NCCL's own wait returns at once, and has a stream wait: for ever if a member has died.
+                if work.is_completed():
+                    # An error completes it as well.
+                    if (error := work.exception()) is not None:
+                        raise PeerDiedError(f"a transfer failed: {error}")
+                    return
+                if is_left():
+                    raise PeerDiedError("the group was left")
+            raise PeerTimeoutError(f"a transfer was not over within {self._timeout_seconds:g} s")
+        finally:
+            del work
+
     def close(self) -> None:
-        """Disconnect. With gloo this waits for operations under way, at most for their timeout. Idempotent."""
-        group, self._group = self._group, None
-        if group is not None and self.backend == "nccl":
-            with contextlib.suppress(RuntimeError):
-                group.abort()
-        del group
+        """Disconnect; operations under way are over when it returns. Idempotent, from any thread.
+
+        With gloo it waits for them, at most for their timeout; NCCL's are aborted, also where another thread waits.
+        """
+        with self._closing:
+            group, self._group = self._group, None
+            if group is not None and self.backend == "nccl":
+                _abort(group)
+            del group
+
+
+def _abort(nccl: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        nccl.abort()
+
+
+def in_time(
+    call: Callable[[], T],
+    seconds: float,
+    what: str,
+    is_left: Callable[[], bool] = lambda: False,
+    discard: Callable[[T], object] = lambda result: None,
+) -> T:
+    """Make a call of NCCL's that connects, and so may wait for ever and can't be ended, in a thread of its own.
+
+    Raises PeerTimeoutError after `seconds`, PeerDiedError once `is_left` says that nobody wants its result; the thread
+    is left behind, and what it returns later is discarded.
+    """
+    future, deadline = begin(call, name="weightcast-connect"), Deadline(seconds)
+    try:
+        while not future.done() and not (deadline.has_passed or is_left()):
+            futures.wait([future], min(_CONNECT_POLL_SECONDS, deadline.remaining_seconds))
+        if future.done():
+            return future.result()
+        future.add_done_callback(lambda done: None if done.exception() else discard(done.result()))
+        if is_left():
+            raise PeerDiedError(f"{what}: the group was left before all members had connected")
+        raise PeerTimeoutError(f"{what} took over {seconds:g} s: not all members have come")
+    finally:
+        del future  # an error's traceback has this frame, and the error may be the future's own
 
 
 class Broadcast:

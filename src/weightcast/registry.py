@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 TRANSPORTS = {
     "memory": "weightcast.transports.memory:TRANSPORT",
     "ipc": "weightcast.transports.ipc:TRANSPORT",
-    "gloo": "weightcast.transports.collective:TRANSPORT",
-    "nccl": "weightcast.transports.collective:TRANSPORT",
+    "gloo": "weightcast.transports.collective:GLOO",
+    "nccl": "weightcast.transports.collective:NCCL",
     "file": "weightcast.transports.store:TRANSPORT",
 }
 ENTRY_POINT_GROUP = "weightcast.transports"

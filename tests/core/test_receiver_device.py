@@ -60,4 +60,4 @@ def test_over_nccl_an_engine_that_says_no_gpu_is_told_what_to_add(monkeypatch: p
     monkeypatch.setattr("weightcast.process_group.require", lambda backend: None)
     address = Address("nccl", "127.0.0.1", 1, "0" * 64).url
     with pytest.raises(UnsupportedError, match="property `device`"):
-        collective.TRANSPORT.receiver(address, run="0" * 32, peer="a", device=torch.device("cpu"), deadline_seconds=1.0)
+        collective.NCCL.receiver(address, run="0" * 32, peer="a", device=torch.device("cpu"), deadline_seconds=1.0)

@@ -430,7 +430,7 @@ def test_a_fused_model_takes_one_tensor_per_expert() -> None:
 
 
 @pytest.mark.gpu
-def test_a_module_on_a_gpu_is_loaded_when_the_call_returns() -> None:
+def test_a_module_on_a_gpu_holds_what_was_committed() -> None:
     net = nn.Linear(512, 512).cuda()
     engine = ModuleEngine(net)
     update = update_of(engine)

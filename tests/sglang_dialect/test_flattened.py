@@ -21,10 +21,11 @@ from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.integrations.sglang.stock.buckets import FlatBuckets, buckets, lay_out
 from weightcast.integrations.sglang.stock.foreign import read, write
-from weightcast.integrations.sglang.stock.route_tensor import handle, shared
+from weightcast.integrations.sglang.stock.route_tensor import TensorRoute, handle, shared
 from weightcast.integrations.sglang.stock.sender import StockSender
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import SenderContext
+from weightcast.testing.lazy_gpu import LazyGpu
 from weightcast.trainer.packer import Packer
 
 DTYPES = ["uint8", "bool", "bfloat16", "float16", "float32", "int64", "float8_e4m3fn"]
@@ -200,3 +201,32 @@ def test_a_closed_sender_opens_no_update() -> None:
     sender.close()
     with pytest.raises(ClosedError):
         sender.open(plan(TensorSource({"a": torch.zeros(1)}).specs(), 1 << 20), VERSION, peers=[], staged=False)
+
+
+def test_memory_of_a_gpu_is_shared_once_with_each_rank_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps every share of a storage inside of the one before: thousands of them end the process."""
+    shares: list[int] = []
+
+    def share(storage: torch.UntypedStorage) -> tuple[object, ...]:
+        shares.append(len(shares))
+        return 0, b"handle", 64, 0, b"counter %d" % len(shares), 0, b"event", False
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="GPU-0"))
+    sent: dict[str, list[list[str]]] = {"a": [], "b": []}
+    routes = {n: types.SimpleNamespace(map=lambda handles, is_last, n=n: sent[n].append(handles)) for n in sent}
+    fleet = [types.SimpleNamespace(name=name, num_ranks=2, routes=routes[name]) for name in sent]
+    servers: Any = types.SimpleNamespace(each=lambda call: [call(server) for server in fleet])
+    with LazyGpu() as gpu:
+        context: Any = types.SimpleNamespace(device=gpu.device)
+        route = TensorRoute(context)
+        slot, places = route.allocate(64), lay_out([TensorSpec("t", "uint8", (8,))])
+        for size in (64, 32, 64):
+            route.ship(servers, places, slot[:size], is_last=False)
+        assert len(shares) == 4
+        handles = [handle for messages in sent.values() for handle in messages[0]]
+        assert len(set(handles)) == 4
+        assert sent["a"][0] == sent["a"][2]
+        route.allocate(64)
+        route.ship(servers, places, slot, is_last=True)
+        assert len(shares) == 8

@@ -20,6 +20,7 @@ from weightcast.format.bucket import DTYPE_NAMES, narrow
 from weightcast.format.geometry import Region, check_tiling, is_inside
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.host import copy as host_copy
+from weightcast.host import device as host_device
 
 
 class ModuleEngine:
@@ -64,7 +65,7 @@ class ModuleEngine:
         return offered == held or (self._cast and offered in CASTABLE and held in CASTABLE)
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy into the module; returns when the copies are done, on a GPU too.
+        """Copy into the module; on a GPU the copies are only queued on this thread's stream, and over at `commit`.
 
         Raises IncompatibleWeightsError, before anything is written, for unknown names, other shapes or dtypes, or
         different tensors for names that are tied; InstallError (torn) if a copy fails.
@@ -132,6 +133,7 @@ class ModuleEngine:
                 raise IncompleteUpdateError(
                     f"{len(missing)} of {len(specs)} tensors were not loaded: {names}; publish all of them"
                 )
+        self._finish_copies()
         self._targets.keep(self._loaded, self._parts)
         self.discard()
         self.version = version
@@ -158,6 +160,7 @@ class ModuleEngine:
             if self._live.specs != specs:
                 raise InstallError("the module's tensors changed their form, the undo copy no longer fits", torn=True)
             self._copy(self._targets.views, copies)
+            self._finish_copies()
             self.discard()
 
         return restore
@@ -210,10 +213,12 @@ class ModuleEngine:
             # Not no_grad: parameters that were made in inference mode can be written only there.
             with torch.inference_mode():
                 host_copy.copy_all(targets, sources)
-            for device in self._targets.cuda_devices:
-                torch.cuda.current_stream(device).synchronize()
         except RuntimeError as exc:
             raise InstallError(f"copying {len(targets)} tensors into the module failed: {exc}", torn=True) from exc
+
+    def _finish_copies(self) -> None:
+        for device in self._targets.devices:
+            host_device.synchronize_stream(device)
 
 
 def _is_whole(spec: TensorSpec, regions: Sequence[Region] | None) -> bool:
@@ -259,7 +264,7 @@ class _ParameterTargets:
         self.views = list(live.views.values())
         self.shapes = [view.shape for view in self.views]
         self.dtypes = [view.dtype for view in self.views]
-        self.cuda_devices = {view.device for view in self.views if view.is_cuda}
+        self.devices = {view.device for view in self.views}
         self._by_name = {name: number for number, spec in enumerate(live.specs) for name in spec.names}
 
     def parts(self, names: list[str], regions: list[Region]) -> _Parts:

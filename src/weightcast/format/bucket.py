@@ -245,9 +245,12 @@ def narrow(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 def payload_digest(payload: torch.Tensor, kind: DigestKind) -> bytes:
-    """The 16-byte digest of a contiguous uint8 payload whose length is a multiple of 8. Waits for a GPU."""
+    """The 16-byte digest of a contiguous uint8 payload whose length is a multiple of 8. Waits for a GPU.
+
+    On a GPU `xxh3-128` is slow: it is for buckets in host memory.
+    """
     if kind == "xxh3-128":
-        data, starts = payload.numpy().data, range(0, payload.numel(), DIGEST_BLOCK_BYTES)
+        data, starts = payload.cpu().numpy().data, range(0, payload.numel(), DIGEST_BLOCK_BYTES)
         return blocks_digest(b"".join(xxhash.xxh3_128_digest(data[at : at + DIGEST_BLOCK_BYTES]) for at in starts))
     return device_sums(payload).cpu().numpy().tobytes()
 
@@ -259,7 +262,7 @@ def blocks_digest(digests: bytes | memoryview) -> bytes:
 
 def queued_digest(payload: torch.Tensor, kind: DigestKind) -> Digest:
     """As `payload_digest`, but on a GPU, where `kind` is `sum-64x2`, only queued on the current stream."""
-    return device_sums(payload) if payload.is_cuda else payload_digest(payload, kind)
+    return device_sums(payload) if payload.is_cuda and kind == "sum-64x2" else payload_digest(payload, kind)
 
 
 def device_sums(payload: torch.Tensor) -> torch.Tensor:
@@ -396,7 +399,12 @@ def check_bucket(
         raise IntegrityError(
             f"bucket {index}: {buffer.header.numel()} bytes arrived, a header of {HEADER_BYTES} was expected"
         )
-    found = BucketHeader(*_HEADER.unpack_from(buffer.header.cpu().numpy().data))
+    header, digest = buffer.header, None
+    if header.is_cuda and kind == "sum-64x2" and buffer.payload.numel() >= num_bytes:
+        # With the digest of a raw payload, so that the host waits once.
+        header = torch.cat([header[:HEADER_BYTES], device_sums(buffer.payload[:num_bytes]).view(torch.uint8)]).cpu()
+        digest = header[HEADER_BYTES:].numpy().tobytes()
+    found = BucketHeader(*_HEADER.unpack_from(header.cpu().numpy().data))
     codec = found.codec_name
     encoded_bytes = num_bytes if codec == "raw" else min(found.encoded_bytes // 8 * 8, num_bytes)
     expected = BucketHeader(
@@ -417,10 +425,11 @@ def check_bucket(
         raise IntegrityError(
             f"bucket {index}: {buffer.payload.numel()} bytes arrived behind its header, {encoded_bytes} were expected"
         )
-    actual = payload_digest(buffer.payload[:encoded_bytes], kind)
-    if actual != found.digest:
+    if digest is None or encoded_bytes != num_bytes:
+        digest = payload_digest(buffer.payload[:encoded_bytes], kind)
+    if digest != found.digest:
         raise IntegrityError(
-            f"bucket {index}: the {kind} of its {encoded_bytes} bytes is {actual.hex()}, its header says "
+            f"bucket {index}: the {kind} of its {encoded_bytes} bytes is {digest.hex()}, its header says "
             f"{found.digest.hex()}: bytes were changed on the way; publish again"
         )
     return found
@@ -456,7 +465,16 @@ def _shown(header: BucketHeader, field: str) -> str:
 
 def root_digest(manifest_digest: str, digests: Sequence[Digest]) -> str:
     """The digest of a whole update in hex: xxh3-128 of the manifest's digest and every bucket's, in order."""
-    return xxhash.xxh3_128_hexdigest(bytes.fromhex(manifest_digest) + b"".join(map(as_bytes, digests)))
+    return xxhash.xxh3_128_hexdigest(bytes.fromhex(manifest_digest) + b"".join(all_bytes(digests)))
+
+
+def all_bytes(digests: Sequence[Digest]) -> list[bytes]:
+    """Every digest; waits once for those that a GPU is still to compute."""
+    queued = [digest for digest in digests if isinstance(digest, torch.Tensor)]
+    if not queued:
+        return [digest for digest in digests if isinstance(digest, bytes)]
+    rows = iter(torch.stack(queued).cpu().numpy())
+    return [digest if isinstance(digest, bytes) else next(rows).tobytes() for digest in digests]
 
 
 def as_bytes(digest: bytes | torch.Tensor) -> bytes:

@@ -57,8 +57,13 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     A target that autograd has saved for a backward pass is not noticed.
     """
     if not all(map(_is_cpu, itertools.chain(targets, sources))):
-        # Copies of a GPU belong to the caller's stream: other threads have streams of their own.
-        _copy_batch(targets, sources)
+        # Copies of a GPU belong to the caller's stream: other threads have streams of their own. One call for each pair
+        # of dtypes: torch before 2.11 writes all targets as if they were of the first one's, where sources are of one.
+        by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for target, source in zip(targets, sources, strict=True):
+            by_dtypes.setdefault((target.dtype, source.dtype), []).append((target, source))
+        for pairs in by_dtypes.values():
+            _copy_batch(*zip(*pairs, strict=True))
         return
     sizes = list(map(_num_bytes, targets))
     num_threads = min(torch.get_num_threads(), sum(sizes) // _BYTES_PER_THREAD)

@@ -34,7 +34,9 @@ class Engine(Protocol):
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take tensors in checkpoint form, whole load groups. They are valid only during the call; don't write to them.
 
-        Called once per install when staged, once per bucket when streaming, never while the engine generates.
+        Called once per install when staged, once per bucket when streaming, never while the engine generates. What it
+        queues on a GPU has to be on the calling thread's stream, or over when it returns: that stream is waited for
+        before the tensors' memory is used again, and before `commit`.
         """
 
     def commit(self, version: WeightVersion) -> None:
@@ -85,6 +87,11 @@ class OnDevice(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+
+def device_of(engine: object) -> torch.device:
+    """Where an engine says that its weights are; if it says nothing: host memory."""
+    return engine.device if isinstance(engine, OnDevice) else torch.device("cpu")
 
 
 @runtime_checkable

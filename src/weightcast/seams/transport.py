@@ -136,3 +136,6 @@ class Transport:
     joined_sender: MakeSender | None = None
     """Makes the senders of other ranks' origins, which are `JoiningSender`s, where all write to one place. They have no
     addresses: a receiver gets all from the publishing rank's."""
+    buckets_on_gpu: Literal["never", "streaming", "always"] = "always"
+    """When buckets of weights that are on a GPU lie there as well, by the way of installing: it decides what digests
+    them. Of buckets in host memory xxh3-128 is twice as fast as what a GPU computes."""

@@ -21,10 +21,11 @@ from weightcast.errors import IncompatibleWeightsError, UnsupportedError, listed
 from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow
 from weightcast.format.geometry import Region, is_run, row_major, start_elements
 from weightcast.format.manifest import Manifest, TensorRecord, TensorSpec
+from weightcast.host import device as host_device
 from weightcast.host import memory as host_memory
 from weightcast.host.collector import collector_paused
 from weightcast.host.copy import copy_all
-from weightcast.seams.engine import Casting, Engine, RegionLoader, Undoable, Validating
+from weightcast.seams.engine import Casting, Engine, RegionLoader, Undoable, Validating, device_of
 from weightcast.serving.install_map import InstallMap, Mapped
 
 Named = tuple[str, torch.Tensor]
@@ -70,6 +71,7 @@ class LoadPlan:
         self.layout = layout
         self.manifest_digest = manifest_digest
         self.engine = engine
+        self.device = device_of(engine)
         self.specs = specs
         self._primary = None if specs is None else {name: spec.name for spec in specs for name in spec.names}
         takes_regions = isinstance(engine, RegionLoader)
@@ -152,9 +154,8 @@ class LoadPlan:
                 staged.straddling[record.name] = whole
             targets.append(narrow(staged.straddling[record.name], entry.piece.region))
         copy_all(targets, [views[position] for position, _ in found])
-        if payload.is_cuda:
-            # The thread that installs has a stream of its own.
-            torch.cuda.current_stream(payload.device).synchronize()
+        # The thread that installs has a stream of its own.
+        host_device.synchronize_stream(payload.device)
 
     def load_all(self, staged: StagedBuckets) -> None:
         """Staged: one call of `load` with everything, or what an install map does not copy; then the regions."""

@@ -57,7 +57,7 @@ class PublisherSession:
         self._began = time.monotonic()
         self._on_end = on_end
         self._engine_rank = engine_rank
-        self._device = device
+        self.device = device
         self._connected = threading.Event()
         self._receiving: threading.Thread | None = None
 
@@ -118,7 +118,7 @@ class PublisherSession:
                         address,
                         peer=f"{info.engine}#{rank}" if rank else info.engine,
                         run=info.run,
-                        device=self._device,
+                        device=self.device,
                         deadline_seconds=max(info.deadline_seconds, _MIN_PATIENCE_SECONDS),
                     )
                     receivers.append(receiver)

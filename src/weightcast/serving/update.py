@@ -28,6 +28,7 @@ from weightcast.errors import (
 from weightcast.format.bucket import BucketHeader, check_bucket, decoded, root_digest
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Offer, Seal
+from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
 from weightcast.seams.engine import Undoable
@@ -79,6 +80,7 @@ class Update:
         self._undo = offer.undo
         self._num_workers = 1 if offer.workers is UNSET else offer.workers.get(host_identity(), 1)
         self._settles = settles
+        self._device = load_plan.device
         self._former: tuple[WeightVersion | None, str] = (None, "")
         self._restore: Callable[[], None] | None = None
         self._touched = False
@@ -146,6 +148,8 @@ class Update:
             if self._streaming:
                 with self._loading():
                     self._load_plan.load_end()
+                    # On this thread's stream; the thread that commits has another.
+                    host_device.synchronize_stream(self._device)
             self._root = root_digest(
                 self._load_plan.manifest_digest, [digests[index] for index in range(self.num_buckets)]
             )
@@ -178,6 +182,8 @@ class Update:
     def _touch(self) -> None:
         """From here on the live weights change. Call while no step of generation runs."""
         if not self._touched:
+            # The kernels of the last step may still run, and read the weights.
+            host_device.synchronize(self._device)
             if self._undo:
                 assert isinstance(self._engine, Undoable)
                 self._restore = self._engine.snapshot()
@@ -218,6 +224,7 @@ class Update:
                     self._touch()
                     if not self._streaming:
                         self._load_plan.load_all(self._staged)
+                        host_device.synchronize_stream(self._device)
                     self._engine.commit(self.version)
                 except BaseException as exc:
                     # No error that is raised is kept: its frames would keep views of the transport's memory alive.
@@ -284,6 +291,9 @@ class Update:
     def _go_back(self, reason: str) -> bool:
         """Undo what was written; without an undo copy the engine is torn. True if a whole version is there."""
         try:
+            if self._touched:
+                # Copies that another thread has queued would come after what is restored.
+                host_device.synchronize(self._device)
             self._engine.discard()
             if self._restore is not None:
                 self._restore()

@@ -18,7 +18,6 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
-import torch
 
 from weightcast import registry
 from weightcast.engines.gate import Gate
@@ -51,7 +50,8 @@ from weightcast.format.messages import (
     WeightInfo,
 )
 from weightcast.format.tensor_digest import tensor_digest
-from weightcast.seams.engine import Engine, ExposesTensors, OnDevice, Undoable
+from weightcast.host import device as host_device
+from weightcast.seams.engine import Engine, ExposesTensors, Undoable, device_of
 from weightcast.serving.install_map import Mapped, held_weights
 from weightcast.serving.load_plan import LoadPlan, admit, check_undo, require_engine
 from weightcast.serving.session import PublisherSession
@@ -143,8 +143,8 @@ class Worker:
         except (ValueError, ImportError) as exc:
             raise UnsupportedError(f"this engine has no such transport: {exc}") from exc
         with self._init_lock:
-            device = self.engine.device if isinstance(self.engine, OnDevice) else torch.device("cpu")
-            former, session = self._session, PublisherSession(info, self.engine_rank, device, self._on_end)
+            session = PublisherSession(info, self.engine_rank, device_of(self.engine), self._on_end)
+            former = self._session
             if former is not None:
                 # Its secret as well: `info` gives the run's id to every client.
                 is_same = info.run == former.info.run and former.is_of(info.secret)
@@ -396,7 +396,8 @@ class Worker:
     def _receive(self, session: PublisherSession, update: Update) -> None:
         number = update.version.number
         try:
-            with self._observed("receive"), update.aborted_on_failure():
+            # On a stream of its own: what waits for buckets keeps no kernel of the engine waiting.
+            with self._observed("receive"), update.aborted_on_failure(), host_device.own_stream(session.device):
                 root = update.receive()
         except Exception as exc:
             record = to_record(exc)

@@ -44,6 +44,7 @@ from weightcast.format.geometry import (
     whole,
 )
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec, WeightVersion
+from weightcast.host import device as host_device
 from weightcast.host.copy import copy_all, copy_plain, is_plain
 from weightcast.seams.source import Held, Regions
 
@@ -169,7 +170,7 @@ class Packer:
         """
         num_bytes, kind = self._layout.manifest.buckets[index], self._layout.manifest.digest_kind
         self._layout.clear_gaps(index, payload)
-        if kind != "xxh3-128":
+        if kind != "xxh3-128" or payload.is_cuda:
             self._part.pack(index, payload, None)
             return queued_digest(payload[:num_bytes], kind)
         self._digests.reset(num_bytes)
@@ -182,7 +183,8 @@ class Packer:
 
     def trial(self, version: WeightVersion, device: torch.device) -> Sequence[Digest]:
         manifest = self._layout.manifest
-        payload = torch.empty(manifest.max_bucket_bytes, dtype=torch.uint8, device=device)
+        what, remedy = "comparing the weights", "publish a new version"
+        payload = host_device.empty(manifest.max_bucket_bytes, device, what, remedy)
         return [self.fill(index, payload, version) for index in range(len(manifest.buckets))]
 
     def forget_views(self) -> None:

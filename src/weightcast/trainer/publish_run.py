@@ -34,12 +34,14 @@ from weightcast.format.bucket import (
     RAW,
     BucketBuffer,
     Digest,
+    all_bytes,
     as_bytes,
     check_bucket,
     root_digest,
 )
 from weightcast.format.manifest import MAX_VERSION, WeightVersion
 from weightcast.format.messages import Abort, InitInfo, Offer, Seal
+from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
 from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
@@ -77,17 +79,14 @@ class Connections:
         self.origins: tuple[str, ...] = ()
         """The addresses of the senders of other trainer ranks' origins."""
         self._senders_lock = threading.Lock()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = host_device.stream(device)
 
-    @contextlib.contextmanager
-    def packing_stream(self) -> Iterator[None]:
-        """On a GPU: a side stream that starts where the trainer's is now, so that packing overlaps with its work."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            yield
+    def packing_stream(self) -> contextlib.AbstractContextManager[None]:
+        """On a GPU: a side stream that starts where the trainer's is now, so that packing overlaps with its work.
+
+        At the end the trainer's waits for it: what `optimizer.step()` writes next was packed before.
+        """
+        return host_device.beside(self._stream, self.device)
 
     def add_client_sender(self, member: FleetMember, context: SenderContext) -> None:
         """Have the member's client bring the sender that it needs, if it needs one."""
@@ -100,9 +99,11 @@ class Connections:
                 self.client_senders.append(sender)
 
     def close(self) -> None:
-        self.listener.close()
-        for sender in (self.sender, *self.client_senders):
-            sender.close()
+        with contextlib.ExitStack() as stack:
+            # Each, whatever another one's GPU raises.
+            for sender in (*self.client_senders, self.sender):
+                stack.callback(sender.close)
+            self.listener.close()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -469,11 +470,13 @@ class PublishRun:
                     peers = list(exc.survivors)
                     # The sender may go on in other memory.
                     fill.forget_views()
-        if again is not None and not route.healthy():
-            return ""
+            if again is not None and not route.healthy():
+                return ""
+            with self._timed("send"):
+                # Only our own workers say what they have: for others, nothing waits for the digests of a GPU. On the
+                # stream that makes the digests: another one would not see them yet.
+                root = "" if route.is_brought else root_digest(self._pack_plan.manifest_digest, digests)
         with self._timed("send"):
-            # Only our own workers say what they have: for others, nothing waits for the digests of a GPU.
-            root = "" if route.is_brought else root_digest(self._pack_plan.manifest_digest, digests)
             route.receive(num_buckets, root)
         return root
 
@@ -508,7 +511,7 @@ class PublishRun:
                 return False
         if len(own) < len(digests):
             digests[len(own) :] = fill.others()
-            if self._again is not None and list(map(as_bytes, digests)) != list(map(as_bytes, self._again.digests)):
+            if self._again is not None and all_bytes(digests) != all_bytes(self._again.digests):
                 self._fail_changed(route.healthy())
                 sender.abort(f"the weights have changed since version {self.number}")
                 return False
@@ -555,7 +558,7 @@ class PublishRun:
             return True
         with self._timed("pack"), self._connections.packing_stream():
             found = fill.trial(WeightVersion(self._run, self.number), self._connections.device)
-            is_same = list(map(as_bytes, found)) == list(map(as_bytes, self._again.digests))
+            is_same = all_bytes(found) == all_bytes(self._again.digests)
         if not is_same:
             self._fail_changed(route.healthy())
         return is_same

@@ -24,7 +24,7 @@ from weightcast import registry
 from weightcast.errors import ClosedError, PublishError, from_record
 from weightcast.format.amounts import count
 from weightcast.format.bucket import Layout
-from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_VERSION, TensorSpec
+from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_VERSION, DigestKind, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, plan
 from weightcast.host.closing import ClosedOnExit, on_failure
 from weightcast.host.deadline import number_of_seconds
@@ -371,7 +371,7 @@ class Publisher(ClosedOnExit):
         def spread() -> Origins:
             # A client's own sender copies buckets, which must all be on this rank; staged buckets are host memory,
             # counted once for each host, and so are those of weights on a CPU.
-            is_brought = any(isinstance(member.client, BringsSender) for member in self._fleet)
+            is_brought = self._has_brought_senders
             is_on_host = self._options.install == "staged" or device.type == "cpu"
             if is_brought or (self._transport.origins == "devices" and is_on_host):
                 return "one"
@@ -390,6 +390,10 @@ class Publisher(ClosedOnExit):
             num_origins=self._options.num_origins,
         )
 
+    @property
+    def _has_brought_senders(self) -> bool:
+        return any(isinstance(member.client, BringsSender) for member in self._fleet)
+
     def _ready_pack_plan(self, regions: Regions, device: torch.device) -> PackPlan:
         """The plan for the source's specs: made once, and again when they have changed."""
         if self._pack_plan is not None and self._pack_plan.is_of(regions):
@@ -401,7 +405,11 @@ class Publisher(ClosedOnExit):
             size = self._options.bucket_size_bytes
             if size is None:
                 size = fitting_bucket_size(sum(spec.num_bytes for spec in specs), largest)
-            manifest = plan(specs, size, digest_kind="xxh3-128" if device.type == "cpu" else "sum-64x2")
+            # A client's own sender may have its buckets on the GPU, whatever the transport does.
+            where, is_brought = self._transport.buckets_on_gpu, self._has_brought_senders
+            is_on_gpu = is_brought or where == "always" or where == self._options.install == "streaming"
+            kind: DigestKind = "sum-64x2" if device.type != "cpu" and is_on_gpu else "xxh3-128"
+            manifest = plan(specs, size, digest_kind=kind)
             self._pack_plan = PackPlan(specs, Layout(manifest), size)
         return self._pack_plan
 

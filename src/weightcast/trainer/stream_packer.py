@@ -56,7 +56,7 @@ class StreamPacker:
         if self._num_filled == len(manifest.buckets):
             self._take(self._tensors, None)
             self._tensors, self._tensor = None, torch.empty(0)
-        if manifest.digest_kind != "xxh3-128":
+        if manifest.digest_kind != "xxh3-128" or payload.is_cuda:
             return queued_digest(payload[: manifest.buckets[index]], manifest.digest_kind)
         self._digests.reset(manifest.buckets[index])
         self._digests.add(payload, self._digests.missing())

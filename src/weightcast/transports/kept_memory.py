@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from weightcast.format.bucket import ArenaLayout, BucketBuffer, Buffers
+from weightcast.host import device as host_device
 from weightcast.host import memory as host_memory
 from weightcast.host.memory import SealedMemory
 
@@ -16,10 +17,10 @@ from weightcast.host.memory import SealedMemory
 def allocate(size_bytes: int, device: torch.device, what: str, remedy: str = host_memory.LESS_AT_ONCE) -> torch.Tensor:
     """On a CPU zeros, in huge pages where there are any.
 
-    Raises InsufficientMemoryError if the host has not that much left: `what` needs it, `remedy` helps.
+    Raises InsufficientMemoryError if the host or the device has not that much left: `what` needs it, `remedy` helps.
     """
     if device.type != "cpu":
-        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        return host_device.empty(size_bytes, device, what, remedy)
     host_memory.require(size_bytes, what, remedy)
     mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):

@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from weightcast.errors import PeerDiedError, StaleVersionError, WeightcastError
+from weightcast.host import device as host_device
 from weightcast.seams.transport import Transport
 from weightcast.transports.kept_memory import allocate
 from weightcast.transports.receiving import PUBLISHER, ArenaReceiver, MappedArena
@@ -34,25 +35,14 @@ class MemoryPeer(ConnectedPeer):
 
 
 class MemoryArena(OwnedArena, MappedArena):
-    """Both ends of an arena. On a GPU, a reader's stream waits until the bucket was packed."""
+    """Both ends of an arena."""
 
     def __init__(self, generation: int, size_bytes: int, device: torch.device) -> None:
         super().__init__(generation, allocate(size_bytes, device, "sending this update"), device)
-        self._events: dict[bytes, torch.cuda.Event] = {}
 
-    def mark_ready(self, slot: int) -> bytes:
-        if self.device.type == "cuda":
-            self._events[b"%d" % slot] = event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self.device))
-        return b"%d" % slot
-
-    def wait_ready(self, event: bytes) -> None:
-        if event in self._events:
-            self._events[event].wait(torch.cuda.current_stream(self.device))
-
-    def finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+    def reset(self) -> None:
+        """What was queued by an update that was given up may still read it."""
+        host_device.synchronize(self.device)
 
     def close(self, *, free: bool = False) -> None:
         """The memory stays as long as a tensor needs it."""
@@ -157,4 +147,4 @@ class MemoryReceiver(ArenaReceiver):
         super()._disconnect()
 
 
-TRANSPORT = Transport(sender=MemorySender, receiver=MemoryReceiver, same_host=True)
+TRANSPORT = Transport(sender=MemorySender, receiver=MemoryReceiver, same_host=True, buckets_on_gpu="streaming")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import torch
 
 from weightcast.errors import (
     ClosedError,
@@ -28,6 +29,7 @@ from weightcast.errors import (
 )
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Buffers
 from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.host import device as host_device
 from weightcast.seams.transport import Bucket, Receiver
 from weightcast.transports.records import (
     BeginUpdate,
@@ -42,6 +44,8 @@ from weightcast.transports.records import (
 
 PUBLISHER = "trainer"
 CONNECT_SECONDS = 15.0
+_POLL_SECONDS = 0.0005
+"""How often a GPU is asked whether a bucket was read."""
 
 
 B = TypeVar("B")
@@ -161,11 +165,15 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
             remaining = max(start, self._heard_at) + patience - time.monotonic()
             if remaining <= 0:
                 raise PeerTimeoutError(self._silence(wanted, patience), peer=PUBLISHER)
-            self._wait(wanted, remaining)
+            self._wait(wanted, min(remaining, self._longest_wait_seconds(wanted)))
 
     def _patience_seconds(self, wanted: W) -> float:
         """Before an update begins the sender may itself wait for somebody else, up to its deadline."""
         return self._deadline_seconds * (2 if wanted.begun is None else 1)
+
+    def _longest_wait_seconds(self, wanted: W) -> float:
+        """After that long something is looked for that wakes nobody."""
+        return threading.TIMEOUT_MAX
 
     def _silence(self, wanted: W, seconds: float) -> str:
         return f"nothing was heard of the publisher for {seconds:g} s"
@@ -206,12 +214,7 @@ class MappedArena:
     generation: int
     size_bytes: int
     buffers: Buffers
-
-    def wait_ready(self, event: bytes) -> None:
-        """Have a bucket whose `BucketReady` had this event read only when it is whole."""
-
-    def finish(self) -> None:
-        """Wait until everything that was begun to be read here has been read."""
+    device = torch.device("cpu")
 
     def reset(self) -> None:
         """An update was given up: let nothing that was read or written here reach the next one."""
@@ -239,9 +242,12 @@ class IncomingUpdate:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class PeerUpdate(WantedUpdate[IncomingUpdate]):
-    """`taken`: the bucket in an arena that was handed out last."""
+    """`taken`: the bucket in an arena that was handed out last. `unreleased`: the one before that, on a GPU, with what
+    was queued when the next was asked for.
+    """
 
     taken: tuple[BucketReady, MappedArena] | None = None
+    unreleased: tuple[BucketReady, host_device.Event | None] | None = None
 
     @property
     def number(self) -> int:
@@ -413,6 +419,7 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
         """Raises ManifestError if the bytes that the sender speaks of aren't the next bucket's."""
         incoming, index = wanted.begun, wanted.num_taken
         if incoming is None or not incoming.ready:
+            self._release_read(wanted)
             return None
         ready, arena = wanted.taken = incoming.ready.popleft()
         size_bytes = wanted.manifest.buckets[index]
@@ -424,18 +431,41 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
             raise ManifestError(what, fault="size")
         if ready.offset_bytes + largest > arena.size_bytes:
             raise ManifestError(f"bucket {index} of {largest} bytes would end behind the arena", fault="offset")
-        arena.wait_ready(ready.event)
         if index == 0:
             arena.buffers.forget_above(wanted.num_buckets)
         return Bucket(index, arena.buffers.get(index, ready.offset_bytes, payload, size_bytes))
 
     def _release(self, wanted: PeerUpdate, index: int) -> None:
-        if not wanted.staged and wanted.taken is not None:
-            ready, arena = wanted.taken
-            arena.finish()
-            with self._condition:
-                if self._wanted is wanted:
-                    self._tell(Released(ready.update, ready.generation, ready.index))
+        """On a GPU what reads the bucket is only queued: it is released when that is over, at the latest with the next
+        one, whose check has waited for as much.
+        """
+        if wanted.staged or wanted.taken is None:
+            return
+        ready, arena = wanted.taken
+        read = host_device.recorded(arena.device)
+        former = None if wanted.unreleased is None else wanted.unreleased[1]
+        # Not under the condition, which a sender in this process may need.
+        for event in (former, read if index + 1 == wanted.num_buckets else None):
+            if event is not None and not event.query():
+                event.synchronize()
+        with self._condition:
+            self._release_read(wanted)
+            wanted.unreleased = ready, read
+            self._release_read(wanted)
+
+    def _release_read(self, wanted: PeerUpdate) -> None:
+        """Tell the sender that a bucket may be overwritten, if what reads it is over."""
+        if wanted.unreleased is None:
+            return
+        ready, read = wanted.unreleased
+        if read is None or read.query():
+            wanted.unreleased = None
+            if self._wanted is wanted:
+                self._tell(Released(ready.update, ready.generation, ready.index))
+
+    def _longest_wait_seconds(self, wanted: PeerUpdate) -> float:
+        """The sender may wait for a bucket that is still being read here."""
+        return super()._longest_wait_seconds(wanted) if wanted.unreleased is None else _POLL_SECONDS
 
     def _leave(self, wanted: PeerUpdate) -> None:
         if self._arena is not None and not wanted.is_whole:

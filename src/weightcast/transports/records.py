@@ -37,17 +37,13 @@ class BeginUpdate(msgspec.Struct, frozen=True, tag="begin", tag_field="kind"):
 
 
 class BucketReady(msgspec.Struct, frozen=True, tag="ready", tag_field="kind"):
-    """A bucket is whole in the sender's arena: `num_bytes` of header and encoded payload, from `offset_bytes` on.
-
-    `event`: a handle of what says when it is, or empty.
-    """
+    """A bucket is whole in the sender's arena: `num_bytes` of header and encoded payload, from `offset_bytes` on."""
 
     update: Count
     generation: Count
     index: Count
     offset_bytes: Size
     num_bytes: Size
-    event: Handle = b""
 
 
 class UpdateAborted(msgspec.Struct, frozen=True, tag="aborted", tag_field="kind"):

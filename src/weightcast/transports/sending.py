@@ -23,6 +23,7 @@ import torch
 from weightcast.errors import ClosedError, PeerDiedError, PeerTimeoutError, UpdateAbortedError, WeightcastError
 from weightcast.format.bucket import HEADER_BYTES, ArenaLayout, BucketBuffer, Buffers, place
 from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
 from weightcast.transports.records import (
     BeginUpdate,
@@ -40,6 +41,9 @@ logger = logging.getLogger(__name__)
 MAX_REASON_CHARACTERS = 4096
 _MAX_SIGN_SECONDS = 5.0
 """Well under a receiver's own deadline, however patient the sender is."""
+_FIRST_POLL_SECONDS = 0.00005
+_LONGEST_POLL_SECONDS = 0.002
+"""Between two questions to a GPU whether a bucket was packed."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -340,10 +344,6 @@ class OwnedArena:
         self.device = device
         self.buffers = Buffers(whole)
 
-    def mark_ready(self, slot: int) -> bytes:
-        """What was queued for a slot may be read when this is over; empty: who is told of a bucket sees its bytes."""
-        return b""
-
     def close(self, *, free: bool) -> None:
         """Let go of it. With `free`, give the memory back at once, whoever still has it."""
         del self.buffers
@@ -361,8 +361,9 @@ A = TypeVar("A", bound=OwnedArena)
 class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
     """Implements `Sender`. A loss never disturbs the others.
 
-    Memory: streaming, `num_slots` buckets; staged, the whole version; kept for the next update. With a CUDA `device`
-    streaming buckets lie in that device's memory; staged ones are in host memory always.
+    Memory: streaming, `num_slots` buckets, one more on a GPU; staged, the whole version; kept for the next update. With
+    a CUDA `device` streaming buckets lie in that device's memory; staged ones are in host memory always. A bucket on a
+    GPU is announced once its packing is over, so that nothing that a receiver waits for can end with this process.
     """
 
     def __init__(
@@ -391,8 +392,10 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
         with self.condition:
             self._begin_open(version, peers)
             self._await_released()
-            arena_layout = place(manifest, num_slots=self._num_slots, staged=staged)
             device = torch.device("cpu") if staged else self._device
+            # On a GPU a reader releases a bucket only when it has the next one.
+            num_slots = self._num_slots + host_device.has_streams(device)
+            arena_layout = place(manifest, num_slots=num_slots, staged=staged)
             self._prepare_arena(arena_layout, device)
             taking_part = self._await_connected(peers, version)
             self._num_updates += 1
@@ -417,15 +420,21 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
             return self._arena.buffers.at(arena_layout, index)
 
     def send(self, index: int, num_bytes: int) -> None:
-        """Tell the peers of bucket `index`. Waits only for a peer hundreds of buckets behind."""
+        """Tell the peers of bucket `index`, on a GPU once its packing is over.
+
+        Waits besides only for a peer hundreds of buckets behind. Raises PeerTimeoutError if the GPU does not get done.
+        """
         with self.condition:
-            update, arena = self._require_update(index), self._arena
+            update = self._require_update(index)
             check_length(update.manifest, index, num_bytes)
+            packed = host_device.recorded(update.device)
+            if packed is not None:
+                self._await_packed(index, packed)
+            arena = self._arena
             assert arena is not None
             update.next = index + 1
             slot, offset_bytes = update.arena_layout.slots[index], update.arena_layout.headers[index]
-            event = arena.mark_ready(slot)
-            ready = BucketReady(update.number, arena.generation, index, offset_bytes, num_bytes, event)
+            ready = BucketReady(update.number, arena.generation, index, offset_bytes, num_bytes)
             for name in sorted(update.peers):
                 peer = self._peers.get(name)
                 if peer is None or name not in update.peers:
@@ -436,6 +445,18 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
                     peer.generation = arena.generation
                 if self._post(peer, ready) and name in update.peers:
                     self._readers.setdefault(slot, set()).add(name)
+
+    def _await_packed(self, index: int, packed: host_device.Event) -> None:
+        for _ in Deadline(self._deadline_seconds).polls(_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS, self._pause):
+            self._require_open()
+            if packed.query():
+                return
+        what = f"bucket {index} was not packed within {self._deadline_seconds:g} s"
+        raise PeerTimeoutError(f"{what}: the trainer's GPU does something else", peer="trainer")
+
+    def _pause(self, seconds: float) -> None:
+        # A wait for peers takes a millisecond at least, about as long as a bucket takes to be packed.
+        time.sleep(seconds) if seconds < _LONGEST_POLL_SECONDS else self._wait(seconds)
 
     # --- what a transport adds ---
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from weightcast.errors import InstallError
+from weightcast.host import device as host_device
 from weightcast.integrations.plugin.acceptance import Acceptance, acceptance
 from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.plugin.dry_run import dry_run, present
@@ -60,8 +61,7 @@ class SglangModel(LoaderEngine):
                 copy()
             finally:
                 self._session.end_weight_update(run_post_load=False)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        host_device.synchronize(self.device)
         return []
 
     def _drop_caches(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from weightcast.format.manifest import TensorSpec
+from weightcast.host import device as host_device
 from weightcast.integrations.plugin import checkpoint_header
 from weightcast.integrations.plugin import dry_run as loader_dry_run
 from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer, acceptance
@@ -56,8 +57,7 @@ class VllmModel(LoaderEngine):
 
     def _install(self, tensors: Tensors | None, calls: Mapping[str, int], copy: Callable[[], None]) -> list[str]:
         missing = self._reload.load(tensors, calls, copy)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        host_device.synchronize(self.device)
         return missing
 
     def _written(self, accepted: AcceptedOffer) -> Collection[str]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import torch
-from torch.distributed import Work
 
 from weightcast.errors import (
     MAX_TEXT_CHARACTERS,
@@ -24,13 +24,11 @@ from weightcast.errors import (
     ManifestError,
     PeerDiedError,
     PeerError,
-    PeerTimeoutError,
     from_record,
     to_record,
 )
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode, encode
-from weightcast.host.deadline import Deadline
-from weightcast.process_group import ProcessGroup, wait
+from weightcast.process_group import ProcessGroup, in_background, wait
 from weightcast.trainer.group.rendezvous import Rendezvous, late, named
 
 _MAX_FAILURE_BYTES = 4 << 20
@@ -41,6 +39,9 @@ _MAX_SILENCE_SECONDS = 10.0
 Other ranks of origins give their receivers a sign of life only when they hear from it: this is well below the
 receivers' deadlines.
 """
+
+Arrival: TypeAlias = Callable[[], None]
+"""Waits for what was begun to be received. Raises PeerError."""
 
 
 class Instruction(enum.IntEnum):
@@ -355,22 +356,23 @@ class TrainerRanks:
     def send(self, tensor: torch.Tensor, group_rank: int) -> None:
         """Send a contiguous tensor; blocks until it has gone."""
         with self._unbroken() as gloo:
-            wait((self._groups["nccl"] if tensor.is_cuda else gloo).send(tensor, group_rank))
-            self._wait_for_device(tensor)
+            group = self._groups["nccl"] if tensor.is_cuda else gloo
+            group.wait(group.send(tensor, group_rank))
 
-    def receive(self, tensor: torch.Tensor, group_rank: int) -> Work:
+    def receive(self, tensor: torch.Tensor, group_rank: int) -> Arrival:
         """Begin to receive into a contiguous tensor; see `arrived`."""
         with self._unbroken() as gloo:
-            return (self._groups["nccl"] if tensor.is_cuda else gloo).receive(tensor, group_rank)
+            group = self._groups["nccl"] if tensor.is_cuda else gloo
+            return functools.partial(group.wait, group.receive(tensor, group_rank))
 
-    def arrived(self, works: list[Work]) -> None:
-        """Wait for what `receive` has begun, and empty the list; on a GPU the current stream waits."""
+    def arrived(self, arrivals: list[Arrival]) -> None:
+        """Wait for what `receive` has begun, and empty the list."""
         try:
             with self._unbroken():
-                while works:
-                    wait(works.pop())
+                while arrivals:
+                    arrivals.pop()()
         finally:
-            works.clear()
+            arrivals.clear()
 
     # --- the end ---
 
@@ -383,8 +385,9 @@ class TrainerRanks:
 
     def close(self) -> None:
         """Disconnect, without a word. Idempotent."""
-        for group in list(self._groups.values()):
-            group.close()
+        for backend, group in self._groups.items():
+            # An abort of NCCL's may wait for its watchdog.
+            group.close() if backend == "gloo" else in_background(group.close, "weightcast-group-end")
         self._groups.clear()
 
     @contextlib.contextmanager
@@ -414,17 +417,6 @@ class TrainerRanks:
         sign = f"no sign of life from {names}" if missing else "all ranks are alive"
         lost = "the rendezvous store, usually on trainer rank 0, does not answer" if missing is None else sign
         return type(exc)(f"connection between trainer ranks lost ({lost}): {exc}", peer=names or "trainer")
-
-    def _wait_for_device(self, tensor: torch.Tensor) -> None:
-        if not tensor.is_cuda:
-            return
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(tensor.device))
-        deadline = Deadline(self._deadline_seconds)
-        while not event.query():  # type: ignore[no-untyped-call]
-            if deadline.has_passed:
-                raise PeerTimeoutError(f"a transfer over NCCL was not over within {self._deadline_seconds:g} s")
-            time.sleep(0.0002)
 
 
 def _bytes_tensor(data: bytes) -> torch.Tensor:

@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import msgspec
 import torch
-from torch.distributed import Work
 
 from weightcast.format.bucket import Digest, Layout, queued_digest
 from weightcast.format.manifest import ITEMSIZE_BYTES, decode, encode
+from weightcast.host import device as host_device
+from weightcast.host import memory as host_memory
 from weightcast.host.copy import copy_all
 from weightcast.host.memory import MemoryLocation, SealedMemory, map_shared, shared_memory_of
-from weightcast.trainer.group.exchange import RankStatus, TrainerRanks
+from weightcast.trainer.group.exchange import Arrival, RankStatus, TrainerRanks
 from weightcast.trainer.packer import (
     BlockDigests,
     HeldRegion,
@@ -154,8 +155,9 @@ class Contribution:
     def _pack_message(self, index: int, num_bytes: int) -> None:
         if self._packed is None or self._message is None:
             largest = _aligned(max(self._part.slices.sizes))
-            self._packed = torch.empty(largest, dtype=torch.uint8, device=self._device)
-            self._message = self._packed if self._device.type == self._via.type else _pinned(largest, self._via)
+            is_one = self._device.type == self._via.type
+            self._message = _pinned(largest, self._via)
+            self._packed = self._message if is_one else _pinned(largest, self._device)
         copy_all(message_views(self._part.slices.of(index), self._packed), self._part.sources(index))
         if self._message is not self._packed:
             self._message[:num_bytes].copy_(self._packed[:num_bytes])
@@ -195,7 +197,7 @@ class OriginPacker:
         self._staging: torch.Tensor | None = None
         self._landed: torch.Tensor | None = None
         """The staging buffer's bytes on the buckets' device."""
-        self._works: list[Work] = []
+        self._arrivals: list[Arrival] = []
 
     def rebind(self, shards: Sequence[Shard]) -> None:
         """The same regions lie in other memory now."""
@@ -212,7 +214,7 @@ class OriginPacker:
             self._digests = BlockDigests(self._digest_memory.tensor())
         is_moved = self._buffers(payload).buckets != self._shared
         num_missing = self._num_missing.get(index, self._layout.manifest.buckets[index])
-        is_on_host = self._layout.manifest.digest_kind == "xxh3-128"
+        is_on_host = self._block_digests(payload) is not None
         return RankStatus(
             next_round=index - self._first,
             offset_bytes=int(payload.storage_offset()),
@@ -230,21 +232,21 @@ class OriginPacker:
     def pack(self, index: int, payload: torch.Tensor, statuses: Sequence[RankStatus]) -> None:
         """Write this rank's part of the payload of bucket `index`, and what others send. Raises PeerError."""
         self._layout.clear_gaps(index, payload)
-        digests = self._block_digests()
+        digests = self._block_digests(payload)
         if digests is not None:
             digests.reset(self._layout.manifest.buckets[index])
         try:
             messages = self._receive(index, statuses)
             self._own.pack(index, payload, digests)
-            self._ranks.arrived(self._works)
+            self._ranks.arrived(self._arrivals)
             self._unpack(index, payload, messages)
         finally:
             # Whatever went wrong here, the ranks that send are not left waiting.
-            self._ranks.arrived(self._works)
+            self._ranks.arrived(self._arrivals)
 
     def digest_share(self, index: int, payload: torch.Tensor, statuses: Sequence[RankStatus]) -> None:
         """Digest this rank's share of the blocks that several ranks filled; all have packed."""
-        digests = self._block_digests()
+        digests = self._block_digests(payload)
         if digests is not None:
             missing = digests.missing()
             self._num_missing[index] = len(missing)
@@ -252,7 +254,7 @@ class OriginPacker:
 
     def digest(self, index: int, payload: torch.Tensor, *, is_shared_out: bool) -> Digest:
         """The payload's digest, once all have packed and, if it was shared out, digested; see `Fill.fill`."""
-        manifest, digests = self._layout.manifest, self._block_digests()
+        manifest, digests = self._layout.manifest, self._block_digests(payload)
         if digests is None:
             return queued_digest(payload[: manifest.buckets[index]], manifest.digest_kind)
         if not is_shared_out:
@@ -273,8 +275,8 @@ class OriginPacker:
             self._digest_memory.release(free=False)
         self._digests = self._digest_memory = None
 
-    def _block_digests(self) -> BlockDigests | None:
-        return self._digests if self._layout.manifest.digest_kind == "xxh3-128" else None
+    def _block_digests(self, payload: torch.Tensor) -> BlockDigests | None:
+        return self._digests if self._layout.manifest.digest_kind == "xxh3-128" and not payload.is_cuda else None
 
     def _buffers(self, payload: torch.Tensor) -> SharedBuffers:
         shared = shared_memory_of(payload)
@@ -293,7 +295,7 @@ class OriginPacker:
             self._staging = _pinned(max(sum(map(_aligned, each)) for each in zip(*sizes, strict=True)), self._via)
         for group_rank, slices, start in messages:
             assert self._staging is not None
-            self._works.append(self._ranks.receive(self._staging[start : start + slices.sizes[index]], group_rank))
+            self._arrivals.append(self._ranks.receive(self._staging[start : start + slices.sizes[index]], group_rank))
         return messages
 
     def _unpack(self, index: int, payload: torch.Tensor, messages: Sequence[_Message]) -> None:
@@ -303,7 +305,7 @@ class OriginPacker:
             return
         if staging.device.type != payload.device.type:
             if self._landed is None:
-                self._landed = torch.empty(staging.numel(), dtype=torch.uint8, device=payload.device)
+                self._landed = _pinned(staging.numel(), payload.device)
             num_bytes = messages[-1].start + messages[-1].slices.sizes[index]
             staging = self._landed[:num_bytes].copy_(staging[:num_bytes])
         for _, slices, start in messages:
@@ -361,5 +363,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
-    pin = device.type == "cpu" and torch.cuda.is_available()
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pin)
+    """Memory for messages; on a CPU such as a GPU copies from and to at once. Raises InsufficientMemoryError."""
+    if device.type != "cpu":
+        return host_device.empty(num_bytes, device, "gathering a bucket", host_memory.LESS_AT_ONCE)
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())

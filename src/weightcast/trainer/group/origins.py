@@ -9,10 +9,9 @@ the run lasts.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import NoReturn
 
@@ -23,6 +22,7 @@ from weightcast import registry
 from weightcast.errors import ErrorRecord, PeersLostError, WeightcastError, from_record, listed, to_record
 from weightcast.format.bucket import RAW, BucketBuffer, Digest, as_bytes, slot_size_bytes
 from weightcast.format.manifest import Manifest, WeightVersion, encode
+from weightcast.host import device as host_device
 from weightcast.host.memory import SealedMemory, host_identity
 from weightcast.seams.transport import Origins, Sender
 from weightcast.seams.versions import JoiningSender, SharedSender
@@ -143,7 +143,7 @@ class OriginSender:
         self._next = 0
         self._digests: dict[int, bytes] = {}
         self._buffer: BucketBuffer | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = host_device.stream(device)
 
     def use(self, manifest: Manifest, origin: int, packer: OriginPacker) -> None:
         """Send these buckets from now on, packed in this way."""
@@ -201,7 +201,7 @@ class OriginSender:
         """Write this rank's part of the round's bucket; the next exchange raises what goes wrong. Raises PeerError."""
         if self._has_bucket(statuses):
             assert self._buffer is not None
-            with self._on_stream(waits=True):
+            with host_device.beside(self._stream, self.device):
                 self._packer.pack(self._span[number], self._buffer.payload, statuses)
 
     def digest_share(self, number: int, statuses: Sequence[RankStatus]) -> None:
@@ -216,10 +216,10 @@ class OriginSender:
         buffer, index = self._buffer, self._span[number]
         assert buffer is not None
         is_shared_out = bool(statuses[self._ranks.group_rank].shares_digest)
-        with self._on_stream():
+        with host_device.on(self._stream):
             digest = self._packer.digest(index, buffer.payload, is_shared_out=is_shared_out)
             num_bytes, digest = finish(digest, RAW, self._manifest, self._version, index, buffer)
-        self._digests[number] = as_bytes(digest)
+            self._digests[number] = as_bytes(digest)
         self._next += 1
         if self._is_trial:
             self._buffer = buffer if self._next < len(self._span) else None
@@ -265,20 +265,9 @@ class OriginSender:
         self._buffer = None
         self._sender.close()
 
-    @contextlib.contextmanager
-    def _on_stream(self, *, waits: bool = False) -> Iterator[None]:
-        """On a GPU: a stream of this origin's own; with `waits` it goes on where the trainer's is now."""
-        if self._stream is None:
-            yield
-            return
-        if waits:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            yield
-
     def _begin(self, call: Callable[[], None]) -> None:
         def run() -> None:
-            with self._on_stream():
+            with host_device.on(self._stream):
                 call()
 
         self._task = self._pool.submit(run)
@@ -292,9 +281,10 @@ class OriginSender:
 def trial_buffer(plan: Manifest, device: torch.device) -> BucketBuffer:
     """Room for any bucket of a plan, which other ranks of the host can map. Raises InsufficientMemoryError."""
     size_bytes = slot_size_bytes(plan)
+    what = "comparing the weights"
     if device.type != "cpu":
-        return BucketBuffer.of(torch.empty(size_bytes, dtype=torch.uint8, device=device))
-    return BucketBuffer.of(SealedMemory.allocate(size_bytes, "comparing the weights").tensor()[:size_bytes])
+        return BucketBuffer.of(host_device.empty(size_bytes, device, what, "publish a new version"))
+    return BucketBuffer.of(SealedMemory.allocate(size_bytes, what).tensor()[:size_bytes])
 
 
 class GroupPacker:

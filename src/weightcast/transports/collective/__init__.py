@@ -6,10 +6,13 @@ one host share them, `records` what is said beside the broadcasts.
 
 from __future__ import annotations
 
+import dataclasses
+
 from weightcast.seams.transport import Transport
 from weightcast.transports.collective.receiver import CollectiveReceiver
 from weightcast.transports.collective.sender import CollectiveSender
 
-TRANSPORT = Transport(sender=CollectiveSender, receiver=CollectiveReceiver, same_host=False, origins="hosts")
+NCCL = Transport(sender=CollectiveSender, receiver=CollectiveReceiver, same_host=False, origins="hosts")
+GLOO = dataclasses.replace(NCCL, buckets_on_gpu="never")
 
-__all__ = ["TRANSPORT", "CollectiveReceiver", "CollectiveSender"]
+__all__ = ["GLOO", "NCCL", "CollectiveReceiver", "CollectiveSender"]

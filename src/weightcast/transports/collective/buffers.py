@@ -198,7 +198,7 @@ class ReceiveBuffers:
         num_bytes = HEADER_BYTES + manifest.buckets[index]
         buffer = None if is_here else self._place(update, manifest, version, index)
         if buffer is None or buffer.header.device != self._device:
-            landing = BucketBuffer.of(torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
+            landing = BucketBuffer.of(allocate(num_bytes, self._device, "receiving this bucket"))
             return BucketTarget(index, landing, num_bytes, staging=buffer)
         return BucketTarget(index, buffer, num_bytes)
 

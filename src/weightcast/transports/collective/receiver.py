@@ -8,7 +8,6 @@ sender's side.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import threading
 import time
@@ -21,7 +20,8 @@ from torch.distributed import Work
 from weightcast import process_group
 from weightcast.errors import ManifestError, UnsupportedError, WeightcastError, detached
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.process_group import ProcessGroup, in_background, join_store, wait
+from weightcast.host import device as host_device
+from weightcast.process_group import ProcessGroup, in_background, join_store
 from weightcast.seams.transport import Bucket, Receiver
 from weightcast.transports.collective import records
 from weightcast.transports.collective.buffers import NUM_SLOTS, NUM_UNDER_WAY, BucketTarget, ReceiveBuffers
@@ -278,16 +278,18 @@ class BroadcastStream:
     def _run(self) -> None:
         try:
             join = self._join
-            self._group = ProcessGroup(
-                self._backend,
-                join_store(join.host, join.port, join.timeout_seconds),
-                rank=join.group_rank,
-                size=join.group_size,
-                timeout_seconds=join.timeout_seconds,
-                host=self._host,
-                device=self._device,
-            )
-            with self._own_stream():
+            # The engine's default stream must never wait for a broadcast.
+            with host_device.own_stream(self._device):
+                self._group = ProcessGroup(
+                    self._backend,
+                    join_store(join.host, join.port, join.timeout_seconds),
+                    rank=join.group_rank,
+                    size=join.group_size,
+                    timeout_seconds=join.timeout_seconds,
+                    host=self._host,
+                    device=self._device,
+                    is_left=self._was_left,
+                )
                 self._take_all(self._group)
         except Exception as exc:
             is_own = not self._is_in_group or not isinstance(exc, WeightcastError)
@@ -296,12 +298,6 @@ class BroadcastStream:
             group, self._group = self._group, None
             if group is not None:
                 group.close()
-
-    def _own_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """The engine's default stream must never wait for a broadcast."""
-        if self._device.type != "cuda":
-            return contextlib.nullcontext()
-        return torch.cuda.stream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
 
     def _was_left(self) -> bool:
         """As of now: another thread decides."""
@@ -314,9 +310,7 @@ class BroadcastStream:
             if self._was_left() or not works:
                 return
             self._is_in_group = True
-            wait(works.popleft())
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
+            group.wait(works.popleft(), self._was_left)
             self._is_in_group = False
             if self._was_left():
                 return

@@ -9,6 +9,8 @@ from weightcast.seams.transport import Transport
 from weightcast.transports.ipc.receiver import IpcReceiver
 from weightcast.transports.ipc.sender import IpcSender
 
-TRANSPORT = Transport(sender=IpcSender, receiver=IpcReceiver, same_host=True, origins="devices")
+TRANSPORT = Transport(
+    sender=IpcSender, receiver=IpcReceiver, same_host=True, origins="devices", buckets_on_gpu="streaming"
+)
 
 __all__ = ["TRANSPORT", "IpcReceiver", "IpcSender"]

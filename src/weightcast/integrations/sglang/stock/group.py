@@ -14,20 +14,17 @@ import os
 import socket
 import stat
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from weightcast.errors import PeerDiedError, PeerTimeoutError, WeightcastError, detached
+from weightcast.errors import PeerDiedError, WeightcastError, detached
 from weightcast.host.closing import close_in_child
-from weightcast.host.deadline import Deadline
 from weightcast.links.watchdog import Watchdog
-from weightcast.process_group import Broadcast, ProcessGroup, Store, in_background, serve_shared_store, translated, wait
+from weightcast.process_group import ProcessGroup, Store, in_background, in_time, serve_shared_store, translated, wait
 
-_POLL_SECONDS = 0.0002
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -89,6 +86,7 @@ class StockGroup:
             size=self.size,
             timeout_seconds=self._deadline_seconds,
             host=self.host if self.backend == "gloo" else "",
+            is_left=lambda: self._store is None,
         )
         if self._store is None:
             self.cut()
@@ -100,16 +98,12 @@ class StockGroup:
         if not flat.is_cuda:
             wait(group.broadcast(flat, root=0))
             return
-        # NCCL's own wait has no deadline on the host.
-        broadcast = Broadcast(group, flat, threading.Condition())
-        del group
-        for _ in Deadline(self._deadline_seconds).polls(_POLL_SECONDS, _POLL_SECONDS):
-            if broadcast.error is not None:
-                raise broadcast.error
-            if broadcast.is_over:
-                return
-            self._require(self._group)
-        raise PeerTimeoutError(f"a broadcast in {self.name} was not over within {self._deadline_seconds:g} s")
+        # The first one connects the members, which NCCL waits for without a deadline.
+        begin = functools.partial(group.broadcast, flat, root=0)
+        group.wait(in_time(begin, self._deadline_seconds, f"a broadcast in {self.name}", self._was_cut), self._was_cut)
+
+    def _was_cut(self) -> bool:
+        return self._group is None
 
     def _require(self, part: T | None) -> T:
         if part is None:

@@ -18,6 +18,7 @@ import torch
 
 from weightcast import registry
 from weightcast.errors import ControlError, PeerDiedError, UnsupportedError
+from weightcast.host import device as host_device
 from weightcast.integrations.sglang.stock.buckets import FlatTensor
 from weightcast.integrations.sglang.stock.group import StockGroup
 from weightcast.integrations.sglang.stock.server import MAX_PARALLEL, Servers, SglangStockServer
@@ -51,7 +52,7 @@ class DistributedRoute:
         self._pool = ThreadPoolExecutor(max_workers=2 * MAX_PARALLEL, thread_name_prefix="weightcast-stock")
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return host_device.empty(num_bytes, self.device, "a flattened bucket", "use smaller buckets")
 
     def open(self, servers: Servers, version: int) -> None:
         """Have each server in a group, the former one if it is there."""

@@ -23,12 +23,15 @@ from typing import Any, TypeAlias
 import torch
 
 from weightcast.errors import UnsupportedError
+from weightcast.host import device as host_device
 from weightcast.integrations.sglang.stock.buckets import FlatTensor
 from weightcast.integrations.sglang.stock.server import Servers, SglangStockServer
 from weightcast.seams.client import SenderContext
 
 _LISTENS = "0A"
 _REDUCTIONS = "torch.multiprocessing.reductions"
+_Share: TypeAlias = tuple[Any, ...]
+"""Of torch's `_share_cuda_`."""
 
 
 class TensorRoute:
@@ -38,11 +41,15 @@ class TensorRoute:
 
     def __init__(self, context: SenderContext) -> None:
         self.device = context.device
+        self._shares: dict[tuple[int, str, int], _Share] = {}
+        """By storage, server and rank. torch wraps a GPU's storage once more each time that it is shared, and unwraps
+        all of it when it is freed, call in call."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
+        self._shares.clear()
         if self.device.type == "cpu":
             return shared(num_bytes)
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return host_device.empty(num_bytes, self.device, "a flattened bucket", "use smaller buckets")
 
     def open(self, servers: Servers, version: int) -> None:
         """Keep only servers of this host."""
@@ -52,12 +59,23 @@ class TensorRoute:
         """One bucket to every server; returns when each has loaded it, or was dropped."""
 
         def map_it(server: SglangStockServer) -> None:
-            server.routes.map([handle(flat, places) for _ in range(server.num_ranks)], is_last=is_last)
+            handles = [self._handle(flat, places, server.name, rank) for rank in range(server.num_ranks)]
+            server.routes.map(handles, is_last=is_last)
 
         servers.each(map_it)
 
+    def _handle(self, flat: torch.Tensor, places: Sequence[FlatTensor], server: str, rank: int) -> str:
+        if not flat.is_cuda:
+            return handle(flat, places)
+        storage: Any = flat.untyped_storage()
+        key = (int(storage.data_ptr()), server, rank)
+        if key not in self._shares:
+            self._shares[key] = storage._share_cuda_()
+        return handle(flat, places, self._shares[key])
+
     def close(self, servers: Servers) -> None:
         """Nothing stays on a server."""
+        self._shares.clear()
 
 
 # --- who can open a handle ---
@@ -120,8 +138,11 @@ def shared(num_bytes: int) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (num_bytes,), (1,))
 
 
-def handle(flat: torch.Tensor, places: Sequence[FlatTensor]) -> str:
-    """A message for one rank, which reads it once. `flat`: uint8, made by `shared` on a CPU, or in a GPU's memory."""
+def handle(flat: torch.Tensor, places: Sequence[FlatTensor], share: _Share | None = None) -> str:
+    """A message for one rank, which reads it once. `flat`: uint8, made by `shared` on a CPU, or in a GPU's memory.
+
+    `share`: on a GPU what `_share_cuda_` of its storage gave for this rank.
+    """
     metadata: list[Value] = []
     for place in places:
         attributes: dict[str, Value] = {
@@ -133,7 +154,7 @@ def handle(flat: torch.Tensor, places: Sequence[FlatTensor]) -> str:
             "numel": place.end - place.start,
         }
         metadata.append(Call(Global("types", "SimpleNamespace"), (), attributes))
-    tensor = _on_gpu(flat) if flat.is_cuda else _on_cpu(flat)
+    tensor = _on_cpu(flat) if share is None else _on_gpu(flat, share)
     bucket = _written({"flattened_tensor": tensor, "metadata": metadata})
     return base64.b64encode(b"\x80\x03" + bucket + b".").decode()
 
@@ -149,9 +170,8 @@ def _on_cpu(flat: torch.Tensor) -> Call:
     return Call(Global(_REDUCTIONS, "rebuild_tensor"), (Global("torch", "Tensor"), typed, place))
 
 
-def _on_gpu(flat: torch.Tensor) -> Call:
-    storage: Any = flat.untyped_storage()
-    _, name, size, offset, counter, counter_offset, event, must_wait = storage._share_cuda_()
+def _on_gpu(flat: torch.Tensor, share: _Share) -> Call:
+    _, name, size, offset, counter, counter_offset, event, must_wait = share
     uuid = str(torch.cuda.get_device_properties(flat.device).uuid)
     what = (Global("torch", "Tensor"), (flat.numel(),), (1,), int(flat.storage_offset()))
     memory = (Global("torch.storage", "TypedStorage"), _UINT8, uuid, name, size, offset, False)

@@ -16,6 +16,7 @@ from weightcast import registry
 from weightcast.errors import ClosedError, UnsupportedError, UpdateAbortedError, WeightcastError
 from weightcast.format.bucket import BucketBuffer, slot_size_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.host import device as host_device
 from weightcast.integrations.sglang.stock.buckets import FlatBuckets, FlatTensor
 from weightcast.integrations.sglang.stock.route_disk import DiskRoute
 from weightcast.integrations.sglang.stock.route_distributed import DistributedRoute
@@ -91,7 +92,8 @@ class StockSender:
         names = frozenset(name for server in self._servers.living for name in server.wanted_names)
         if self._flat is None or (self._flat.manifest, self._flat.names) != (manifest, names):
             self._flat = self._buffer = None
-            memory = torch.empty(slot_size_bytes(manifest), dtype=torch.uint8, device=self._route.device)
+            size_bytes, device = slot_size_bytes(manifest), self._route.device
+            memory = host_device.empty(size_bytes, device, "a bucket for SGLang", "use smaller buckets")
             self._buffer = BucketBuffer.of(memory)
             self._flat = FlatBuckets(manifest, names, self._route.allocate)
         self._route.open(self._servers, version.number)
@@ -125,10 +127,7 @@ class StockSender:
         if number < 0 or not self._servers.living:
             return
         flat, _ = self._require_open()
-        queued: Any = None
-        if self._route.device.type != "cpu":
-            queued = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            queued.record(torch.cuda.current_stream(self._route.device))
+        queued = host_device.recorded(self._route.device)
 
         def ship() -> None:
             if queued is not None:

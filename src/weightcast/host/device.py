@@ -1,0 +1,131 @@
+"""GPUs: the order of their work, and their memory. No other file asks torch.cuda for streams, events or waits.
+
+What one stream does is seen by another stream, and by the host, only once that one has waited for it. A thread of ours
+that runs beside an engine has a stream of its own, so that the engine's kernels never wait for a transfer. Host memory
+is always in order: for a device that is no GPU everything here does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from weightcast.errors import InsufficientMemoryError
+
+cuda: Any = torch.cuda
+"""What is asked; `weightcast.testing.lazy_gpu` puts a GPU without hardware here."""
+
+_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
+
+
+class Event(Protocol):
+    """What was queued on a stream when it was recorded."""
+
+    def query(self) -> bool:
+        """Whether all of that is over. Does not wait."""
+
+    def synchronize(self) -> None:
+        """Wait until it is."""
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work on that device is queued, and over later."""
+    return device.type == "cuda"
+
+
+def stream(device: torch.device) -> Any:
+    """A stream of its own on a GPU, else None."""
+    return cuda.Stream(device) if has_streams(device) else None
+
+
+def recorded(device: torch.device) -> Event | None:
+    """An event behind all that this thread's stream of a GPU has been given; None where nothing is queued."""
+    if not has_streams(device):
+        return None
+    event: Event = cuda.Event()
+    event.record(cuda.current_stream(device))  # type: ignore[attr-defined]
+    return event
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done everything that any stream has given it."""
+    if has_streams(device):
+        cuda.synchronize(device)
+
+
+def synchronize_stream(device: torch.device) -> None:
+    """Wait until a GPU has done everything that this thread's stream has given it."""
+    if has_streams(device):
+        cuda.current_stream(device).synchronize()
+
+
+@contextlib.contextmanager
+def on(side: Any) -> Iterator[None]:
+    """Queue on `side`, a stream; None: where it is queued anyway."""
+    with contextlib.nullcontext() if side is None else cuda.stream(side):
+        yield
+
+
+@contextlib.contextmanager
+def beside(side: Any, device: torch.device) -> Iterator[None]:
+    """Queue on `side`, a stream that goes on where this thread's is now, and that this thread's waits for at the end.
+
+    So the caller's next kernels may write what was read here, also after an error.
+    """
+    if side is None:
+        yield
+        return
+    own = cuda.current_stream(device)
+    side.wait_stream(own)
+    try:
+        with cuda.stream(side):
+            yield
+    finally:
+        own.wait_stream(side)
+
+
+@contextlib.contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """For a thread of ours: make `device` its current one, with a stream of its own, also while a graph is captured.
+
+    Waits for nothing: what the engine has written before is in order only after `synchronize`.
+    """
+    if not has_streams(device):
+        yield
+        return
+    if device.index is not None:
+        # "cuda" alone is the present one, which torch does not take here.
+        cuda.set_device(device)
+    _relax_capture()
+    with cuda.stream(cuda.Stream(device)):
+        yield
+
+
+def _relax_capture() -> None:
+    """Have this thread's allocations and questions for events succeed while another thread captures a graph.
+
+    In CUDA's default mode they would fail, and end that capture. Source: cuThreadExchangeStreamCaptureMode of the
+    driver API. A torch for GPUs without CUDA keeps its mode.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mode = ctypes.c_int(_RELAXED)
+        driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def driver() -> Any:
+    """CUDA's driver library, which is there wherever torch's CUDA build uses a GPU."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def empty(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:
+    """Memory of a device, uint8. Raises InsufficientMemoryError: `what` needs it, `remedy` helps."""
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as exc:
+        free, _ = cuda.mem_get_info(device)
+        raise InsufficientMemoryError(f"{what} needs {num_bytes} bytes, {device} has {free} left: {remedy}") from exc

@@ -1,0 +1,326 @@
+"""A GPU without hardware, for tests of order: what a stream is given is done only once that stream is waited for.
+
+Memory of the device is host memory of a tensor type that says it is on `cuda:0`. Invariants: a result whose stream
+nobody has waited for holds bytes of 0xCC, and a write has not happened, so that a wait that is missing is found every
+time, where real hardware is mostly fast enough; the default stream is shared by all threads, other streams never wait
+for it unless told to; nothing is ever faster or slower by chance.
+
+    with LazyGpu() as gpu:
+        weights = gpu.tensor(torch.ones(8))      # is_cuda, on gpu.device
+        ...                                      # code that goes by weightcast.host.device
+        gpu.read(weights)                        # what the memory holds now: waits for nothing
+
+Not found: memory that is freed too early, and order between GPUs. While a block is open torch's factories make memory
+of this device in every thread; one at a time in a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from weightcast.host import device as host_device
+from weightcast.host.deadline import Deadline
+
+POISON = 0xCC
+PATIENCE_SECONDS = 10.0
+"""A wait of the host that takes longer is taken for one that would never end."""
+_POLL_SECONDS = 0.001
+_FACTORIES = ("empty", "zeros", "arange")
+_WAITING = ("item", "tolist", "equal", "__bool__", "__int__", "__float__")
+"""Calls that bring values to the host."""
+_open: list[LazyGpu] = []
+
+Operation: TypeAlias = Callable[[], bool]
+"""Does its work and returns True; or False: not yet, ask again."""
+
+
+class LazyStream:
+    """As torch.cuda.Stream."""
+
+    def __init__(self, gpu: LazyGpu) -> None:
+        self._gpu = gpu
+        self.operations: deque[Operation] = deque()
+        self.num_given = 0
+        self.num_done = 0
+        gpu.streams.append(self)
+
+    def give(self, operation: Operation) -> None:
+        with self._gpu.lock:
+            self.operations.append(operation)
+            self.num_given += 1
+
+    def wait_stream(self, other: LazyStream) -> None:
+        LazyEvent(other).wait(self)
+
+    def synchronize(self) -> None:
+        LazyEvent(self).synchronize()
+
+
+class LazyEvent:
+    """As torch.cuda.Event. A question for it does what can be done by now."""
+
+    def __init__(self, stream: LazyStream) -> None:
+        self.record(stream)
+
+    def record(self, stream: LazyStream) -> None:
+        self._stream, self._position = stream, stream.num_given
+
+    def wait(self, stream: LazyStream) -> None:
+        """Have `stream` wait; the caller does not."""
+        event = LazyEvent(self._stream)
+        event._position = self._position
+        stream.give(event.query)
+
+    def query(self) -> bool:
+        return self._stream._gpu.run(self._stream, self._position)
+
+    def synchronize(self) -> None:
+        self._stream._gpu.wait_until(self.query)
+
+
+class LazyGpu:
+    """The device, and what is asked in place of torch.cuda. `num_launches`: operations that streams were given.
+
+    `num_waits`: how often the host has waited. `free_bytes`: larger allocations fail. `relaxed`: the names of threads
+    that may allocate while a graph is captured.
+    """
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+        self.lock = threading.RLock()
+        self.streams: list[LazyStream] = []
+        self.free_bytes = 1 << 40
+        self.num_launches = 0
+        self.num_waits = 0
+        self.relaxed: list[str] = []
+        self.Stream: Callable[[torch.device], LazyStream] = lambda device: LazyStream(self)
+        self.Event: Callable[[], LazyEvent] = lambda: LazyEvent(self.default_stream)
+        self.default_stream = LazyStream(self)
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        """All of its memory, by address; kept, so that no address comes again."""
+        self._local = threading.local()
+        self._undo = contextlib.ExitStack()
+        self._has_gone = False
+
+    def __enter__(self) -> LazyGpu:
+        assert not _open, "one at a time"
+        _open.append(self)
+        self._replace(host_device, "cuda", self)
+        self._replace(host_device, "driver", lambda: self)
+        for name in _FACTORIES:
+            self._replace(torch, name, functools.partial(self._made, getattr(torch, name)))
+        self._replace(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Whoever waits for it still is told that it has gone."""
+        self._has_gone = True
+        self._undo.close()
+        _open.remove(self)
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
+    # --- for tests ---
+
+    def tensor(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy in this device's memory, there at once."""
+        return self._own(values.detach().clone())
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of what the memory holds now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.as_subclass(torch.Tensor).clone()
+
+    def hold(self, stream: LazyStream) -> threading.Event:
+        """Give `stream` a kernel that runs until the event is set."""
+        over = threading.Event()
+        stream.give(over.is_set)
+        return over
+
+    # --- what is asked in place of torch.cuda ---
+
+    def current_stream(self, device: torch.device) -> LazyStream:
+        stream: LazyStream = getattr(self._local, "stream", self.default_stream)
+        return stream
+
+    @contextlib.contextmanager
+    def stream(self, stream: LazyStream) -> Iterator[None]:
+        former = self.current_stream(self.device)
+        self._local.stream = stream
+        try:
+            yield
+        finally:
+            self._local.stream = former
+
+    def synchronize(self, device: torch.device) -> None:
+        for stream in list(self.streams):
+            stream.synchronize()
+
+    def set_device(self, device: torch.device) -> None:
+        if device.index is None:
+            raise ValueError(f"expected a device with an index, found {device}")
+        assert device == self.device
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return self.free_bytes, 1 << 40
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: object) -> None:
+        self.relaxed.append(threading.current_thread().name)
+
+    # --- operations ---
+
+    def run(self, stream: LazyStream, position: int) -> bool:
+        """Do what a stream was given up to there, as far as that goes now; whether all of it is done."""
+        with self.lock, torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
+            while stream.num_done < position:
+                if not stream.operations[0]():
+                    return False
+                stream.operations.popleft()
+                stream.num_done += 1
+            return True
+
+    def wait_until(self, is_done: Callable[[], bool]) -> None:
+        self.num_waits += 1
+        for _ in Deadline(PATIENCE_SECONDS).polls(_POLL_SECONDS, _POLL_SECONDS):
+            if is_done():
+                return
+            if self._has_gone:
+                break
+        raise AssertionError("a wait for the GPU, without a deadline, for what does not come")
+
+    def launch(self, call: Callable[[], object]) -> None:
+        """Give the thread's stream an operation that is done whenever it is run."""
+
+        def operation() -> bool:
+            call()
+            return True
+
+        self.num_launches += 1
+        self.current_stream(self.device).give(operation)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in this device's memory."""
+        return tensor.untyped_storage().data_ptr() in self._storages
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            self._storages[storage.data_ptr()] = storage
+        return tensor.as_subclass(LazyTensor)
+
+    def _made(self, factory: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """torch's factories: on this device the values come when its turn is."""
+        if torch.device(kwargs.get("device") or "cpu").type != "cuda":
+            return factory(*args, **kwargs)
+        values = factory(*args, **{**kwargs, "device": "cpu"})
+        if values.nbytes > self.free_bytes:
+            raise torch.OutOfMemoryError(f"{values.nbytes} bytes on a GPU with {self.free_bytes}")
+        made = values.clone()
+        _poison(made)
+        if factory.__name__ != "empty":
+            self.launch(lambda: made.copy_(values))
+        return self._own(made)
+
+    def call(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """A torch function of a tensor of this device."""
+        name = function.__name__
+        if name == "__get__" and function.__self__.__name__ in ("device", "is_cuda", "is_cpu"):
+            return {"device": self.device, "is_cuda": True, "is_cpu": False}[function.__self__.__name__]
+        if name == "numpy":
+            raise TypeError("a tensor on cuda:0 can't be converted to numpy: copy it to the host first")
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _WAITING or name == "cpu" or (name == "to" and _names_host((*args, *kwargs.values()))):
+                self.current_stream(self.device).synchronize()
+            if name == "cpu":
+                return args[0].as_subclass(torch.Tensor).clone()
+            if name == "to" and _names_host((*args, *kwargs.values())):
+                kwargs = {key: value for key, value in kwargs.items() if key != "copy"}
+                return function(args[0].as_subclass(torch.Tensor).clone(), *args[1:], **kwargs)
+            if "device" in kwargs:
+                kwargs = {**kwargs, "device": "cpu"}
+            with _Queue(self):
+                result = function(*args, **kwargs)
+            return tree_map(self._returned, result)
+
+    def _returned(self, value: Any) -> Any:
+        is_plain = isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor)
+        return value.as_subclass(LazyTensor) if is_plain and self.has(value) else value
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    storage: Any = tensor.untyped_storage()
+    storage.fill_(POISON)
+
+
+def _names_host(values: Any) -> bool:
+    return any(torch.device(value).type == "cpu" for value in values if isinstance(value, str | torch.device))
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor in a LazyGpu's memory."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _open:
+            return _open[0].call(func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs or {})
+
+
+class _Queue(TorchDispatchMode):
+    """Gives every operation to the thread's stream, but for those that only make views."""
+
+    def __init__(self, gpu: LazyGpu) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._gpu = gpu
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        gpu, kwargs, schema = self._gpu, kwargs or {}, func._schema
+        named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        if not written:
+            result = func(*args, **kwargs)
+            if any(returned.alias_info is not None for returned in schema.returns):
+                return result
+            made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            for tensor in made:
+                gpu._own(tensor)
+                _poison(tensor)
+
+            def compute() -> None:
+                values = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+                for tensor, value in zip(made, values, strict=True):
+                    tensor.copy_(value)
+
+            gpu.launch(compute)
+            return result
+        targets = [leaf for name in written for leaf in tree_leaves(named[name])]
+        if not all(map(gpu.has, targets)):
+            # To the host: the caller waits for the stream, as torch has it do.
+            gpu.current_stream(gpu.device).synchronize()
+            return func(*args, **kwargs)
+        # What lies in host memory is read now.
+        args = tree_map(lambda a: a.clone() if isinstance(a, torch.Tensor) and not gpu.has(a) else a, args)
+        is_batch = schema.name == "aten::_foreach_copy_"
+        gpu.launch(functools.partial(_copy_as_old_torch if is_batch else func, *args, **kwargs))
+        return args[0] if schema.returns else None
+
+
+def _copy_as_old_torch(targets: list[torch.Tensor], sources: list[torch.Tensor], non_blocking: bool = False) -> None:
+    """torch before 2.11 spoils targets of several dtypes, where all sources are of one (pytorch#173383)."""
+    torch._foreach_copy_(targets, sources)
+    if len({source.dtype for source in sources}) == 1:
+        for target in targets:
+            if target.dtype != targets[0].dtype:
+                target.view(torch.uint8).fill_(POISON)

@@ -1,0 +1,161 @@
+"""NCCL without hardware, for tests of waits: groups of one process, over a `LazyGpu`.
+
+Invariants, which are those of torch's ProcessGroupNCCL: `Work.wait` returns at once and has the thread's stream wait;
+a broadcast runs on a stream of the group's own, behind what the caller's stream was given; a member that has died wakes
+nobody: kernels of the others run on, and every stream that waits for them, until their own `abort`; `is_completed` is
+true after an error too; making a group waits for every member, without a deadline.
+
+    with LazyGpu() as gpu, LazyNccl(gpu) as nccl:
+        ...                                      # nccl:// in this process
+        nccl.kill(nccl.groups[-1])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import secrets
+from typing import Any
+
+import torch
+
+from weightcast import process_group
+from weightcast.host.deadline import Deadline
+from weightcast.testing.lazy_gpu import PATIENCE_SECONDS, LazyEvent, LazyGpu, LazyStream
+
+_POLL_SECONDS = 0.001
+_ID = "lazy nccl"
+
+
+@dataclasses.dataclass
+class _Communicator:
+    """What the members of a group share. `sent`: by number of the broadcast, what rank 0 sends."""
+
+    members: dict[int, LazyNcclGroup] = dataclasses.field(default_factory=dict)
+    sent: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    def is_broken(self) -> bool:
+        return any(member.is_dead for member in self.members.values())
+
+
+class LazyNccl:
+    """Stands in for NCCL while it is open. `groups`: every member that was made, in order.
+
+    `reports_errors`: a broken broadcast is completed with an error at the others, as over a network; its kernel runs on
+    all the same.
+    """
+
+    def __init__(self, gpu: LazyGpu, *, reports_errors: bool = False) -> None:
+        self.gpu = gpu
+        self.reports_errors = reports_errors
+        self.groups: list[LazyNcclGroup] = []
+        self.has_gone = False
+        self._communicators: dict[bytes, _Communicator] = {}
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> LazyNccl:
+        for name, value in (("make_nccl", self._make), ("require", lambda backend: None)):
+            self._undo.callback(setattr, process_group, name, getattr(process_group, name))
+            setattr(process_group, name, value)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Whoever waits for a member still is told that it has gone."""
+        self.has_gone = True
+        self._undo.close()
+
+    def kill(self, group: LazyNcclGroup) -> None:
+        """The member's process dies: it takes part in nothing any more, and tells nobody."""
+        group.is_dead = True
+
+    def _make(
+        self, store: Any, rank: int, size: int, timeout: datetime.timedelta, device: torch.device | None
+    ) -> LazyNcclGroup:
+        if rank == 0:
+            store.set(_ID, secrets.token_hex(8))
+        self.wait_for(lambda: store.check([_ID]))
+        communicator = self._communicators.setdefault(store.get(_ID), _Communicator())
+        group = communicator.members[rank] = LazyNcclGroup(self, communicator, rank, size)
+        self.groups.append(group)
+        if device is not None:
+            group.connect()
+        return group
+
+    def wait_for(self, is_done: Any) -> None:
+        for _ in Deadline(PATIENCE_SECONDS).polls(_POLL_SECONDS, _POLL_SECONDS):
+            if is_done():
+                return
+            if self.has_gone:
+                break
+        raise AssertionError("a wait for NCCL, without a deadline, for a member that does not come")
+
+
+class LazyNcclGroup:
+    """One member, as torch's ProcessGroupNCCL."""
+
+    def __init__(self, nccl: LazyNccl, communicator: _Communicator, rank: int, size: int) -> None:
+        self.nccl = nccl
+        self.rank = rank
+        self.size = size
+        self.is_dead = False
+        self.is_aborted = False
+        self.num_begun = 0
+        self.communicator = communicator
+        self.stream = LazyStream(nccl.gpu)
+
+    def connect(self) -> None:
+        """Wait until all members are there. Without a device the first operation does."""
+        self.nccl.wait_for(lambda: len(self.communicator.members) == self.size)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: object) -> LazyWork:
+        """Rank 0's tensor to all. Queued."""
+        self.connect()
+        number = self.num_begun = self.num_begun + 1
+        return LazyWork(self, number, tensors[0])
+
+    def abort(self) -> None:
+        """End this member's kernels. The others' run on."""
+        self.is_dead = self.is_aborted = True
+        self.stream.synchronize()
+
+
+class LazyWork:
+    """A broadcast under way, as torch's Work."""
+
+    def __init__(self, group: LazyNcclGroup, number: int, tensor: torch.Tensor) -> None:
+        self._group, self._number, self._tensor = group, number, tensor
+        self._error: str | None = None
+        gpu = group.nccl.gpu
+        LazyEvent(gpu.current_stream(gpu.device)).wait(group.stream)
+        group.stream.give(self._transfer)
+        self._over = LazyEvent(group.stream)
+
+    def _transfer(self) -> bool:
+        """The kernel: over when all members have begun this broadcast, or when this one is aborted."""
+        group, communicator = self._group, self._group.communicator
+        if group.is_aborted:
+            self._error = "NCCL communicator was aborted"
+            return True
+        if group.rank == 0:
+            communicator.sent.setdefault(self._number, group.nccl.gpu.read(self._tensor))
+        is_begun = all(member.num_begun >= self._number for member in communicator.members.values())
+        if communicator.is_broken() or not is_begun or self._number not in communicator.sent:
+            return False
+        self._tensor.copy_(communicator.sent[self._number])
+        return True
+
+    def wait(self) -> bool:
+        """Have the thread's stream wait; the thread does not."""
+        gpu = self._group.nccl.gpu
+        self._over.wait(gpu.current_stream(gpu.device))
+        return True
+
+    def is_completed(self) -> bool:
+        """Over, well or badly."""
+        return self._over.query() or self.exception() is not None
+
+    def exception(self) -> RuntimeError | None:
+        is_reported = self._group.nccl.reports_errors and self._group.communicator.is_broken()
+        error = self._error or ("NCCL: remote process exited" if is_reported and not self._over.query() else None)
+        return None if error is None else RuntimeError(error)

@@ -1,0 +1,274 @@
+"""Every order that a GPU does not keep by itself, on a GPU whose work is done only when it is waited for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from core.direct import fleet
+from weightcast import ModuleEngine, TensorSource
+from weightcast.errors import InsufficientMemoryError, PeerTimeoutError, PublishError
+from weightcast.format.bucket import root_digest
+from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
+from weightcast.format.plan import plan
+from weightcast.host.copy import copy_all
+from weightcast.testing.lazy_gpu import POISON, LazyGpu
+from weightcast.testing.transport_kit import TransportEnds, send, version
+from weightcast.trainer.publish_run import Connections
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+NAMES = [f"t{number}" for number in range(6)]
+SPECS = [TensorSpec(name, "float32", (700,)) for name in NAMES]
+
+
+class OnGpu:
+    """Copies what it is given into its own tensors, as an engine on a GPU does: queued, and not waited for."""
+
+    def __init__(self, gpu: LazyGpu) -> None:
+        self.gpu = gpu
+        self.device = gpu.device
+        self.weights = {name: gpu.tensor(torch.zeros(700)) for name in NAMES}
+        self.streams: set[object] = set()
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return SPECS
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.streams.add(self.gpu.current_stream(self.device))
+        pairs = [(self.weights[name], tensor) for name, tensor in tensors]
+        copy_all(*map(list, zip(*pairs, strict=True)))
+
+    def commit(self, version: WeightVersion) -> None:
+        self.committed = {name: self.gpu.read(tensor) for name, tensor in self.weights.items()}
+
+    def discard(self) -> None: ...
+
+
+@pytest.fixture
+def gpu() -> Iterator[LazyGpu]:
+    with LazyGpu() as made:
+        yield made
+
+
+def values(number: int) -> dict[str, torch.Tensor]:
+    return {name: torch.full((700,), 10.0 * number + index) for index, name in enumerate(NAMES)}
+
+
+@contextlib.contextmanager
+def published(gpu: LazyGpu, install: str, *engines: OnGpu) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
+    weights = {name: gpu.tensor(tensor) for name, tensor in values(1).items()}
+    with fleet(TensorSource(weights), *engines, transport="memory://", install=install) as (publisher, _):
+        yield publisher, weights
+
+
+@contextlib.contextmanager
+def ends_on(gpu: LazyGpu, deadline_seconds: float = 60.0) -> Iterator[tuple[Any, Any, Manifest]]:
+    """Both ends of memory://, in an update of four buckets."""
+    ends = TransportEnds()
+    ends.url, ends.device = "memory://", gpu.device
+    specs = [TensorSpec(f"t{number}", "uint8", (4096,)) for number in range(4)]
+    manifest = plan(specs, 4096, digest_kind="sum-64x2")
+    with contextlib.ExitStack() as ends.stack:
+        sender = ends.sender(deadline_seconds)
+        receiver = ends.receiver(sender)
+        receiver.open(manifest, version(1), staged=False)
+        sender.open(manifest, version(1), peers=["a"], staged=False)
+        yield sender, receiver, manifest
+
+
+def test_what_nobody_has_waited_for_is_not_there(gpu: LazyGpu) -> None:
+    a = gpu.tensor(torch.arange(8))
+    side = gpu.Stream(gpu.device)
+    with gpu.stream(side):
+        b = a * 2
+        a.zero_()
+    assert set(gpu.read(b).view(torch.uint8).tolist()) == {POISON}
+    assert gpu.read(a).tolist() == list(range(8))
+    assert a[:3].cpu().tolist() == [0, 1, 2], "the default stream waits for no other"
+    side.synchronize()
+    assert gpu.read(b).tolist() == list(range(0, 16, 2))
+    assert a.cpu().sum() == 0
+
+
+@pytest.mark.parametrize("install", ["streaming", "staged"])
+def test_every_version_is_whole_although_the_trainer_goes_on_at_once(gpu: LazyGpu, install: str) -> None:
+    """The digests are those of what was packed, and the next step does not write what is still to be packed."""
+    engine = OnGpu(gpu)
+    with published(gpu, install, engine) as (publisher, weights):
+        for number in (2, 3, 4):
+            for name, tensor in values(number).items():
+                weights[name].copy_(tensor)
+            assert publisher.publish().ok
+            for tensor in weights.values():
+                tensor.fill_(-1.0)
+            gpu.synchronize(gpu.device)
+            for name, tensor in values(number).items():
+                assert torch.equal(engine.committed[name], tensor), name
+                assert torch.equal(gpu.read(engine.weights[name]), tensor), name
+
+
+def test_the_trainers_stream_goes_on_after_packing(gpu: LazyGpu) -> None:
+    """Also where a publish raises before its sender has waited for what was queued."""
+    weights, bucket = gpu.tensor(torch.ones(8)), gpu.tensor(torch.zeros(8))
+    connections = Connections(sender=Any, listener=Any, device=gpu.device)  # type: ignore[arg-type]
+    with contextlib.suppress(KeyboardInterrupt), connections.packing_stream():
+        bucket.copy_(weights)
+        raise KeyboardInterrupt
+    weights.zero_()
+    gpu.default_stream.synchronize()
+    assert gpu.read(bucket).tolist() == [1.0] * 8
+
+
+def test_the_digests_are_read_on_the_stream_that_makes_them(gpu: LazyGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[object] = []
+
+    def spy(*args: Any) -> str:
+        streams.append(gpu.current_stream(gpu.device))
+        return root_digest(*args)
+
+    monkeypatch.setattr("weightcast.trainer.publish_run.root_digest", spy)
+    with published(gpu, "streaming", OnGpu(gpu)) as (publisher, _):
+        publisher.publish()
+    assert streams
+    assert gpu.default_stream not in streams
+
+
+def test_a_slot_is_packed_again_only_once_it_was_read(gpu: LazyGpu) -> None:
+    """What reads it may still be queued when the reader asks for the next bucket."""
+    with ends_on(gpu) as (sender, receiver, manifest):
+        for index in range(3):
+            send(sender, manifest, 1, index)
+        reading = gpu.Stream(gpu.device)
+        with gpu.stream(reading):
+            buckets = iter(receiver)
+            next(buckets)
+            over = gpu.hold(reading)
+            next(buckets)
+        assert sender._names_reading(0) == {"a"}
+        over.set()
+        next(buckets)
+        assert not sender._names_reading(0)
+
+
+def test_the_last_step_of_generation_reads_the_former_weights(gpu: LazyGpu) -> None:
+    """It may still run when the engine has left it: its kernels are on another stream."""
+    engine = OnGpu(gpu)
+    client_gate: list[torch.Tensor] = []
+    with published(gpu, "streaming", engine) as (publisher, weights):
+        publisher.publish()
+        with gpu.stream(gpu.Stream(gpu.device)):
+            client_gate += [tensor.clone() for tensor in engine.weights.values()]
+        for name, tensor in values(2).items():
+            weights[name].copy_(tensor)
+        publisher.publish()
+        gpu.synchronize(gpu.device)
+    for found, expected in zip(client_gate, values(1).values(), strict=True):
+        assert torch.equal(gpu.read(found), expected)
+
+
+def test_buckets_arrive_on_a_stream_of_their_own_beside_a_captured_graph(gpu: LazyGpu) -> None:
+    engine = OnGpu(gpu)
+    with published(gpu, "streaming", engine) as (publisher, _):
+        publisher.publish()
+    assert engine.streams
+    assert gpu.default_stream not in engine.streams
+    assert "weightcast-receive" in gpu.relaxed
+
+
+def test_a_module_is_loaded_when_its_engine_commits(gpu: LazyGpu) -> None:
+    net = torch.nn.Linear(8, 8)
+    for name, parameter in list(net.named_parameters()):
+        setattr(net, name, torch.nn.Parameter(gpu.tensor(parameter), requires_grad=False))
+    engine = ModuleEngine(net)
+    assert engine.device == gpu.device
+    update = {name: torch.full_like(tensor.cpu(), 3.0) for name, tensor in engine.tensors()}
+    with gpu.stream(gpu.Stream(gpu.device)):
+        engine.load({name: gpu.tensor(tensor) for name, tensor in update.items()}.items())
+        assert not any((gpu.read(tensor) == 3.0).all() for tensor in net.parameters())
+        engine.commit(version(1))
+    assert all((gpu.read(tensor) == 3.0).all() for tensor in net.parameters())
+
+
+def test_an_engine_may_call_its_gpu_by_no_index(gpu: LazyGpu) -> None:
+    engine = OnGpu(gpu)
+    engine.device = torch.device("cuda")
+    with published(gpu, "streaming", engine) as (publisher, _):
+        assert publisher.publish().ok
+
+
+def test_an_undo_comes_after_what_was_already_queued(gpu: LazyGpu) -> None:
+    """A streaming update that fails half-way has copies queued on another thread's stream."""
+
+    class Failing(OnGpu):
+        fails = False
+
+        def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            super().load(tensors)
+            if self.fails:
+                raise RuntimeError("this loader was told to fail")
+
+        def snapshot(self) -> object:
+            copies = {name: tensor.cpu() for name, tensor in self.weights.items()}
+            return lambda: [self.weights[name].copy_(copy) for name, copy in copies.items()]
+
+    engine = Failing(gpu)
+    weights = {name: gpu.tensor(tensor) for name, tensor in values(1).items()}
+    with fleet(TensorSource(weights), engine, transport="memory://", install="streaming", undo=True) as (publisher, _):
+        publisher.publish()
+        engine.fails = True
+        for name, tensor in values(2).items():
+            weights[name].copy_(tensor)
+        with pytest.raises(PublishError):
+            publisher.publish()
+        gpu.synchronize(gpu.device)
+        for name, tensor in values(1).items():
+            assert torch.equal(gpu.read(engine.weights[name]), tensor), name
+
+
+def test_targets_of_several_dtypes_are_copied_in_batches_of_their_own(gpu: LazyGpu) -> None:
+    dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
+    targets = [gpu.tensor(torch.zeros(64, dtype=dtype)) for dtype in dtypes]
+    sources = [gpu.tensor(torch.full((64,), float(number), dtype=torch.bfloat16)) for number in range(4)]
+    copy_all(targets, sources)
+    gpu.synchronize(gpu.device)
+    assert [gpu.read(target).tolist() for target in targets] == [[float(number)] * 64 for number in range(4)]
+
+
+def test_the_host_waits_once_for_each_bucket(gpu: LazyGpu) -> None:
+    """Three slots, so that a bucket is packed, one is announced and one is read at a time."""
+    waits, buckets = [], []
+    for size in (4096, 1024 * 16):
+        engine = OnGpu(gpu)
+        weights = {name: gpu.tensor(tensor) for name, tensor in values(1).items()}
+        source = TensorSource(weights)
+        options = {"transport": "memory://", "install": "streaming", "bucket_size_bytes": size}
+        with fleet(source, engine, **options) as (publisher, _):
+            publisher.publish()
+            before = gpu.num_waits
+            buckets.append(publisher.publish().num_buckets)
+            waits.append(gpu.num_waits - before)
+    assert buckets[0] >= 3 * buckets[1]
+    assert waits[0] - waits[1] <= buckets[0] - buckets[1]
+
+
+def test_a_bucket_is_announced_once_it_is_packed_and_not_before(gpu: LazyGpu) -> None:
+    """A receiver never waits for what a trainer that was killed has not done."""
+    with ends_on(gpu, deadline_seconds=0.2) as (sender, receiver, manifest):
+        over = gpu.hold(gpu.default_stream)
+        with pytest.raises(PeerTimeoutError, match="bucket 0 was not packed within"):
+            send(sender, manifest, 1, 0)
+        receiver._listen()
+        assert not receiver._incoming.ready
+        over.set()
+
+
+def test_memory_that_the_device_has_not_is_an_error_of_ours(gpu: LazyGpu) -> None:
+    engine = OnGpu(gpu)
+    with published(gpu, "streaming", engine) as (publisher, _):
+        gpu.free_bytes = 4096
+        with pytest.raises((InsufficientMemoryError, PublishError), match=r"cuda:0 has 4096 left"):
+            publisher.publish()

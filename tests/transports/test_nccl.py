@@ -1,0 +1,211 @@
+"""The collective transport over NCCL, whose waits end by nothing but an abort of one's own: see `testing.lazy_nccl`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from weightcast import process_group, registry
+from weightcast.errors import PeerDiedError, PeersLostError, PeerTimeoutError, WeightcastError
+from weightcast.format.manifest import TensorSpec
+from weightcast.format.plan import plan
+from weightcast.integrations.sglang.stock.group import StockGroup
+from weightcast.links.watchdog import Watchdog
+from weightcast.process_group import ProcessGroup, join_store, serve_store
+from weightcast.testing.lazy_gpu import LazyGpu
+from weightcast.testing.lazy_nccl import LazyNccl
+from weightcast.testing.transport_kit import RUN, Reader, RecoveringSender, send, value_of, version
+from weightcast.transports.collective.sender import CollectiveSender
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+PATIENCE_SECONDS = 20.0
+SHORT_SECONDS = 0.3
+MANIFEST = plan([TensorSpec(f"t{number}", "uint8", (4096,)) for number in range(8)], 4096, digest_kind="sum-64x2")
+
+
+class Hall:
+    """A sender and receivers, each with the GPU's only device."""
+
+    def __init__(self, gpu: LazyGpu, nccl: LazyNccl, stack: contextlib.ExitStack) -> None:
+        self.gpu, self.nccl, self.stack = gpu, nccl, stack
+
+    def sender(self, deadline_seconds: float = PATIENCE_SECONDS) -> CollectiveSender:
+        sender = CollectiveSender(
+            "nccl://127.0.0.1:0", run=RUN, device=self.gpu.device, deadline_seconds=deadline_seconds
+        )
+        self.stack.callback(sender.close)
+        return sender
+
+    def receiver(self, sender: CollectiveSender, peer: str) -> Any:
+        receiver = registry.transport(sender.address).receiver(
+            sender.address, run=RUN, peer=peer, device=self.gpu.device, deadline_seconds=PATIENCE_SECONDS
+        )
+        self.stack.callback(receiver.close)
+        return receiver
+
+    def member(self, rank: int) -> Any:
+        return next(group for group in self.nccl.groups if group.rank == rank)
+
+
+@pytest.fixture(params=[False, True], ids=["silent", "reported"])
+def hall(request: pytest.FixtureRequest) -> Iterator[Hall]:
+    with (
+        LazyGpu() as gpu,
+        LazyNccl(gpu, reports_errors=request.param) as nccl,
+        contextlib.ExitStack() as stack,
+    ):
+        yield Hall(gpu, nccl, stack)
+
+
+def expected(number: int) -> list[bytes]:
+    return [bytes([value_of(number, index)]) * size for index, size in enumerate(MANIFEST.buckets)]
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["streaming", "staged"])
+def test_versions_arrive(hall: Hall, staged: bool) -> None:
+    sender = hall.sender()
+    receivers = {peer: hall.receiver(sender, peer) for peer in ("a", "b")}
+    for number in (1, 2):
+        readers = [Reader(r, MANIFEST, version(number), staged=staged) for r in receivers.values()]
+        sender.open(MANIFEST, version(number), peers=list(receivers), staged=staged)
+        for index in range(len(MANIFEST.buckets)):
+            send(sender, MANIFEST, number, index)
+        assert [reader.result() for reader in readers] == [expected(number)] * 2
+    assert hall.gpu.default_stream not in {group.stream for group in hall.nccl.groups}
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["streaming", "staged"])
+def test_a_receiver_is_lost_in_a_broadcast_and_the_others_go_on(hall: Hall, staged: bool) -> None:
+    """Every kernel that waits for it is aborted by its own process, and nothing of the engines' ever waited for it."""
+    sender = hall.sender()
+    receivers = {peer: hall.receiver(sender, peer) for peer in ("a", "b")}
+    readers = {peer: Reader(r, MANIFEST, version(1), staged=staged) for peer, r in receivers.items()}
+    recovering = RecoveringSender(sender)
+    recovering.open(MANIFEST, version(1), peers=list(receivers), staged=staged)
+    for index in range(len(MANIFEST.buckets)):
+        if index == 3:
+            hall.nccl.kill(hall.member(2))
+            receivers["b"].close()
+        send(recovering, MANIFEST, 1, index)
+    assert readers["a"].result() == expected(1)
+    with pytest.raises(WeightcastError):
+        readers["b"].result()
+    hall.gpu.default_stream.synchronize()
+
+
+def test_a_trainer_that_dies_leaves_no_kernel_behind(hall: Hall) -> None:
+    sender = hall.sender()
+    receiver = hall.receiver(sender, "a")
+    reader = Reader(receiver, MANIFEST, version(1), staged=False)
+    sender.open(MANIFEST, version(1), peers=["a"], staged=False)
+    send(sender, MANIFEST, 1, 0)
+    hall.nccl.kill(hall.member(0))
+    for link in [peer.link for peer in sender._peers.values()]:
+        link.end("the process was killed")
+    with pytest.raises(PeerDiedError):
+        reader.result()
+    receiver.close()
+    wait_until(lambda: hall.member(1).is_aborted)
+    hall.gpu.default_stream.synchronize()
+
+
+def wait_until(is_done: Callable[[], bool]) -> None:
+    over = threading.Event()
+    for _ in range(int(PATIENCE_SECONDS / 0.01)):
+        if is_done():
+            return
+        over.wait(0.01)
+    raise AssertionError("it did not happen")
+
+
+def test_a_broadcast_that_nobody_answers_ends_by_the_deadline(hall: Hall) -> None:
+    """Also without a word from anybody: the group's timeout bounds the wait, and the abort frees the GPU."""
+    with contextlib.closing(pair(hall, SHORT_SECONDS)) as both:
+        first, second = both.groups
+        hall.nccl.kill(hall.member(1))
+        work = first.broadcast(hall.gpu.tensor(torch.zeros(8)), root=0)
+        error = PeerDiedError if hall.nccl.reports_errors else PeerTimeoutError
+        with pytest.raises(error):
+            first.wait(work)
+        first.close()
+        hall.gpu.synchronize(hall.gpu.device)
+        second.close()
+
+
+def test_a_wait_ends_when_the_group_is_left(hall: Hall) -> None:
+    with contextlib.closing(pair(hall, PATIENCE_SECONDS)) as both:
+        work = both.groups[0].broadcast(hall.gpu.tensor(torch.zeros(8)), root=0)
+        with pytest.raises(PeerDiedError, match="was left"):
+            both.groups[0].wait(work, lambda: True)
+
+
+class Pair:
+    def __init__(self, groups: list[ProcessGroup]) -> None:
+        self.groups = groups
+
+    def close(self) -> None:
+        for group in self.groups:
+            group.close()
+
+
+def pair(hall: Hall, timeout_seconds: float) -> Pair:
+    store, port = serve_store("127.0.0.1", PATIENCE_SECONDS)
+    made: dict[int, ProcessGroup] = {}
+
+    def make(rank: int) -> None:
+        own = join_store("127.0.0.1", port, PATIENCE_SECONDS) if rank else store
+        made[rank] = ProcessGroup(
+            "nccl", own, rank=rank, size=2, timeout_seconds=timeout_seconds, device=hall.gpu.device
+        )
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return Pair([made[0], made[1]])
+
+
+def test_connecting_ends_by_the_deadline_although_a_member_never_comes(hall: Hall) -> None:
+    store, _ = serve_store("127.0.0.1", PATIENCE_SECONDS)
+    with pytest.raises(PeerTimeoutError, match="not all members have come"):
+        ProcessGroup("nccl", store, rank=0, size=2, timeout_seconds=SHORT_SECONDS, device=hall.gpu.device)
+    with pytest.raises(PeerDiedError, match="was left"):
+        ProcessGroup("nccl", store, rank=0, size=2, timeout_seconds=PATIENCE_SECONDS, is_left=lambda: True)
+
+
+def test_the_first_broadcast_to_a_stock_server_that_never_joined_ends_by_the_deadline(hall: Hall) -> None:
+    """Its group connects only then, and NCCL would wait for it for ever."""
+    watchdog = Watchdog()
+    with contextlib.closing(watchdog):
+        group = StockGroup("weightcast-1", "nccl", "127.0.0.1", 2, SHORT_SECONDS, watchdog)
+        group.connect()
+        with pytest.raises(PeerTimeoutError, match="not all members have come"):
+            group.broadcast(hall.gpu.tensor(torch.zeros(8)))
+        group.end()
+
+
+def test_a_group_whose_sender_never_connects_is_given_up_at_both_ends(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL itself would wait for it for ever."""
+    sender = hall.sender(deadline_seconds=SHORT_SECONDS)
+    receiver = hall.receiver(sender, "a")
+    reader = Reader(receiver, MANIFEST, version(1), staged=False)
+    make = process_group.make_nccl
+
+    def make_for_others(store: Any, rank: int, *rest: Any) -> Any:
+        return make(store, rank or 1, *rest)
+
+    monkeypatch.setattr(process_group, "make_nccl", make_for_others)
+    for _ in range(2):
+        with pytest.raises(PeersLostError):
+            sender.open(MANIFEST, version(1), peers=["a"], staged=False)
+    receiver.close()
+    with pytest.raises(WeightcastError):
+        reader.result()
