@@ -24,7 +24,7 @@ from weightcast.format.manifest import Manifest, TensorRecord, TensorSpec
 from weightcast.host import device as host_device
 from weightcast.host import memory as host_memory
 from weightcast.host.copy import copy_all
-from weightcast.seams.engine import Casting, Engine, RegionLoader, Undoable, Validating, device_of
+from weightcast.seams.engine import Casting, Engine, OnDevice, RegionLoader, Undoable, Validating
 
 Named = tuple[str, torch.Tensor]
 
@@ -69,7 +69,7 @@ class LoadPlan:
         self.layout = layout
         self.manifest_digest = manifest_digest
         self.engine = engine
-        self.device = device_of(engine)
+        self.device = engine.device if isinstance(engine, OnDevice) else torch.device("cpu")
         self.specs = specs
         self._primary = None if specs is None else {name: spec.name for spec in specs for name in spec.names}
         takes_regions = isinstance(engine, RegionLoader)
