@@ -217,7 +217,7 @@ class ModuleEngine:
             raise InstallError(f"copying {len(targets)} tensors into the module failed: {exc}", torn=True) from exc
 
     def _finish_copies(self) -> None:
-        for device in self._targets.devices:
+        for device in self._targets.gpus:
             host_device.synchronize_stream(device)
 
 
@@ -264,7 +264,7 @@ class _ParameterTargets:
         self.views = list(live.views.values())
         self.shapes = [view.shape for view in self.views]
         self.dtypes = [view.dtype for view in self.views]
-        self.devices = {view.device for view in self.views}
+        self.gpus = {view.device for view in self.views if view.is_cuda}
         self._by_name = {name: number for number, spec in enumerate(live.specs) for name in spec.names}
 
     def parts(self, names: list[str], regions: list[Region]) -> _Parts:

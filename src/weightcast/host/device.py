@@ -43,10 +43,8 @@ def stream(device: torch.device) -> Any:
     return cuda.Stream(device) if has_streams(device) else None
 
 
-def recorded(device: torch.device) -> Event | None:
-    """An event behind all that this thread's stream of a GPU has been given; None where nothing is queued."""
-    if not has_streams(device):
-        return None
+def recorded(device: torch.device) -> Event:
+    """An event behind all that this thread's stream of a GPU has been given."""
     event: Event = cuda.Event()
     event.record(cuda.current_stream(device))  # type: ignore[attr-defined]
     return event

@@ -89,11 +89,6 @@ class OnDevice(Protocol):
     def device(self) -> torch.device: ...
 
 
-def device_of(engine: object) -> torch.device:
-    """Where an engine says that its weights are; if it says nothing: host memory."""
-    return engine.device if isinstance(engine, OnDevice) else torch.device("cpu")
-
-
 @runtime_checkable
 class ExposesTensors(Protocol):
     """An engine whose live weights can be read, in checkpoint form, while it is paused or between its steps."""

@@ -25,8 +25,12 @@ from weightcast.host import device as host_device
 from weightcast.host import memory as host_memory
 from weightcast.host.collector import collector_paused
 from weightcast.host.copy import copy_all
+<<<<<<< HEAD
 from weightcast.seams.engine import Casting, Engine, RegionLoader, Undoable, Validating, device_of
 from weightcast.serving.install_map import InstallMap, Mapped
+=======
+from weightcast.seams.engine import Casting, Engine, OnDevice, RegionLoader, Undoable, Validating
+>>>>>>> gpu
 
 Named = tuple[str, torch.Tensor]
 
@@ -71,7 +75,7 @@ class LoadPlan:
         self.layout = layout
         self.manifest_digest = manifest_digest
         self.engine = engine
-        self.device = device_of(engine)
+        self.device = engine.device if isinstance(engine, OnDevice) else torch.device("cpu")
         self.specs = specs
         self._primary = None if specs is None else {name: spec.name for spec in specs for name in spec.names}
         takes_regions = isinstance(engine, RegionLoader)

@@ -149,7 +149,7 @@ class Update:
                 with self._loading():
                     self._load_plan.load_end()
                     # On this thread's stream; the thread that commits has another.
-                    host_device.synchronize_stream(self._device)
+                    self._await_device()
             self._root = root_digest(
                 self._load_plan.manifest_digest, [digests[index] for index in range(self.num_buckets)]
             )
@@ -183,7 +183,7 @@ class Update:
         """From here on the live weights change. Call while no step of generation runs."""
         if not self._touched:
             # The kernels of the last step may still run, and read the weights.
-            host_device.synchronize(self._device)
+            self._await_device()
             if self._undo:
                 assert isinstance(self._engine, Undoable)
                 self._restore = self._engine.snapshot()
@@ -224,7 +224,7 @@ class Update:
                     self._touch()
                     if not self._streaming:
                         self._load_plan.load_all(self._staged)
-                        host_device.synchronize_stream(self._device)
+                        self._await_device()
                     self._engine.commit(self.version)
                 except BaseException as exc:
                     # No error that is raised is kept: its frames would keep views of the transport's memory alive.
@@ -293,7 +293,7 @@ class Update:
         try:
             if self._touched:
                 # Copies that another thread has queued would come after what is restored.
-                host_device.synchronize(self._device)
+                self._await_device()
             self._engine.discard()
             if self._restore is not None:
                 self._restore()
@@ -305,6 +305,10 @@ class Update:
             return True
         self._gate.tear(f"{reason}; publish a complete update to heal this engine")
         return False
+
+    def _await_device(self) -> None:
+        if self._device.type == "cuda":
+            host_device.synchronize(self._device)
 
     def _release(self) -> None:
         self._staged.clear()

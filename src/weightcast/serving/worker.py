@@ -17,7 +17,11 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
+<<<<<<< HEAD
 import msgspec
+=======
+import torch
+>>>>>>> gpu
 
 from weightcast import registry
 from weightcast.engines.gate import Gate
@@ -51,8 +55,12 @@ from weightcast.format.messages import (
 )
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.host import device as host_device
+<<<<<<< HEAD
 from weightcast.seams.engine import Engine, ExposesTensors, Undoable, device_of
 from weightcast.serving.install_map import Mapped, held_weights
+=======
+from weightcast.seams.engine import Engine, ExposesTensors, OnDevice, Undoable
+>>>>>>> gpu
 from weightcast.serving.load_plan import LoadPlan, admit, check_undo, require_engine
 from weightcast.serving.session import PublisherSession
 from weightcast.serving.update import State, Update
@@ -143,8 +151,8 @@ class Worker:
         except (ValueError, ImportError) as exc:
             raise UnsupportedError(f"this engine has no such transport: {exc}") from exc
         with self._init_lock:
-            session = PublisherSession(info, self.engine_rank, device_of(self.engine), self._on_end)
-            former = self._session
+            device = self.engine.device if isinstance(self.engine, OnDevice) else torch.device("cpu")
+            former, session = self._session, PublisherSession(info, self.engine_rank, device, self._on_end)
             if former is not None:
                 # Its secret as well: `info` gives the run's id to every client.
                 is_same = info.run == former.info.run and former.is_of(info.secret)
@@ -394,10 +402,11 @@ class Worker:
         return session.load_plan
 
     def _receive(self, session: PublisherSession, update: Update) -> None:
-        number = update.version.number
+        number, device = update.version.number, session.device
+        # On a stream of its own: what waits for buckets keeps no kernel of the engine waiting.
+        own_stream = host_device.own_stream(device) if device.type == "cuda" else contextlib.nullcontext()
         try:
-            # On a stream of its own: what waits for buckets keeps no kernel of the engine waiting.
-            with self._observed("receive"), update.aborted_on_failure(), host_device.own_stream(session.device):
+            with self._observed("receive"), update.aborted_on_failure(), own_stream:
                 root = update.receive()
         except Exception as exc:
             record = to_record(exc)

@@ -164,8 +164,8 @@ class LazyGpu:
             self._local.stream = former
 
     def synchronize(self, device: torch.device) -> None:
-        for stream in list(self.streams):
-            stream.synchronize()
+        events = [LazyEvent(stream) for stream in self.streams]
+        self.wait_until(lambda: all(event.query() for event in events))
 
     def set_device(self, device: torch.device) -> None:
         if device.index is None:

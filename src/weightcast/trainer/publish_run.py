@@ -79,14 +79,14 @@ class Connections:
         self.origins: tuple[str, ...] = ()
         """The addresses of the senders of other trainer ranks' origins."""
         self._senders_lock = threading.Lock()
-        self._stream = host_device.stream(device)
+        self._stream = host_device.stream(device) if device.type == "cuda" else None
 
     def packing_stream(self) -> contextlib.AbstractContextManager[None]:
         """On a GPU: a side stream that starts where the trainer's is now, so that packing overlaps with its work.
 
         At the end the trainer's waits for it: what `optimizer.step()` writes next was packed before.
         """
-        return host_device.beside(self._stream, self.device)
+        return contextlib.nullcontext() if self._stream is None else host_device.beside(self._stream, self.device)
 
     def add_client_sender(self, member: FleetMember, context: SenderContext) -> None:
         """Have the member's client bring the sender that it needs, if it needs one."""

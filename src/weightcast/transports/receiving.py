@@ -442,7 +442,7 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
         if wanted.staged or wanted.taken is None:
             return
         ready, arena = wanted.taken
-        read = host_device.recorded(arena.device)
+        read = host_device.recorded(arena.device) if arena.device.type == "cuda" else None
         former = None if wanted.unreleased is None else wanted.unreleased[1]
         # Not under the condition, which a sender in this process may need.
         for event in (former, read if index + 1 == wanted.num_buckets else None):

@@ -394,7 +394,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
             self._await_released()
             device = torch.device("cpu") if staged else self._device
             # On a GPU a reader releases a bucket only when it has the next one.
-            num_slots = self._num_slots + host_device.has_streams(device)
+            num_slots = self._num_slots + (device.type == "cuda")
             arena_layout = place(manifest, num_slots=num_slots, staged=staged)
             self._prepare_arena(arena_layout, device)
             taking_part = self._await_connected(peers, version)
@@ -427,9 +427,8 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
         with self.condition:
             update = self._require_update(index)
             check_length(update.manifest, index, num_bytes)
-            packed = host_device.recorded(update.device)
-            if packed is not None:
-                self._await_packed(index, packed)
+            if update.device.type == "cuda":
+                self._await_packed(index, host_device.recorded(update.device))
             arena = self._arena
             assert arena is not None
             update.next = index + 1

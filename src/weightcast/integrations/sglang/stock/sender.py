@@ -127,7 +127,8 @@ class StockSender:
         if number < 0 or not self._servers.living:
             return
         flat, _ = self._require_open()
-        queued = host_device.recorded(self._route.device)
+        device = self._route.device
+        queued = host_device.recorded(device) if device.type == "cuda" else None
 
         def ship() -> None:
             if queued is not None:
