@@ -128,7 +128,9 @@ class HttpEngine(EngineClient, ServesTraffic):
         self._said_seconds = None
         body, run = _encode({"weight_version": str(version)}), f"&run={self._run}" if self._run else ""
         path = f"/finish_weight_update?mode={self._pause_mode}{run}"
-        self._said_seconds = self._routes.post_for(path, body, _Finished).pause_seconds
+        self._said_seconds = self._routes.decoded(
+            path, self._routes.request("POST", path, body)[1], _Finished
+        ).pause_seconds
 
     def pause(self, run: str) -> None:
         """POST /pause; the pause ends with the run's lease where the engine has that ability."""
@@ -250,6 +252,12 @@ class SelfPausingEngine(EngineClient):
 
     def fingerprint(self) -> Fingerprint | None:
         return self._engine.fingerprint()
+
+    def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
+        return self._engine.held(names)
+
+    def quarantine(self, reason: str) -> None:
+        self._engine.quarantine(reason)
 
     def close(self) -> None:
         """Nothing: the engine's client closes its connections."""

@@ -71,6 +71,10 @@ class EngineClient(Protocol):
         """The digests of its live tensors (or of those named), for `verify="installed"`; None if they can't be read."""
         return None
 
+    def quarantine(self, reason: str) -> None:
+        """Keep the engine from serving weights which are not what they should be, until a complete update has come."""
+        return
+
     def close(self) -> None: ...
 
 
@@ -138,7 +142,3 @@ class ServesTraffic(Protocol):
     def recovery_requests(self, run: str) -> Sequence[RecoveryRequest]:
         """What the watchdog process sends if the publisher dies during the pause, where no lease ends the pause."""
         return ()
-
-    def quarantine(self, reason: str) -> None:
-        """Keep an engine from serving weights which are not what they should be, until it is healed."""
-        return

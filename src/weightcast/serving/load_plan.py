@@ -25,12 +25,8 @@ from weightcast.host import device as host_device
 from weightcast.host import memory as host_memory
 from weightcast.host.collector import collector_paused
 from weightcast.host.copy import copy_all
-<<<<<<< HEAD
-from weightcast.seams.engine import Casting, Engine, RegionLoader, Undoable, Validating, device_of
-from weightcast.serving.install_map import InstallMap, Mapped
-=======
 from weightcast.seams.engine import Casting, Engine, OnDevice, RegionLoader, Undoable, Validating
->>>>>>> gpu
+from weightcast.serving.install_map import InstallMap, Mapped
 
 Named = tuple[str, torch.Tensor]
 
@@ -164,13 +160,13 @@ class LoadPlan:
     def load_all(self, staged: StagedBuckets) -> None:
         """Staged: one call of `load` with everything, or what an install map does not copy; then the regions."""
         payloads = sorted(staged.payloads.items())
-        with collector_paused():
-            if self._install_map is not None and self._install_map.bind():
+        if self._install_map is not None and self._install_map.bind():
+            with collector_paused():
                 self._load_mapped(self._install_map, payloads, staged)
-            else:
-                complete = (self._ended(index, payload, staged) for index, payload in payloads)
-                self.engine.load(itertools.chain(*complete, self._empty()))
-            self._load_regions(payloads)
+        else:
+            complete = (self._ended(index, payload, staged) for index, payload in payloads)
+            self.engine.load(itertools.chain(*complete, self._empty()))
+        self._load_regions(payloads)
 
     def _load_mapped(
         self, install_map: InstallMap, payloads: Sequence[tuple[int, torch.Tensor]], staged: StagedBuckets

@@ -17,11 +17,8 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
-<<<<<<< HEAD
 import msgspec
-=======
 import torch
->>>>>>> gpu
 
 from weightcast import registry
 from weightcast.engines.gate import Gate
@@ -55,12 +52,8 @@ from weightcast.format.messages import (
 )
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.host import device as host_device
-<<<<<<< HEAD
-from weightcast.seams.engine import Engine, ExposesTensors, Undoable, device_of
-from weightcast.serving.install_map import Mapped, held_weights
-=======
 from weightcast.seams.engine import Engine, ExposesTensors, OnDevice, Undoable
->>>>>>> gpu
+from weightcast.serving.install_map import Mapped, held_weights
 from weightcast.serving.load_plan import LoadPlan, admit, check_undo, require_engine
 from weightcast.serving.session import PublisherSession
 from weightcast.serving.update import State, Update

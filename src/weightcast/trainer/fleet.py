@@ -67,7 +67,7 @@ class FleetMember:
         """Raises TypeError for a client that can pause its engine, but would not be asked to."""
         if callable(getattr(client, "pause", None)) and not isinstance(client, ServesTraffic):
             raise TypeError(
-                f"{type(client).__name__} has pause() but lacks resume(), recovery_requests() or quarantine(): derive "
+                f"{type(client).__name__} has pause() but lacks resume() or recovery_requests(): derive "
                 "it from weightcast.seams.client.ServesTraffic, or its engine would generate during installs"
             )
         self.client = client
@@ -200,8 +200,7 @@ class FleetMember:
     def quarantine(self, reason: str) -> None:
         """It holds other weights than it should."""
         self.fail(IntegrityError(reason))
-        if isinstance(self.client, ServesTraffic):
-            self.client.quarantine(reason)
+        self.client.quarantine(reason)
 
     def resume(self) -> None:
         """Lift the pause, but for an engine that can't refuse to serve what an install has left torn.

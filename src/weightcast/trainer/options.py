@@ -44,13 +44,6 @@ class PublishOptions:
     deadline_seconds: float = 60.0
     lease_seconds: float = 30.0
 
-    @property
-    def num_origins(self) -> int:
-        """How many origins there may be at most."""
-        if self.verify == "installed":
-            return 1  # the digests of all tensors are taken where their buckets are sent from
-        return MAX_ORIGINS if self.origins is None else self.origins
-
     def __post_init__(self) -> None:
         if self.install not in ("staged", "streaming"):
             raise ValueError(f"install is {self.install!r}; it must be 'staged' or 'streaming'")

@@ -24,7 +24,7 @@ from weightcast import registry
 from weightcast.errors import ClosedError, PublishError, from_record
 from weightcast.format.amounts import count
 from weightcast.format.bucket import Layout
-from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_VERSION, DigestKind, TensorSpec
+from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_ORIGINS, MAX_VERSION, DigestKind, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, plan
 from weightcast.host.closing import ClosedOnExit, on_failure
 from weightcast.host.deadline import number_of_seconds
@@ -387,7 +387,8 @@ class Publisher(ClosedOnExit):
             again,
             url=self._url,
             spread=spread,
-            num_origins=self._options.num_origins,
+            # The digests of all tensors are taken where their buckets are sent from.
+            num_origins=1 if self._options.verify == "installed" else self._options.origins or MAX_ORIGINS,
         )
 
     @property

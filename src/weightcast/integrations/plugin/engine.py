@@ -30,7 +30,6 @@ from weightcast.errors import (
 from weightcast.format.messages import HeldWeights, PauseMode, WeightInfo
 from weightcast.integrations.plugin.replies import Replies
 from weightcast.integrations.plugin.server_mutex import ServerMutex
-from weightcast.serving.install_map import held_weights
 
 T = TypeVar("T")
 _PEER = "engine"
@@ -134,12 +133,7 @@ class PluginEngine(abc.ABC):
         """What all ranks hold, of the tensors (or those named) from number `start` on. Raises EngineTornError."""
         async with self._alone():
             replies = await self._in_time(self._replies(Prove(start, limit_bytes, tuple(names))))
-        replies.raise_first()
-        if replies.torn:
-            raise EngineTornError(replies.torn)
-        info, ranks = replies.info, {reply.engine_rank: reply.held for reply in replies.ranks}
-        held = held_weights(info.run, info.weight_version, ranks, with_blocks=bool(names))
-        return msgspec.structs.replace(held, next=replies.ranks[0].next)
+        return replies.held(with_blocks=bool(names))
 
     async def quarantine(self, reason: str) -> None:
         """Pause, and refuse to serve until a complete update has come."""

@@ -8,8 +8,9 @@ import msgspec
 from msgspec import UNSET
 
 from weightcast.control.worker_rpc import RankReply
-from weightcast.errors import PeerError, from_record
-from weightcast.format.messages import WeightInfo
+from weightcast.errors import EngineTornError, PeerError, from_record
+from weightcast.format.messages import HeldWeights, WeightInfo
+from weightcast.serving.install_map import held_weights
 
 
 class Replies(NamedTuple):
@@ -39,6 +40,15 @@ class Replies(NamedTuple):
             # A pause is the host's: no lease of a rank's ends it.
             abilities=tuple(a for a in first.abilities if a != "lease" and all(a in info.abilities for info in infos)),
         )
+
+    def held(self, *, with_blocks: bool) -> HeldWeights:
+        """What the ranks hold together, of replies to `Prove`. Raises the first error of any rank, EngineTornError."""
+        self.raise_first()
+        if self.torn:
+            raise EngineTornError(self.torn)
+        info, ranks = self.info, {reply.engine_rank: reply.held for reply in self.ranks}
+        held = held_weights(info.run, info.weight_version, ranks, with_blocks=with_blocks)
+        return msgspec.structs.replace(held, next=self.ranks[0].next)
 
     def raise_first(self, peer: str = "") -> None:
         """Raise the first error of any rank. `peer`: whom a PeerError then names."""

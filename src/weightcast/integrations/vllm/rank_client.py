@@ -8,13 +8,25 @@ refuse its requests then: where the engine is an object of this process, that do
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from weightcast.control.worker_rpc import Ask, Init, Install, Leave, RankCall, Settle, UpdateCall, numbered, replies_to
+from weightcast.control.worker_rpc import (
+    Ask,
+    Init,
+    Install,
+    Leave,
+    Prove,
+    RankCall,
+    Settle,
+    UpdateCall,
+    numbered,
+    replies_to,
+)
 from weightcast.errors import ClosedError, WeightcastError
-from weightcast.format.messages import InitInfo, PauseMode, UpdateInfo, WeightInfo
+from weightcast.format.messages import HeldWeights, InitInfo, PauseMode, UpdateInfo, WeightInfo
 from weightcast.integrations.plugin.refusal import Refusal
 from weightcast.integrations.plugin.replies import Replies
 from weightcast.seams.client import EngineClient, ServesTraffic
@@ -132,6 +144,12 @@ class RankClient(EngineClient, ServesTraffic):
         """Have requests refused, where the engine is an object of this process, until it is resumed."""
         if self._refusal is not None:
             self._refusal.begin(reason)
+
+    def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
+        """The digests of its live tensors, or of those named; None before the first version was offered to it."""
+        if "prove" not in self._required(Ask()).info.abilities:
+            return None
+        return self._required(Prove(names=tuple(names))).held(with_blocks=bool(names))
 
     def shutdown(self) -> None:
         """End whichever run's hold; the engine serves on."""
