@@ -9,12 +9,14 @@ import torch
 from weightcast.errors import ErrorRecord
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer
 from weightcast.format.geometry import Region
-from weightcast.format.manifest import DigestKind, Manifest, Piece, TensorRecord, WeightVersion, decode
+from weightcast.format.manifest import DigestKind, Manifest, Piece, TensorRecord, TensorSpec, WeightVersion, decode
 from weightcast.format.messages import (
     Abort,
     Accepted,
     Failed,
     Heartbeat,
+    HeldBlock,
+    HeldWeights,
     Hello,
     InitInfo,
     Installed,
@@ -63,6 +65,7 @@ def _sealed(record: Commit | WriterRecord) -> Commit | WriterRecord:
     return found
 
 
+HELD_BLOCK = HeldBlock(1, Region((0,), (8,)), "0e" * 16)
 MESSAGES: dict[str, tuple[Any, Any]] = {
     "manifest.json": (MANIFEST, Manifest),
     "init.json": (
@@ -100,6 +103,20 @@ MESSAGES: dict[str, tuple[Any, Any]] = {
     ),
     "writer.json": (_sealed(WriterRecord(STORE_FORMAT, RUN, "trainer-0", 42, 3, 8, "a rank has failed")), WriterRecord),
     "place.json": (SlotPlace(1, 3), SlotPlace),
+    "held_block.json": (HELD_BLOCK, HeldBlock),
+    "held.json": (
+        HeldWeights(
+            RUN,
+            "7",
+            [TensorSpec("norm.Größe", "float32", (16,)), TensorSpec("step", "int64", ())],
+            {"norm.Größe": "0f" * 16},
+            {"norm.Größe": [HELD_BLOCK]},
+            {"embed": "rank 0 holds another one than rank 1"},
+            {"step": "it is computed"},
+            2,
+        ),
+        HeldWeights,
+    ),
 }
 
 

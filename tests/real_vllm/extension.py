@@ -22,6 +22,7 @@ class Extension(Workers):
     def test_fail_load(self, after: int, rank: int = -1, times: int = 1) -> None:
         """Let the model's loader raise once it has taken `after` real tensors, in the next `times` loads.
 
+        At its end, if it is given fewer, the others being copied to where they belong.
         `rank`: only on that rank of the world; -1: on every rank. A dry run on meta tensors is left alone.
         """
         if rank in (-1, _world_rank(self)):
@@ -71,9 +72,15 @@ def _cut(weights: Iterable[tuple[str, torch.Tensor]], faults: list[list[int]]) -
     num_real = 0
     for name, tensor in weights:
         if faults and not tensor.is_meta and num_real == faults[0][0]:
-            faults[0][1] -= 1
-            if faults[0][1] == 0:
-                faults.pop(0)
-            raise RuntimeError(f"the test's fault before {name!r}")
+            _fail(faults, f"before {name!r}")
         num_real += not tensor.is_meta
         yield name, tensor
+    if faults and num_real:
+        _fail(faults, "at the end")
+
+
+def _fail(faults: list[list[int]], where: str) -> None:
+    faults[0][1] -= 1
+    if faults[0][1] == 0:
+        faults.pop(0)
+    raise RuntimeError(f"the test's fault {where}")

@@ -175,6 +175,8 @@ def test_connecting_ends_by_the_deadline_although_a_member_never_comes(hall: Hal
     store, _ = serve_store("127.0.0.1", PATIENCE_SECONDS)
     with pytest.raises(PeerTimeoutError, match="not all members have come"):
         ProcessGroup("nccl", store, rank=0, size=2, timeout_seconds=SHORT_SECONDS, device=hall.gpu.device)
+    # Another store: in that one a member still waits for a second one.
+    store, _ = serve_store("127.0.0.1", PATIENCE_SECONDS)
     with pytest.raises(PeerDiedError, match="was left"):
         ProcessGroup("nccl", store, rank=0, size=2, timeout_seconds=PATIENCE_SECONDS, is_left=lambda: True)
 

@@ -191,10 +191,10 @@ class TransportContract(VersionedTransportContract):
             self.fail_to_begin(old, manifest, 2, staged=True)
 
     def test_a_receiver_does_not_give_up_while_the_sender_waits_for_another(self) -> None:
-        sender, manifest = self.sender(4 * SHORT_SECONDS), numbered(6)
+        sender, manifest = self.sender(6 * SHORT_SECONDS), numbered(6)
         stalls = self.receiver(sender, "stalls")
         stalls.open(manifest, version(1), staged=False)
-        goes_on = self.receiver(sender, "goes on", deadline_seconds=2 * SHORT_SECONDS)
+        goes_on = self.receiver(sender, "goes on", deadline_seconds=4 * SHORT_SECONDS)
         reader = Reader(goes_on, manifest, version(1), staged=False)
         sender.open(manifest, version(1), peers=["stalls", "goes on"], staged=False)
         send_all(sender, manifest, 1)
