@@ -39,6 +39,8 @@ LONG = {
     *commands(ROOT / "bench" / "README.md"),
 }
 """They take minutes together, or gigabytes: run with --full only."""
+LONG_PAGES = {"distributed.md", "ray.md"}
+"""Each takes a minute or two, for what tests of their own run as well (test_torchrun_fsdp2, test_ray_cluster)."""
 
 
 def _complete(folder: str, marker: str = "config.json") -> list[str]:
@@ -84,7 +86,12 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if set(commands(page)) - NOT_RUN.keys() - LONG], ids=lambda p: p.name
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=[pytest.mark.full] * (page.name in LONG_PAGES))
+        for page in PAGES
+        if set(commands(page)) - NOT_RUN.keys() - LONG
+    ],
 )
 def test_the_commands_of_a_page_run(page: Path, directory: Path) -> None:
     lines = [command for command in commands(page) if command not in NOT_RUN.keys() | LONG]

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_core import speed_ranks
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(600)]
 
 
 PYTHON_BYTES = 24 << 20
