@@ -388,12 +388,19 @@ def header_digest(header: torch.Tensor) -> bytes:
 
 
 def check_bucket(
-    buffer: BucketBuffer, num_bytes: int, version: WeightVersion, index: int, kind: DigestKind, origin: int = 0
+    buffer: BucketBuffer,
+    num_bytes: int,
+    version: WeightVersion,
+    index: int,
+    kind: DigestKind,
+    origin: int = 0,
+    *,
+    only_header: bool = False,
 ) -> BucketHeader:
     """Prove that `buffer` holds bucket `index` of `version`, unharmed; return its header. Waits for a GPU.
 
-    `num_bytes`: of the raw payload, and `origin`, by the plan. Raises IntegrityError, which names what was found and
-    expected.
+    `num_bytes`: of the raw payload, and `origin`, by the plan. `only_header`: another process checks the payload.
+    Raises IntegrityError, which names what was found and expected.
     """
     if buffer.header.numel() < HEADER_BYTES:
         raise IntegrityError(
@@ -425,6 +432,8 @@ def check_bucket(
         raise IntegrityError(
             f"bucket {index}: {buffer.payload.numel()} bytes arrived behind its header, {encoded_bytes} were expected"
         )
+    if only_header:
+        return found
     if digest is None or encoded_bytes != num_bytes:
         digest = payload_digest(buffer.payload[:encoded_bytes], kind)
     if digest != found.digest:

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from weightcast.errors import ErrorRecord
 from weightcast.format.geometry import Region
-from weightcast.format.manifest import MAX_ORIGINS, PROTOCOL, Manifest, RunId, TensorSpec, VersionNumber
+from weightcast.format.manifest import MAX_BYTES, MAX_ORIGINS, PROTOCOL, Manifest, RunId, TensorSpec, VersionNumber
 
 InstallMode = Literal["staged", "streaming"]
 PauseMode = Literal["keep", "wait", "abort"]
@@ -23,6 +23,7 @@ ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
 Digest128 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Digest256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
+ByteCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 Secret: TypeAlias = Digest256 | UnsetType
 """Shows that a record is of the publisher that holds the engine: its InitInfo has the same. Left out if unset."""
 
@@ -57,10 +58,21 @@ class InitInfo(msgspec.Struct, frozen=True):
         return f"InitInfo(run={self.run!r}, engine={self.engine!r}, transport={transport!r}, link={self.link!r})"
 
 
+class LocalRanks(msgspec.Struct, frozen=True):
+    """The ranks of one engine on one host, of which each reads and checks a share where all read the same memory.
+
+    `memory`: that of the first one, by its Hello.
+    """
+
+    ranks: Annotated[tuple[Count, ...], msgspec.Meta(min_length=2, max_length=1 << 16)]
+    memory: ShortText = ""
+
+
 class Offer(msgspec.Struct, frozen=True, tag="offer", tag_field="kind"):
     """A version that a publisher is about to send. The manifest is absent when this link has been sent it before.
 
     `workers`: to how many workers of each host it is offered, as these call their hosts: they share the host's memory.
+    `ranks`: by host, where several ranks of this engine are on one.
     """
 
     run: RunId
@@ -72,6 +84,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer", tag_field="kind"):
     undo: bool = False
     secret: Secret = UNSET
     workers: Annotated[dict[ShortText, Count], msgspec.Meta(max_length=1 << 16)] | UnsetType = UNSET
+    ranks: Annotated[dict[ShortText, LocalRanks], msgspec.Meta(max_length=1 << 16)] | UnsetType = UNSET
 
     def __repr__(self) -> str:
         return f"Offer(run={self.run!r}, version={self.version}, manifest_digest={self.manifest_digest!r})"
@@ -158,7 +171,10 @@ class WeightInfo(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", tag_field="kind"):
-    """The worker's first message. `host`: equal for workers that share a host's memory."""
+    """The worker's first message. `host`: equal for workers that share a host's memory.
+
+    `memory`: where the engine's other ranks on this host find some of this one's, to read a version into together.
+    """
 
     run: RunId
     engine: ShortText
@@ -166,6 +182,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", tag_field="kind"):
     secret: Digest256
     protocol: int = PROTOCOL
     host: ShortText | UnsetType = UNSET
+    memory: ShortText | UnsetType = UNSET
 
     def __repr__(self) -> str:
         return f"Hello(run={self.run!r}, engine={self.engine!r}, engine_rank={self.engine_rank})"
@@ -182,18 +199,26 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted", tag_field="kind"):
 
 
 class Received(msgspec.Struct, frozen=True, tag="received", tag_field="kind"):
-    """The worker has received and checked every bucket; `root` as in Seal."""
+    """The worker has received every bucket; `root` as in Seal.
+
+    `read_bytes`: of these buckets' payloads, what it has read and checked; the engine's other ranks on its host the rest.
+    """
 
     version: VersionNumber
     num_buckets: Count
     root: Digest128
+    read_bytes: ByteCount = 0
 
 
 class Installed(msgspec.Struct, frozen=True, tag="installed", tag_field="kind"):
-    """The worker serves the version. `seconds`: what the install took, without the pause around it."""
+    """The worker serves the version. `seconds`: what the install took, without the pause around it.
+
+    `installed_bytes`: of the tensors that it put into place; one that went through the engine's loader counts whole.
+    """
 
     version: VersionNumber
     seconds: float
+    installed_bytes: ByteCount = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="kind"):

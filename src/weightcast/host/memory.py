@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weightcast.errors import InsufficientMemoryError
+from weightcast.errors import InsufficientMemoryError, UnsupportedError
+from weightcast.host.closing import on_failure
 
 if TYPE_CHECKING:
     import torch
@@ -163,6 +164,69 @@ class SealedMemory(mmap.mmap):
         if free:
             self.madvise(mmap.MADV_REMOVE)
         self._close_descriptor()
+
+
+class CommonMemory:
+    """Shared memory that several processes fill together. It grows and never shrinks: no access to a mapping can fail.
+
+    `location`: where other processes of this user find it, as text.
+    """
+
+    _NAME = "weightcast-common-"
+
+    def __init__(self, descriptor: int, location: str) -> None:
+        self._descriptor = descriptor
+        self.location = location
+        self._close = weakref.finalize(self, os.close, descriptor)
+        self._close.atexit = False
+
+    @classmethod
+    def create(cls) -> CommonMemory:
+        """Of this process's own; empty."""
+        name = f"{cls._NAME}{os.getpid()}-{secrets.token_hex(16)}"
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        return cls(descriptor, f"{os.getpid()}/{descriptor}/{name}")
+
+    @classmethod
+    def find(cls, location: str) -> CommonMemory:
+        """Another process's. Raises UnsupportedError where this process can't reach it: from another container, say."""
+        pid, _, rest = location.partition("/")
+        number, _, name = rest.partition("/")
+        try:
+            if not (pid.isdecimal() and number.isdecimal() and name.startswith(cls._NAME)):
+                raise OSError(f"{location!r} is no such place")
+            descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+            with on_failure(lambda: os.close(descriptor)):
+                if os.readlink(f"/proc/self/fd/{descriptor}") != f"/memfd:{name} (deleted)":
+                    raise OSError(f"descriptor {number} of process {pid} is another file")
+                if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                    raise OSError("it can be cut short, which is not safe to map")
+                return cls(descriptor, location)
+        except OSError as exc:
+            raise UnsupportedError(
+                f"the memory that an engine's ranks on one host share can't be reached: {exc}. Have these ranks in one "
+                "container, or send over ipc:// or gloo://"
+            ) from exc
+
+    def map(self, size_bytes: int, *, private: bool) -> mmap.mmap:
+        """At least that much of it; what is written to a `private` mapping stays this process's own.
+
+        Raises InsufficientMemoryError if the host or a cgroup hasn't that much left.
+        """
+        status = os.fstat(self._descriptor)
+        size_bytes = max(-(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, status.st_size)
+        require(size_bytes - 512 * status.st_blocks, "reading this version", LESS_AT_ONCE)
+        try:
+            if size_bytes > status.st_size:
+                os.ftruncate(self._descriptor, size_bytes)
+            return mmap.mmap(self._descriptor, size_bytes, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
+        except OSError as exc:
+            raise InsufficientMemoryError(f"{size_bytes} bytes of shared memory could not be mapped: {exc}") from exc
+
+    def close(self) -> None:
+        """What is mapped stays. Idempotent."""
+        self._close()
 
 
 _allocated: weakref.WeakValueDictionary[int, SealedMemory] = weakref.WeakValueDictionary()

@@ -205,6 +205,8 @@ class Link:
         self.engine_rank = 0
         self.host = ""
         """Equal for workers that share a host's memory; empty for one that does not say."""
+        self.memory = ""
+        """Where the engine's other workers on that host find memory of this one's, to read into; empty for none."""
         self.opened_at = time.monotonic()
         self._sock = sock
         self._condition = condition
@@ -454,6 +456,7 @@ class LinkListener:
             with self.condition:
                 link.engine, link.engine_rank = key
                 link.host = "" if message.host is UNSET else message.host
+                link.memory = "" if message.memory is UNSET else message.memory
                 former = self._links.get(key)
                 self._links[key] = link
                 self.condition.notify_all()

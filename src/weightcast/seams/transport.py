@@ -78,8 +78,35 @@ class Sender(Protocol):
         """Free everything. Idempotent."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """What one of `count` ranks of an engine on one host reads and checks: bucket k if k % count == index.
+
+    `memory`: where they find the memory of the first of them (`Receiver.common_memory`).
+    """
+
+    index: int
+    count: int
+    memory: str = ""
+
+    def has(self, bucket: int) -> bool:
+        return bucket % self.count == self.index
+
+
 class Receiver(Protocol):
     """A worker's end of a transport. It connects when it is made (in the background thread of `init`)."""
+
+    def common_memory(self) -> str:
+        """Where the engine's other ranks on this host find memory of this end's, to read versions into; "" for none."""
+        return ""
+
+    def share(self, manifest: Manifest, share: Share) -> bool:
+        """Before `open` of a staged version: whether these ranks read the same memory, so that each checks its share.
+
+        Of the other buckets the header has to be here when they are handed out, the payload when each rank has had its
+        share. Raises UnsupportedError, InsufficientMemoryError.
+        """
+        return False
 
     def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
         """Prepare for an update. Does not wait for the sender."""

@@ -190,6 +190,12 @@ class InstallMap:
         """The modules that the copies of these tensors fill."""
         return {_module(copy.target) for name in names for copy in self._copies[name]}
 
+    def num_bytes(self, name: str) -> int:
+        """How much of this tensor this rank takes, in the live parameters' dtypes."""
+        return sum(
+            math.prod(copy.block.sizes) * self._targets[copy.target].dtype.itemsize for copy in self._copies[name]
+        )
+
     def takes_pieces(self, name: str) -> bool:
         """Whether this tensor's copies can be made piece by piece: all its blocks are regions of it."""
         found = self._regions.get(name)

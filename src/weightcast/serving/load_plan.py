@@ -105,6 +105,10 @@ class LoadPlan:
                 self._straddling.add(name)
                 self.straddling_bytes += entry.record.num_bytes
 
+        self.has_lent_views = True
+        """Whether the engine may have written into views of the former version's buckets: it was not only copied from
+        them. Nothing is known of what came before this plan."""
+
     @property
     def is_current(self) -> bool:
         """False once the engine's model was found to be another one than when the plan was made."""
@@ -160,6 +164,7 @@ class LoadPlan:
     def load_all(self, staged: StagedBuckets) -> None:
         """Staged: one call of `load` with everything, or what an install map does not copy; then the regions."""
         payloads = sorted(staged.payloads.items())
+        self.has_lent_views = True
         if self._install_map is not None and self._install_map.bind():
             with collector_paused():
                 self._load_mapped(self._install_map, payloads, staged)
@@ -206,6 +211,7 @@ class LoadPlan:
         for name, tensor in self._empty():
             take(name, tensor)
         assert isinstance(self.engine, Mapped)
+        self.has_lent_views = bool(rest)
         names_copied = dict.fromkeys(name for name, _ in copied)
         self.engine.load_mapped(rest, names_copied, lambda: install_map.copy(copied, sources))
         if to_prove:
@@ -224,6 +230,15 @@ class LoadPlan:
         if kept is None or kept[0] is not view:
             kept = self._cuts[name, piece] = view, install_map.cut(name, view, piece)
         return kept[1]
+
+    def installed_bytes(self) -> int:
+        """Bytes that an install copies into place here; a tensor that the engine's loader gets counts whole."""
+        found, num_bytes = self._install_map, 0
+        for record in self.layout.manifest.tensors:
+            for name in self._names(record):
+                is_copied = found is not None and name in found.proven
+                num_bytes += found.num_bytes(name) if found is not None and is_copied else record.num_bytes
+        return num_bytes
 
     def assembly(self) -> Assembly:
         """What `load_bucket` carries from bucket to bucket of one update."""

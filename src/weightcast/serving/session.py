@@ -21,7 +21,7 @@ from weightcast.format.messages import Hello, InitInfo, LinkMessage, Secret, Upd
 from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
 from weightcast.links.link import WorkerLink
-from weightcast.seams.transport import Bucket, Receiver
+from weightcast.seams.transport import Bucket, Receiver, Share
 from weightcast.seams.versions import VersionedReceiver
 from weightcast.serving.load_plan import LoadPlan
 from weightcast.serving.update import Update
@@ -42,8 +42,10 @@ class PublisherSession:
         engine_rank: int,
         device: torch.device,
         on_end: Callable[[PublisherSession, str], None],
+        *,
+        is_alone: bool,
     ) -> None:
-        """`device`: of the engine's weights."""
+        """`device`: of the engine's weights. `is_alone`: the engine has no other ranks."""
         self.info = info
         self.ended: WeightcastError | None = None
         """Why it has ended, once it has."""
@@ -57,6 +59,7 @@ class PublisherSession:
         self._began = time.monotonic()
         self._on_end = on_end
         self._engine_rank = engine_rank
+        self._is_alone = is_alone
         self.device = device
         self._connected = threading.Event()
         self._receiving: threading.Thread | None = None
@@ -123,11 +126,12 @@ class PublisherSession:
                     )
                     receivers.append(receiver)
             self.receiver = OriginReceivers(receivers) if info.origins else receivers[0]
+            memory = "" if self._is_alone else self.receiver.common_memory()
             if self.ended is None:
                 # Not once it is over: a late hello would be taken for that of the hold in its place.
                 self._link = WorkerLink(
                     info.link,
-                    Hello(info.run, info.engine, rank, info.secret, host=host_identity()),
+                    Hello(info.run, info.engine, rank, info.secret, host=host_identity(), memory=memory),
                     lease_seconds=info.lease_seconds,
                     on_end=lambda reason: self._on_end(self, reason),
                 )
@@ -207,6 +211,9 @@ class OriginReceivers(Receiver):
         for origin, _ in enumerate(manifest.spans):
             part = manifest.of_origin(origin) if manifest.origins else manifest
             self._receivers[origin].open(part, version, staged=staged)
+
+    def share(self, manifest: Manifest, share: Share) -> bool:
+        return all(receiver.share(manifest, share) for receiver in self._receivers)
 
     def __iter__(self) -> Iterator[Bucket]:
         """Every bucket once, the next of each origin in turn."""

@@ -32,7 +32,7 @@ from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
 from weightcast.seams.engine import Undoable
-from weightcast.seams.transport import Bucket, Receiver
+from weightcast.seams.transport import Bucket, Receiver, Share
 from weightcast.serving.load_plan import LoadPlan, StagedBuckets
 
 logger = logging.getLogger(__name__)
@@ -59,10 +59,12 @@ class Update:
         gate: Gate,
         deadline_seconds: float,
         settles: bool = False,
+        share: Share | None = None,
     ) -> None:
         """`deadline_seconds`: how long a step of generation may take that the update has to wait for.
 
-        `settles`: the undo copy is kept after the install, until `settle`.
+        `settles`: the undo copy is kept after the install, until `settle`. `share`: what this rank is to check of a
+        staged version; it is installed only when all ranks have received theirs.
         """
         self.version = WeightVersion(offer.run, offer.version)
         self.state = State.OFFERED
@@ -80,6 +82,9 @@ class Update:
         self._undo = offer.undo
         self._num_workers = 1 if offer.workers is UNSET else offer.workers.get(host_identity(), 1)
         self._settles = settles
+        self._share = share
+        self.read_bytes = 0
+        """Of the payloads that were checked here."""
         self._device = load_plan.device
         self._former: tuple[WeightVersion | None, str] = (None, "")
         self._restore: Callable[[], None] | None = None
@@ -88,6 +93,11 @@ class Update:
         self._root = ""
         # Held while the engine is being written, so that an abort waits for it.
         self._writing = threading.Lock()
+
+    @property
+    def installed_bytes(self) -> int:
+        """Of what an install puts into place here."""
+        return self._load_plan.installed_bytes()
 
     @property
     def is_writing(self) -> bool:
@@ -111,6 +121,8 @@ class Update:
         """
         if not self._streaming:
             self._load_plan.require_memory(self._num_workers)
+        if self._streaming or (self._share and not self._receiver.share(self._manifest, self._share)):
+            self._share = None
         self._receiver.open(self._manifest, self.version, staged=not self._streaming)
         if self._streaming:
             self._gate.begin_writing(self._writer, deadline_seconds=self._deadline_seconds)
@@ -159,13 +171,18 @@ class Update:
     def _check(self, bucket: Bucket, origin: int) -> BucketHeader:
         index, kind = bucket.index, self._manifest.digest_kind
         num_bytes = self._manifest.buckets[index]
+        others = self._share is not None and not self._share.has(index)
+        if others and self._load_plan.has_lent_views:
+            self._receiver.reread(bucket)
         try:
-            return check_bucket(bucket.buffer, num_bytes, self.version, index, kind, origin)
+            header = check_bucket(bucket.buffer, num_bytes, self.version, index, kind, origin, only_header=others)
         except IntegrityError:
             # A loader that writes into the tensors it is given may have spoilt this process's view of the bucket.
             if not self._receiver.reread(bucket):
                 raise
-        return check_bucket(bucket.buffer, num_bytes, self.version, index, kind, origin)
+            header = check_bucket(bucket.buffer, num_bytes, self.version, index, kind, origin, only_header=others)
+        self.read_bytes += 0 if others else header.encoded_bytes
+        return header
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
+from msgspec import UNSET
 
 from weightcast import registry
 from weightcast.engines.gate import Gate
@@ -52,7 +53,9 @@ from weightcast.format.messages import (
 )
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.host import device as host_device
+from weightcast.host.memory import host_identity
 from weightcast.seams.engine import Engine, ExposesTensors, OnDevice, Undoable
+from weightcast.seams.transport import Share
 from weightcast.serving.install_map import Mapped, held_weights
 from weightcast.serving.load_plan import LoadPlan, admit, check_undo, require_engine
 from weightcast.serving.session import PublisherSession
@@ -145,7 +148,10 @@ class Worker:
             raise UnsupportedError(f"this engine has no such transport: {exc}") from exc
         with self._init_lock:
             device = self.engine.device if isinstance(self.engine, OnDevice) else torch.device("cpu")
-            former, session = self._session, PublisherSession(info, self.engine_rank, device, self._on_end)
+            former, session = (
+                self._session,
+                PublisherSession(info, self.engine_rank, device, self._on_end, is_alone=self.world_size == 1),
+            )
             if former is not None:
                 # Its secret as well: `info` gives the run's id to every client.
                 is_same = info.run == former.info.run and former.is_of(info.secret)
@@ -216,7 +222,7 @@ class Worker:
                 self._observe("update", time.perf_counter() - update.offered_at)
                 # One line for an engine: its other ranks install the same.
                 logger.log(logging.DEBUG if self.engine_rank else logging.INFO, "%s", update.describe(seconds))
-                session.send(Installed(number, seconds))
+                session.send(Installed(number, seconds, update.installed_bytes))
         except IncompleteUpdateError:
             # Another caller's install of it may have ended while this one waited.
             if not self._serves(version):
@@ -369,6 +375,7 @@ class Worker:
             gate=self.gate,
             deadline_seconds=self._install_deadline_seconds,
             settles=self._settles,
+            share=_share(offer, self.engine_rank),
         )
         with update.aborted_on_failure():
             update.open()
@@ -409,7 +416,7 @@ class Worker:
                 # Again: this thread may have had a bucket in hand, and have made views of it since.
                 session.close()
             return
-        session.send(Received(number, update.num_buckets, root))
+        session.send(Received(number, update.num_buckets, root, update.read_bytes))
 
     # --- the end of a hold ---
 
@@ -473,3 +480,11 @@ class Worker:
             raise UnsupportedError(f"the weights of {type(self.engine).__name__} can't be read")
         with self.gate.exclusive(deadline_seconds=self._install_deadline_seconds):
             yield self.engine
+
+
+def _share(offer: Offer, engine_rank: int) -> Share | None:
+    """What this rank is to read and check of a version, where others of its engine are on this host."""
+    local = None if offer.ranks is UNSET else offer.ranks.get(host_identity())
+    if local is None or engine_rank not in local.ranks:
+        return None
+    return Share(local.ranks.index(engine_rank), len(local.ranks), local.memory)

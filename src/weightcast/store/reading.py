@@ -181,11 +181,13 @@ class PinnedVersion(ClosedOnExit):
                 with files.must_read(path):
                     self._descriptors.append(files.open_file(path, os.O_RDONLY))
 
-    def read(self, index: int, buffer: BucketBuffer) -> None:
+    def read(self, index: int, buffer: BucketBuffer, *, only_header: bool = False) -> None:
         """Read header and payload of bucket `index` into `buffer`, unchecked. Raises IntegrityError."""
         file, offset = self._layout.at(index)
-        payload = buffer.payload.numpy().data[: self.manifest.buckets[index]]
-        files.read_at(self._descriptors[file], (buffer.header.numpy().data, payload), offset, self._paths[file])
+        parts = [buffer.header.numpy().data]
+        if not only_header:
+            parts.append(buffer.payload.numpy().data[: self.manifest.buckets[index]])
+        files.read_at(self._descriptors[file], parts, offset, self._paths[file])
 
     def payloads(self) -> Iterator[torch.Tensor]:
         """Each bucket's payload, read, checked and decoded, in the memory of one: it is valid until the next.

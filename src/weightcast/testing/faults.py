@@ -16,7 +16,7 @@ import torch
 from weightcast.errors import WeightcastError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.seams.transport import Bucket, Receiver, Sender, Transport
+from weightcast.seams.transport import Bucket, Receiver, Sender, Share, Transport
 
 SCHEME = "faulty"
 
@@ -141,6 +141,13 @@ class FaultyReceiver:
 
     def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
         self.inner.open(manifest, version, staged=staged)
+
+    def common_memory(self) -> str:
+        return ""
+
+    def share(self, manifest: Manifest, share: Share) -> bool:
+        """No: faults are in what this receiver alone has."""
+        return False
 
     def __iter__(self) -> Iterator[Bucket]:
         held: Bucket | None = None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from weightcast.errors import (
     ClosedError,
@@ -31,7 +31,7 @@ from weightcast.errors import (
     to_record,
 )
 from weightcast.format.manifest import MAX_VERSION, PROTOCOL
-from weightcast.format.messages import Accepted, Failed, InitInfo, Installed, Offer, Received, WeightInfo
+from weightcast.format.messages import Accepted, Failed, InitInfo, Installed, LocalRanks, Offer, Received, WeightInfo
 from weightcast.links.link import Link, LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import ClientSender, EngineClient, PausesItself, ServesTraffic, TwoPhaseInstall
@@ -166,17 +166,33 @@ class FleetMember:
         self.version = offer.version
         known, self._known_manifest = self._known_manifest, ""
         is_known = known == offer.manifest_digest
-        self.client.update(msgspec.structs.replace(offer, manifest=None) if is_known else offer)
+        offer = msgspec.structs.replace(offer, manifest=None if is_known else offer.manifest, ranks=self._local_ranks())
+        self.client.update(offer)
         for link in self.links:
             link.wait(Accepted, offer.version, self._deadline_seconds)
         self._known_manifest = offer.manifest_digest
 
+    def _local_ranks(self) -> dict[str, LocalRanks] | UnsetType:
+        """The ranks of this engine by host, where a host has several."""
+        by_host: dict[str, list[Link]] = {}
+        for link in self.links:
+            by_host.setdefault(link.host, []).append(link)
+        several = {
+            host: LocalRanks(tuple(link.engine_rank for link in links), links[0].memory)
+            for host, links in by_host.items()
+            if host and len(links) > 1
+        }
+        return several or UNSET
+
     def received(self, num_buckets: int, root: str) -> None:
         """Wait until every worker has everything. Raises IntegrityError if one has something else."""
+        read_bytes = []
         for link in self.links:
             got = link.wait(Received, self.version, self._deadline_seconds)
             if (got.num_buckets, got.root) != (num_buckets, root):
                 raise IntegrityError(f"{link.peer} has {got.num_buckets} buckets of root {got.root}, sent was {root}")
+            read_bytes.append(got.read_bytes)
+        self.result.read_bytes = read_bytes
 
     def pause(self) -> None:
         """Have the engine stop serving; where no lease ends that, have the watchdog ready to."""
@@ -272,8 +288,10 @@ class FleetMember:
             # Where workers can't agree by themselves, what one says of itself says nothing of another.
             if isinstance(self.client, TwoPhaseInstall) or not self._serves():
                 raise
+            self.result.installed_bytes.append(0)
         else:
             self.result.install_seconds = max(self.result.install_seconds, installed.seconds)
+            self.result.installed_bytes.append(installed.installed_bytes)
 
     def _go_back(self) -> None:
         """Where workers can't agree by themselves: no one keeps what another did not install."""

@@ -30,7 +30,9 @@ class EngineResult(msgspec.Struct):
     `pause_seconds`: how long the engine was paused: as it says where it pauses by itself (vLLM with weightcast's own
     routes), else from the pause's request until it was resumed, as the publisher saw it. `install_seconds`: what the
     engine itself took to install. `unproven`: with `verify="installed"`, the tensors that could not be read out of the
-    engine's live memory, each with the reason.
+    engine's live memory, each with the reason. `read_bytes`, `installed_bytes`: of each of the engine's workers, by
+    rank: of the buckets what it read and checked, where ranks of one host share that; and of the model what it put into
+    place (a tensor that goes through the engine's own loader counts whole).
     """
 
     ok: bool = False
@@ -38,6 +40,8 @@ class EngineResult(msgspec.Struct):
     pause_seconds: float = 0.0
     install_seconds: float = 0.0
     unproven: dict[str, str] = {}
+    read_bytes: list[int] = []
+    installed_bytes: list[int] = []
 
 
 class PublishReport(msgspec.Struct, frozen=True):

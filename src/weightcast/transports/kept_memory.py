@@ -11,7 +11,7 @@ import torch
 from weightcast.format.bucket import ArenaLayout, BucketBuffer, Buffers
 from weightcast.host import device as host_device
 from weightcast.host import memory as host_memory
-from weightcast.host.memory import SealedMemory
+from weightcast.host.memory import CommonMemory, SealedMemory
 
 
 def allocate(size_bytes: int, device: torch.device, what: str, remedy: str = host_memory.LESS_AT_ONCE) -> torch.Tensor:
@@ -58,8 +58,55 @@ class KeptMemory:
     def buffer(self, index: int) -> BucketBuffer:
         return self._buffers.at(self.arena_layout, index)
 
+    def target(self, index: int) -> BucketBuffer:
+        """Where to write what `buffer` shows."""
+        return self.buffer(index)
+
+    def reread(self, buffer: BucketBuffer) -> bool:
+        """Have `buffer` show what was written to its target, whatever this process has written over it since.
+
+        False where both are the same memory.
+        """
+        return False
+
     def free(self) -> None:
         """What was handed out stays as long as it is referred to."""
         self.size_bytes = 0
         self.arena_layout = ArenaLayout((), (), (), ())
         self._buffers = Buffers(torch.empty(0, dtype=torch.uint8))
+
+
+class FilledTogether(KeptMemory):
+    """As much for all ranks of an engine on one host, each of which writes a part. `buffer` is this process's own view.
+
+    What an engine writes into that view stays its own, so that no rank spoils another's bytes.
+    """
+
+    def __init__(self, memory: CommonMemory) -> None:
+        self.memory = memory
+        super().__init__(self._map)
+
+    def _map(self, size_bytes: int) -> torch.Tensor:
+        self._view = view = self.memory.map(size_bytes, private=True)
+        self._targets = Buffers(torch.frombuffer(self.memory.map(size_bytes, private=False), dtype=torch.uint8))
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+    def prepare(self, arena_layout: ArenaLayout) -> None:
+        super().prepare(arena_layout)
+        self._targets.forget_above(len(arena_layout.slots))
+
+    def free(self) -> None:
+        super().free()
+        self._targets = self._buffers
+        self._view: mmap.mmap | None = None
+
+    def target(self, index: int) -> BucketBuffer:
+        return self._targets.at(self.arena_layout, index)
+
+    def reread(self, buffer: BucketBuffer) -> bool:
+        assert self._view is not None
+        for part in (buffer.header, buffer.payload):
+            start, size_bytes = int(part.storage_offset()), part.numel()
+            first = start // mmap.PAGESIZE * mmap.PAGESIZE
+            self._view.madvise(mmap.MADV_DONTNEED, first, start + size_bytes - first)
+        return True

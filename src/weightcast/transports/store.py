@@ -26,12 +26,13 @@ from weightcast.errors import (
 )
 from weightcast.format.bucket import BucketBuffer, header_digest, place
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.seams.transport import Bucket, Transport
+from weightcast.host.memory import CommonMemory
+from weightcast.seams.transport import Bucket, Share, Transport
 from weightcast.seams.versions import StoredVersion
 from weightcast.store.address import MAX_BUFFERS, StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader
 from weightcast.store.writing import OriginWriter, StoreWriter
-from weightcast.transports.kept_memory import KeptMemory, allocate, allocate_to_send
+from weightcast.transports.kept_memory import FilledTogether, KeptMemory, allocate, allocate_to_send
 from weightcast.transports.receiving import PUBLISHER, ReceivingEnd, WantedUpdate
 from weightcast.transports.sending import check_length
 
@@ -260,8 +261,11 @@ class StoreUpdate(WantedUpdate[PinnedVersion]):
     """`begun` when it is pinned. `attempt`: the writer's last one when it was opened.
 
     `num_ahead`: how many buckets are read while one is taken. `order`: the buckets of all origins, as they are taken.
+    `arena`: where they are read to. `share`: those of which this rank reads the payload; None for all.
     """
 
+    arena: KeptMemory
+    share: Share | None
     attempt: int
     num_ahead: int
     order: Sequence[int]
@@ -272,8 +276,9 @@ class StoreUpdate(WantedUpdate[PinnedVersion]):
 class StoreReceiver(ReceivingEnd[StoreUpdate]):
     """A `Receiver` that is a `VersionedReceiver`.
 
-    Memory, kept between updates: staged, the whole version, in every process that reads; streaming, one bucket, with
-    several threads one more for each, but no more than there are, and at most `MAX_BUFFERS`.
+    Memory, kept between updates: staged, the whole version, in every process that reads, but once for the ranks of an
+    engine on one host; streaming, one bucket, with several threads one more for each, but no more than there are, and
+    at most `MAX_BUFFERS`.
     """
 
     def __init__(
@@ -306,6 +311,10 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         self._num_ahead = 0 if address.num_threads == 1 else address.num_threads
         self._pool = ThreadPoolExecutor(address.num_threads, "weightcast-store") if self._num_ahead else None
         self._arena = KeptMemory(_allocate)
+        self._common_memory: CommonMemory | None = None
+        self._together: FilledTogether | None = None
+        self._share: Share | None = None
+        """Of the version that is opened next."""
         self._newest: PinnedVersion | None = None
 
     def newest(self, known: WeightVersion | None) -> StoredVersion | None:
@@ -326,6 +335,32 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
                 stored.version, pinned.manifest, stored.manifest_digest, stored.root, stored.committed_at
             )
 
+    def common_memory(self) -> str:
+        with self._condition:
+            self._require_open()
+            if self._common_memory is None:
+                self._common_memory = CommonMemory.create()
+            return self._common_memory.location
+
+    def share(self, manifest: Manifest, share: Share) -> bool:
+        """Versions of several origins are read by each rank: tensors of theirs are put together before all is here."""
+        if len(manifest.spans) > 1 or not share.memory:
+            return False
+        with self._condition:
+            self._require_open()
+            own, known = self._common_memory, self._together
+            if known is None or known.memory.location != share.memory:
+                is_own = own is not None and own.location == share.memory
+                known = FilledTogether(own if own is not None and is_own else CommonMemory.find(share.memory))
+                self._let_go_of_common_memory()
+                self._together = known
+            self._share = share
+        return True
+
+    def reread(self, bucket: Bucket) -> bool:
+        with self._condition:
+            return self._wanted is not None and self._wanted.arena.reread(bucket.buffer)
+
     def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
         """Read `version` from now on, or wait for it. Raises InsufficientMemoryError if its memory does not fit."""
         self._check_run(version)
@@ -335,11 +370,20 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             num_ahead = self._num_ahead if staged else min(self._num_ahead, MAX_BUFFERS - 1)
             num_ahead = num_ahead if len(manifest.buckets) > 1 else 0
             order = manifest.rounds
-            self._arena.prepare(place(manifest, num_slots=num_ahead + 1, staged=staged, adjoining=True, order=order))
+            share, self._share = self._share, None
+            arena = self._arena if share is None or self._together is None else self._together
+            arena.prepare(place(manifest, num_slots=num_ahead + 1, staged=staged, adjoining=True, order=order))
             record = self._reader.writer().record
             attempt = 0 if record is None else record.attempt
             self._wanted = wanted = StoreUpdate(
-                manifest, version, staged, attempt=attempt, num_ahead=num_ahead, order=order
+                manifest,
+                version,
+                staged,
+                arena=arena,
+                share=share,
+                attempt=attempt,
+                num_ahead=num_ahead,
+                order=order,
             )
             if self._newest is not None and self._newest.stored.version == version:
                 self._newest, wanted.begun = None, self._newest
@@ -370,6 +414,16 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
 
     def _disconnect(self) -> None:
         self._arena = KeptMemory(_allocate)
+        self._let_go_of_common_memory()
+        if self._common_memory is not None:
+            self._common_memory.close()
+
+    def _let_go_of_common_memory(self) -> None:
+        if self._together is not None:
+            self._together.free()
+            if self._together.memory is not self._common_memory:
+                self._together.memory.close()
+        self._together = None
 
     def _let_go(self) -> None:
         if self._newest is not None:
@@ -423,15 +477,20 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         assert pinned is not None
         index = wanted.order[number]
         if self._pool is None or wanted.num_ahead == 0:
-            pinned.read(index, self._arena.buffer(index))
+            _read(pinned, wanted, index)
         else:
             # A streaming bucket's memory is free when the next one is asked for: look no further than that.
             for ahead in wanted.order[number + len(wanted.reads) : number + wanted.num_ahead]:
-                wanted.reads.append(self._pool.submit(pinned.read, ahead, self._arena.buffer(ahead)))
+                wanted.reads.append(self._pool.submit(_read, pinned, wanted, ahead))
             wanted.reads.popleft().result()
         if number + 1 == wanted.num_buckets:
             pinned.close()
-        return Bucket(index, self._arena.buffer(index))
+        return Bucket(index, wanted.arena.buffer(index))
+
+
+def _read(pinned: PinnedVersion, wanted: StoreUpdate, index: int) -> None:
+    is_others = wanted.share is not None and not wanted.share.has(index)
+    pinned.read(index, wanted.arena.target(index), only_header=is_others)
 
 
 def _allocate(size_bytes: int) -> torch.Tensor:

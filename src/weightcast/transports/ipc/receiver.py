@@ -21,6 +21,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host.closing import on_failure
 from weightcast.host.deadline import Deadline
 from weightcast.links.link import check_same_user
+from weightcast.seams.transport import Share
 from weightcast.transports.ipc import records
 from weightcast.transports.ipc.arena import MappedSharedArena
 from weightcast.transports.ipc.channel import SCHEME, Channel
@@ -45,6 +46,10 @@ class IpcReceiver(ArenaReceiver):
         self._channel = _connect(url, records.IpcHello(run, peer), min(deadline_seconds, CONNECT_SECONDS))
         with on_failure(self._channel.close):
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def share(self, manifest: Manifest, share: Share) -> bool:
+        """The sender's arena is the same memory for all."""
+        return True
 
     def _want(self, manifest: Manifest, version: WeightVersion, staged: bool) -> PeerUpdate:
         # An iteration of the former update was woken by `end`; it must not take what is meant for this one.
