@@ -20,8 +20,8 @@ from weightcast.format.messages import (
     Hello,
     InitInfo,
     Installed,
-    LocalRanks,
     LinkMessage,
+    LocalRanks,
     Offer,
     Received,
     Seal,
@@ -82,7 +82,9 @@ MESSAGES: dict[str, tuple[Any, Any]] = {
     "offer_known.json": (Offer(RUN, 8, "d" * 64), UpdateInfo),
     "local_ranks.json": (LocalRanks((0, 1)), LocalRanks),
     "offer_ranks.json": (
-        Offer(RUN, 8, "d" * 64, ranks={"host/a": LocalRanks((0, 1), "7/8/weightcast-common-x"), "b": LocalRanks((2, 3))}),
+        Offer(
+            RUN, 8, "d" * 64, ranks={"host/a": LocalRanks((0, 1), "7/8/weightcast-common-x"), "b": LocalRanks((2, 3))}
+        ),
         UpdateInfo,
     ),
     "offer_workers.json": (Offer(RUN, 8, "d" * 64, workers={"host/a": 2, "host/b": 1}), UpdateInfo),

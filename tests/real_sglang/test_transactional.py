@@ -44,6 +44,12 @@ def test_alternating_publishes_serve_what_was_published(server: Server, transpor
             assert report.ok
             assert server.version() == str(report.version)
             assert_serves(server, seed)
+        (result,) = report.engines.values()
+        num_ranks = server.setup.tp
+        assert len(result.read_bytes) == len(result.installed_bytes) == num_ranks
+        assert max(result.read_bytes) <= (0.56 if transport != GLOO and num_ranks == 2 else 1.01) * report.num_bytes
+        # From the second version on by copies: of what other ranks hold nothing.
+        assert max(result.installed_bytes) <= (0.56 if num_ranks == 2 else 1.01) * report.num_bytes
 
 
 @on(ONE, TWO)

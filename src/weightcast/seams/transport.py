@@ -80,17 +80,24 @@ class Sender(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Share:
-    """What one of `count` ranks of an engine on one host reads and checks: bucket k if k % count == index.
+    """Which buckets one of several ranks of an engine on one host reads and checks.
 
     `memory`: where they find the memory of the first of them (`Receiver.common_memory`).
     """
 
-    index: int
-    count: int
+    buckets: frozenset[int]
     memory: str = ""
 
-    def has(self, bucket: int) -> bool:
-        return bucket % self.count == self.index
+    @classmethod
+    def of(cls, manifest: Manifest, index: int, num_ranks: int, memory: str = "") -> Share:
+        """That of the rank of this index: each bucket in turn is the rank's that has the fewest bytes so far."""
+        loads, own = [0] * num_ranks, set()
+        for bucket, num_bytes in enumerate(manifest.buckets):
+            rank = loads.index(min(loads))
+            loads[rank] += num_bytes
+            if rank == index:
+                own.add(bucket)
+        return cls(frozenset(own), memory)
 
 
 class Receiver(Protocol):

@@ -171,7 +171,7 @@ class Update:
     def _check(self, bucket: Bucket, origin: int) -> BucketHeader:
         index, kind = bucket.index, self._manifest.digest_kind
         num_bytes = self._manifest.buckets[index]
-        others = self._share is not None and not self._share.has(index)
+        others = self._share is not None and index not in self._share.buckets
         if others and self._load_plan.has_lent_views:
             self._receiver.reread(bucket)
         try:

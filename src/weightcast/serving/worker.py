@@ -36,7 +36,7 @@ from weightcast.errors import (
     to_record,
 )
 from weightcast.format.bucket import DTYPE_NAMES
-from weightcast.format.manifest import MAX_BYTES, PROTOCOL, TensorSpec, WeightVersion
+from weightcast.format.manifest import MAX_BYTES, PROTOCOL, Manifest, TensorSpec, WeightVersion
 from weightcast.format.messages import (
     Abort,
     Accepted,
@@ -375,7 +375,7 @@ class Worker:
             gate=self.gate,
             deadline_seconds=self._install_deadline_seconds,
             settles=self._settles,
-            share=_share(offer, self.engine_rank),
+            share=_share(offer, load_plan.layout.manifest, self.engine_rank),
         )
         with update.aborted_on_failure():
             update.open()
@@ -482,9 +482,9 @@ class Worker:
             yield self.engine
 
 
-def _share(offer: Offer, engine_rank: int) -> Share | None:
+def _share(offer: Offer, manifest: Manifest, engine_rank: int) -> Share | None:
     """What this rank is to read and check of a version, where others of its engine are on this host."""
     local = None if offer.ranks is UNSET else offer.ranks.get(host_identity())
     if local is None or engine_rank not in local.ranks:
         return None
-    return Share(local.ranks.index(engine_rank), len(local.ranks), local.memory)
+    return Share.of(manifest, local.ranks.index(engine_rank), len(local.ranks), local.memory)

@@ -84,6 +84,7 @@ class FilledTogether(KeptMemory):
 
     def __init__(self, memory: CommonMemory) -> None:
         self.memory = memory
+        self._view: mmap.mmap | None = None
         super().__init__(self._map)
 
     def _map(self, size_bytes: int) -> torch.Tensor:
@@ -98,7 +99,7 @@ class FilledTogether(KeptMemory):
     def free(self) -> None:
         super().free()
         self._targets = self._buffers
-        self._view: mmap.mmap | None = None
+        self._view = None
 
     def target(self, index: int) -> BucketBuffer:
         return self._targets.at(self.arena_layout, index)

@@ -489,7 +489,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
 
 
 def _read(pinned: PinnedVersion, wanted: StoreUpdate, index: int) -> None:
-    is_others = wanted.share is not None and not wanted.share.has(index)
+    is_others = wanted.share is not None and index not in wanted.share.buckets
     pinned.read(index, wanted.arena.target(index), only_header=is_others)
 
 
