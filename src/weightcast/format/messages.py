@@ -201,7 +201,7 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted", tag_field="kind"):
 class Received(msgspec.Struct, frozen=True, tag="received", tag_field="kind"):
     """The worker has received every bucket; `root` as in Seal.
 
-    `read_bytes`: of these buckets' payloads, what it has read and checked; other ranks of the engine on its host the rest.
+    `read_bytes`: of these buckets' payloads, what it has read and checked itself: ranks of one host share that.
     """
 
     version: VersionNumber
