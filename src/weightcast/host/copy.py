@@ -39,7 +39,8 @@ def is_plain(target: torch.Tensor, source: torch.Tensor) -> bool:
         and not target.dtype.is_complex
         and type(target) in _TYPES
         and type(source) in _TYPES
-        and target.device.type == source.device.type == "cpu"
+        and target.is_cpu
+        and source.is_cpu
         and target.is_contiguous()
         and source.is_contiguous()
         and not (source.is_neg() or target.is_neg())
@@ -70,11 +71,15 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     if max(sizes, default=0) < PLAIN_BYTES:
         _run(_batches(targets, sources), num_threads)
         return
-    pairs = list(zip(targets, sources, strict=True))
-    large = [size >= PLAIN_BYTES and is_plain(*pair) for size, pair in zip(sizes, pairs, strict=True)]
-    small = [pair for pair, is_large in zip(pairs, large, strict=True) if not is_large]
-    jobs = _batches([target for target, _ in small], [source for _, source in small])
-    _run(itertools.chain(_pieces(itertools.compress(pairs, large)), jobs), num_threads)
+    moves: list[tuple[int, int, int]] = []
+    other_targets, other_sources = list[torch.Tensor](), list[torch.Tensor]()
+    for size, target, source in zip(sizes, targets, sources, strict=True):
+        if size >= PLAIN_BYTES and is_plain(target, source):
+            moves.append((target.data_ptr(), source.data_ptr(), size))
+        else:
+            other_targets.append(target)
+            other_sources.append(source)
+    _run(itertools.chain(_pieces(moves), _batches(other_targets, other_sources)), num_threads)
 
 
 def _copy_batch(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -89,11 +94,24 @@ def _batches(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         yield functools.partial(_copy_batch, targets[part], sources[part])
 
 
-def _pieces(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Job]:
-    for target, source in pairs:
-        num_bytes = target.nbytes
+def _pieces(moves: Iterable[tuple[int, int, int]]) -> Iterator[Job]:
+    """Jobs of about _PIECE_BYTES; `moves`: to which address, from which, and how many bytes."""
+    parts, part_bytes = list[tuple[int, int, int]](), 0
+    for target, source, num_bytes in moves:
         for start in range(0, num_bytes, _PIECE_BYTES):
-            yield functools.partial(copy_plain, target, source, start, min(_PIECE_BYTES, num_bytes - start))
+            size = min(_PIECE_BYTES, num_bytes - start)
+            parts.append((target + start, source + start, size))
+            part_bytes += size
+            if part_bytes >= _PIECE_BYTES:
+                yield functools.partial(_move, parts)
+                parts, part_bytes = [], 0
+    if parts:
+        yield functools.partial(_move, parts)
+
+
+def _move(parts: Sequence[tuple[int, int, int]]) -> None:
+    for target, source, size_bytes in parts:
+        ctypes.memmove(target, source, size_bytes)
 
 
 def _run(jobs: Iterator[Job], num_threads: int) -> None:
