@@ -50,6 +50,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
         *(
             "host.copy",
             "host.device",
+            "host.device_memory",
             "host.memory",
             "format.bucket",
             "format.tensor_digest",

@@ -11,13 +11,14 @@ import torch
 
 from core.direct import fleet
 from weightcast import ModuleEngine, TensorSource
-from weightcast.errors import InsufficientMemoryError, PeerTimeoutError, PublishError
+from weightcast.errors import ClosedError, InsufficientMemoryError, PeerTimeoutError, PublishError
 from weightcast.format.bucket import root_digest
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host.copy import copy_all
+from weightcast.host.deadline import Deadline
 from weightcast.testing.lazy_gpu import POISON, LazyGpu
-from weightcast.testing.transport_kit import TransportEnds, send, version
+from weightcast.testing.transport_kit import PATIENCE_SECONDS, TransportEnds, send, version
 from weightcast.trainer.publish_run import Connections
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -59,9 +60,11 @@ def values(number: int) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def published(gpu: LazyGpu, install: str, *engines: OnGpu) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
+def published(
+    gpu: LazyGpu, install: str, *engines: OnGpu, transport: str = "memory://"
+) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
     weights = {name: gpu.tensor(tensor) for name, tensor in values(1).items()}
-    with fleet(TensorSource(weights), *engines, transport="memory://", install=install) as (publisher, _):
+    with fleet(TensorSource(weights), *engines, transport=transport, install=install) as (publisher, _):
         yield publisher, weights
 
 
@@ -94,11 +97,14 @@ def test_what_nobody_has_waited_for_is_not_there(gpu: LazyGpu) -> None:
     assert a.cpu().sum() == 0
 
 
+@pytest.mark.parametrize("transport", ["memory://", "ipc://"])
 @pytest.mark.parametrize("install", ["streaming", "staged"])
-def test_every_version_is_whole_although_the_trainer_goes_on_at_once(gpu: LazyGpu, install: str) -> None:
+def test_every_version_is_whole_although_the_trainer_goes_on_at_once(
+    gpu: LazyGpu, install: str, transport: str
+) -> None:
     """The digests are those of what was packed, and the next step does not write what is still to be packed."""
     engine = OnGpu(gpu)
-    with published(gpu, install, engine) as (publisher, weights):
+    with published(gpu, install, engine, transport=transport) as (publisher, weights):
         for number in (2, 3, 4):
             for name, tensor in values(number).items():
                 weights[name].copy_(tensor)
@@ -176,7 +182,7 @@ def test_buckets_arrive_on_a_stream_of_their_own_beside_a_captured_graph(gpu: La
         publisher.publish()
     assert engine.streams
     assert gpu.default_stream not in engine.streams
-    assert "weightcast-receive" in gpu.relaxed
+    assert "weightcast-receive" in gpu.libcuda.relaxed
 
 
 def test_a_module_is_loaded_when_its_engine_commits(gpu: LazyGpu) -> None:
@@ -272,3 +278,35 @@ def test_memory_that_the_device_has_not_is_an_error_of_ours(gpu: LazyGpu) -> Non
         gpu.free_bytes = 4096
         with pytest.raises((InsufficientMemoryError, PublishError), match=r"cuda:0 has 4096 left"):
             publisher.publish()
+
+
+@pytest.mark.parametrize("install", ["streaming", "staged"])
+def test_release_gives_the_arena_back_at_both_ends_and_the_next_publish_takes_another(
+    gpu: LazyGpu, install: str
+) -> None:
+    """Streaming, memory of the GPU; staged, host memory, which is given back likewise."""
+    engines = OnGpu(gpu), OnGpu(gpu)
+
+    def arenas() -> int:
+        with open("/proc/self/maps") as maps:
+            return sum("fake-libcuda" in line or "weightcast-buckets" in line for line in maps)
+
+    with published(gpu, install, *engines, transport="ipc://") as (publisher, weights):
+        publisher.release()
+        for number in (1, 2):
+            for name, tensor in values(number).items():
+                weights[name].copy_(tensor)
+            assert publisher.publish().ok
+            assert arenas() == 3
+            publisher.release()
+            for _ in Deadline(PATIENCE_SECONDS).polls(0.001, 0.05):
+                # Workers let go in the background; what is queued, and nobody has waited for, refers to its memory.
+                gpu.synchronize(gpu.device)
+                if not arenas():
+                    break
+            assert arenas() == 0
+            assert gpu.libcuda.is_clean
+            for engine in engines:
+                assert torch.equal(engine.committed["t1"], values(number)["t1"])
+    with pytest.raises(ClosedError):
+        publisher.release()

@@ -17,11 +17,11 @@ from msgspec import UNSET
 from weightcast import registry
 from weightcast.errors import ClosedError, RefusedError, WeightcastError, detached, malformed
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.format.messages import Hello, InitInfo, LinkMessage, Secret, UpdateInfo
+from weightcast.format.messages import Hello, InitInfo, LinkMessage, ReleaseMemory, Secret, UpdateInfo
 from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
 from weightcast.links.link import WorkerLink
-from weightcast.seams.transport import Bucket, Receiver
+from weightcast.seams.transport import Bucket, Receiver, ReleasesMemory
 from weightcast.seams.versions import VersionedReceiver
 from weightcast.serving.load_plan import LoadPlan
 from weightcast.serving.update import Update
@@ -130,6 +130,7 @@ class PublisherSession:
                     Hello(info.run, info.engine, rank, info.secret, host=host_identity()),
                     lease_seconds=info.lease_seconds,
                     on_end=lambda reason: self._on_end(self, reason),
+                    on_message=self._on_message,
                 )
         except Exception as exc:
             failure = str(exc) if isinstance(exc, WeightcastError) else f"{type(exc).__name__}: {exc}"
@@ -139,6 +140,22 @@ class PublisherSession:
         self._connected.set()
         if self.ended is not None:
             self.close()
+
+    def _on_message(self, message: LinkMessage) -> None:
+        if isinstance(message, ReleaseMemory):
+            # Not in the link's thread: memory of a GPU goes once all that is queued there is over.
+            threading.Thread(target=self.release, name="weightcast-release", daemon=True).start()
+
+    def release(self) -> None:
+        """Give back memory that is kept for the next update, unless one is under way."""
+        if self.update is not None and not self.update.has_ended:
+            return
+        if self.load_plan is not None:
+            self.load_plan.forget_views()
+        receiver: object = self.receiver
+        if isinstance(receiver, ReleasesMemory):
+            with contextlib.suppress(WeightcastError):
+                receiver.release()
 
     def require_receiver(self) -> Receiver:
         """The connected receiver. Raises why the session has ended, ClosedError if it is still connecting."""
@@ -228,6 +245,9 @@ class OriginReceivers(Receiver):
 
     def end(self) -> None:
         _for_all([receiver.end for receiver in self._receivers])
+
+    def release(self) -> None:
+        _for_all([receiver.release for receiver in self._receivers if isinstance(receiver, ReleasesMemory)])
 
     def close(self) -> None:
         _for_all([receiver.close for receiver in self._receivers])

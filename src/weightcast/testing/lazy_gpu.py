@@ -17,8 +17,11 @@ of this device in every thread; one at a time in a process.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import threading
+import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -29,6 +32,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
+from weightcast.host.device_memory import DeviceMemory
+from weightcast.testing.fake_libcuda import FakeLibcuda
 
 POISON = 0xCC
 PATIENCE_SECONDS = 10.0
@@ -90,8 +95,7 @@ class LazyEvent:
 class LazyGpu:
     """The device, and what is asked in place of torch.cuda. `num_launches`: operations that streams were given.
 
-    `num_waits`: how often the host has waited. `free_bytes`: larger allocations fail. `relaxed`: the names of threads
-    that may allocate while a graph is captured.
+    `num_waits`: how often the host has waited. `free_bytes`: larger allocations fail. `libcuda`: its driver.
     """
 
     def __init__(self) -> None:
@@ -101,12 +105,12 @@ class LazyGpu:
         self.free_bytes = 1 << 40
         self.num_launches = 0
         self.num_waits = 0
-        self.relaxed: list[str] = []
+        self.libcuda = FakeLibcuda(lambda: self.free_bytes)
         self.Stream: Callable[[torch.device], LazyStream] = lambda device: LazyStream(self)
         self.Event: Callable[[], LazyEvent] = lambda: LazyEvent(self.default_stream)
         self.default_stream = LazyStream(self)
-        self._storages: dict[int, torch.UntypedStorage] = {}
-        """All of its memory, by address; kept, so that no address comes again."""
+        self._storages: dict[int, torch.UntypedStorage | None] = {}
+        """All of its memory, by address; kept, so that no address comes again. None: mapped by the driver."""
         self._local = threading.local()
         self._undo = contextlib.ExitStack()
         self._has_gone = False
@@ -115,7 +119,8 @@ class LazyGpu:
         assert not _open, "one at a time"
         _open.append(self)
         self._replace(host_device, "cuda", self)
-        self._replace(host_device, "driver", lambda: self)
+        self._replace(host_device, "driver", lambda: self.libcuda)
+        self._replace(host_device, "tensor_of", self._tensor_of)
         for name in _FACTORIES:
             self._replace(torch, name, functools.partial(self._made, getattr(torch, name)))
         self._replace(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
@@ -175,8 +180,22 @@ class LazyGpu:
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
         return self.free_bytes, 1 << 40
 
-    def cuThreadExchangeStreamCaptureMode(self, mode: object) -> None:
-        self.relaxed.append(threading.current_thread().name)
+    def empty_cache(self) -> None:
+        """Nothing is cached."""
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_device_properties(self, device: torch.device) -> types.SimpleNamespace:
+        return types.SimpleNamespace(uuid="GPU-lazy")
+
+    def _tensor_of(self, memory: DeviceMemory) -> torch.Tensor:
+        address, _ = memory.__cuda_array_interface__["data"]
+        data = (ctypes.c_ubyte * memory.size_bytes).from_address(address)
+        data.memory = memory  # type: ignore[attr-defined]
+        self._storages[address] = None
+        weakref.finalize(memory, self._storages.pop, address).atexit = False
+        return torch.frombuffer(data, dtype=torch.uint8).as_subclass(LazyTensor)
 
     # --- operations ---
 
@@ -184,10 +203,13 @@ class LazyGpu:
         """Do what a stream was given up to there, as far as that goes now; whether all of it is done."""
         with self.lock, torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
             while stream.num_done < position:
-                if not stream.operations[0]():
+                operation = stream.operations[0]
+                if not operation():
                     return False
                 stream.operations.popleft()
                 stream.num_done += 1
+                # Now, when all is counted: its memory may go with it, which waits for this device.
+                del operation
             return True
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:

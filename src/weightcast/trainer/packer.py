@@ -134,6 +134,7 @@ class PackPlan:
 
     def forget_views(self) -> None:
         """Drop every view of the transport's buffers."""
+        self.layout.forget_views()
         if self._packer is not None:
             self._packer.forget_views()
 
