@@ -310,3 +310,46 @@ def test_release_gives_the_arena_back_at_both_ends_and_the_next_publish_takes_an
                 assert torch.equal(engine.committed["t1"], values(number)["t1"])
     with pytest.raises(ClosedError):
         publisher.release()
+
+
+@pytest.mark.parametrize("has_kernel", [True, False], ids=["triton", "torch"])
+def test_how_often_a_byte_is_read_and_written_and_how_much_is_launched(gpu: LazyGpu, has_kernel: bool) -> None:
+    """With the kernel: read to pack, to check and to load, written into the bucket and the model. Per bucket and side
+    four calls, and one more for gaps; a batch of copies is one of torch's, of which a GPU makes some 13 kernels.
+    """
+    gpu.has_kernel = has_kernel
+    size = 1 << 20
+    specs = [TensorSpec(name, "float32", (size // 4,)) for name in NAMES]
+    weights = {spec.name: gpu.tensor(torch.randn(spec.shape)) for spec in specs}
+    reads, writes, launches, waits = [], [], [], []
+    # Each tensor in a bucket of its own, and all in one: the difference is of buckets alone.
+    for bucket_bytes in (size, 8 * size):
+        engine = OnGpu(gpu)
+        engine.weights = {name: gpu.tensor(torch.zeros(size // 4)) for name in NAMES}
+        engine.specs = lambda: specs  # type: ignore[method-assign]
+        options = {"transport": "ipc://", "install": "streaming", "bucket_size_bytes": bucket_bytes}
+        with fleet(TensorSource(weights), engine, **options) as (publisher, _):
+            publisher.publish()
+            gpu.synchronize(gpu.device)
+            before = gpu.num_read_bytes, gpu.num_written_bytes, gpu.num_launches, gpu.num_waits
+            assert publisher.publish().num_buckets == (6 if bucket_bytes == size else 1)
+            gpu.synchronize(gpu.device)
+        for counts, now, then in zip(
+            (reads, writes, launches, waits),
+            (gpu.num_read_bytes, gpu.num_written_bytes, gpu.num_launches, gpu.num_waits),
+            before,
+            strict=True,
+        ):
+            counts.append(now - then)
+        for name, tensor in weights.items():
+            assert torch.equal(gpu.read(engine.weights[name]), gpu.read(tensor)), name
+    num_bytes = size * len(NAMES)
+    per_byte = [round(max(reads) / num_bytes, 1), round(max(writes) / num_bytes, 1)]
+    per_bucket = (launches[0] - launches[1]) / 5
+    assert (waits[0] - waits[1]) / 5 <= 1
+    if has_kernel:
+        assert per_byte == [3, 2]
+        assert per_bucket <= 8, "four on each side"
+    else:
+        # torch's own sums read twice, on each side.
+        assert per_byte[0] > 6

@@ -30,6 +30,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from weightcast.format import device_sums
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
 from weightcast.host.device_memory import DeviceMemory
@@ -95,7 +96,8 @@ class LazyEvent:
 class LazyGpu:
     """The device, and what is asked in place of torch.cuda. `num_launches`: operations that streams were given.
 
-    `num_waits`: how often the host has waited. `free_bytes`: larger allocations fail. `libcuda`: its driver.
+    `num_waits`: how often the host has waited. `num_read_bytes`, `num_written_bytes`: of its memory, by what was
+    launched. `has_kernel`: Triton is installed. `free_bytes`: larger allocations fail. `libcuda`: its driver.
     """
 
     def __init__(self) -> None:
@@ -105,6 +107,9 @@ class LazyGpu:
         self.free_bytes = 1 << 40
         self.num_launches = 0
         self.num_waits = 0
+        self.num_read_bytes = 0
+        self.num_written_bytes = 0
+        self.has_kernel = True
         self.libcuda = FakeLibcuda(lambda: self.free_bytes)
         self.Stream: Callable[[torch.device], LazyStream] = lambda device: LazyStream(self)
         self.Event: Callable[[], LazyEvent] = lambda: LazyEvent(self.default_stream)
@@ -121,6 +126,7 @@ class LazyGpu:
         self._replace(host_device, "cuda", self)
         self._replace(host_device, "driver", lambda: self.libcuda)
         self._replace(host_device, "tensor_of", self._tensor_of)
+        self._replace(device_sums, "kernel", lambda device: self._copy_and_sum if self.has_kernel else None)
         for name in _FACTORIES:
             self._replace(torch, name, functools.partial(self._made, getattr(torch, name)))
         self._replace(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
@@ -231,6 +237,36 @@ class LazyGpu:
         self.num_launches += 1
         self.current_stream(self.device).give(operation)
 
+    def _copy_and_sum(
+        self,
+        bucket: torch.Tensor,
+        partial: torch.Tensor,
+        program_words: int,
+        programs: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
+    ) -> None:
+        """What `format.sum_kernel` does, with the words that the tables name when its turn comes."""
+
+        def run() -> None:
+            rows = [[bucket.data_ptr(), 0, bucket.numel(), 0]] if segments is None else segments.tolist()
+            num_programs = partial.shape[0]
+            parts = [[0, p * program_words] for p in range(num_programs)] if programs is None else programs.tolist()
+            for number, (segment, first) in enumerate(parts):
+                address, base, num_words, is_copied = rows[segment]
+                size = min(program_words, num_words - first)
+                words = torch.frombuffer(
+                    (ctypes.c_longlong * size).from_address(address + 8 * first), dtype=torch.int64
+                )
+                place = base + first
+                if is_copied:
+                    bucket[place : place + size] = words
+                partial[number, 0] = words.sum()
+                partial[number, 1] = (words * torch.arange(place + 1, place + 1 + size)).sum()
+                self.num_read_bytes += 8 * size
+                self.num_written_bytes += 8 * size * is_copied
+
+        self.launch(run)
+
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in this device's memory."""
         return tensor.untyped_storage().data_ptr() in self._storages
@@ -316,6 +352,8 @@ class _Queue(TorchDispatchMode):
             if any(returned.alias_info is not None for returned in schema.returns):
                 return result
             made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            gpu.num_read_bytes += self._num_bytes((args, kwargs))
+            gpu.num_written_bytes += sum(tensor.nbytes for tensor in made)
             for tensor in made:
                 gpu._own(tensor)
                 _poison(tensor)
@@ -328,6 +366,8 @@ class _Queue(TorchDispatchMode):
             gpu.launch(compute)
             return result
         targets = [leaf for name in written for leaf in tree_leaves(named[name])]
+        gpu.num_written_bytes += self._num_bytes(targets)
+        gpu.num_read_bytes += self._num_bytes((args, kwargs)) - self._num_bytes(targets)
         if not all(map(gpu.has, targets)):
             # To the host: the caller waits for the stream, as torch has it do.
             gpu.current_stream(gpu.device).synchronize()
@@ -337,6 +377,11 @@ class _Queue(TorchDispatchMode):
         is_batch = schema.name == "aten::_foreach_copy_"
         gpu.launch(functools.partial(_copy_as_old_torch if is_batch else func, *args, **kwargs))
         return args[0] if schema.returns else None
+
+    def _num_bytes(self, arguments: Any) -> int:
+        """Of what lies in this device's memory."""
+        leaves = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+        return sum(leaf.nbytes for leaf in leaves if self._gpu.has(leaf))
 
 
 def _copy_as_old_torch(targets: list[torch.Tensor], sources: list[torch.Tensor], non_blocking: bool = False) -> None:
