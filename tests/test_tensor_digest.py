@@ -215,7 +215,7 @@ def test_the_device_does_not_show() -> None:
 def test_a_gpu_computes_what_a_cpu_does_and_is_waited_for_once(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole, in regions of long and of short runs, in many parts; on a GPU that does nothing before it is waited for."""
+    """Whole, in regions of long and of short runs, in many parts; on a GPU that does nothing until it is waited for."""
     monkeypatch.setattr(module, "_MAX_DEVICE_ELEMENTS", 3000)
     tensor = random_bits((90, 130), dtype)
     for region, shape in (

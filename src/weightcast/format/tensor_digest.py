@@ -48,7 +48,8 @@ def tensor_digest(tensor: torch.Tensor, region: Region | None = None, shape: Seq
     """The digest of `tensor` as 32 hex digits; with `region` and `shape`, its share as that region of a global tensor.
 
     Any strides, any device, any dtype of 1 to 16 bytes. Reads in pieces: extra memory is below the bytes of 16 Mi
-    elements whatever the tensor's size. One thread. On a GPU it is computed there, in pieces of 2 Mi elements, with one wait.
+    elements whatever the tensor's size. One thread. On a GPU it is computed there, 2 Mi elements at a time, with one
+    wait at the end.
     Raises ValueError if only one of region and shape is given, or if they don't fit the tensor.
     """
     if (region is None) != (shape is None):

@@ -18,6 +18,7 @@ from weightcast import registry
 from weightcast.errors import ClosedError, RefusedError, WeightcastError, detached, malformed
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import Hello, InitInfo, LinkMessage, ReleaseMemory, Secret, UpdateInfo
+from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
 from weightcast.links.link import WorkerLink
@@ -148,13 +149,14 @@ class PublisherSession:
 
     def release(self) -> None:
         """Give back memory that is kept for the next update, unless one is under way."""
+        receiver: object = self.receiver
         if self.update is not None and not self.update.has_ended:
             return
-        if self.load_plan is not None:
-            self.load_plan.forget_views()
-        receiver: object = self.receiver
-        if isinstance(receiver, ReleasesMemory):
-            with contextlib.suppress(WeightcastError):
+        # Which relaxes the thread's capture mode: memory of a GPU goes while an engine may capture a graph.
+        with host_device.own_stream(self.device), contextlib.suppress(WeightcastError):
+            if self.load_plan is not None:
+                self.load_plan.forget_views()
+            if isinstance(receiver, ReleasesMemory):
                 receiver.release()
 
     def require_receiver(self) -> Receiver:
