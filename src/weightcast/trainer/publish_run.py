@@ -43,7 +43,7 @@ from weightcast.format.manifest import MAX_VERSION, WeightVersion
 from weightcast.format.messages import Abort, InitInfo, Offer, ReleaseMemory, Seal
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
-from weightcast.links.link import LinkListener
+from weightcast.links.link import LinkListener, frame
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, ClientSender, Fingerprint, SenderContext
 from weightcast.seams.source import Regions
@@ -102,8 +102,10 @@ class Connections:
         """Give back the transport's memory, and have workers do so."""
         if isinstance(self.sender, ReleasesMemory):
             self.sender.release()
+        message = frame(ReleaseMemory())
         for link in self.listener.links():
-            link.send(ReleaseMemory())
+            # Without room for it, that worker is stopped: its memory stays for now, and its link.
+            link.put(message)
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
