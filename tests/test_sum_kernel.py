@@ -9,6 +9,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -77,3 +78,27 @@ def test_the_kernels_sums_and_copies_are_torchs_bit_for_bit() -> None:
         [sys.executable, "-W", "error", "-c", CHECK], env=environment, capture_output=True, text=True, timeout=110
     )
     assert done.stdout == "bit for bit\n", done.stderr
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from weightcast.format.sum_kernel import _copy_and_sum
+
+signature = {"bucket": "*i64", "partial": "*i64", "num_words": "i64", "programs": "*i64", "segments": "*i64"}
+for has_table in (True, False):
+    constants = {"HAS_TABLE": has_table, "PROGRAM_WORDS": 8192, "BLOCK_WORDS": 1024}
+    source = ASTSource(_copy_and_sum, signature | dict.fromkeys(constants, "constexpr"), constants)
+    for capability in (80, 90):
+        assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+print("compiled")
+"""
+
+
+def test_the_kernel_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
+    """For A100 and H100 or H200."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=110)
+    assert done.stdout == "compiled\n", done.stderr
