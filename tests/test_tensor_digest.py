@@ -16,6 +16,7 @@ from weightcast.format import tensor_digest as module
 from weightcast.format.bucket import TORCH_DTYPES
 from weightcast.format.geometry import Region
 from weightcast.format.tensor_digest import add, tensor_digest
+from weightcast.testing import LazyGpu
 
 ZERO = "0" * 32
 
@@ -208,3 +209,24 @@ def test_the_device_does_not_show() -> None:
     tensor = random_bits((300, 70), torch.bfloat16)
     assert tensor_digest(tensor.cuda()) == tensor_digest(tensor)
     assert tensor_digest(tensor.cuda().t()) == tensor_digest(tensor.t())
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=TORCH_DTYPES)
+def test_a_gpu_computes_what_a_cpu_does_and_is_waited_for_once(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, in regions of long and of short runs, in many parts; on a GPU that does nothing until it is waited for."""
+    monkeypatch.setattr(module, "_MAX_DEVICE_ELEMENTS", 3000)
+    tensor = random_bits((90, 130), dtype)
+    for region, shape in (
+        (None, None),
+        (Region((3, 0), (90, 130)), (100, 130)),
+        (Region((1000, 70_000), (90, 130)), (4000, 90_000)),
+    ):
+        with LazyGpu() as gpu:
+            waits = gpu.num_waits
+            assert tensor_digest(gpu.tensor(tensor), region, shape) == tensor_digest(tensor, region, shape)
+            assert gpu.num_waits == waits + 1
+    with LazyGpu() as gpu:
+        assert tensor_digest(gpu.tensor(tensor.t()[3:]), None, None) == tensor_digest(tensor.t()[3:])
+        assert tensor_digest(gpu.tensor(tensor[:0])) == "0" * 32

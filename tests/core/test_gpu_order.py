@@ -11,13 +11,18 @@ import torch
 
 from core.direct import fleet
 from weightcast import ModuleEngine, TensorSource
-from weightcast.errors import InsufficientMemoryError, PeerTimeoutError, PublishError
-from weightcast.format.bucket import root_digest
+from weightcast.errors import ClosedError, InsufficientMemoryError, PeerTimeoutError, PublishError
+from weightcast.format.bucket import Layout, root_digest
+from weightcast.format.geometry import Region
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host.copy import copy_all
+from weightcast.host.deadline import Deadline
 from weightcast.testing.lazy_gpu import POISON, LazyGpu
-from weightcast.testing.transport_kit import TransportEnds, send, version
+from weightcast.testing.transport_kit import PATIENCE_SECONDS, TransportEnds, send, version
+from weightcast.trainer.group import gather
+from weightcast.trainer.group.exchange import RankStatus
+from weightcast.trainer.packer import Shard, bucket_views, typed_views
 from weightcast.trainer.publish_run import Connections
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -59,9 +64,11 @@ def values(number: int) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def published(gpu: LazyGpu, install: str, *engines: OnGpu) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
+def published(
+    gpu: LazyGpu, install: str, *engines: OnGpu, transport: str = "memory://"
+) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
     weights = {name: gpu.tensor(tensor) for name, tensor in values(1).items()}
-    with fleet(TensorSource(weights), *engines, transport="memory://", install=install) as (publisher, _):
+    with fleet(TensorSource(weights), *engines, transport=transport, install=install) as (publisher, _):
         yield publisher, weights
 
 
@@ -94,11 +101,14 @@ def test_what_nobody_has_waited_for_is_not_there(gpu: LazyGpu) -> None:
     assert a.cpu().sum() == 0
 
 
+@pytest.mark.parametrize("transport", ["memory://", "ipc://"])
 @pytest.mark.parametrize("install", ["streaming", "staged"])
-def test_every_version_is_whole_although_the_trainer_goes_on_at_once(gpu: LazyGpu, install: str) -> None:
+def test_every_version_is_whole_although_the_trainer_goes_on_at_once(
+    gpu: LazyGpu, install: str, transport: str
+) -> None:
     """The digests are those of what was packed, and the next step does not write what is still to be packed."""
     engine = OnGpu(gpu)
-    with published(gpu, install, engine) as (publisher, weights):
+    with published(gpu, install, engine, transport=transport) as (publisher, weights):
         for number in (2, 3, 4):
             for name, tensor in values(number).items():
                 weights[name].copy_(tensor)
@@ -176,7 +186,7 @@ def test_buckets_arrive_on_a_stream_of_their_own_beside_a_captured_graph(gpu: La
         publisher.publish()
     assert engine.streams
     assert gpu.default_stream not in engine.streams
-    assert "weightcast-receive" in gpu.relaxed
+    assert "weightcast-receive" in gpu.libcuda.relaxed
 
 
 def test_a_module_is_loaded_when_its_engine_commits(gpu: LazyGpu) -> None:
@@ -272,3 +282,127 @@ def test_memory_that_the_device_has_not_is_an_error_of_ours(gpu: LazyGpu) -> Non
         gpu.free_bytes = 4096
         with pytest.raises((InsufficientMemoryError, PublishError), match=r"cuda:0 has 4096 left"):
             publisher.publish()
+
+
+@pytest.mark.parametrize("install", ["streaming", "staged"])
+def test_release_gives_the_arena_back_at_both_ends_and_the_next_publish_takes_another(
+    gpu: LazyGpu, install: str
+) -> None:
+    """Streaming, memory of the GPU; staged, host memory, which is given back likewise."""
+    engines = OnGpu(gpu), OnGpu(gpu)
+
+    def arenas() -> int:
+        with open("/proc/self/maps") as maps:
+            return sum("fake-libcuda" in line or "weightcast-buckets" in line for line in maps)
+
+    with published(gpu, install, *engines, transport="ipc://") as (publisher, weights):
+        publisher.release()
+        for number in (1, 2):
+            for name, tensor in values(number).items():
+                weights[name].copy_(tensor)
+            assert publisher.publish().ok
+            assert arenas() == 3
+            publisher.release()
+            for _ in Deadline(PATIENCE_SECONDS).polls(0.001, 0.05):
+                # Workers let go in the background; what is queued, and nobody has waited for, refers to its memory.
+                gpu.synchronize(gpu.device)
+                if not arenas():
+                    break
+            assert arenas() == 0
+            assert gpu.libcuda.is_clean
+            for engine in engines:
+                assert torch.equal(engine.committed["t1"], values(number)["t1"])
+    with pytest.raises(ClosedError):
+        publisher.release()
+
+
+@pytest.mark.parametrize("has_kernel", [True, False], ids=["triton", "torch"])
+def test_how_often_a_byte_is_read_and_written_and_how_much_is_launched(gpu: LazyGpu, has_kernel: bool) -> None:
+    """With the kernel: read to pack, to check and to load, written into the bucket and the model. Per bucket and side
+    four calls, and one more for gaps; a batch of copies is one of torch's, of which a GPU makes some 13 kernels.
+    """
+    gpu.has_kernel = has_kernel
+    size = 1 << 20
+    specs = [TensorSpec(name, "float32", (size // 4,)) for name in NAMES]
+    weights = {spec.name: gpu.tensor(torch.randn(spec.shape)) for spec in specs}
+    reads, writes, launches, waits = [], [], [], []
+    # Each tensor in a bucket of its own, and all in one: the difference is of buckets alone.
+    for bucket_bytes in (size, 8 * size):
+        engine = OnGpu(gpu)
+        engine.weights = {name: gpu.tensor(torch.zeros(size // 4)) for name in NAMES}
+        engine.specs = lambda: specs  # type: ignore[method-assign]
+        options = {"transport": "ipc://", "install": "streaming", "bucket_size_bytes": bucket_bytes}
+        with fleet(TensorSource(weights), engine, **options) as (publisher, _):
+            publisher.publish()
+            gpu.synchronize(gpu.device)
+            before = gpu.num_read_bytes, gpu.num_written_bytes, gpu.num_launches, gpu.num_waits
+            assert publisher.publish().num_buckets == (6 if bucket_bytes == size else 1)
+            gpu.synchronize(gpu.device)
+        for counts, now, then in zip(
+            (reads, writes, launches, waits),
+            (gpu.num_read_bytes, gpu.num_written_bytes, gpu.num_launches, gpu.num_waits),
+            before,
+            strict=True,
+        ):
+            counts.append(now - then)
+        for name, tensor in weights.items():
+            assert torch.equal(gpu.read(engine.weights[name]), gpu.read(tensor)), name
+    num_bytes = size * len(NAMES)
+    per_byte = [round(max(reads) / num_bytes, 1), round(max(writes) / num_bytes, 1)]
+    per_bucket = (launches[0] - launches[1]) / 5
+    assert (waits[0] - waits[1]) / 5 <= 1
+    if has_kernel:
+        assert per_byte == [3, 2]
+        assert per_bucket <= 8, "four on each side"
+    else:
+        # torch's own sums read twice, on each side.
+        assert per_byte[0] > 6
+
+
+def test_what_ranks_send_is_packed_and_unpacked_by_views_that_are_made_once(
+    gpu: LazyGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buckets in device memory: another rank of the origin sends its part of each."""
+    specs = [TensorSpec(f"t{number}", "float32", (8, 64)) for number in range(4)]
+    layout = Layout(plan(specs, 4096, digest_kind="sum-64x2"))
+    halves = [Region((row, 0), (4, 64)) for row in (0, 4)]
+    weights = [[gpu.tensor(torch.randn(4, 64)) for _ in specs] for _ in halves]
+    shards = [
+        [Shard(number, half, tensors[number]) for number in range(4)]
+        for half, tensors in zip(halves, weights, strict=True)
+    ]
+    sent: list[torch.Tensor] = []
+
+    class Ranks:
+        group_rank = 1
+        error_at_next_exchange = staticmethod(contextlib.nullcontext)
+        send = staticmethod(lambda message, rank: sent.append(message))
+        receive = staticmethod(lambda staging, rank: staging.copy_(sent.pop()))
+        arrived = staticmethod(lambda arrivals: arrivals.clear())
+
+    ranks: Any = Ranks()
+    num_views: list[int] = []
+    monkeypatch.setattr(gather, "typed_views", lambda *args: num_views.append(1) or typed_views(*args))
+    monkeypatch.setattr(gather, "bucket_views", lambda *args: num_views.append(1) or bucket_views(*args))
+    other = gather.Contribution(ranks, layout, shards[1], leader=0, origin=0, homes=[0, 0], via=gpu.device)
+    packer = gather.OriginPacker(ranks, layout, shards[0], {1: shards[1]}, origin=0, via=gpu.device)
+    payloads = [gpu.tensor(torch.zeros(num_bytes, dtype=torch.uint8)) for num_bytes in layout.manifest.buckets]
+    statuses = [RankStatus(offset_bytes=0), RankStatus()]
+    for update in range(3):
+        launches = gpu.num_launches
+        for index, payload in enumerate(payloads):
+            for tensors in weights:
+                for tensor in tensors:
+                    tensor.add_(1)
+            other.bring(index, statuses)
+            packer.pack(index, payload, statuses)
+            gpu.synchronize(gpu.device)
+            for entry, view in zip(layout.entries[index], layout.views(index, payload), strict=True):
+                expected = torch.cat([gpu.read(weights[half][entry.tensor]) for half in range(2)])
+                assert torch.equal(gpu.read(view), expected)
+        if update:
+            assert not num_views
+            # Of each rank a batch of copies, of the message another two: there and to its places.
+            assert gpu.num_launches - launches == len(payloads) * (4 + 8)
+        num_views.clear()
+    assert len(payloads) > 1

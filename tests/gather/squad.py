@@ -513,6 +513,16 @@ class Rank:
                 engine.update = note
         return [offer for engine in self.engines for offer in engine.offers]
 
+    def release(self) -> list[int]:
+        """Give back the transport's memory; how many bytes each sender of this rank kept before, and keeps now."""
+        connections, group = self.publisher._connections, self.publisher._group
+        senders: list[Any] = [] if group._shares.own is None else [group._shares.own._sender]
+        if connections is not None:
+            senders.append(getattr(connections.sender, "_own", connections.sender))
+        before = [sender._slots.size_bytes for sender in senders]
+        self.publisher.release()
+        return before + [sender._slots.size_bytes for sender in senders]
+
     def spans(self) -> list[range]:
         """The numbers of each origin's buckets."""
         return list(self.publisher._pack_plan.layout.manifest.spans)

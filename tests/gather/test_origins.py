@@ -44,6 +44,17 @@ def test_every_sharding_arrives_whole(ranks: Squad, cut: str, hosts: int, instal
         assert ranks[0].ask("check", content) == []
 
 
+def test_each_origin_gives_its_memory_back(ranks: Squad) -> None:
+    ranks.all("make", "many", "rows", hosts=2, **GLOO)
+    for content in (1, 2):
+        published(ranks.publish(content))
+        assert ranks[0].ask("check", content) == []
+        for rank in range(NUM_RANKS):
+            kept = ranks[rank].ask("release")
+            assert len(kept) == (2 if rank in (0, 2) else 0)
+            assert kept == [] or (kept[0] > 0 and kept[1] == 0)
+
+
 @pytest.mark.parametrize("is_apart", [False, True])
 @pytest.mark.parametrize(("hosts", "leaders"), [(1, [0]), (2, [0, 2]), (4, [0, 1, 2, 3])])
 @pytest.mark.parametrize("cut", ["rows", "replicated"])

@@ -80,6 +80,32 @@ def test_versions_arrive(hall: Hall, staged: bool) -> None:
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["streaming", "staged"])
+def test_memory_is_given_back_between_versions(hall: Hall, staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from torch's cache; not during an update."""
+    emptied: list[int] = []
+    monkeypatch.setattr(hall.gpu, "empty_cache", lambda: emptied.append(1))
+    sender = hall.sender()
+    receiver = hall.receiver(sender, "a")
+    for number in (1, 2):
+        reader = Reader(receiver, MANIFEST, version(number), staged=staged)
+        sender.open(MANIFEST, version(number), peers=["a"], staged=staged)
+        receiver.release()
+        for index in range(len(MANIFEST.buckets)):
+            send(sender, MANIFEST, number, index)
+        assert reader.result() == expected(number)
+        receiver.end()
+        assert not emptied
+        assert sender._slots.size_bytes
+        assert receiver._buffers._memory.size_bytes
+        sender.release()
+        receiver.release()
+        assert not sender._slots.size_bytes
+        assert not receiver._buffers._memory.size_bytes
+        assert len(emptied) == 2
+        emptied.clear()
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["streaming", "staged"])
 def test_a_receiver_is_lost_in_a_broadcast_and_the_others_go_on(hall: Hall, staged: bool) -> None:
     """Every kernel that waits for it is aborted by its own process, and nothing of the engines' ever waited for it."""
     sender = hall.sender()

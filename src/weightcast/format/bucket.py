@@ -19,6 +19,7 @@ import torch
 import xxhash
 
 from weightcast.errors import IntegrityError
+from weightcast.format.device_sums import device_sums
 from weightcast.format.geometry import Region, row_major
 from weightcast.format.manifest import (
     ITEMSIZE_BYTES,
@@ -43,7 +44,6 @@ _HEADER = struct.Struct("<8sII16sQQ8sQQ16s168s")
 _MAGIC = b"wcbucket"
 _RESERVED = bytes(168)
 _DIGEST = slice(72, 88)
-_SUM_COLUMNS = 4096
 
 Digest: TypeAlias = bytes | torch.Tensor
 """Of a payload: 16 bytes; on a GPU two int64, which may still be being computed."""
@@ -263,28 +263,6 @@ def blocks_digest(digests: bytes | memoryview) -> bytes:
 def queued_digest(payload: torch.Tensor, kind: DigestKind) -> Digest:
     """As `payload_digest`, but on a GPU, where `kind` is `sum-64x2`, only queued on the current stream."""
     return device_sums(payload) if payload.is_cuda and kind == "sum-64x2" else payload_digest(payload, kind)
-
-
-def device_sums(payload: torch.Tensor) -> torch.Tensor:
-    """`sum-64x2` as two int64 on the payload's device: sum of w[i], and sum of (i + 1) * w[i], modulo 2**64.
-
-    w are the payload's little-endian 64-bit words. Row and column sums of a matrix of words give both in two reads,
-    without a temporary of the payload's size. Nothing waits for the device.
-    """
-    words = payload.view(torch.int64)
-    num_full = words.numel() // _SUM_COLUMNS * _SUM_COLUMNS
-    sums = _matrix_sums(words[:num_full].view(-1, _SUM_COLUMNS), 0)
-    return sums + _matrix_sums(words[num_full:].view(1, -1), num_full)
-
-
-def _matrix_sums(matrix: torch.Tensor, first: int) -> torch.Tensor:
-    num_rows, num_columns = matrix.shape
-    if matrix.numel() == 0:
-        return torch.zeros(2, dtype=torch.int64, device=matrix.device)
-    by_column, by_row = matrix.sum(dim=0), matrix.sum(dim=1)
-    columns = torch.arange(first + 1, first + 1 + num_columns, device=matrix.device)
-    rows = torch.arange(num_rows, device=matrix.device) * num_columns
-    return torch.stack([by_column.sum(), (by_column * columns).sum() + (by_row * rows).sum()])
 
 
 # --- codecs ---

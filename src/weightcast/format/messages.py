@@ -192,6 +192,10 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", tag_field="kind"):
     """Publisher to worker: the lease goes on."""
 
 
+class ReleaseMemory(msgspec.Struct, frozen=True, tag="release_memory", tag_field="kind"):
+    """Publisher to worker: give back the memory that is kept for the next update, unless one is under way."""
+
+
 class Accepted(msgspec.Struct, frozen=True, tag="accepted", tag_field="kind"):
     """The worker takes the offer and receives in the background."""
 
@@ -228,4 +232,4 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="kind"):
     error: ErrorRecord
 
 
-LinkMessage: TypeAlias = Hello | Heartbeat | Accepted | Received | Installed | Failed
+LinkMessage: TypeAlias = Hello | Heartbeat | ReleaseMemory | Accepted | Received | Installed | Failed

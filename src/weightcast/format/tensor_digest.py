@@ -31,12 +31,15 @@ from weightcast.format.geometry import Region, is_inside, row_major, start_eleme
 _MASK = (1 << 64) - 1
 SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89)
 """Digits of pi: nothing up the sleeve."""
+_INCREMENT, _FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""Those of splitmix64."""
 _BLOCK_BITS = 12
 _BLOCK_WORDS = 1 << _BLOCK_BITS
 _SCATTER_WORDS = 1 << 14
 _CHUNK_WORDS = 64 * _BLOCK_WORDS
 _MAX_PIECE_ELEMENTS = 1 << 22
 _OFFSET = (1 << 32) + 1
+_MAX_DEVICE_ELEMENTS = 1 << 21
 _WORD_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 _Words = np.ndarray[Any, np.dtype[Any]]
 
@@ -44,8 +47,9 @@ _Words = np.ndarray[Any, np.dtype[Any]]
 def tensor_digest(tensor: torch.Tensor, region: Region | None = None, shape: Sequence[int] | None = None) -> str:
     """The digest of `tensor` as 32 hex digits; with `region` and `shape`, its share as that region of a global tensor.
 
-    Any strides, any device, any dtype of 1 to 16 bytes. Reads in pieces: extra memory is below
-    the bytes of 16 Mi elements whatever the tensor's size. One thread.
+    Any strides, any device, any dtype of 1 to 16 bytes. Reads in pieces: extra memory is below the bytes of 16 Mi
+    elements whatever the tensor's size. One thread. On a GPU it is computed there, 2 Mi elements at a time, with one
+    wait at the end.
     Raises ValueError if only one of region and shape is given, or if they don't fit the tensor.
     """
     if (region is None) != (shape is None):
@@ -56,8 +60,15 @@ def tensor_digest(tensor: torch.Tensor, region: Region | None = None, shape: Seq
             f"a tensor of shape {list(tensor.shape)} is not the region at {list(region.offsets)} of sizes "
             f"{list(region.sizes)} in a tensor of shape {list(shape)}"
         )
+    most = _MAX_DEVICE_ELEMENTS if tensor.is_cuda else _MAX_PIECE_ELEMENTS
+    blocks = _blocks(tensor.detach().resolve_conj().resolve_neg(), region.offsets, most)
+    if tensor.is_cuda:
+        on_device = [_device_lanes(block, offsets, shape) for block, offsets in blocks]
+        if not on_device:
+            return _hex(np.zeros(2, dtype=np.uint64))
+        return _hex(torch.stack(on_device).sum(dim=0).cpu().numpy().view(np.uint64))
     lanes = np.zeros(2, dtype=np.uint64)
-    for block, offsets in _blocks(tensor.detach().resolve_conj().resolve_neg(), region.offsets):
+    for block, offsets in blocks:
         lanes += _block_lanes(block, offsets, shape)
     return _hex(lanes)
 
@@ -75,19 +86,21 @@ def _hex(lanes: _Words) -> str:
     return "".join(f"{lane:016x}" for lane in lanes.tolist())
 
 
-def _blocks(tensor: torch.Tensor, offsets: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+def _blocks(
+    tensor: torch.Tensor, offsets: tuple[int, ...], most: int
+) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
     """Cut into pieces of bounded size, each with its offsets in the global tensor."""
     numel = tensor.numel()
     if numel == 0:
         return
-    if numel <= _MAX_PIECE_ELEMENTS:
+    if numel <= most:
         yield tensor, offsets
         return
     dim = next(d for d, size in enumerate(tensor.shape) if size > 1)
-    step = max(1, tensor.shape[dim] * _MAX_PIECE_ELEMENTS // numel)
+    step = max(1, tensor.shape[dim] * most // numel)
     for start in range(0, tensor.shape[dim], step):
         part = tensor.narrow(dim, start, min(step, tensor.shape[dim] - start))
-        yield from _blocks(part, (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]))
+        yield from _blocks(part, (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]), most)
 
 
 def _block_lanes(block: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> _Words:
@@ -103,6 +116,31 @@ def _block_lanes(block: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int
         for part in _run_parts(words[number * run_words : (number + 1) * run_words], first):
             lanes += _part_lanes(*part)
     return lanes
+
+
+def _device_lanes(block: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    """The lanes of one piece on a GPU, as two int64, from all positions at once. Waits for nothing."""
+    words = block.contiguous().reshape(-1).view(_WORD_DTYPES[block.itemsize]).to(torch.int64).view(block.numel(), -1)
+    region, words_per_element = Region(offsets, tuple(block.shape)), words.shape[1]
+    elements = torch.zeros((), dtype=torch.int64, device=block.device) + start_elements(region, shape)
+    for size, stride in zip(block.shape, row_major(shape), strict=True):
+        elements = elements.unsqueeze(-1) + torch.arange(size, device=block.device) * stride
+    positions = elements.view(-1, 1) * words_per_element + torch.arange(words_per_element, device=block.device)
+    columns, rows, values = positions & (_BLOCK_WORDS - 1), positions >> _BLOCK_BITS, words + _OFFSET
+    weights = [_mixed(SEEDS[lane], columns) * _mixed(SEEDS[2 + lane], rows) for lane in range(2)]
+    return torch.stack([(values * weight).sum() for weight in weights])
+
+
+def _mixed(seed: int, indexes: torch.Tensor) -> torch.Tensor:
+    """As `_weights`, of int64, which torch shifts by their sign."""
+    z = indexes + _signed(seed + _INCREMENT)
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _signed(_FACTORS[0])
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _signed(_FACTORS[1])
+    return (z ^ ((z >> 31) & ((1 << 33) - 1))) | 1
+
+
+def _signed(value: int) -> int:
+    return (value & _MASK) - ((value & (1 << 63)) << 1)
 
 
 def _runs(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: Sequence[int]) -> tuple[_Words, int]:
@@ -162,9 +200,9 @@ def _scattered_lanes(words: _Words, firsts: _Words, run_words: int) -> _Words:
 
 def _weights(seed: int, indexes: _Words) -> _Words:
     """mix(seed + index) | 1, with splitmix64's increment and output function."""
-    z = indexes + np.uint64((seed + 0x9E3779B97F4A7C15) & _MASK)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = indexes + np.uint64((seed + _INCREMENT) & _MASK)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FACTORS[0])
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_FACTORS[1])
     return (z ^ (z >> np.uint64(31))) | np.uint64(1)
 
 

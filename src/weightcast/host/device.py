@@ -125,5 +125,32 @@ def empty(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as exc:
-        free, _ = cuda.mem_get_info(device)
-        raise InsufficientMemoryError(f"{what} needs {num_bytes} bytes, {device} has {free} left: {remedy}") from exc
+        raise out_of_memory(num_bytes, device, what, remedy) from exc
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give back to a GPU what torch keeps of what this process has freed there."""
+    if has_streams(device):
+        cuda.empty_cache()
+
+
+def out_of_memory(num_bytes: int, device: torch.device, what: str, remedy: str) -> InsufficientMemoryError:
+    """What to raise: `what` needs so many bytes, `remedy` helps."""
+    free, _ = cuda.mem_get_info(device)
+    return InsufficientMemoryError(f"{what} needs {num_bytes} bytes, {device} has {free} left: {remedy}")
+
+
+def tensor_of(memory: Any) -> torch.Tensor:
+    """Memory of a GPU with `device` and `__cuda_array_interface__` as a tensor, which keeps the object. No copy."""
+    return torch.as_tensor(memory, device=memory.device)
+
+
+def uuid_of(device: torch.device) -> str:
+    """What names a GPU in every process, whatever its index there."""
+    return str(cuda.get_device_properties(device).uuid)
+
+
+def of_uuid(uuid: str) -> torch.device | None:
+    """This process's GPU of that UUID: indices differ between processes, by CUDA_VISIBLE_DEVICES. None: not seen."""
+    devices = (torch.device("cuda", index) for index in range(cuda.device_count()))
+    return next((device for device in devices if uuid_of(device) == uuid), None)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -133,6 +133,17 @@ class Receiver(Protocol):
 
     def close(self) -> None:
         """Disconnect and free everything; wakes an iteration that waits. Idempotent, from any thread."""
+
+
+@runtime_checkable
+class ReleasesMemory(Protocol):
+    """A sender or receiver that keeps memory from one update for the next."""
+
+    def release(self) -> None:
+        """Between updates: give it back; the next update takes it again. A receiver does nothing during an update.
+
+        What a tensor refers to stays. A sender waits until its readers have released it, with its deadline.
+        """
 
 
 Origins = Literal["one", "hosts", "devices"]

@@ -17,11 +17,12 @@ from msgspec import UNSET
 from weightcast import registry
 from weightcast.errors import ClosedError, RefusedError, WeightcastError, detached, malformed
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.format.messages import Hello, InitInfo, LinkMessage, Secret, UpdateInfo
+from weightcast.format.messages import Hello, InitInfo, LinkMessage, ReleaseMemory, Secret, UpdateInfo
+from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
 from weightcast.links.link import WorkerLink
-from weightcast.seams.transport import Bucket, Receiver, Share
+from weightcast.seams.transport import Bucket, Receiver, ReleasesMemory, Share
 from weightcast.seams.versions import VersionedReceiver
 from weightcast.serving.load_plan import LoadPlan
 from weightcast.serving.update import Update
@@ -134,6 +135,7 @@ class PublisherSession:
                     Hello(info.run, info.engine, rank, info.secret, host=host_identity(), memory=memory),
                     lease_seconds=info.lease_seconds,
                     on_end=lambda reason: self._on_end(self, reason),
+                    on_message=self._on_message,
                 )
         except Exception as exc:
             failure = str(exc) if isinstance(exc, WeightcastError) else f"{type(exc).__name__}: {exc}"
@@ -143,6 +145,23 @@ class PublisherSession:
         self._connected.set()
         if self.ended is not None:
             self.close()
+
+    def _on_message(self, message: LinkMessage) -> None:
+        if isinstance(message, ReleaseMemory):
+            # Not in the link's thread: memory of a GPU goes once all that is queued there is over.
+            threading.Thread(target=self.release, name="weightcast-release", daemon=True).start()
+
+    def release(self) -> None:
+        """Give back memory that is kept for the next update, unless one is under way."""
+        receiver: object = self.receiver
+        if self.update is not None and not self.update.has_ended:
+            return
+        # Which relaxes the thread's capture mode: memory of a GPU goes while an engine may capture a graph.
+        with host_device.own_stream(self.device), contextlib.suppress(WeightcastError):
+            if self.load_plan is not None:
+                self.load_plan.forget_views()
+            if isinstance(receiver, ReleasesMemory):
+                receiver.release()
 
     def require_receiver(self) -> Receiver:
         """The connected receiver. Raises why the session has ended, ClosedError if it is still connecting."""
@@ -235,6 +254,9 @@ class OriginReceivers(Receiver):
 
     def end(self) -> None:
         _for_all([receiver.end for receiver in self._receivers])
+
+    def release(self) -> None:
+        _for_all([receiver.release for receiver in self._receivers if isinstance(receiver, ReleasesMemory)])
 
     def close(self) -> None:
         _for_all([receiver.close for receiver in self._receivers])

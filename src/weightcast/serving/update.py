@@ -104,6 +104,11 @@ class Update:
         """Whether the engine is being written, or installs, as of now."""
         return self._writing.locked()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was installed, or given up."""
+        return self.state in (State.INSTALLED, State.ABORTED)
+
     @contextlib.contextmanager
     def aborted_on_failure(self) -> Iterator[None]:
         """Abort the update if the body raises anything; the body's exception goes on."""
@@ -298,7 +303,7 @@ class Update:
         Frees everything; a thread that is receiving is woken and raises.
         """
         with self._writing:
-            if self.state in (State.INSTALLED, State.ABORTED):
+            if self.has_ended:
                 return False
             self.error, self.state = error, State.ABORTED
             self._go_back(f"version {self.version.number} was given up half-way: {error}")

@@ -17,8 +17,11 @@ of this device in every thread; one at a time in a process.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import threading
+import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -27,8 +30,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from weightcast.format import device_sums
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
+from weightcast.host.device_memory import DeviceMemory
+from weightcast.testing.fake_libcuda import FakeLibcuda
 
 POISON = 0xCC
 PATIENCE_SECONDS = 10.0
@@ -90,8 +96,8 @@ class LazyEvent:
 class LazyGpu:
     """The device, and what is asked in place of torch.cuda. `num_launches`: operations that streams were given.
 
-    `num_waits`: how often the host has waited. `free_bytes`: larger allocations fail. `relaxed`: the names of threads
-    that may allocate while a graph is captured.
+    `num_waits`: how often the host has waited. `num_read_bytes`, `num_written_bytes`: of its memory, by what was
+    launched. `has_kernel`: Triton is installed. `free_bytes`: larger allocations fail. `libcuda`: its driver.
     """
 
     def __init__(self) -> None:
@@ -101,12 +107,15 @@ class LazyGpu:
         self.free_bytes = 1 << 40
         self.num_launches = 0
         self.num_waits = 0
-        self.relaxed: list[str] = []
+        self.num_read_bytes = 0
+        self.num_written_bytes = 0
+        self.has_kernel = True
+        self.libcuda = FakeLibcuda(lambda: self.free_bytes)
         self.Stream: Callable[[torch.device], LazyStream] = lambda device: LazyStream(self)
         self.Event: Callable[[], LazyEvent] = lambda: LazyEvent(self.default_stream)
         self.default_stream = LazyStream(self)
-        self._storages: dict[int, torch.UntypedStorage] = {}
-        """All of its memory, by address; kept, so that no address comes again."""
+        self._storages: dict[int, torch.UntypedStorage | None] = {}
+        """All of its memory, by address; kept, so that no address comes again. None: mapped by the driver."""
         self._local = threading.local()
         self._undo = contextlib.ExitStack()
         self._has_gone = False
@@ -115,7 +124,9 @@ class LazyGpu:
         assert not _open, "one at a time"
         _open.append(self)
         self._replace(host_device, "cuda", self)
-        self._replace(host_device, "driver", lambda: self)
+        self._replace(host_device, "driver", lambda: self.libcuda)
+        self._replace(host_device, "tensor_of", self._tensor_of)
+        self._replace(device_sums, "kernel", lambda device: self._copy_and_sum if self.has_kernel else None)
         for name in _FACTORIES:
             self._replace(torch, name, functools.partial(self._made, getattr(torch, name)))
         self._replace(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
@@ -175,8 +186,22 @@ class LazyGpu:
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
         return self.free_bytes, 1 << 40
 
-    def cuThreadExchangeStreamCaptureMode(self, mode: object) -> None:
-        self.relaxed.append(threading.current_thread().name)
+    def empty_cache(self) -> None:
+        """Nothing is cached."""
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_device_properties(self, device: torch.device) -> types.SimpleNamespace:
+        return types.SimpleNamespace(uuid="GPU-lazy")
+
+    def _tensor_of(self, memory: DeviceMemory) -> torch.Tensor:
+        address, _ = memory.__cuda_array_interface__["data"]
+        data = (ctypes.c_ubyte * memory.size_bytes).from_address(address)
+        data.memory = memory  # type: ignore[attr-defined]
+        self._storages[address] = None
+        weakref.finalize(memory, self._storages.pop, address).atexit = False
+        return torch.frombuffer(data, dtype=torch.uint8).as_subclass(LazyTensor)
 
     # --- operations ---
 
@@ -184,10 +209,13 @@ class LazyGpu:
         """Do what a stream was given up to there, as far as that goes now; whether all of it is done."""
         with self.lock, torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
             while stream.num_done < position:
-                if not stream.operations[0]():
+                operation = stream.operations[0]
+                if not operation():
                     return False
                 stream.operations.popleft()
                 stream.num_done += 1
+                # Now, when all is counted: its memory may go with it, which waits for this device.
+                del operation
             return True
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
@@ -208,6 +236,36 @@ class LazyGpu:
 
         self.num_launches += 1
         self.current_stream(self.device).give(operation)
+
+    def _copy_and_sum(
+        self,
+        bucket: torch.Tensor,
+        partial: torch.Tensor,
+        program_words: int,
+        programs: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
+    ) -> None:
+        """What `format.sum_kernel` does, with the words that the tables name when its turn comes."""
+
+        def run() -> None:
+            rows = [[bucket.data_ptr(), 0, bucket.numel(), 0]] if segments is None else segments.tolist()
+            num_programs = partial.shape[0]
+            parts = [[0, p * program_words] for p in range(num_programs)] if programs is None else programs.tolist()
+            for number, (segment, first) in enumerate(parts):
+                address, base, num_words, is_copied = rows[segment]
+                size = min(program_words, num_words - first)
+                words = torch.frombuffer(
+                    (ctypes.c_longlong * size).from_address(address + 8 * first), dtype=torch.int64
+                )
+                place = base + first
+                if is_copied:
+                    bucket[place : place + size] = words
+                partial[number, 0] = words.sum()
+                partial[number, 1] = (words * torch.arange(place + 1, place + 1 + size)).sum()
+                self.num_read_bytes += 8 * size
+                self.num_written_bytes += 8 * size * is_copied
+
+        self.launch(run)
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in this device's memory."""
@@ -294,6 +352,8 @@ class _Queue(TorchDispatchMode):
             if any(returned.alias_info is not None for returned in schema.returns):
                 return result
             made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            gpu.num_read_bytes += self._num_bytes((args, kwargs))
+            gpu.num_written_bytes += sum(tensor.nbytes for tensor in made)
             for tensor in made:
                 gpu._own(tensor)
                 _poison(tensor)
@@ -306,6 +366,8 @@ class _Queue(TorchDispatchMode):
             gpu.launch(compute)
             return result
         targets = [leaf for name in written for leaf in tree_leaves(named[name])]
+        gpu.num_written_bytes += self._num_bytes(targets)
+        gpu.num_read_bytes += self._num_bytes((args, kwargs)) - self._num_bytes(targets)
         if not all(map(gpu.has, targets)):
             # To the host: the caller waits for the stream, as torch has it do.
             gpu.current_stream(gpu.device).synchronize()
@@ -315,6 +377,11 @@ class _Queue(TorchDispatchMode):
         is_batch = schema.name == "aten::_foreach_copy_"
         gpu.launch(functools.partial(_copy_as_old_torch if is_batch else func, *args, **kwargs))
         return args[0] if schema.returns else None
+
+    def _num_bytes(self, arguments: Any) -> int:
+        """Of what lies in this device's memory."""
+        leaves = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+        return sum(leaf.nbytes for leaf in leaves if self._gpu.has(leaf))
 
 
 def _copy_as_old_torch(targets: list[torch.Tensor], sources: list[torch.Tensor], non_blocking: bool = False) -> None:

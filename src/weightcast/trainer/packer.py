@@ -17,6 +17,7 @@ import xxhash
 
 from weightcast.checkpoint.live import is_memory
 from weightcast.errors import IncompatibleWeightsError, ManifestError, listed
+from weightcast.format import device_sums
 from weightcast.format.bucket import (
     DIGEST_BLOCK_BYTES,
     DIGEST_BYTES,
@@ -32,6 +33,7 @@ from weightcast.format.bucket import (
     queued_digest,
     write_header,
 )
+from weightcast.format.device_sums import CopyAndSum
 from weightcast.format.geometry import (
     Region,
     check_tiling,
@@ -134,6 +136,7 @@ class PackPlan:
 
     def forget_views(self) -> None:
         """Drop every view of the transport's buffers."""
+        self.layout.forget_views()
         if self._packer is not None:
             self._packer.forget_views()
 
@@ -170,6 +173,8 @@ class Packer:
         """
         num_bytes, kind = self._layout.manifest.buckets[index], self._layout.manifest.digest_kind
         self._layout.clear_gaps(index, payload)
+        if kind == "sum-64x2" and payload.is_cuda and num_bytes and device_sums.kernel(payload.device) is not None:
+            return self._part.pack_and_sum(index, payload, num_bytes)
         if kind != "xxh3-128" or payload.is_cuda:
             self._part.pack(index, payload, None)
             return queued_digest(payload[:num_bytes], kind)
@@ -302,25 +307,24 @@ class PartPacker:
         self._sources: dict[int, list[torch.Tensor]] = {}
         self._targets: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._steps: dict[int, list[_Step]] = {}
+        self._fused: dict[int, tuple[torch.Tensor, CopyAndSum]] = {}
 
     def rebind(self, shards: Sequence[Shard]) -> None:
         """The same regions lie in other memory now."""
         self._shards = shards
         self._sources.clear()
         self._steps.clear()
+        self._fused.clear()
 
     def forget_views(self) -> None:
         """Drop every view of a bucket."""
         self._targets.clear()
+        self._fused.clear()
 
     @torch.no_grad()
     def pack(self, index: int, payload: torch.Tensor, digests: BlockDigests | None) -> None:
         """Copy this rank's part of bucket `index` into `payload`; `digests`: where those of its blocks are wanted."""
-        sources, known = self.sources(index), self._targets.get(index)
-        if known is None or known[0] is not payload:
-            views = bucket_views(self.slices.of(index), self._layout.entries[index], payload)
-            known = self._targets[index] = payload, views
-        targets = known[1]
+        sources, targets = self.sources(index), self._views(index, payload)
         if digests is None:
             copy_all(targets, sources)
             return
@@ -333,6 +337,28 @@ class PartPacker:
                 torch._foreach_copy_(targets[first:last], sources[first:last])
             digests.add(payload, blocks)
             digests.mark(blocks)
+
+    @torch.no_grad()
+    def pack_and_sum(self, index: int, payload: torch.Tensor, num_bytes: int) -> torch.Tensor:
+        """As `pack`, on a GPU with a kernel, for a rank that fills the bucket alone: reads each byte once.
+
+        Returns the payload's `device_sums`.
+        """
+        known = self._fused.get(index)
+        if known is None or known[0] is not payload:
+            fused = CopyAndSum(payload[:num_bytes], self._views(index, payload), self.sources(index))
+            known = self._fused[index] = payload, fused
+        if known[1].others:
+            copy_all(*map(list, zip(*known[1].others, strict=True)))
+        return known[1].run()
+
+    def _views(self, index: int, payload: torch.Tensor) -> list[torch.Tensor]:
+        """The places of this rank's cuts in a payload."""
+        known = self._targets.get(index)
+        if known is None or known[0] is not payload:
+            views = bucket_views(self.slices.of(index), self._layout.entries[index], payload)
+            known = self._targets[index] = payload, views
+        return known[1]
 
     def sources(self, index: int) -> list[torch.Tensor]:
         """Views of this rank's own memory, one for each cut of bucket `index`."""

@@ -40,14 +40,14 @@ from weightcast.format.bucket import (
     root_digest,
 )
 from weightcast.format.manifest import MAX_VERSION, WeightVersion
-from weightcast.format.messages import Abort, InitInfo, Offer, Seal
+from weightcast.format.messages import Abort, InitInfo, Offer, ReleaseMemory, Seal
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
-from weightcast.links.link import LinkListener
+from weightcast.links.link import LinkListener, frame
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, ClientSender, Fingerprint, SenderContext
 from weightcast.seams.source import Regions
-from weightcast.seams.transport import Origins, Sender
+from weightcast.seams.transport import Origins, ReleasesMemory, Sender
 from weightcast.seams.versions import VersionedSender
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
@@ -97,6 +97,15 @@ class Connections:
             member.sender = sender
             if sender is not None and sender not in self.client_senders:
                 self.client_senders.append(sender)
+
+    def release(self) -> None:
+        """Give back the transport's memory, and have workers do so."""
+        if isinstance(self.sender, ReleasesMemory):
+            self.sender.release()
+        message = frame(ReleaseMemory())
+        for link in self.listener.links():
+            # Without room for it, that worker is stopped: its memory stays for now, and its link.
+            link.put(message)
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:

@@ -161,6 +161,24 @@ class Publisher(ClosedOnExit):
             self._watchdog.release(name)
             member.close()
 
+    def release(self) -> None:
+        """Give back the memory that is kept for the next publish, which takes it again: here, and in engines' workers.
+
+        That is the transport's slots (streaming) or arena (staged): on GPUs device memory at both ends, as for the KV
+        cache of an engine beside the trainer; on CPUs host memory. Waits until engines have released it, with the
+        deadline; they let go in the background. With several trainer ranks call it on every rank. Memory of
+        `file://` and of senders that clients bring is kept. Does nothing before the first publish. Raises ClosedError.
+        """
+        self._require_here()
+        with self._lock:
+            self._require_open()
+            if self._pack_plan is not None:
+                self._pack_plan.forget_views()
+            if self._group is not None:
+                self._group.release()
+            if self._connections is not None:
+                self._connections.release()
+
     def close(self) -> None:
         """Disconnect every engine and free everything. Idempotent; does nothing in a forked child."""
         if self._is_copy:

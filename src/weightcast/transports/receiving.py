@@ -32,6 +32,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.seams.transport import Bucket, Receiver
 from weightcast.transports.records import (
+    ArenaClosed,
     BeginUpdate,
     BucketReady,
     GivenUp,
@@ -395,6 +396,12 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
         with self._condition:
             return self._arena is not None and self._arena.reread(bucket.buffer)
 
+    def release(self) -> None:
+        """As `ReleasesMemory`: it is the sender's, who may have closed it since."""
+        with self._condition:
+            if not self._closed and self._wanted is None:
+                self._listen()
+
     def _want(self, manifest: Manifest, version: WeightVersion, staged: bool) -> PeerUpdate:
         return PeerUpdate(manifest, version, staged)
 
@@ -406,6 +413,11 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
 
     def _on_other(self, record: Any) -> None:
         incoming = self._incoming
+        if isinstance(record, ArenaClosed):
+            if self._arena is not None and self._arena.generation == record.generation:
+                self._arena.close()
+                self._arena = None
+            return
         if not isinstance(record, BucketReady):
             raise ManifestError(f"the publisher sent {type(record).__name__}, which has no place here", fault="type")
         if incoming is None or incoming.is_over or incoming.begin.update != record.update:

@@ -46,6 +46,12 @@ class BucketReady(msgspec.Struct, frozen=True, tag="ready", tag_field="kind"):
     num_bytes: Size
 
 
+class ArenaClosed(msgspec.Struct, frozen=True, tag="arena_closed", tag_field="kind"):
+    """The sender has no use for that arena any more."""
+
+    generation: Count
+
+
 class UpdateAborted(msgspec.Struct, frozen=True, tag="aborted", tag_field="kind"):
     """The update is over for this receiver."""
 
@@ -91,5 +97,5 @@ class GivenUp(NamedTuple):
         return GivenUp(version, 1 + self.times if version == self.version else 1)
 
 
-FromSender: TypeAlias = BeginUpdate | UpdateAborted | KeepAlive
+FromSender: TypeAlias = BeginUpdate | ArenaClosed | UpdateAborted | KeepAlive
 FromPeer: TypeAlias = Opened | UpdateEnded

@@ -26,6 +26,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
 from weightcast.transports.records import (
+    ArenaClosed,
     BeginUpdate,
     BucketReady,
     GivenUp,
@@ -444,6 +445,19 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
                     peer.generation = arena.generation
                 if self._post(peer, ready) and name in update.peers:
                     self._readers.setdefault(slot, set()).add(name)
+
+    def release(self) -> None:
+        """As `ReleasesMemory`. Where a reader has not released it by the deadline, the arena is left to that one."""
+        with self.condition:
+            self._require_open()
+            self._await_released()
+            arena = self._arena
+            if arena is None:
+                return
+            self._close_arena()
+            for peer in list(self._peers.values()):
+                if peer.generation == arena.generation:
+                    self._post(peer, ArenaClosed(arena.generation), wait=False)
 
     def _await_packed(self, index: int, packed: host_device.Event) -> None:
         for _ in Deadline(self._deadline_seconds).polls(_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS, self._pause):

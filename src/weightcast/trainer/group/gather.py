@@ -82,6 +82,8 @@ class Contribution:
         """Of buckets in that memory, each with the byte where it begins: the same tensor as long as it stays there."""
         self._packed: torch.Tensor | None = None
         self._message: torch.Tensor | None = None
+        self._message_views: dict[int, list[torch.Tensor]] = {}
+        """By bucket: a view costs more than the copy of what is small."""
 
     def rebind(self, shards: Sequence[Shard]) -> None:
         """The same regions lie in other memory now."""
@@ -158,7 +160,9 @@ class Contribution:
             is_one = self._device.type == self._via.type
             self._message = _pinned(largest, self._via)
             self._packed = self._message if is_one else _pinned(largest, self._device)
-        copy_all(message_views(self._part.slices.of(index), self._packed), self._part.sources(index))
+        if index not in self._message_views:
+            self._message_views[index] = message_views(self._part.slices.of(index), self._packed)
+        copy_all(self._message_views[index], self._part.sources(index))
         if self._message is not self._packed:
             self._message[:num_bytes].copy_(self._packed[:num_bytes])
 
@@ -197,6 +201,8 @@ class OriginPacker:
         self._staging: torch.Tensor | None = None
         self._landed: torch.Tensor | None = None
         """The staging buffer's bytes on the buckets' device."""
+        self._unpacked: dict[int, _Unpacking] = {}
+        """By bucket: a view costs more than the copy of what is small."""
         self._arrivals: list[Arrival] = []
 
     def rebind(self, shards: Sequence[Shard]) -> None:
@@ -266,6 +272,7 @@ class OriginPacker:
     def forget_views(self) -> None:
         """Drop every view of the transport's buffers."""
         self._own.forget_views()
+        self._unpacked.clear()
 
     def close(self) -> None:
         """Drop them, and free what the other ranks have mapped besides."""
@@ -307,10 +314,25 @@ class OriginPacker:
             if self._landed is None:
                 self._landed = _pinned(staging.numel(), payload.device)
             num_bytes = messages[-1].start + messages[-1].slices.sizes[index]
-            staging = self._landed[:num_bytes].copy_(staging[:num_bytes])
-        for _, slices, start in messages:
-            cuts = slices.of(index)
-            copy_all(bucket_views(cuts, self._layout.entries[index], payload), message_views(cuts, staging, start))
+            self._landed[:num_bytes].copy_(staging[:num_bytes])
+            staging = self._landed
+        known = self._unpacked.get(index)
+        if known is None or known.payload is not payload or known.messages != messages:
+            known = self._unpacked[index] = _Unpacking(payload, messages, [], [])
+            for _, slices, start in messages:
+                cuts = slices.of(index)
+                known.targets.extend(bucket_views(cuts, self._layout.entries[index], payload))
+                known.sources.extend(message_views(cuts, staging, start))
+        copy_all(known.targets, known.sources)
+
+
+class _Unpacking(NamedTuple):
+    """The copies that bring these messages to their places in a payload."""
+
+    payload: torch.Tensor
+    messages: Sequence[_Message]
+    targets: list[torch.Tensor]
+    sources: list[torch.Tensor]
 
 
 class _Message(NamedTuple):

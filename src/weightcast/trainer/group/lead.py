@@ -177,6 +177,11 @@ class TrainerGroup:
         """What `close` closes, without what the caller gave."""
         return [self._ranks, self._shares]
 
+    def release(self) -> None:
+        """Give back the transport's memory of the origin that this rank leads, if it leads another than the first."""
+        if self._shares.own is not None:
+            self._shares.own.release()
+
     def close(self) -> None:
         """Disconnect from the other ranks, without a word, and free this rank's origin. Idempotent."""
         self._ranks.close()

@@ -24,7 +24,7 @@ from weightcast.format.bucket import RAW, BucketBuffer, Digest, as_bytes, slot_s
 from weightcast.format.manifest import Manifest, WeightVersion, encode
 from weightcast.host import device as host_device
 from weightcast.host.memory import SealedMemory, host_identity
-from weightcast.seams.transport import Origins, Sender
+from weightcast.seams.transport import Origins, ReleasesMemory, Sender
 from weightcast.seams.versions import JoiningSender, SharedSender
 from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks, in_round
 from weightcast.trainer.group.gather import OriginPacker, SharedBuffers, mapped_again
@@ -39,7 +39,7 @@ class RankPlace(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, device: torch.device) -> RankPlace:
-        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        gpu = host_device.uuid_of(device) if device.type == "cuda" else ""
         return cls(host_identity(), gpu)
 
 
@@ -259,6 +259,13 @@ class OriginSender:
             self._begin(lambda: self._sender.abort(reason))
         return was_open
 
+    def release(self) -> None:
+        """As `ReleasesMemory`, after what is under way."""
+        self._buffer = None
+        if isinstance(self._sender, ReleasesMemory):
+            self._packer.forget_views()
+            self._pool.submit(self._sender.release).result()
+
     def close(self) -> None:
         """Free everything; waits for what is under way."""
         self._pool.shutdown(wait=True)
@@ -473,6 +480,11 @@ class OriginsSender:
         """End the update here. The other origins end it when they learn how the publish ended."""
         self._is_whole = False
         self._own.abort(reason)
+
+    def release(self) -> None:
+        """As `ReleasesMemory`, of the publishing rank's own."""
+        if isinstance(self._own, ReleasesMemory):
+            self._own.release()
 
     def close(self) -> None:
         """Free the publishing rank's own. Idempotent."""

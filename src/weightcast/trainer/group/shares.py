@@ -22,6 +22,7 @@ from weightcast.format.bucket import Layout, narrow
 from weightcast.format.geometry import Region, merged, relative, split
 from weightcast.format.manifest import ITEMSIZE_BYTES, DigestKind, RunId, TensorSpec, decode, encode
 from weightcast.format.plan import plan
+from weightcast.host import device as host_device
 from weightcast.seams.source import Regions, Source
 from weightcast.seams.transport import Origins
 from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks
@@ -143,7 +144,7 @@ class Shares:
         number = 0
         gpu = next((shard.data.device for shard in self._shards if shard.data.is_cuda), None)
         if gpu is not None:
-            uuid = str(torch.cuda.get_device_properties(gpu).uuid)
+            uuid = host_device.uuid_of(gpu)
             number = struct.unpack_from("<q", hashlib.sha256(uuid.encode()).digest())[0] | 1
         return RankStatus(
             command=Instruction.START,

@@ -126,7 +126,7 @@ class ReceiveBuffers:
             return
         device = torch.device("cpu") if staged else self._device
         if device != self._memory_device or self._replaced:
-            self._free_memory()
+            self.free()
         self._memory_device = device
         # Staged, a place for each bucket; streaming, slots in turn.
         self._memory.prepare(place(manifest, num_slots=NUM_SLOTS, staged=staged))
@@ -138,7 +138,8 @@ class ReceiveBuffers:
     def _allocate(self, size_bytes: int) -> torch.Tensor:
         return allocate(size_bytes, self._memory_device, "receiving this update")
 
-    def _free_memory(self) -> None:
+    def free(self) -> None:
+        """Free memory of our own; what was handed out stays as long as it is referred to."""
         self._memory.free()
         self._replaced.clear()
 
@@ -162,7 +163,7 @@ class ReceiveBuffers:
             return
         if self.reader is not None:
             self.reader.close()
-        self._free_memory()
+        self.free()
         patience = self._deadline_seconds * _READERS_PATIENCE
         make = registry.transport(_SHARED).receiver
         self.reader = make(address, run=self._run, peer=self._peer, device=_HOST_MEMORY, deadline_seconds=patience)
@@ -234,7 +235,7 @@ class ReceiveBuffers:
             for stream in self._left:
                 stream.has_ended(_STREAM_END_SECONDS)
         self._stop_sharing()
-        self._free_memory()
+        self.free()
 
 
 def _span(buffer: BucketBuffer) -> tuple[int, int]:

@@ -72,6 +72,13 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         reader = self._buffers.reader
         return reader is not None and reader.reread(bucket)
 
+    def release(self) -> None:
+        """As `ReleasesMemory`; not what workers of an engine share with each other."""
+        with self._condition:
+            if not self._closed and self._wanted is None:
+                self._buffers.free()
+                host_device.empty_cache(self._device)
+
     def close(self) -> None:
         super().close()
         self._buffers.close()

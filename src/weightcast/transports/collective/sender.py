@@ -27,6 +27,7 @@ from weightcast.errors import (
 )
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, place
 from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
 from weightcast.transports.collective import records
 from weightcast.transports.collective.group import BroadcastGroup, GroupMember, GroupSettings, engine_of
@@ -151,6 +152,14 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
             group.land()
             # From now on nobody can be lost to this update any more.
             update.peers.clear()
+
+    def release(self) -> None:
+        """As `ReleasesMemory`; not what a group that was left may still read."""
+        with self.condition:
+            self._require_open()
+            if not self._slots_are_lost:
+                self._slots.free()
+                host_device.empty_cache(self._settings.device)
 
     def _disconnect(self) -> None:
         self._leave()

@@ -1,36 +1,107 @@
-"""Device memory that a sender shares with receivers on the same GPU, by CUDA IPC.
+"""Device memory that a sender shares with receivers on the same GPU.
 
-Invariants: a handle travels as plain fields, once to each receiver, and is opened once; no stream of one process waits
-for another process, which may be killed: a bucket is announced when it was packed, and released when it was read. The
-handles are those of torch's `_share_cuda_`, which keeps the memory until every receiver has let go of it.
+Invariants: it is opened once by each receiver; no stream of one process waits for another process, which may be killed:
+a bucket is announced when it was packed, and released when it was read. It is memory of the driver's own
+(`host.device_memory`). Where the driver has none, the fallback is a block of torch's, whose handles are those of
+torch's `_share_cuda_`: it stays until every receiver has let go of it.
 """
 
 from __future__ import annotations
+
+import logging
 
 import torch
 
 from weightcast.errors import UnsupportedError
 from weightcast.format.bucket import Buffers
 from weightcast.host import device as host_device
-from weightcast.transports.ipc.records import CudaArena
+from weightcast.host.device_memory import DeviceMemory
+from weightcast.transports.ipc.records import CudaArena, TorchArena
 from weightcast.transports.receiving import MappedArena
 from weightcast.transports.sending import OwnedArena
 
+logger = logging.getLogger(__name__)
+
+_WHAT = "the arena of this update"
+_STAGED = 'publish with install="staged", which goes by host memory'
 _REMEDY = (
     "Trainer and engine must be two processes of one container, and the trainer must not use expandable_segments or "
-    'cudaMallocAsync (PYTORCH_CUDA_ALLOC_CONF). Or publish with install="staged"; in one process use memory://'
+    f"cudaMallocAsync (PYTORCH_CUDA_ALLOC_CONF). Or {_STAGED}; in one process use memory://"
 )
 
 
+def owned_arena(generation: int, size_bytes: int, device: torch.device) -> OwnedCudaArena | OwnedTorchArena:
+    """The sender's end. Costs `size_bytes` of device memory at once. Raises InsufficientMemoryError."""
+    try:
+        return OwnedCudaArena(generation, size_bytes, device)
+    except UnsupportedError as exc:
+        logger.info("buckets lie in memory of torch's, with its limits: %s", exc)
+        return OwnedTorchArena(generation, size_bytes, device)
+
+
 class OwnedCudaArena(OwnedArena):
-    """The sender's end. Costs `size_bytes` of device memory at once."""
+    """The sender's end: the driver's memory, freed with the last process that has it."""
+
+    def __init__(self, generation: int, size_bytes: int, device: torch.device) -> None:
+        """Raises InsufficientMemoryError if the device hasn't that much left, UnsupportedError."""
+        self._memory = DeviceMemory.allocate(size_bytes, device, _WHAT)
+        super().__init__(generation, self._memory.tensor(), device)
+
+    def announcement(self) -> tuple[CudaArena, int | None]:
+        record = CudaArena(self.generation, self.size_bytes, host_device.uuid_of(self.device))
+        return record, self._memory.descriptor
+
+    def close(self, *, free: bool) -> None:
+        """The memory goes with the last view here, and the last mapping in a receiver."""
+        self._memory.close()
+        del self._memory
+        super().close(free=free)
+
+
+class MappedCudaArena(MappedArena):
+    """The receiver's end: read-only, where the driver can do that."""
+
+    def __init__(self, record: CudaArena | TorchArena, descriptor: int | None) -> None:
+        """Raises UnsupportedError if this process does not see the GPU, or may not open the memory."""
+        self.generation = record.generation
+        self.size_bytes = record.size_bytes
+        device = host_device.of_uuid(record.device)
+        if device is None:
+            raise UnsupportedError(
+                f"the publisher's arena is on GPU {record.device}, which this process does not see (it sees "
+                f"{host_device.cuda.device_count()} others): make that GPU visible here, or {_STAGED}"
+            )
+        self.device = device
+        if isinstance(record, TorchArena):
+            whole = _opened(record, device)
+        elif descriptor is None:
+            raise UnsupportedError(f"the publisher's arena on {device} came without its descriptor: {_STAGED}")
+        else:
+            try:
+                whole = DeviceMemory.opened(descriptor, record.size_bytes, device).tensor()
+            except UnsupportedError as exc:
+                raise UnsupportedError(
+                    f"the publisher's arena on {device} can't be opened here: {exc}; {_STAGED}"
+                ) from exc
+        self.buffers = Buffers(whole)
+
+    def reset(self) -> None:
+        """Wait until nothing on this device reads it: an update that was given up may have been loading."""
+        host_device.synchronize(self.device)
+
+
+# --- the fallback ---
+
+
+class OwnedTorchArena(OwnedArena):
+    """The sender's end: a block of torch's caching allocator."""
 
     def __init__(self, generation: int, size_bytes: int, device: torch.device) -> None:
         """Raises InsufficientMemoryError if the device hasn't that much left."""
-        self._whole = host_device.empty(size_bytes, device, "the arena of this update", "use smaller buckets")
+        self._whole = host_device.empty(size_bytes, device, _WHAT, "use smaller buckets")
         super().__init__(generation, self._whole, device)
 
-    def announcement(self) -> tuple[CudaArena, None]:
+    def announcement(self) -> tuple[TorchArena, None]:
         """A record for one receiver: every call counts one more reader of the memory. Raises UnsupportedError."""
         try:
             shared = self._whole.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
@@ -38,10 +109,10 @@ class OwnedCudaArena(OwnedArena):
             what = f"the arena of this update on {self.device} can't be shared with engines: {exc}"
             raise UnsupportedError(f"{what}. {_REMEDY}") from exc
         _, handle, size, offset, counter_handle, counter_offset, event, sync = shared
-        record = CudaArena(
+        record = TorchArena(
             generation=self.generation,
             size_bytes=self.size_bytes,
-            device=uuid_of(self.device),
+            device=host_device.uuid_of(self.device),
             handle=handle,
             storage_size_bytes=size,
             storage_offset_bytes=offset,
@@ -60,49 +131,20 @@ class OwnedCudaArena(OwnedArena):
         super().close(free=free)
 
 
-class MappedCudaArena(MappedArena):
-    """The receiver's end."""
-
-    def __init__(self, record: CudaArena) -> None:
-        """Raises UnsupportedError if this process does not see the GPU, or may not open the memory."""
-        self.generation = record.generation
-        self.size_bytes = record.size_bytes
-        self.device = _find_device(record.device)
-        try:
-            with torch.cuda.device(self.device):
-                storage = torch.UntypedStorage._new_shared_cuda(
-                    self.device.index,
-                    record.handle,
-                    record.storage_size_bytes,
-                    record.storage_offset_bytes,
-                    record.ref_counter_handle,
-                    record.ref_counter_offset,
-                    record.event_handle,
-                    record.event_sync_required,
-                )
-        except RuntimeError as exc:
-            what = f"the publisher's arena on {self.device} can't be opened here: {exc}"
-            raise UnsupportedError(f"{what}. {_REMEDY}") from exc
-        whole = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self.buffers = Buffers(whole.set_(storage, 0, (record.size_bytes,), (1,)))
-
-    def reset(self) -> None:
-        """Wait until nothing on this device reads it: an update that was given up may have been loading."""
-        host_device.synchronize(self.device)
-
-
-def _find_device(uuid: str) -> torch.device:
-    """This process's device of that UUID: indices differ between processes, by CUDA_VISIBLE_DEVICES."""
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    for device in devices:
-        if uuid_of(device) == uuid:
-            return device
-    raise UnsupportedError(
-        f"the publisher's arena is on GPU {uuid}, this process sees {[uuid_of(d) for d in devices] or 'no GPU'}: make "
-        'that GPU visible here, or publish with install="staged", which goes by host memory'
-    )
-
-
-def uuid_of(device: torch.device) -> str:
-    """What names a GPU in every process, whatever its index there."""
-    return str(torch.cuda.get_device_properties(device).uuid)
+def _opened(record: TorchArena, device: torch.device) -> torch.Tensor:
+    try:
+        with torch.cuda.device(device):
+            storage = torch.UntypedStorage._new_shared_cuda(
+                device.index,
+                record.handle,
+                record.storage_size_bytes,
+                record.storage_offset_bytes,
+                record.ref_counter_handle,
+                record.ref_counter_offset,
+                record.event_handle,
+                record.event_sync_required,
+            )
+    except RuntimeError as exc:
+        what = f"the publisher's arena on {device} can't be opened here: {exc}"
+        raise UnsupportedError(f"{what}. {_REMEDY}") from exc
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (record.size_bytes,), (1,))

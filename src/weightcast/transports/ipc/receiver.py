@@ -25,7 +25,6 @@ from weightcast.seams.transport import Share
 from weightcast.transports.ipc import records
 from weightcast.transports.ipc.arena import MappedSharedArena
 from weightcast.transports.ipc.channel import SCHEME, Channel
-from weightcast.transports.ipc.cuda import MappedCudaArena
 from weightcast.transports.receiving import CONNECT_SECONDS, PUBLISHER, ArenaReceiver, PeerUpdate
 
 
@@ -113,8 +112,11 @@ class IpcReceiver(ArenaReceiver):
 
     def _on_other(self, record: Any) -> None:
         match record:
-            case records.CudaArena():
-                self._use_arena(MappedCudaArena(record))
+            case records.CudaArena() | records.TorchArena():
+                # Here: host memory needs none of it.
+                from weightcast.transports.ipc.cuda import MappedCudaArena
+
+                self._use_arena(MappedCudaArena(record, self._descriptor))
             case records.SharedArena():
                 descriptor, self._descriptor = self._descriptor, None
                 if descriptor is None:

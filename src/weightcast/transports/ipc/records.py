@@ -43,9 +43,17 @@ class SharedArena(msgspec.Struct, frozen=True, tag="shared_arena", tag_field="ki
 
 
 class CudaArena(msgspec.Struct, frozen=True, tag="cuda_arena", tag_field="kind"):
-    """Sender to receiver: device memory. The handles are base64; `device` is the UUID of the GPU.
+    """Sender to receiver: device memory, whose descriptor comes with this packet; `device` is the UUID of the GPU."""
 
-    The fields are those of torch's `UntypedStorage._share_cuda_`.
+    generation: Count
+    size_bytes: Size
+    device: ShortText
+
+
+class TorchArena(msgspec.Struct, frozen=True, tag="torch_arena", tag_field="kind"):
+    """Sender to receiver, where the driver has no such memory: a block of torch's. The handles are base64.
+
+    The fields after `device` are those of torch's `UntypedStorage._share_cuda_`.
     """
 
     generation: Count
@@ -60,4 +68,4 @@ class CudaArena(msgspec.Struct, frozen=True, tag="cuda_arena", tag_field="kind")
     event_sync_required: bool
 
 
-ToReceiver: TypeAlias = Welcome | Refused | SharedArena | CudaArena | BucketReady | FromSender
+ToReceiver: TypeAlias = Welcome | Refused | SharedArena | CudaArena | TorchArena | BucketReady | FromSender

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import select
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import torch
@@ -18,10 +19,14 @@ from weightcast.errors import ClosedError, ManifestError, PeerDiedError, Weightc
 from weightcast.host.deadline import Deadline
 from weightcast.transports.ipc.arena import OwnedSharedArena
 from weightcast.transports.ipc.channel import SCHEME, Channel, Listener
-from weightcast.transports.ipc.cuda import OwnedCudaArena
 from weightcast.transports.ipc.records import ToSender
 from weightcast.transports.records import KeepAlive
 from weightcast.transports.sending import ArenaSender, ConnectedPeer
+
+if TYPE_CHECKING:
+    from weightcast.transports.ipc.cuda import OwnedCudaArena, OwnedTorchArena
+
+IpcArena: TypeAlias = "OwnedSharedArena | OwnedCudaArena | OwnedTorchArena"
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
@@ -29,7 +34,7 @@ class IpcPeer(ConnectedPeer):
     channel: Channel
 
 
-class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
+class IpcSender(ArenaSender[IpcPeer, IpcArena]):
     """Implements `Sender`; see `ArenaSender`."""
 
     def __init__(
@@ -57,7 +62,7 @@ class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
 
     # --- records ---
 
-    def _announce(self, peer: IpcPeer, arena: OwnedSharedArena | OwnedCudaArena) -> bool:
+    def _announce(self, peer: IpcPeer, arena: IpcArena) -> bool:
         return self._post(peer, *arena.announcement())
 
     def _give_sign(self, peer: IpcPeer) -> None:
@@ -135,7 +140,10 @@ class IpcSender(ArenaSender[IpcPeer, OwnedSharedArena | OwnedCudaArena]):
 
     # --- the arena ---
 
-    def _make_arena(self, generation: int, size_bytes: int, device: torch.device) -> OwnedSharedArena | OwnedCudaArena:
+    def _make_arena(self, generation: int, size_bytes: int, device: torch.device) -> IpcArena:
         if device.type == "cuda":
-            return OwnedCudaArena(generation, size_bytes, device)
+            # Here: host memory needs none of it.
+            from weightcast.transports.ipc.cuda import owned_arena
+
+            return owned_arena(generation, size_bytes, device)
         return OwnedSharedArena(generation, size_bytes)

@@ -1,0 +1,104 @@
+"""The kernel of `sum-64x2`, in Triton's interpreter, against torch's own sums: bit for bit.
+
+Needs triton, which CI does not install (it is 280 MB): `pip install triton`, then `pytest tests/test_sum_kernel.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+CHECK = """
+import torch
+from weightcast.format import device_sums
+from weightcast.format.device_sums import CopyAndSum
+
+assert device_sums.kernel(torch.device("cpu")) is not None
+
+class OnKernel(torch.Tensor):
+    is_cuda = True
+
+def check(payload, targets, sources, num_others=0):
+    expected = payload.clone()
+    for target, source in zip(targets, sources):
+        place = (target.data_ptr() - payload.data_ptr())
+        there = expected[place : place + target.nbytes].view(target.dtype).view(target.shape)
+        there.copy_(source)
+    copies = CopyAndSum(payload, targets, sources)
+    assert len(copies.others) == num_others, copies.others
+    for target, source in copies.others:
+        target.copy_(source)
+    for _ in range(2):
+        assert torch.equal(copies.run(), device_sums.device_sums(expected))
+    assert torch.equal(payload, expected)
+    assert torch.equal(device_sums.device_sums(payload.as_subclass(OnKernel)), device_sums.device_sums(expected))
+
+def noise(num_bytes):
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
+
+torch.manual_seed(0)
+# Lengths around those of programs and blocks; extremes of the words.
+for num_words in (1, 7, 1023, 1024, 1025, 8191, 8192, 8193, 20000):
+    payload = noise(8 * num_words)
+    check(payload, [payload], [noise(8 * num_words)])
+    check(noise(8 * num_words), [], [])
+check(torch.full((8 * 9000,), 255, dtype=torch.uint8), [], [])
+words = torch.full((9000,), -(2**63))
+check(words.view(torch.uint8), [], [])
+# Pieces with gaps, casts, strides, odd lengths and places, sources that begin in the middle of a word, empty ones.
+payload = noise(1 << 18)
+at = lambda start, num, dtype: payload[start : start + num * dtype.itemsize].view(dtype)
+targets = [
+    at(0, 1000, torch.float32), at(4096, 33, torch.bfloat16), at(8192, 70000 // 8, torch.int64),
+    at(90112, 512, torch.bfloat16).view(16, 32), at(98304, 16, torch.uint8), at(98320, 8, torch.uint8),
+    at(120000, 0, torch.int8),
+]
+sources = [
+    torch.randn(1000), torch.randn(33).bfloat16(), torch.randint(-9, 9, (70000 // 8,)),
+    torch.randn(32, 16).bfloat16().t(), noise(17)[1:], noise(8), noise(0).view(torch.int8),
+]
+check(payload, targets, sources, num_others=3)
+payload = noise(4096)
+check(payload, [payload[:256].view(torch.bfloat16)], [torch.randn(128)], num_others=1)
+print("bit for bit")
+"""
+
+
+def test_the_kernels_sums_and_copies_are_torchs_bit_for_bit() -> None:
+    """In a process of its own: the interpreter is chosen before triton is imported."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", CHECK], env=environment, capture_output=True, text=True, timeout=110
+    )
+    assert done.stdout == "bit for bit\n", done.stderr
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from weightcast.format.sum_kernel import _copy_and_sum
+
+signature = {"bucket": "*i64", "partial": "*i64", "num_words": "i64", "programs": "*i64", "segments": "*i64"}
+for has_table in (True, False):
+    constants = {"HAS_TABLE": has_table, "PROGRAM_WORDS": 8192, "BLOCK_WORDS": 1024}
+    source = ASTSource(_copy_and_sum, signature | dict.fromkeys(constants, "constexpr"), constants)
+    for capability in (80, 90):
+        assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+print("compiled")
+"""
+
+
+def test_the_kernel_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
+    """For A100 and H100 or H200."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=110)
+    assert done.stdout == "compiled\n", done.stderr
