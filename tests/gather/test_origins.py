@@ -34,7 +34,9 @@ def sent_by(outcomes: list[dict[str, Any]]) -> list[int]:
 
 
 @pytest.mark.parametrize("install", ["staged", "streaming"])
-@pytest.mark.parametrize("cut", ["rows", "columns", "strided", "last_alone", "hybrid", "replicated", "transposed"])
+@pytest.mark.parametrize(
+    "cut", ["rows", "columns", "strided", "last_alone", "hybrid", "replicated", "transposed", "alternating"]
+)
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_every_sharding_arrives_whole(ranks: Squad, cut: str, hosts: int, install: str) -> None:
     ranks.all("make", "table", cut, hosts=hosts, install=install, **GLOO)

@@ -60,7 +60,9 @@ def wrong(directory: Path, model: str, content: int) -> list[str]:
     ("hosts", "options", "install"),
     [(2, "", "staged"), (2, "?num_threads=3", "streaming"), (4, "?num_threads=2&fsync=1", "staged")],
 )
-@pytest.mark.parametrize("cut", ["rows", "columns", "strided", "last_alone", "hybrid", "replicated", "transposed"])
+@pytest.mark.parametrize(
+    "cut", ["rows", "columns", "strided", "last_alone", "hybrid", "replicated", "transposed", "alternating"]
+)
 def test_every_sharding_arrives_whole(
     ranks: Squad, tmp_path: Path, cut: str, hosts: int, options: str, install: str
 ) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from weightcast.format.bucket import Digest, Layout, queued_digest
+from weightcast.format.bucket import Digest, Layout, queued_digest, split_like
 from weightcast.format.manifest import ITEMSIZE_BYTES, decode, encode
 from weightcast.host import device as host_device
 from weightcast.host import memory as host_memory
@@ -158,7 +158,8 @@ class Contribution:
             is_one = self._device.type == self._via.type
             self._message = _pinned(largest, self._via)
             self._packed = self._message if is_one else _pinned(largest, self._device)
-        copy_all(message_views(self._part.slices.of(index), self._packed), self._part.sources(index))
+        views, sources = message_views(self._part.slices.of(index), self._packed), self._part.sources(index)
+        copy_all(list(map(split_like, views, sources)), sources)
         if self._message is not self._packed:
             self._message[:num_bytes].copy_(self._packed[:num_bytes])
 
