@@ -727,6 +727,15 @@ class Squad:
         self.all("fill", content)
         return self.all("publish", version)
 
+    def require_no_growth(self) -> None:
+        """Publishes leave no descriptor and no thread behind."""
+        self.all("publish_often", 5)
+        before = self.all("footprint")
+        self.all("publish_often", 20)
+        for former, now in zip(before, self.all("footprint"), strict=True):
+            assert now["fds"] <= former["fds"]
+            assert now["threads"] <= former["threads"]
+
 
 @contextlib.contextmanager
 def squad(size: int) -> Iterator[Squad]:
