@@ -45,6 +45,7 @@ _EXTRAS = {
     "tensordict": "torchrl",
     "trl": "trl",
     "verl": "verl",
+    "fastapi": "verl",
     "ray": "ray",
 }
 """Packages that the core does not need -> the extra that brings them."""
