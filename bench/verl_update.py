@@ -131,9 +131,7 @@ BACKENDS: dict[str, Callable[..., Callable[[int], None]]] = {
     "weightcast": weightcast,
     "weightcast, streaming": functools.partial(weightcast, install="streaming"),
     "weightcast, gloo": functools.partial(weightcast, transport="gloo://127.0.0.1:0"),
-    "weightcast, gloo, streaming": functools.partial(
-        weightcast, transport="gloo://127.0.0.1:0", install="streaming"
-    ),
+    "weightcast, gloo, streaming": functools.partial(weightcast, transport="gloo://127.0.0.1:0", install="streaming"),
     "nccl": nccl,
     "naive": naive,
 }
