@@ -130,8 +130,8 @@ def naive(rank: int, held: Held, tensors: dict[str, torch.Tensor]) -> Callable[[
 BACKENDS: dict[str, Callable[..., Callable[[int], None]]] = {
     "weightcast": weightcast,
     "weightcast, streaming": functools.partial(weightcast, install="streaming"),
-    "weightcast, ipc": functools.partial(weightcast, transport="ipc://"),
-    "weightcast, ipc, streaming": functools.partial(weightcast, transport="ipc://", install="streaming"),
+    "weightcast, gloo": functools.partial(weightcast, transport="gloo://127.0.0.1:0"),
+    "weightcast, gloo, streaming": functools.partial(weightcast, transport="gloo://127.0.0.1:0", install="streaming"),
     "nccl": nccl,
     "naive": naive,
 }

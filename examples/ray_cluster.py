@@ -254,6 +254,13 @@ class Job:
         return list(ray.get(references, timeout=DEADLINE_SECONDS))
 
 
+def step_and_number(text: str) -> tuple[int, int]:
+    step, colon, number = text.partition(":")
+    if not (colon and step.isdecimal() and number.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not STEP:NUM, as 6:4")
+    return int(step), int(number)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--address", help="of a running cluster, `auto` for this machine's (default: start one)")
@@ -263,7 +270,7 @@ def main() -> None:
     parser.add_argument("--kill-engine-at", type=int, default=3, metavar="STEP", help="0: never (default: %(default)s)")
     parser.add_argument(
         "--scale",
-        type=lambda text: tuple(map(int, text.split(":"))),
+        type=step_and_number,
         action="append",
         default=[],
         metavar="STEP:NUM",

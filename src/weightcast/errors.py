@@ -45,8 +45,16 @@ _EXTRAS = {
     "tensordict": "torchrl",
     "trl": "trl",
     "verl": "verl",
+    "fastapi": "verl",
+    "ray": "ray",
 }
 """Packages that the core does not need -> the extra that brings them."""
+
+_ELSEWHERE = {
+    "vllm": "install vLLM in this environment (docs/vllm.md names the versions that were tested)",
+    "nemo_rl": "run this in NeMo-RL's own environment; it is on no package index (docs/nemo-rl.md)",
+}
+"""Packages that no extra brings -> what to do."""
 
 
 class WeightcastError(Exception):
@@ -211,11 +219,13 @@ def listed(items: Sequence[str], *, most: int = 8, separator: str = "; ") -> str
 
 
 def with_extra(error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """The error, or one that also says which extra of weightcast brings the missing package."""
-    extra = _EXTRAS.get((error.name or "").partition(".")[0])
-    if extra is None:
+    """The error, or one that also says how to get the missing package."""
+    package = (error.name or "").partition(".")[0]
+    extra, remedy = _EXTRAS.get(package), _ELSEWHERE.get(package)
+    if extra is not None:
+        remedy = f"it comes with weightcast's extra `{extra}`: pip install 'PATH_TO_WEIGHTCAST[{extra}]'"
+    if remedy is None:
         return error
-    remedy = f"it comes with weightcast's extra `{extra}`: pip install 'PATH_TO_WEIGHTCAST[{extra}]'"
     return ModuleNotFoundError(f"{error}; {remedy}", name=error.name)
 
 

@@ -6,9 +6,6 @@ import contextlib
 import functools
 import json
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from store.store_kit import follow_command
 
 from weightcast import cli
 from weightcast.checkpoint.directories import CheckpointDirectories, DirectoryFormat
@@ -266,25 +264,17 @@ def test_the_command_goes_on_until_it_is_ended(tmp_path: Path) -> None:
     """Past a directory that is damaged, which it says once."""
     root = tmp_path / "broadcasts"
     with serving() as (server, module), (tmp_path / "log").open("w") as log:
-        command = [sys.executable, "-m", "weightcast.cli", "follow", str(root), "--format", "prime-rl", "--json"]
-        process = subprocess.Popen([*command, "--engine", server.url], stdout=subprocess.PIPE, stderr=log, text=True)
-        assert process.stdout is not None
-        try:
+        words = (str(root), "--format", "prime-rl", "--engine", server.url)
+        with follow_command(*words, stderr=log) as line:
             for number in (1, 2):
                 save(root, number)
-                assert json.loads(process.stdout.readline())["version"] == number
+                assert line()["version"] == number
                 assert value_of(module) == number
             damaged = save(root, 3, marker="")
             (damaged / "model.safetensors").write_bytes(b"no header")
             (damaged / "STABLE").touch()
             save(root, 4)
-            assert json.loads(process.stdout.readline())["version"] == 4
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(LONG_SECONDS) == exits.OK
-        finally:
-            process.kill()
-            process.wait(LONG_SECONDS)
-            process.stdout.close()
+            assert line()["version"] == 4
         assert (tmp_path / "log").read_text().count("Traceback") == 0
 
 

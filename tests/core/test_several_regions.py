@@ -135,7 +135,7 @@ def test_any_tiling_is_packed(cut: list[tuple[torch.Tensor, list[Held]]], bucket
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-@pytest.mark.parametrize("cut", ["strided", "transposed", "columns"])
+@pytest.mark.parametrize("cut", ["strided", "transposed", "columns", "alternating"])
 def test_every_shape_and_dtype_in_regions_of_one_rank(cut: str) -> None:
     """The shards that four ranks would have, all held by one."""
     from gather.squad import MODELS

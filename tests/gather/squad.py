@@ -146,6 +146,17 @@ def transposed(tensor: torch.Tensor, rank: int, size: int) -> list[Held]:
     return [(region, view.transpose(0, 1).contiguous().transpose(0, 1)) for region, view in rows(tensor, rank, size)]
 
 
+def alternating(tensor: torch.Tensor, rank: int, size: int) -> list[Held]:
+    """A rank's even columns lie before its odd ones: gate and up of an expert of gpt-oss."""
+    if not tensor.dim() or tensor.shape[-1] % 2:
+        return rows(tensor, rank, size)
+    pairs = tensor.unflatten(-1, (-1, 2))
+    ((region, view),) = chunk(pairs, pairs.dim() - 2, rank, size)
+    (*offsets, start, _), (*sizes, num, _) = region.offsets, region.sizes
+    memory = view.movedim(-1, 0).contiguous().movedim(0, -1)
+    return [(Region((*offsets, 2 * start), (*sizes, 2 * num)), memory)]
+
+
 def gapped(tensor: torch.Tensor, rank: int, size: int) -> list[Held]:
     return [] if rank == 1 else rows(tensor, rank, size)
 
@@ -160,7 +171,7 @@ def overlapping(tensor: torch.Tensor, rank: int, size: int) -> list[Held]:
 
 CUTS: dict[str, Cut] = {
     cut.__name__: cut
-    for cut in (rows, columns, strided, last_alone, hybrid, replicated, transposed, gapped, overlapping)
+    for cut in (rows, columns, strided, last_alone, hybrid, replicated, transposed, alternating, gapped, overlapping)
 }
 
 
@@ -725,6 +736,15 @@ class Squad:
     def publish(self, content: int, version: int | None = None) -> list[dict[str, Any]]:
         self.all("fill", content)
         return self.all("publish", version)
+
+    def require_no_growth(self) -> None:
+        """Publishes leave no descriptor and no thread behind."""
+        self.all("publish_often", 5)
+        before = self.all("footprint")
+        self.all("publish_often", 20)
+        for former, now in zip(before, self.all("footprint"), strict=True):
+            assert now["fds"] <= former["fds"]
+            assert now["threads"] <= former["threads"]
 
 
 @contextlib.contextmanager

@@ -42,7 +42,9 @@ def failed(outcomes: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("is_apart", [False, True])
-@pytest.mark.parametrize("cut", ["rows", "columns", "strided", "last_alone", "hybrid", "replicated", "transposed"])
+@pytest.mark.parametrize(
+    "cut", ["rows", "columns", "strided", "last_alone", "hybrid", "replicated", "transposed", "alternating"]
+)
 def test_every_sharding_arrives_whole(ranks: Squad, cut: str, is_apart: bool) -> None:
     ranks.all("make", "table", cut, is_apart=is_apart)
     for content in (1, 2):

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from weightcast import registry
 from weightcast.errors import (
     IncompatibleWeightsError,
     InstallError,
@@ -163,14 +164,31 @@ class Refit:
 
 @pytest.mark.parametrize("install", ["staged", "streaming"])
 @pytest.mark.parametrize(("num_policy", "num_rollout"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("transport", [None, "gloo://127.0.0.1:0"])
 def test_every_rollout_worker_has_each_version(
-    make_engine: Callable[..., Any], num_policy: int, num_rollout: int, install: str
+    make_engine: Callable[..., Any], num_policy: int, num_rollout: int, install: str, transport: str | None
 ) -> None:
-    with Refit(make_engine, num_policy, num_rollout, install=install) as refit:
+    with Refit(make_engine, num_policy, num_rollout, install=install, transport=transport) as refit:
         for step in (1, 2, 3):
             assert refit.run(step) == [None] * (num_policy + num_rollout)
             refit.require_step(step)
             assert all(sum(batches) == len(SHAPES) and len(batches) > 1 for batches in refit.batches)
+
+
+@pytest.mark.parametrize(("is_near", "expected"), [(True, "ipc"), (False, "gloo")])
+def test_the_transport_is_that_of_the_hosts(
+    make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, is_near: bool, expected: str
+) -> None:
+    made, transport = [], registry.transport
+    monkeypatch.setattr(registry, "transport", lambda url: made.append(url.partition(":")[0]) or transport(url))
+    with Refit(make_engine, 1, 2) as refit:
+        if not is_near:
+            far = refit.rollout[1]
+            url, token, _ = far.prepare()["endpoint"]
+            monkeypatch.setattr(far, "prepare", lambda: {"endpoint": (url, token, "another host")})
+        assert refit.run(1) == [None] * 3
+        refit.require_step(1)
+        assert made[0] == expected
 
 
 def test_small_tensors_come_in_one_batch(make_engine: Callable[..., Any]) -> None:

@@ -44,6 +44,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _LATENT,
     "deepseek_v2": {**_LATENT, "norm_topk_prob": False},
     "glm4_moe": _GLM,
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 128, "pad_token_id": 0},
     "qwen3_next": _NEXT,
 }
 
@@ -76,7 +77,7 @@ class Case:
     @property
     def has_bridge(self) -> bool:
         """Whether mbridge exports such a model: names of Transformer Engine only."""
-        return self.te and self.model != "qwen3_next"
+        return self.te and self.model not in ("qwen3_next", "gpt_oss")
 
     @property
     def padded(self) -> int:
@@ -86,7 +87,7 @@ class Case:
     @property
     def hf_config(self) -> Any:
         fields = {**_DENSE, "tie_word_embeddings": self.tied}
-        if self.model not in ("llama", "qwen3", "qwen3_moe", "glm4_moe", "qwen3_next"):
+        if self.model not in ("llama", "qwen3", "qwen3_moe", "glm4_moe", "qwen3_next", "gpt_oss"):
             del fields["head_dim"]
         return models.config(self.model, **fields | _FAMILIES[self.model] | dict(self.fields))
 
@@ -127,6 +128,8 @@ CASES: dict[str, Case] = {
     "deepseek-v2-ep2": Case(2, "deepseek_v2", ep=2),
     "glm4-moe-ep2": Case(2, "glm4_moe", ep=2),
     "glm4-moe-tp2-ep2-te": Case(2, "glm4_moe", tp=2, ep=2, te=True),
+    "gpt-oss-ep2": Case(2, "gpt_oss", ep=2),
+    "gpt-oss-tp2-ep2-te": Case(2, "gpt_oss", tp=2, ep=2, te=True),
     "qwen3-next-ep2-te": Case(2, "qwen3_next", ep=2, te=True),
     "qwen3-next-tp2-ep2-te": Case(2, "qwen3_next", tp=2, ep=2, te=True),
     "bf16-distributed-optimizer": Case(4, tp=2, te=True, dtype="bfloat16", optimizer="distributed"),

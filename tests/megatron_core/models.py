@@ -36,6 +36,7 @@ TINY: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 8,
         "first_k_dense_replace": 1,
     },
+    "gpt_oss": {"num_local_experts": 4},
     "qwen3_next": {
         "num_experts": 4,
         "moe_intermediate_size": 8,

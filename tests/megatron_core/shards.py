@@ -88,7 +88,8 @@ class Sharder:
         return torch.cat([full, padding]).chunk(self.job.tp)[rank.tp]
 
     def _layer(self, prefix: str, rank: Rank) -> Tensors:
-        is_moe = any(name in self.hf for name in (prefix + "mlp.gate.weight", prefix + "block_sparse_moe.gate.weight"))
+        routers = ("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.router.weight")
+        is_moe = any(prefix + name in self.hf for name in routers)
         te, get = self.job.te, lambda name: self.hf[prefix + name]
         before = "self_attention.linear_qkv.layer_norm_weight" if te else "input_layernorm.weight"
         if self.is_latent:
@@ -118,6 +119,8 @@ class Sharder:
                     q = tuple(_gates_below(each, self.config.head_dim) for each in q)
                 full = torch.cat([block for group in zip(q, k, v, strict=True) for block in group])
                 held[f"self_attention.linear_qkv.{kind}"] = full.chunk(tp)[rank.tp]
+        if (sinks := self.hf.get(prefix + "self_attn.sinks")) is not None:
+            held["self_attention.core_attention.softmax_offset"] = sinks.chunk(tp)[rank.tp]
         held["self_attention.linear_proj.weight"] = self.hf[prefix + "self_attn.o_proj.weight"].chunk(tp, 1)[rank.tp]
         if prefix + "self_attn.o_proj.bias" in self.hf:
             held["self_attention.linear_proj.bias"] = self.hf[prefix + "self_attn.o_proj.bias"]
@@ -186,8 +189,10 @@ class Sharder:
 
     def _moe(self, prefix: str, rank: Rank) -> Tensors:
         get = self.hf.get
-        gate = get(prefix + "mlp.gate.weight")
-        held = {"mlp.router.weight": self.hf[prefix + "block_sparse_moe.gate.weight"] if gate is None else gate}
+        router = ("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.router.weight")
+        held = {"mlp.router.weight": next(self.hf[prefix + name] for name in router if prefix + name in self.hf)}
+        if (bias := get(prefix + "mlp.router.bias")) is not None:
+            held["mlp.router.bias"] = bias
         if (bias := get(prefix + "mlp.gate.e_score_correction_bias")) is not None:
             held["mlp.router.expert_bias"] = bias
         for shared in ("shared_expert", "shared_experts"):
@@ -201,12 +206,26 @@ class Sharder:
         folder = prefix + "block_sparse_moe." if self.config.model_type == "mixtral" else prefix + "mlp."
         names = ("w1", "w3", "w2") if self.config.model_type == "mixtral" else ("gate_proj", "up_proj", "down_proj")
         count = self._num_experts // self.job.ep
-        fc1, fc2 = [], []
+        fc1, fc2, biases = [], [], {}
         for expert in range(rank.ep * count, (rank.ep + 1) * count):
-            gate, up, down = (self.hf[f"{folder}experts.{expert}.{name}.weight"] for name in names)
+            if (stack := self.hf.get(folder + "experts.gate_up_proj")) is not None:
+                # gpt_oss: in, out; gate and up in turn, column by column.
+                gate, up = stack[expert, :, ::2].t(), stack[expert, :, 1::2].t()
+                down = self.hf[folder + "experts.down_proj"][expert].t()
+                bias, number = self.hf[folder + "experts.gate_up_proj_bias"][expert], expert - rank.ep * count
+                own = _gated(bias[::2], bias[1::2], rank.etp, self.job.etp)
+                biases |= _bias_names(self.job.experts, number, own, self.hf[folder + "experts.down_proj_bias"][expert])
+            else:
+                gate, up, down = (self.hf[f"{folder}experts.{expert}.{name}.weight"] for name in names)
             fc1.append(_gated(gate, up, rank.etp, self.job.etp))
             fc2.append(down.chunk(self.job.etp, 1)[rank.etp])
-        return _named(fc1, fc2, self.job.experts)
+        return _named(fc1, fc2, self.job.experts) | biases
+
+
+def _bias_names(experts: Experts, number: int, fc1: torch.Tensor, fc2: torch.Tensor) -> Tensors:
+    before, after = (f"local_experts.{number}.", "") if experts == "sequential" else ("", f"{number}")
+    names = (f"mlp.experts.{before}{name}.bias{after}" for name in ("linear_fc1", "linear_fc2"))
+    return dict(zip(names, (fc1, fc2), strict=True))
 
 
 def _named(fc1: Sequence[torch.Tensor], fc2: Sequence[torch.Tensor], experts: Experts) -> Tensors:

@@ -57,9 +57,14 @@ class GroupedLinear(nn.Module):
             set_tensor_model_parallel_attributes(weight, True, dim, 1)
             weight.allreduce = config.expert_model_parallel_size == 1
             setattr(self, f"weight{expert}", weight)
+            if config.add_bias_linear:
+                bias = nn.Parameter(torch.zeros(shape[0], dtype=config.params_dtype))
+                bias.allreduce = weight.allreduce
+                setattr(self, f"bias{expert}", bias)
 
     def forward(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        return torch.cat([F.linear(c, getattr(self, f"weight{i}")) for i, c in enumerate(torch.split(x, counts))])
+        parts = enumerate(torch.split(x, counts))
+        return torch.cat([F.linear(c, getattr(self, f"weight{i}"), getattr(self, f"bias{i}", None)) for i, c in parts])
 
 
 class GroupedExperts(nn.Module):
@@ -72,7 +77,13 @@ class GroupedExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> Any:
         gate, up = self.linear_fc1(x, counts.tolist()).chunk(2, -1)
-        return self.linear_fc2((F.silu(gate) * up * probs.unsqueeze(-1)).to(x.dtype), counts.tolist()), None
+        if self.config.activation_func is F.silu:
+            return self.linear_fc2((F.silu(gate) * up * probs.unsqueeze(-1)).to(x.dtype), counts.tolist()), None
+        # As gpt_oss has it; the second bias is weighted like what it is added to.
+        limit = self.config.activation_func_clamp_value
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + self.config.glu_linear_offset
+        out = self.linear_fc2(self.config.activation_func(gate) * up, counts.tolist())
+        return (out * probs.unsqueeze(-1)).to(x.dtype), None
 
 
 class LatentCoreAttention(nn.Module):

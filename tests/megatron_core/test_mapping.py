@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+import safetensors.torch
 import torch
+import transformers
 from hypothesis import strategies as st
 
 from megatron_core import models, shards
 from megatron_core.shards import Job, Sharder, Tensors
 from weightcast.errors import IncompatibleWeightsError
-from weightcast.format.bucket import narrow
+from weightcast.format.bucket import narrow, split_like
 from weightcast.format.geometry import relative
 from weightcast.format.manifest import TensorSpec
 from weightcast.sources.megatron.families import FAMILIES
@@ -52,7 +56,7 @@ def joined(hf_config: Any, job: Job, hf: Tensors, family: Family | None = None) 
     for parts, chosen in zip(held, assign(specs, held, [True] * len(held)), strict=True):
         for index, region in chosen:
             data = narrow(parts[index].data, relative(region, parts[index].region))
-            narrow(whole[specs[parts[index].tensor].name], region).copy_(data)
+            split_like(narrow(whole[specs[parts[index].tensor].name], region), data).copy_(data)
     return whole
 
 
@@ -114,7 +118,7 @@ def test_round_trip(model_type: str, data: st.DataObject) -> None:
         loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
         for each in placed(hf_config, job, rank, loaded):
             region, view = each.held
-            view.copy_(narrow(hf[each.name], region) - each.plus)
+            view.copy_(split_like(narrow(hf[each.name], region), view) - each.plus)
         require_same(loaded, expected)
 
 
@@ -295,7 +299,9 @@ def test_linear_layers_are_found_with_and_without_a_list_of_them() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_language_part_of_a_vision_model_is_its_text_model(model_type: str, like: str, tied: bool) -> None:
     """Its names are those of transformers' own model, its regions those of the text model's table."""
-    assert FAMILIES.keys() - models.TINY.keys() == {"qwen2_5_vl", "qwen3_vl"}, "every other one goes round"
+    assert FAMILIES.keys() - models.TINY.keys() == {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}, (
+        "every other one goes round"
+    )
     text = models.config(like, **{**QWEN3, "head_dim": 6}, tie_word_embeddings=tied)
     hf = models.values(models.checkpoint_specs(text))
     hf_config = models.vision_config(model_type, {**QWEN3, "head_dim": 6}, tied=tied)
@@ -316,6 +322,36 @@ def test_the_language_part_of_a_vision_model_is_its_text_model(model_type: str, 
     language = {s.name: s.shape for s in models.vision_specs(hf_config) if "visual" not in s.name}
     assert {s.name: s.shape for s in found.specs} == language
     assert set(names.values()) == language.keys()
+
+
+def test_experts_of_qwen3_vl_moe_are_stacks_of_those_of_its_text_model(tmp_path: Path) -> None:
+    """Gate beside up, matrices as in, out, as in published checkpoints: transformers' own model loads them."""
+    fields = {**QWEN3, **models.TINY["qwen3_moe"], "mlp_only_layers": [0]}
+    text = models.config("qwen3_moe", **fields)
+    hf = models.values(models.checkpoint_specs(text))
+    expected = {name: tensor for name, tensor in hf.items() if ".experts." not in name}
+    gates, ups, downs = (
+        torch.stack([hf[f"model.layers.1.mlp.experts.{e}.{part}_proj.weight"].t() for e in range(4)])
+        for part in ("gate", "up", "down")
+    )
+    expected["model.layers.1.mlp.experts.gate_up_proj"] = torch.cat([gates, ups], dim=2)
+    expected["model.layers.1.mlp.experts.down_proj"] = downs
+    expected = {re.sub(r"^model\.", "model.language_model.", name): tensor for name, tensor in expected.items()}
+    for experts in EXPERTS:
+        job = Job(tp=2, stages=((0,), (1,)), ep=2, etp=2, experts=experts, padded=32)
+        require_same(joined(text, job, hf, FAMILIES["qwen3_vl_moe"]), expected)
+    hf_config = models.vision_config("qwen3_vl_moe", fields, tied=False)
+    hf_config.save_pretrained(tmp_path)
+    published = {name: tensor.float().contiguous() for name, tensor in expected.items()}
+    safetensors.torch.save_file(published, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model, info = transformers.AutoModelForImageTextToText.from_pretrained(
+        tmp_path, output_loading_info=True, dtype=torch.float32
+    )
+    assert not info["unexpected_keys"]
+    assert not [name for name in info["missing_keys"] if "visual" not in name]
+    for name, tensor in published.items():
+        loaded = model.get_parameter(name)
+        assert torch.equal(loaded.transpose(1, 2) if ".experts." in name else loaded, tensor)
 
 
 def test_prediction_layers_come_after_the_model_s_own() -> None:

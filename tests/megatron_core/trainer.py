@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -83,6 +84,15 @@ def megatron_config(case: Case) -> TransformerConfig:
             "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
             "moe_shared_expert_intermediate_size": hf.n_shared_experts * hf.moe_intermediate_size,
             "moe_layer_freq": [int(layer >= hf.first_k_dense_replace) for layer in range(hf.num_hidden_layers)],
+        }
+    if case.model == "gpt_oss":
+        fields |= {
+            "add_bias_linear": True,
+            "add_qkv_bias": True,
+            "softmax_type": "learnable",
+            "activation_func": quick_gelu,
+            "activation_func_clamp_value": 7.0,
+            "glu_linear_offset": 1.0,
         }
     if case.model == "qwen3_next":
         fields |= {

@@ -30,9 +30,16 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore")]
 
 
+GLOO = "gloo://127.0.0.1:0"
+"""Workers on one host take ipc:// by themselves."""
+
+
+@pytest.mark.parametrize("transport", [None, GLOO])
 @pytest.mark.parametrize(("replicas", "install"), [((1,), "streaming"), ((1, 1, 1), "staged"), ((2, 1), "staged")])
-def test_verls_own_manager_updates_every_rollout(cluster: Cluster, replicas: tuple[int, ...], install: str) -> None:
-    cluster.begin(CheckpointEngineManager, replicas, install=install)
+def test_verls_own_manager_updates_every_rollout(
+    cluster: Cluster, replicas: tuple[int, ...], install: str, transport: str | None
+) -> None:
+    cluster.begin(CheckpointEngineManager, replicas, install=install, transport=transport)
     for number, step in enumerate((1, 2, 5), start=1):
         metrics = cluster.update(step)
         assert [(found, updates) for _, found, updates in cluster.states()] == [(step, number)] * sum(replicas)
@@ -138,8 +145,9 @@ def test_a_trainer_rank_takes_all_its_weights_when_the_update_fails(cluster: Clu
     assert [taken for _, taken in cluster.trainers.state()] == [len(SHAPES)] * 2
 
 
-def test_a_rollout_that_stands_still_is_an_error_by_the_deadline(cluster: Cluster) -> None:
-    cluster.begin(WeightcastCheckpointManager, (1, 1, 1), deadline_seconds=5.0)
+@pytest.mark.parametrize("transport", [None, GLOO])
+def test_a_rollout_that_stands_still_is_an_error_by_the_deadline(cluster: Cluster, transport: str | None) -> None:
+    cluster.begin(WeightcastCheckpointManager, (1, 1, 1), deadline_seconds=5.0, transport=transport)
     cluster.update(1)
     cluster.trainers.setup(seconds=2.0)
     pid = cluster.states()[2][0]

@@ -23,11 +23,12 @@ pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.timeout(1200)
-def test_kills_at_random_moments(cluster: Cluster, pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize("transport", [None, "gloo://127.0.0.1:0"])
+def test_kills_at_random_moments(cluster: Cluster, pytestconfig: pytest.Config, transport: str | None) -> None:
     """Each is an error by the deadline; every replica serves one version afterwards, or is named as torn."""
     num_kills = 20 if pytestconfig.getoption("full") else 2
     moments, num_errors, step = random.Random(num_kills), 0, 1
-    cluster.begin(WeightcastCheckpointManager, (1, 1, 1))
+    cluster.begin(WeightcastCheckpointManager, (1, 1, 1), transport=transport)
     cluster.update(step)
     for number in range(num_kills):
         before, step = step, step + 1
@@ -54,6 +55,7 @@ def test_kills_at_random_moments(cluster: Cluster, pytestconfig: pytest.Config) 
         else:
             new = group(Rollout, 1, rollout_config=cluster.rollout_config)
             cluster.replicas[victim].workers = new.workers
+            cluster.rollouts.workers[victim] = new.workers[0]
         step += 1
         cluster.update(step)
         assert cluster.steps() == [step] * 3

@@ -123,7 +123,7 @@ def test_a_vllm_without_our_backend_takes_versions_from_a_store_only(backend: st
     source = weightcast.ModuleSource(torch.nn.Linear(2, 2))
     with vllm.serve(), weightcast.Publisher(source, engines=[vllm.url]) as publisher:
         with pytest.raises(
-            PublishError, match=r"file:///dir.*pip install weightcast.*--weight-transfer-config"
+            PublishError, match=r"file:///dir.*pip install PATH_TO_WEIGHTCAST.*--weight-transfer-config"
         ) as caught:
             publisher.publish()
         (cause,) = caught.value.failures.values()

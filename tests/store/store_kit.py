@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from weightcast.cli import exits
 from weightcast.errors import IncompleteUpdateError
 from weightcast.format.bucket import RAW, Layout, as_bytes
 from weightcast.format.geometry import Region
@@ -24,6 +28,22 @@ RUN = "5c" * 16
 OTHER_RUN = "d1" * 16
 LONG_SECONDS = 30.0
 SHORT_SECONDS = 0.3
+
+
+@contextlib.contextmanager
+def follow_command(*words: str, stderr: Any = None) -> Iterator[Callable[[], Any]]:
+    """`weightcast follow ... --json` in a process: gives what makes its next line an object; ended by SIGTERM."""
+    command = [sys.executable, "-m", "weightcast.cli", "follow", *words, "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    assert process.stdout is not None
+    try:
+        yield lambda: json.loads(process.stdout.readline())  # type: ignore[union-attr]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LONG_SECONDS) == exits.OK
+    finally:
+        process.kill()
+        process.wait(LONG_SECONDS)
+        process.stdout.close()
 
 
 def url(directory: Path, options: str = "") -> str:

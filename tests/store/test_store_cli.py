@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from store.store_kit import LONG_SECONDS, RUN, model, url, write
+from store.store_kit import RUN, follow_command, model, url, write
 
 from weightcast import TensorSource, cli
 from weightcast.cli import exits
 from weightcast.control.server.app import EngineServer
 from weightcast.engines.module import ModuleEngine
-from weightcast.errors import UnsupportedError
+from weightcast.errors import InstallError, PublishError, UnsupportedError
+from weightcast.serving.follower import Follower
 from weightcast.sources.safetensors import SafetensorsSource
 from weightcast.sources.store import StoreSource
 from weightcast.store.reading import pinned
 from weightcast.trainer.export import export
+from weightcast.trainer.relay import Relay
 
 
 @pytest.fixture
@@ -124,25 +124,44 @@ class Module(torch.nn.Module):
 
 def test_follow_passes_versions_on_to_a_server_until_it_is_told_to_end(tmp_path: Path) -> None:
     module = Module()
-    with EngineServer(ModuleEngine(module)) as server:
-        command = [sys.executable, "-m", "weightcast.cli", "follow", url(tmp_path), "--engine", server.url, "--json"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        try:
-            for number in (5, 6):
-                write(tmp_path, number)
-                followed = json.loads(process.stdout.readline())
-                assert (followed["version"], followed["run"]) == (number, RUN)
-                assert followed["lag_seconds"] >= 0
-                assert server.gate.version is not None
-                assert server.gate.version.number == number
-                assert int(module.t3[0]) == number * 100 + 3  # type: ignore[index]
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(LONG_SECONDS) == exits.OK
-        finally:
-            process.kill()
-            process.wait(LONG_SECONDS)
-            process.stdout.close()
+    with EngineServer(ModuleEngine(module)) as server, follow_command(url(tmp_path), "--engine", server.url) as line:
+        for number in (5, 6):
+            write(tmp_path, number)
+            followed = line()
+            assert (followed["version"], followed["run"]) == (number, RUN)
+            assert followed["lag_seconds"] >= 0
+            assert server.gate.version is not None
+            assert server.gate.version.number == number
+            assert int(module.t3[0]) == number * 100 + 3  # type: ignore[index]
+
+
+def test_an_engine_that_is_away_is_sent_the_version_alone_when_it_is_back(tmp_path: Path) -> None:
+    """As of directories; the engine that was there is not sent it once more."""
+    with EngineServer(ModuleEngine(Module())) as server, contextlib.ExitStack() as stack:
+        other = stack.enter_context(EngineServer(ModuleEngine(Module())))
+        port = other.port
+        relay = stack.enter_context(contextlib.closing(Relay([server.url, other.url])))
+        with Follower(url(tmp_path), relay) as follower:
+            write(tmp_path, 5)
+            assert follower.poll() is not None
+            other.close()
+            write(tmp_path, 6)
+            for _ in range(2):
+                with pytest.raises((PublishError, InstallError)):
+                    follower.poll()
+            served = server.gate.version
+            assert served is not None
+            assert served.number == 6
+            with EngineServer(ModuleEngine(Module()), port=port) as again:
+                followed = follower.poll()
+                assert followed is not None
+                assert followed.version == 6
+                assert server.gate.version == served == again.gate.version
+                assert follower.poll() is None
+                write(tmp_path, 7)
+                assert follower.poll() is not None
+                assert server.gate.version == again.gate.version
+                assert server.gate.version != served
 
 
 def test_follow_once_and_verify_against_the_server(tmp_path: Path, call: Callable[..., tuple[int, dict]]) -> None:

@@ -6,7 +6,6 @@ an engine that holds a directory's weights as that version is not sent them once
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -17,43 +16,18 @@ from weightcast.checkpoint.directories import CheckpointDirectories, CompleteDir
 from weightcast.checkpoint.files import INDEX_FILE, SINGLE_FILE
 from weightcast.cli.verify import verify
 from weightcast.errors import IntegrityError, PublishError, WeightcastError
-from weightcast.format.manifest import TensorSpec
 from weightcast.host.closing import ClosedOnExit
 from weightcast.host.deadline import Deadline
-from weightcast.seams.source import Regions, Source
+from weightcast.seams.source import Source
 from weightcast.serving.follower import Followed
 from weightcast.trainer.options import PublishOptions
-from weightcast.trainer.publisher import Publisher
+from weightcast.trainer.relay import Relay
 from weightcast.trainer.report import PublishReport
 
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
-
-
-class _LastRead:
-    """A `Source` of the directory that was read last."""
-
-    def __init__(self) -> None:
-        self._specs: Sequence[TensorSpec] = ()
-        self._regions: Regions = {}
-
-    def specs(self) -> Sequence[TensorSpec]:
-        return self._specs
-
-    def regions(self) -> Regions:
-        return self._regions
-
-    def replace(self, source: Source) -> None:
-        specs = source.specs()
-        # The same object for the same specs: a publisher then keeps its plan.
-        self._specs = self._specs if tuple(specs) == tuple(self._specs) else specs
-        self._regions = source.regions()
-
-    def drop(self) -> None:
-        """Give the memory back: every engine has it."""
-        self._regions = {}
 
 
 class DirectoryFollower(ClosedOnExit):
@@ -79,19 +53,8 @@ class DirectoryFollower(ClosedOnExit):
         self._directories, self._read_copies = directories, read
         self._engines, self._token = engines, token
         self._deadline_seconds = options.deadline_seconds
-        self._source = _LastRead()
-        self._make_publisher = functools.partial(
-            Publisher,
-            self._source,
-            transport=transport,
-            engines=engines,
-            token=token,
-            trainer_group=None,
-            options=options,
-        )
-        self._publisher = self._make_publisher()
+        self._relay = Relay(engines, transport=transport, token=token, options=options)
         self._sent: CompleteDirectory | None = None
-        self._missing: list[str] = []
 
     def wait(self, timeout_seconds: float, *, stop: threading.Event) -> Followed | None:
         """Poll until there is news; None after the timeout, or soon after `stop` was set."""
@@ -111,34 +74,30 @@ class DirectoryFollower(ClosedOnExit):
         """
         start, found = time.perf_counter(), self._directories.newest(self._sent)
         if found is None:
-            if self._sent is None or not self._missing:
+            if self._sent is None or not self._relay.missing:
                 return None
-            report = self._catch_up()
+            report = self._relay.catch_up()
+            self._relay.discard()
             return self._followed(self._sent, report, start)
         if not self._read(found):
             return None
         if self._sent is None and self._is_served(found):
             self._sent = found
-            self._source.drop()
+            self._relay.discard()
             return Followed(found.number, "", 0, time.perf_counter() - start, install_seconds=0.0, lag_seconds=0.0)
-        if found.number <= self._publisher.version:
-            # The loop has started again from an earlier step.
-            self._publisher.close()
-            self._publisher = self._make_publisher()
         try:
-            report = self._publisher.publish(found.number)
-        except PublishError as exc:
-            self._missing = list(exc.failures)
-            if len(self._missing) < len(self._engines):
+            report = self._relay.publish(found.number)
+        except PublishError:
+            if self._relay.missing:
                 self._sent = found
             raise
-        self._sent, self._missing = found, []
-        self._source.drop()
+        self._sent = found
+        self._relay.discard()
         return self._followed(found, report, start)
 
     def close(self) -> None:
         """Disconnect the engines; they keep what they have. Idempotent."""
-        self._publisher.close()
+        self._relay.close()
 
     def _read(self, found: CompleteDirectory) -> bool:
         """Whether all of it was read, and nothing has changed meanwhile."""
@@ -155,28 +114,20 @@ class DirectoryFollower(ClosedOnExit):
             raise IntegrityError(f"{found.path} is left out until it changes: {exc}") from exc
         if not self._directories.is_unchanged(found):
             return False
-        self._source.replace(source)
+        self._relay.given.describe(source.specs())
+        self._relay.given.held = source.regions()
         return True
 
     def _is_served(self, found: CompleteDirectory) -> bool:
         """Whether every engine holds just these tensors as this version: one that can't be asked counts as if not."""
         try:
-            verdict = verify(self._source, self._engines, self._token, timeout_seconds=self._deadline_seconds)
+            verdict = verify(self._relay.given, self._engines, self._token, timeout_seconds=self._deadline_seconds)
         except WeightcastError as exc:
             logger.info("%s is published, since an engine can't be compared with it: %s", found.path, exc)
             return False
         return verdict.ok and all(
             engine.weight_version == str(found.number) and not engine.unproven for engine in verdict.engines
         )
-
-    def _catch_up(self) -> PublishReport:
-        """Send what was published to the engines that did not take it. Raises PublishError for the first that fails."""
-        while True:
-            report = self._publisher.sync(self._missing[0])
-            del self._missing[0]
-            if not self._missing:
-                self._source.drop()
-                return report
 
     def _followed(self, found: CompleteDirectory, report: PublishReport, start: float) -> Followed:
         return Followed(

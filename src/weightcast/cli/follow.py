@@ -28,8 +28,8 @@ examples:
   weightcast follow /mnt/weights --format hf --settle 10 --engine http://127.0.0.1:8000
 
 It starts with the newest version and goes on until it is interrupted (Ctrl-C) or ended (SIGTERM). A version that an
-engine did not take is tried again until all have taken it or a newer one is there: of a store on all engines, of a
-directory on those that did not take it. With --json each version is one line.
+engine did not take is sent to that one again until it has taken it or a newer one is there. With --json each version is
+one line.
 
 With --format TARGET is a directory in which a training loop makes one directory for each version: step_12,
 weight_v000012, checkpoint-12. The last digits of its name are the version's number; the one that was written last is

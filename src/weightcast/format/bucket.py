@@ -237,11 +237,20 @@ class Layout:
 
 
 def narrow(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """The view of `tensor` that a region describes."""
+    """The view of `tensor` that a region describes. `tensor` may have the region's last dim in two (see `Held`)."""
+    if tensor.ndim > len(region.sizes):
+        (*offsets, start), (*sizes, size), step = region.offsets, region.sizes, tensor.shape[-1]
+        assert start % step == size % step == 0, f"{region} cuts through a dim of {step}"
+        region = Region((*offsets, start // step, 0), (*sizes, size // step, step))
     for dim, (offset, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, size)
     return tensor
+
+
+def split_like(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """A view of `tensor` whose last dim is in two where that of `view` is."""
+    return torch.unflatten(tensor, -1, view.shape[-2:]) if view.ndim > tensor.ndim else tensor
 
 
 def payload_digest(payload: torch.Tensor, kind: DigestKind) -> bytes:

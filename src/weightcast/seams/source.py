@@ -16,7 +16,11 @@ from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
 
 Held: TypeAlias = tuple[Region, torch.Tensor]
-"""A view of memory of this trainer rank, and its place in the global tensor; the view has the region's sizes."""
+"""A view of memory of this trainer rank, and its place in the global tensor; the view has the region's sizes.
+
+In place of the last of these it may have two dims, of as many elements: rows or columns that alternate in the global
+tensor, and lie in blocks here.
+"""
 
 Regions: TypeAlias = Mapping[str, Sequence[Held]]
 """What a trainer rank holds of each tensor, by its record's name. What it holds nothing of may be absent."""

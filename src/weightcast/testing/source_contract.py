@@ -38,7 +38,8 @@ class SourceContract(OverPayloads):
         regions = source.regions()
         for spec in source.specs():
             for region, view in regions[spec.name]:
-                assert (tuple(view.shape), view.dtype) == (region.sizes, DTYPES[spec.dtype])
+                sizes = view.flatten(-2).shape if view.dim() > len(region.sizes) else view.shape
+                assert (tuple(sizes), view.dtype) == (region.sizes, DTYPES[spec.dtype])
             filled = [region for region, _ in regions[spec.name] if region.numel]
             check_tiling(filled, spec.shape, spec.name)
             itemsize = DTYPES[spec.dtype].itemsize

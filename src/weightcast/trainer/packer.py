@@ -31,6 +31,7 @@ from weightcast.format.bucket import (
     blocks_digest,
     narrow,
     queued_digest,
+    split_like,
     write_header,
 )
 from weightcast.format.device_sums import CopyAndSum
@@ -357,7 +358,7 @@ class PartPacker:
         known = self._targets.get(index)
         if known is None or known[0] is not payload:
             views = bucket_views(self.slices.of(index), self._layout.entries[index], payload)
-            known = self._targets[index] = payload, views
+            known = self._targets[index] = payload, list(map(split_like, views, self.sources(index)))
         return known[1]
 
     def sources(self, index: int) -> list[torch.Tensor]:
@@ -495,7 +496,10 @@ def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
         for region, data in regions.get(spec.name, ()):
             # Plain floating point is cast to plain floating point.
             is_cast = dtype is not None and all(d.is_floating_point and d.itemsize > 1 for d in (dtype, data.dtype))
-            is_fitting = tuple(data.shape) == region.sizes and (data.dtype == dtype or is_cast)
+            sizes = tuple(data.shape)
+            if len(sizes) > len(region.sizes):
+                sizes = (*sizes[:-2], sizes[-2] * sizes[-1])
+            is_fitting = sizes == region.sizes and (data.dtype == dtype or is_cast)
             if not is_inside(region, spec.shape):
                 problems.append(
                     f"{spec.name!r}: found a region at {list(region.offsets)} of sizes {list(region.sizes)}, expected "
@@ -556,8 +560,8 @@ def _misfit(problems: Sequence[str], remedy: str) -> IncompatibleWeightsError:
 def joined(spec: TensorSpec, parts: Parts) -> torch.Tensor:
     """A contiguous tensor of what lies in its parts: its own memory if that is all of it and contiguous."""
     if isinstance(parts, torch.Tensor):
-        return parts.contiguous()
+        return parts.reshape(spec.shape).contiguous()
     tensor = torch.empty(spec.shape, dtype=parts[0][1].dtype if parts else TORCH_DTYPES[spec.dtype])
     for region, part in parts:
-        narrow(tensor, region).copy_(part)
+        split_like(narrow(tensor, region), part).copy_(part)
     return tensor

@@ -1,4 +1,4 @@
-"""Passes a store's versions on to running engines, over another transport: one reader of the store for many engines."""
+"""Passes on to running engines what was read of a store or a directory: one reader for many engines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from weightcast.errors import PublishError
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.host.closing import on_failure
@@ -17,24 +18,29 @@ from weightcast.trainer.publisher import Publisher
 from weightcast.trainer.report import PublishReport
 
 
-class _RelayedTensors:
-    """A `Source` of the tensors that the relay was given last."""
+class RelayedTensors:
+    """A `Source` of the tensors that a relay was given last."""
 
     def __init__(self) -> None:
-        self.known_specs: Sequence[TensorSpec] = ()
+        self._specs: Sequence[TensorSpec] = ()
         self.held: Regions = {}
 
     def specs(self) -> Sequence[TensorSpec]:
-        return self.known_specs
+        return self._specs
 
     def regions(self) -> Regions:
         return self.held
+
+    def describe(self, specs: Sequence[TensorSpec]) -> None:
+        """The same object for the same specs: a publisher then keeps its plan."""
+        self._specs = self._specs if tuple(specs) == tuple(self._specs) else specs
 
 
 class Relay:
     """An `Engine` for a `Follower`, which publishes what it is given.
 
-    A version keeps its number; the run is the relay's own. Host memory besides the follower's: the transport's arena.
+    A version keeps its number; the run is the relay's own. Host memory besides the reader's: the transport's arena.
+    `missing`: the names of engines that did not take the last version, where others did.
     """
 
     def __init__(
@@ -47,10 +53,13 @@ class Relay:
     ) -> None:
         """The arguments are those of `Publisher`, which is made here; it connects at the first version."""
         self.report: PublishReport | None = None
-        self._given = _RelayedTensors()
+        self.given = RelayedTensors()
+        self.missing: list[str] = []
+        self._num_engines = len(engines)
+        self._committed: WeightVersion | None = None
         self._make_publisher = functools.partial(
             Publisher,
-            self._given,
+            self.given,
             transport=transport,
             engines=engines,
             token=token,
@@ -59,34 +68,59 @@ class Relay:
         )
         self._publisher: Publisher | None = self._make_publisher()
 
+    def publish(self, number: int) -> PublishReport:
+        """Publish what was given as this version. Raises PublishError if an engine did not take it."""
+        if self._publisher is not None and number <= self._publisher.version:
+            self.close()  # whoever numbers the versions counts from below again
+        if self._publisher is None:
+            self._publisher = self._make_publisher()
+        self.missing = []
+        with on_failure(self._release):
+            try:
+                return self._publisher.publish(number)
+            except PublishError as exc:
+                if len(exc.failures) < self._num_engines:
+                    self.missing = list(exc.failures)
+                raise
+
+    def catch_up(self) -> PublishReport:
+        """Send what was published last to those that are missing. Raises PublishError for the first that fails."""
+        assert self._publisher is not None
+        while True:
+            report = self._publisher.sync(self.missing[0])
+            del self.missing[0]
+            if not self.missing:
+                return report
+
+    def _release(self) -> None:
+        """Hold no engine, unless some of them have the version."""
+        if not self.missing:
+            self.close()
+
+    # --- as an `Engine` ---
+
     def specs(self) -> None:
         """Whatever comes is passed on."""
         return
 
     def validate(self, manifest: Manifest) -> None:
         """Nothing to refuse here: the engines are asked when it is published."""
-        specs = tuple(record.spec for record in manifest.tensors)
-        if specs != self._given.known_specs:
-            self._given.known_specs = specs
+        self.given.describe(tuple(record.spec for record in manifest.tensors))
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         found = dict(tensors)
-        self._given.held = {spec.name: ((whole(spec.shape), found[spec.name]),) for spec in self._given.specs()}
+        self.given.held = {spec.name: ((whole(spec.shape), found[spec.name]),) for spec in self.given.specs()}
 
     def commit(self, version: WeightVersion) -> None:
-        """Publish it. Raises PublishError if an engine did not take it; it is offered again to all then."""
-        if self._publisher is not None and version.number <= self._publisher.version:
-            self.close()  # the store has another writer, who counts from below
-        if self._publisher is None:
-            self._publisher = self._make_publisher()
+        """Publish it, or if it was, send it to those that are missing. Raises PublishError: offer it again then."""
+        is_again, self._committed = version == self._committed, version
         try:
-            with on_failure(self.close):
-                self.report = self._publisher.publish(version.number)
+            self.report = self.catch_up() if is_again and self.missing else self.publish(version.number)
         finally:
-            self._given.held = {}
+            self.given.held = {}
 
     def discard(self) -> None:
-        self._given.held = {}
+        self.given.held = {}
 
     def close(self) -> None:
         """Disconnect the engines; they keep what they have. Idempotent."""

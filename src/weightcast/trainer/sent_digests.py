@@ -95,6 +95,6 @@ class SentDigests:
             shared = common(region, held)
             if shared is not None:
                 part = narrow(tensor, relative(shared, held)).to(TORCH_DTYPES[record.dtype])
-                digest = add(digest, tensor_digest(part, shared, record.shape))
+                digest = add(digest, tensor_digest(part.reshape(shared.sizes), shared, record.shape))
                 num_elements += shared.numel
         return digest if num_elements == region.numel else None

@@ -12,15 +12,10 @@ from typing import Any
 import ray
 from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 
-from weightcast.format.messages import InstallMode
 from weightcast.integrations.rollout.receiving import Named
-from weightcast.integrations.rollout.transfer import DEADLINE_SECONDS, Framework, RolloutTransfer
+from weightcast.integrations.rollout.transfer import Framework, RolloutTransfer
 
 _OPTIONS = 'policy.generation.refit_cfg["weightcast.integrations.nemo_rl:NemoCheckpointEngine"]'
-
-
-def _own_host() -> str:
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 class NemoCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -33,26 +28,9 @@ class NemoCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     cleanup_after_load = True
     shard_expert_weights = False
 
-    def __init__(
-        self,
-        bucket_size: int,
-        *,
-        transport: str | None = None,
-        install: InstallMode = "staged",
-        deadline_seconds: float = DEADLINE_SECONDS,
-        host: str | None = None,
-        keep_connected: bool = True,
-    ) -> None:
-        self._transfer = RolloutTransfer(
-            bucket_size,
-            Framework("NeMo-RL", _OPTIONS, _own_host),
-            transport=transport,
-            install=install,
-            deadline_seconds=deadline_seconds,
-            host=host,
-            keep_connected=keep_connected,
-            batch_bytes=bucket_size,
-        )
+    def __init__(self, bucket_size: int, **options: Any) -> None:
+        framework = Framework("NeMo-RL", _OPTIONS, ray.util.get_node_ip_address)
+        self._transfer = RolloutTransfer(bucket_size, framework, batch_bytes=bucket_size, **options)
         self._is_policy = False
 
     def get_target_weight_layout(self) -> None:
@@ -77,7 +55,7 @@ class NemoCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 f"{train_world_size} with an endpoint; expected {rollout_world_size} rollout workers there"
             )
         self._is_policy = True
-        self._transfer.send_to([(url, token) for url, token in endpoints] if worker_rank == 0 else [])
+        self._transfer.send_to(endpoints if worker_rank == 0 else [])
 
     def init_rollout_process_group(
         self, *, rollout_rank: int, train_world_size: int, rollout_world_size: int, metadata: Sequence[Any]

@@ -18,6 +18,7 @@ from weightcast.format.messages import InstallMode
 from weightcast.format.plan import fitting_bucket_size
 from weightcast.host.closing import on_failure
 from weightcast.host.deadline import number_of_seconds
+from weightcast.host.memory import host_identity
 from weightcast.integrations.rollout.receiving import Named, RolloutEngine, RolloutServer
 from weightcast.integrations.rollout.workers import RolloutWorkers
 from weightcast.sources.stream import IteratorSource
@@ -31,8 +32,8 @@ _LAST_CALL_SECONDS = 5.0
 _UNFIT = ("memory:", "file:")
 """Of one process; and what keeps versions, which a trainer that goes back to an earlier step would write again."""
 
-Endpoint = tuple[str, str]
-"""A rollout worker's URL and token."""
+Endpoint = tuple[str, str, str]
+"""A rollout worker's URL, its token, and what it shares memory with (see `host_identity`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,12 +57,13 @@ class RolloutTransfer:
         receive(version)                 on rollout workers
         finish()                         on every worker
 
-    `transport`: the URL of the first trainer rank's sender; by default nccl:// or gloo:// at a free port of its host,
-    as the weights are on a GPU or not. `install`: "staged" gives the framework the tensors when all workers have all of
-    them, "streaming" bucket by bucket. `deadline_seconds`: of each single wait, the framework's loading of a batch
-    included. `host`: where a worker listens and is reached; by default the framework's address of its node.
-    `keep_connected`: connections and buffers are kept from update to update. `batch_bytes`: how much a rollout worker
-    is given at once, at least, where an update has so much; 0: one tensor. Raises ValueError or TypeError.
+    `transport`: the URL of the first trainer rank's sender; by default nccl:// at a free port of its host for
+    weights on a GPU, for others ipc:// if all rollout workers share memory with it, or else gloo:// at such a port.
+    `install`: "staged" gives the framework the tensors when all workers have all of them, "streaming" bucket by
+    bucket. `deadline_seconds`: of each single wait, the framework's loading of a batch included. `host`: where a
+    worker listens and is reached; by default the framework's address of its node. `keep_connected`: connections and
+    buffers are kept from update to update. `batch_bytes`: how much a rollout worker is given at once, at least,
+    where an update has so much; 0: one tensor. Raises ValueError or TypeError.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class RolloutTransfer:
         self._host = host
         self._keep_connected = keep_connected
         self._batch_bytes = batch_bytes
-        self._endpoints: Sequence[Endpoint] = ()
+        self._endpoints: list[Endpoint] = []
         self._source = IteratorSource()
         self._publisher: Publisher | None = None
         self._workers: RolloutWorkers | None = None
@@ -117,7 +119,7 @@ class RolloutTransfer:
             )
             self._server = RolloutServer(self._engine, self._own_host())
         self._engine.expect()
-        return self._server.url, self._server.token
+        return self._server.url, self._server.token, host_identity()
 
     def receive_as(self, rank: int, world_size: int) -> None:
         """Be this rollout worker. Nothing is connected before weights are sent."""
@@ -129,7 +131,8 @@ class RolloutTransfer:
         if self._server is not None:
             self._server.close()
             self._server = None
-        if list(endpoints) != list(self._endpoints):
+        endpoints = [(url, token, host) for url, token, host in endpoints]
+        if endpoints != self._endpoints:
             self._disconnect()
             self._endpoints = endpoints
 
@@ -185,9 +188,10 @@ class RolloutTransfer:
                 raise InstallError(f"rollout workers may hold parts of two versions: {error}", torn=True) from exc
 
     def _connect(self) -> None:
-        scheme = "gloo" if self._source.device.type == "cpu" else "nccl"
-        host = self._own_host()
-        url = f"{scheme}://[{host}]:0" if ":" in host else f"{scheme}://{host}:0"
+        host, is_on_cpu = self._own_host(), self._source.device.type == "cpu"
+        url = f"{'gloo' if is_on_cpu else 'nccl'}://" + (f"[{host}]:0" if ":" in host else f"{host}:0")
+        if is_on_cpu and {host for *_, host in self._endpoints} == {host_identity()}:
+            url = "ipc://"
         largest_bytes = cast(int, self._options.bucket_size_bytes)
         num_bytes = sum(spec.num_bytes for spec in self._source.specs())
         self._workers = self._clients(self._options.deadline_seconds)

@@ -23,11 +23,11 @@ class RolloutWorkers(EngineClient):
     `has_finished`: they were asked to install a version, so that a failure may leave some of them with it.
     """
 
-    def __init__(self, endpoints: Sequence[tuple[str, str]], *, name: str, timeout_seconds: float) -> None:
-        """`endpoints`: each worker's URL and token, in the order of their engine ranks."""
+    def __init__(self, endpoints: Sequence[tuple[str, str, str]], *, name: str, timeout_seconds: float) -> None:
+        """`endpoints`: each worker's URL, token and host, in the order of their engine ranks."""
         self.name = name
         self.has_finished = False
-        self._clients = [HttpEngine(url, token=token, timeout_seconds=timeout_seconds) for url, token in endpoints]
+        self._clients = [HttpEngine(url, token=token, timeout_seconds=timeout_seconds) for url, token, _ in endpoints]
         self._pool = ThreadPoolExecutor(len(self._clients), thread_name_prefix="weightcast-rollout")
 
     def info(self) -> WeightInfo:

@@ -9,14 +9,9 @@ import msgspec
 import ray
 from verl.checkpoint_engine.base import CheckpointEngine
 
-from weightcast.format.messages import InstallMode
 from weightcast.integrations.rollout.receiving import Named
-from weightcast.integrations.rollout.transfer import DEADLINE_SECONDS, Framework, RolloutTransfer
+from weightcast.integrations.rollout.transfer import Framework, RolloutTransfer
 from weightcast.trainer.report import PublishReport
-
-
-def _own_host() -> str:
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -26,32 +21,15 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     TypeError.
     """
 
-    def __init__(
-        self,
-        bucket_size: int,
-        is_master: bool | None = None,
-        *,
-        transport: str | None = None,
-        install: InstallMode = "staged",
-        deadline_seconds: float = DEADLINE_SECONDS,
-        host: str | None = None,
-        keep_connected: bool = True,
-    ) -> None:
+    def __init__(self, bucket_size: int, is_master: bool | None = None, **options: Any) -> None:
         if bucket_size < 1 << 20:
             raise ValueError(
                 f"the bucket size is {bucket_size} bytes: set "
                 "rollout.checkpoint_engine.update_weights_bucket_megabytes to at least 1"
             )
         self._is_trainer = is_master is not None
-        self._transfer = RolloutTransfer(
-            bucket_size,
-            Framework("verl", "engine_kwargs.weightcast", _own_host),
-            transport=transport,
-            install=install,
-            deadline_seconds=deadline_seconds,
-            host=host,
-            keep_connected=keep_connected,
-        )
+        framework = Framework("verl", "engine_kwargs.weightcast", ray.util.get_node_ip_address)
+        self._transfer = RolloutTransfer(bucket_size, framework, **options)
 
     # --- before each update ---
 
@@ -85,7 +63,7 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return trainers, rollouts
 
     def init_process_group(
-        self, rank: int, rollout_world_size: int | None, endpoints: Sequence[tuple[str, str]]
+        self, rank: int, rollout_world_size: int | None, endpoints: Sequence[tuple[str, str, str]]
     ) -> None:
         """Take this worker's part. Nothing is connected before weights are sent."""
         if rollout_world_size is not None:

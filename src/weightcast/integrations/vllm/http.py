@@ -28,8 +28,8 @@ def detect(routes: HttpRoutes, pause: PauseMode) -> VllmStockServer | None:
         if version is None:
             return None
         raise ControlError(
-            f"{routes.name} is vLLM {version.version} without weight routes: `pip install weightcast` where it runs, "
-            f"and start it with VLLM_PLUGINS=weightcast and {OPTION}",
+            f"{routes.name} is vLLM {version.version} without weight routes: `pip install PATH_TO_WEIGHTCAST` where it "
+            f"runs, and start it with VLLM_PLUGINS=weightcast and {OPTION}",
             peer=routes.name,
         )
     config = server_config(routes)

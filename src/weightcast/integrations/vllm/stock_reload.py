@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 FOLDER = ".checkpoint"
 """In the store. Its name begins with a point, as do those of all that a store leaves alone."""
 _INCOMPLETE = "-incomplete"
-_REMEDY = f"`pip install weightcast` in its environment, and start it with {OPTION}"
+_REMEDY = f"`pip install PATH_TO_WEIGHTCAST` in its environment, and start it with {OPTION}"
 
 
 def detect(routes: HttpRoutes, pause: PauseMode) -> ReloadServer | None:

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from weightcast.sources.megatron.layouts import (
+    Alternating,
     Columns,
     DeltaNetInput,
     Gated,
@@ -147,14 +148,14 @@ _ROUTER_BIAS = (
 )
 
 
-def _experts(prefix: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+def _experts(prefix: str, gate_up: str, down: str, fc1: ShardLayout) -> tuple[Rule, ...]:
     return _inside(
         "mlp.experts",
-        f"{prefix}.{{expert}}",
+        prefix,
         _rule(
             "linear_fc1.weight{expert} local_experts.{expert}.linear_fc1.weight",
-            f"{gate}.weight {up}.weight",
-            Gated(("moe_ffn", "moe_ffn"), "hidden"),
+            gate_up,
+            fc1,
             "moe",
             axis="expert",
             stacked=("linear_fc1.weight",),
@@ -162,7 +163,7 @@ def _experts(prefix: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
         ),
         _rule(
             "linear_fc2.weight{expert} local_experts.{expert}.linear_fc2.weight",
-            f"{down}.weight",
+            down,
             Columns("hidden", "moe_ffn"),
             "moe",
             axis="expert",
@@ -194,7 +195,8 @@ _MTP = (
 )
 
 _ROUTER = _router("mlp")
-_GATED_EXPERTS = _experts("mlp.experts", "gate_proj", "up_proj", "down_proj")
+_GATED_FC1 = Gated(("moe_ffn", "moe_ffn"), "hidden")
+_GATED_EXPERTS = _experts("mlp.experts.{expert}", "gate_proj.weight up_proj.weight", "down_proj.weight", _GATED_FC1)
 
 
 def _after_the_dense(config: Config, layer: int) -> bool:
@@ -249,7 +251,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(_MODEL, _DENSE_LAYER + _QK_NORMS + _ROUTER + _GATED_EXPERTS, is_moe=_every_sparse_step),
     "mixtral": Family(
         _MODEL,
-        _NORMS + _ATTENTION + _router("block_sparse_moe") + _experts("block_sparse_moe.experts", "w1", "w3", "w2"),
+        _NORMS
+        + _ATTENTION
+        + _router("block_sparse_moe")
+        + _experts("block_sparse_moe.experts.{expert}", "w1.weight w3.weight", "w2.weight", _GATED_FC1),
         sizes={"moe_ffn": "intermediate_size"},
         is_moe=lambda config, layer: True,
     ),
@@ -301,6 +306,32 @@ FAMILIES: dict[str, Family] = {
         sizes={"proj_bias": 0, "qk_norm": "use_qk_norm|0", "expert_bias": 1},
         is_moe=_after_the_dense,
     ),
+    "gpt_oss": Family(
+        _MODEL,
+        _NORMS
+        + _ATTENTION
+        + _inside("self_attention", "self_attn", _rule("core_attention.softmax_offset", "sinks", Rows("heads")))
+        + _inside(
+            "mlp.router",
+            "mlp.router",
+            _rule("weight", "weight", Whole("experts", "hidden")),
+            _rule("bias", "bias", Whole("experts")),
+        )
+        + _experts("mlp.experts", "gate_up_proj", "down_proj", Alternating("moe_ffn", "hidden"))
+        + _inside(
+            "mlp.experts",
+            "mlp.experts",
+            _rule(
+                "linear_fc1.bias{expert} local_experts.{expert}.linear_fc1.bias",
+                "gate_up_proj_bias",
+                Alternating("moe_ffn"),
+                axis="expert",
+            ),
+            _rule("linear_fc2.bias{expert} local_experts.{expert}.linear_fc2.bias", "down_proj_bias", Whole("hidden")),
+        ),
+        sizes={"moe_ffn": "intermediate_size", "qkv_bias": "attention_bias|1", "proj_bias": "attention_bias|1"},
+        is_moe=lambda config, layer: True,
+    ),
     "deepseek_v2": dataclasses.replace(_DEEPSEEK, sizes={"expert_bias": 0}),
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
@@ -311,4 +342,17 @@ FAMILIES |= {
     # Of these the language part, which a GPTModel is; the vision tower is another source's.
     "qwen2_5_vl": FAMILIES["qwen2"],
     "qwen3_vl": _below("model.language_model.", FAMILIES["qwen3"]),
+    "qwen3_vl_moe": _below(
+        "model.language_model.",
+        Family(
+            _MODEL,
+            _DENSE_LAYER
+            + _QK_NORMS
+            + _ROUTER
+            + _experts(
+                "mlp.experts", "gate_up_proj", "down_proj", Gated(("moe_ffn", "moe_ffn"), "hidden", joined=True)
+            ),
+            is_moe=_every_sparse_step,
+        ),
+    ),
 }

@@ -33,7 +33,10 @@ ALONE = Axis()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayoutPart:
-    """A view of a local tensor, and its region of tensor number `number` of a rule; the view has the region's sizes."""
+    """A view of a local tensor, and its region of tensor number `number` of a rule.
+
+    The view has the region's sizes; in place of its rows it may have two dims of as many elements.
+    """
 
     number: int
     region: Region
@@ -135,6 +138,17 @@ class Gated(Rows):
         return axis.size
 
 
+class Alternating(Gated):
+    """gate over up on each rank, which alternate row by row in the checkpoint: a view of two dims for its rows."""
+
+    def __init__(self, rows: str, *dims: str) -> None:
+        super().__init__((rows, rows), *dims, joined=True)
+
+    def _cut(self, sizes: Sizes, axis: Axis, local: torch.Tensor) -> Iterator[LayoutPart]:
+        region = Region((axis.rank * local.shape[0], *(0 for _ in local.shape[1:])), tuple(local.shape))
+        yield LayoutPart(0, region, torch.unflatten(local, 0, (2, -1)).transpose(0, 1))
+
+
 class Vocabulary(Rows):
     """Rows, of which the last ones over all ranks may be padding, which is left out."""
 
@@ -201,6 +215,13 @@ def share(size: int, axis: Axis) -> int:
 def _require_shape(local: torch.Tensor, shape: Sequence[int]) -> None:
     if tuple(local.shape) != tuple(shape):
         raise ValueError(f"its local shape is {list(local.shape)}, by the configuration it must be {list(shape)}")
+
+
+def in_stack(part: LayoutPart, expert: int) -> LayoutPart:
+    """The same where a checkpoint has all experts in one tensor, their matrices transposed: expert, in, out."""
+    region = Region((expert, *reversed(part.region.offsets)), (1, *reversed(part.region.sizes)))
+    view = part.view.movedim(-1, 0) if len(part.region.sizes) > 1 else part.view
+    return LayoutPart(part.number, region, view[None])
 
 
 def unstacked(local: torch.Tensor, num_experts: int, shape: Sequence[int], *, transposed: bool) -> list[torch.Tensor]:

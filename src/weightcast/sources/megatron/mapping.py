@@ -21,7 +21,7 @@ import torch
 from weightcast.errors import listed
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held
-from weightcast.sources.megatron.layouts import ALONE, Axis, LayoutPart, Sizes, share, unstacked
+from weightcast.sources.megatron.layouts import ALONE, Axis, LayoutPart, Sizes, in_stack, share, unstacked
 from weightcast.sources.megatron.rules import EXPERT, Config, Family, Match, Rule, Table
 
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -111,12 +111,12 @@ class TensorMapping:
         for layer in range(sizes["layers"] + self._num_mtp_layers):
             rules = self._table(layer).rules
             for rule in rules if layer < sizes["layers"] else (*self._mtp.rules, *rules):
-                if not rule.is_of_experts:
+                if not rule.is_of_experts or rule.is_in_stack:
                     yield from self._specs_of(rule, self._prefix(layer))
             # Expert by expert, as checkpoints have them: what is loaded together lies together.
             for expert in range(sizes["experts"]):
                 for rule in rules:
-                    if rule.is_of_experts:
+                    if rule.is_of_experts and not rule.is_in_stack:
                         yield from self._specs_of(rule, self._prefix(layer), expert)
 
     def _specs_of(
@@ -125,6 +125,8 @@ class TensorMapping:
         names = _hf_names(rule, prefix, expert)
         group = prefix + rule.group if rule.group else names[0] if len(names) > 1 else ""
         for name, shape in zip(names, rule.layout.shapes(self.sizes), strict=True):
+            if rule.is_in_stack:
+                shape = (self.sizes["experts"], *reversed(shape))
             yield TensorSpec(name, rule.dtype or self._dtype, shape, aliases=aliases, group=group)
 
     def _prefix(self, layer: int) -> str:
@@ -216,7 +218,7 @@ class TensorMapping:
         for number, matrix in matrices:
             expert = num_local * self._parallel.expert.rank + number
             for part in layout.parts(sizes, axis, matrix):
-                yield expert, part
+                yield expert, in_stack(part, expert) if match.rule.is_in_stack else part
 
 
 def canonical(name: str) -> str:

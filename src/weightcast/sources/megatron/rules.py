@@ -23,7 +23,8 @@ EXPERT = "{expert}"
 class Rule:
     """One Megatron parameter, under any of its `names`, is the tensors `hf` of the checkpoint.
 
-    `names` are those of the different layer specs (local, Transformer Engine); at most one occurs in a layer.
+    `names` are those of the different layer specs (local, Transformer Engine); at most one occurs in a layer. Where
+    they have `{expert}` and `hf` has not, the checkpoint has all experts in one tensor, matrices as in, out.
     `stacked`: further names, under which all experts of a rank are one parameter. `transposed`: the same, each matrix
     transposed. `when`: names of sizes that must not be zero; those of the layer are `dense` or `moe`, and by its
     attention `softmax` or `linear`. `group`: what must be loaded in one call with it; several `hf` of a rule always
@@ -44,7 +45,12 @@ class Rule:
 
     @property
     def is_of_experts(self) -> bool:
-        return any(EXPERT in name for name in self.hf)
+        return any(EXPERT in name for name in self.names)
+
+    @property
+    def is_in_stack(self) -> bool:
+        """Whether the checkpoint has all experts in one tensor, their matrices transposed."""
+        return self.is_of_experts and EXPERT not in self.hf[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from torch import nn
 
 from weightcast.checkpoint.live import TensorChangeDetector, cast_target, require_here
 from weightcast.errors import listed
-from weightcast.format.bucket import narrow
+from weightcast.format.bucket import narrow, split_like
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held, Regions
@@ -154,7 +154,7 @@ class MegatronSource:
             missing.discard(name)
             for each in places.get(name, ()):
                 region, view = each.held
-                value = narrow(tensor.detach(), region)
+                value = split_like(narrow(tensor.detach(), region), view)
                 view.copy_(value - each.plus if each.plus else value)
         if missing:
             raise ValueError(f"{len(missing)} tensors of this rank were not given: {listed(sorted(missing))}")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from weightcast.format.bucket import Digest, Layout, queued_digest
+from weightcast.format.bucket import Digest, Layout, queued_digest, split_like
 from weightcast.format.manifest import ITEMSIZE_BYTES, decode, encode
 from weightcast.host import device as host_device
 from weightcast.host import memory as host_memory
@@ -160,9 +160,11 @@ class Contribution:
             is_one = self._device.type == self._via.type
             self._message = _pinned(largest, self._via)
             self._packed = self._message if is_one else _pinned(largest, self._device)
+        sources = self._part.sources(index)
         if index not in self._message_views:
-            self._message_views[index] = message_views(self._part.slices.of(index), self._packed)
-        copy_all(self._message_views[index], self._part.sources(index))
+            views = message_views(self._part.slices.of(index), self._packed)
+            self._message_views[index] = list(map(split_like, views, sources))
+        copy_all(self._message_views[index], sources)
         if self._message is not self._packed:
             self._message[:num_bytes].copy_(self._packed[:num_bytes])
 
