@@ -1,0 +1,132 @@
+"""The two processes of a way: a trainer whose tensors change, and an engine that must compute with them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import hashlib
+import importlib
+import logging
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightcast.bench.model import build_model, fill, local_tensors
+from weightcast.format.manifest import TensorSpec
+from weightcast.format.tensor_digest import tensor_digest
+from weightcast.host.copy import copy_all
+
+DEADLINE_SECONDS = 300.0
+
+Pairs = Iterable[tuple[str, torch.Tensor]]
+Update = Callable[[int], float | None]
+"""One step. The trainer's may return for how many seconds the engine was paused; else it is measured at the engine."""
+Adapter = Callable[..., contextlib.AbstractContextManager[Update]]
+
+
+@dataclasses.dataclass
+class End:
+    """What an adapter is given. `folder` is one and the same at both ends, on a filesystem in memory.
+
+    `server`: where a real engine serves, which then is the other end; there is no engine process of ours.
+    """
+
+    is_trainer: bool
+    model: nn.Module
+    folder: Path
+    other: Connection
+    server: str = ""
+
+    def __post_init__(self) -> None:
+        self.tensors: Mapping[str, torch.Tensor] = local_tensors(self.model)
+        self._loading: list[float] = []
+
+    def send(self, value: Any = None) -> None:
+        """Give the other end a value: an address, or the word that it may go on."""
+        self.other.send(value)
+
+    def receive(self) -> Any:
+        """What the other end sends. Raises TimeoutError after DEADLINE_SECONDS, EOFError if it has ended."""
+        if not self.other.poll(DEADLINE_SECONDS):
+            raise TimeoutError(f"the other end sent nothing within {DEADLINE_SECONDS:g} s")
+        return self.other.recv()
+
+    def load(self, pairs: Pairs) -> None:
+        """The engine's loader: copies into the live parameters, by weightcast's own batched copy where it gets many."""
+        pairs = list(pairs)
+        self._loading.append(time.perf_counter())
+        with torch.inference_mode():
+            if len(pairs) == 1:
+                self.tensors[pairs[0][0]].copy_(pairs[0][1])
+            else:
+                copy_all([self.tensors[name] for name, _ in pairs], [tensor for _, tensor in pairs])
+        self._loading.append(time.perf_counter())
+
+    def paused_seconds(self) -> float:
+        """From the first parameter that was overwritten to the last: in between the engine has parts of two versions."""
+        times, self._loading = self._loading, []
+        return times[-1] - times[0] if times else 0.0
+
+
+def adapter(path: str) -> Adapter:
+    """`module:function` of the adapters."""
+    module, _, name = path.partition(":")
+    found: Adapter = getattr(importlib.import_module(f"peers.adapters.{module}"), name)
+    return found
+
+
+def run_end(
+    driver: Connection, end: tuple[bool, Path, Connection, str], specs: Sequence[TensorSpec], path: str, options: Any
+) -> None:
+    """The process: do what the driver says until it closes its pipe."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        try:
+            _serve(driver, end, specs, path, options)
+        except Exception:
+            driver.send(traceback.format_exc())
+
+
+def _serve(
+    driver: Connection, end: tuple[bool, Path, Connection, str], specs: Sequence[TensorSpec], path: str, options: Any
+) -> None:
+    is_trainer, folder, other, server = end
+    model = build_model(specs)
+    if is_trainer:
+        fill(model, seed=0)
+    here = End(is_trainer, model, folder, other, server)
+    make = adapter(path)
+    driver.send(None)
+    assert driver.recv() == "open"
+    with make(here, **options) as update:
+        driver.send(None)
+        while True:
+            match driver.recv():
+                case "change":
+                    torch._foreach_neg_(list(here.tensors.values()))
+                    gc.collect()
+                    driver.send(None)
+                case "digest":
+                    digests = sorted((name, tensor_digest(tensor)) for name, tensor in here.tensors.items())
+                    driver.send(("digest", hashlib.sha256(repr(digests).encode()).hexdigest()))
+                case "close":
+                    break
+                case step:
+                    paused = update(step)
+                    driver.send(("done", paused if is_trainer else here.paused_seconds()))
+    driver.send(None)
+
+
+@contextlib.contextmanager
+def nothing(end: End) -> Iterator[Update]:
+    """The engine's end of a way whose engine works by itself."""
+    yield lambda step: None
