@@ -11,12 +11,13 @@ import logging
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from weightcast.bench.model import build_model, fill, local_tensors
@@ -42,7 +43,7 @@ class End:
     is_trainer: bool
     model: nn.Module
     folder: Path
-    other: Connection
+    other: Connection | None
     server: str = ""
 
     def __post_init__(self) -> None:
@@ -51,10 +52,12 @@ class End:
 
     def send(self, value: Any = None) -> None:
         """Give the other end a value: an address, or the word that it may go on."""
+        assert self.other is not None
         self.other.send(value)
 
     def receive(self) -> Any:
         """What the other end sends. Raises TimeoutError after DEADLINE_SECONDS, EOFError if it has ended."""
+        assert self.other is not None
         if not self.other.poll(DEADLINE_SECONDS):
             raise TimeoutError(f"the other end sent nothing within {DEADLINE_SECONDS:g} s")
         return self.other.recv()
@@ -71,7 +74,7 @@ class End:
         self._loading.append(time.perf_counter())
 
     def paused_seconds(self) -> float:
-        """From the first parameter that was overwritten to the last: in between the engine has parts of two versions."""
+        """From the first parameter that was overwritten to the last: meanwhile the engine has two versions' parts."""
         times, self._loading = self._loading, []
         return times[-1] - times[0] if times else 0.0
 
@@ -83,31 +86,43 @@ def adapter(path: str) -> Adapter:
     return found
 
 
-def run_end(
-    driver: Connection, end: tuple[bool, Path, Connection, str], specs: Sequence[TensorSpec], path: str, options: Any
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a process is: an end, and how it connects. `checkpoint`: whose values the trainer starts with, if not random."""
+
+    is_trainer: bool
+    specs: Sequence[TensorSpec]
+    adapter: str
+    options: Mapping[str, Any]
+    folder: Path
+    other: Connection | None
+    server: str = ""
+    checkpoint: Path | None = None
+
+
+def run_end(driver: Connection, job: Job) -> None:
     """The process: do what the driver says until it closes its pipe."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     with contextlib.suppress(EOFError, BrokenPipeError):
         try:
-            _serve(driver, end, specs, path, options)
+            _serve(driver, job)
         except Exception:
             driver.send(traceback.format_exc())
 
 
-def _serve(
-    driver: Connection, end: tuple[bool, Path, Connection, str], specs: Sequence[TensorSpec], path: str, options: Any
-) -> None:
-    is_trainer, folder, other, server = end
-    model = build_model(specs)
-    if is_trainer:
+def _serve(driver: Connection, job: Job) -> None:
+    model = build_model(job.specs)
+    here = End(job.is_trainer, model, job.folder, job.other, job.server)
+    if job.checkpoint is not None:
+        for name, tensor in load_file(job.checkpoint / "model.safetensors").items():
+            here.tensors[name].copy_(tensor)
+    elif job.is_trainer:
         fill(model, seed=0)
-    here = End(is_trainer, model, folder, other, server)
-    make = adapter(path)
+    make = adapter(job.adapter)
     driver.send(None)
     assert driver.recv() == "open"
-    with make(here, **options) as update:
+    with make(here, **job.options) as update:
         driver.send(None)
         while True:
             match driver.recv():
@@ -122,11 +137,5 @@ def _serve(
                     break
                 case step:
                     paused = update(step)
-                    driver.send(("done", paused if is_trainer else here.paused_seconds()))
+                    driver.send(("done", paused if job.is_trainer else here.paused_seconds()))
     driver.send(None)
-
-
-@contextlib.contextmanager
-def nothing(end: End) -> Iterator[Update]:
-    """The engine's end of a way whose engine works by itself."""
-    yield lambda step: None

