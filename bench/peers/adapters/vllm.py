@@ -32,10 +32,11 @@ def _paused_by(end: End, change: Callable[[httpx.Client], None]) -> Iterator[Upd
 
 @contextlib.contextmanager
 def nccl(end: End, packed: bool) -> Iterator[Update]:
-    import peers.adapters.vllm_on_cpus  # noqa: F401
     from vllm.distributed.weight_transfer.base import ModuleSource
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+    import peers.adapters.vllm_on_cpus  # noqa: F401
 
     info = NCCLTrainerInitInfo(rank=0, master_address="127.0.0.1", master_port=free_port(), world_size=2, packed=packed)
     client, source = HTTPVLLMWeightSyncClient(end.server), ModuleSource(end.model)

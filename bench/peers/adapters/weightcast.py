@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from peers.ends import End, Update
-
 import weightcast
+from peers.ends import End, Update
 from weightcast.trainer.options import PublishOptions
 
 
