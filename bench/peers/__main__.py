@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -66,7 +67,7 @@ def measure(
         num_tensors=len(specs),
         num_bytes=sum(spec.num_bytes for spec in specs),
         rows=compare(peer, specs, asked.rounds, checkpoint),
-        command=" ".join(["scripts/bench-peers", *sys.argv[1:]]),
+        command=f"scripts/bench-peers {shlex.join(sys.argv[1:]).removeprefix('--environment ')}",
         versions={name: importlib.metadata.version(name) for name in ("weightcast", *peer.packages)},
         machine=machine(),
     )

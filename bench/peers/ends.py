@@ -63,14 +63,10 @@ class End:
         return self.other.recv()
 
     def load(self, pairs: Pairs) -> None:
-        """The engine's loader: copies into the live parameters, by weightcast's own batched copy where it gets many."""
+        """The engine's loader: copies into the live parameters, as weightcast's own engine does."""
         pairs = list(pairs)
         self._loading.append(time.perf_counter())
-        with torch.inference_mode():
-            if len(pairs) == 1:
-                self.tensors[pairs[0][0]].copy_(pairs[0][1])
-            else:
-                copy_all([self.tensors[name] for name, _ in pairs], [tensor for _, tensor in pairs])
+        copy_all([self.tensors[name] for name, _ in pairs], [tensor for _, tensor in pairs])
         self._loading.append(time.perf_counter())
 
     def paused_seconds(self) -> float:
