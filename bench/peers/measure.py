@@ -24,16 +24,17 @@ from weightcast.bench.meters import ProcessMeter, children
 from weightcast.format.manifest import TensorSpec
 
 END_SECONDS = 10.0
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["peers.ends", "weightcast.trainer.publisher", "weightcast.control.client"])
 
 
 class Process:
     """An end in a process of its own; see `ends.run_end`. Raises RuntimeError with what failed in it."""
 
     def __init__(self, way: Way, job: Job) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        self._pipe, theirs = CONTEXT.Pipe()
         self._name = f"{way.name}: the {'trainer' if job.is_trainer else 'engine'}"
-        self._process = context.Process(target=run_end, args=(theirs, job))
+        self._process = CONTEXT.Process(target=run_end, args=(theirs, job))
         self._process.start()
         theirs.close()
         assert self._process.pid is not None
@@ -115,7 +116,7 @@ def opened(way: Way, specs: Sequence[TensorSpec], checkpoint: Path | None) -> It
             trainer_job = dataclasses.replace(job, server=engine.server.url, checkpoint=checkpoint)
             trainer = stack.enter_context(contextlib.closing(Process(way, trainer_job)))
         else:
-            ours, theirs = multiprocessing.get_context("spawn").Pipe()
+            ours, theirs = CONTEXT.Pipe()
             with ours, theirs:
                 jobs = [dataclasses.replace(job, other=ours), dataclasses.replace(job, is_trainer=False, other=theirs)]
                 trainer, engine = (stack.enter_context(contextlib.closing(Process(way, it))) for it in jobs)

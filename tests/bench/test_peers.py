@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def _tracker() -> None:
-    """multiprocessing keeps one process of its own, from the first one that it spawns on."""
+def _servers_of_multiprocessing() -> None:
+    """It keeps two processes of its own, from the first one that it starts on."""
     resource_tracker.ensure_running()
+    forkserver.ensure_running()
 
 
-pytestmark = [pytest.mark.usefixtures("_tracker", "leaves_nothing"), pytest.mark.cluster]
+pytestmark = [pytest.mark.usefixtures("_servers_of_multiprocessing", "leaves_nothing"), pytest.mark.cluster]
 
 
 def test_a_peer_and_weightcast_take_turns() -> None:
