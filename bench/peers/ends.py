@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import hashlib
 import importlib
 import logging
 import time
@@ -21,8 +20,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from weightcast.bench.model import build_model, fill, local_tensors
+from weightcast.format.bucket import payload_digest
 from weightcast.format.manifest import TensorSpec
-from weightcast.format.tensor_digest import tensor_digest
 from weightcast.host.copy import copy_all
 
 DEADLINE_SECONDS = 300.0
@@ -127,8 +126,8 @@ def _serve(driver: Connection, job: Job) -> None:
                     gc.collect()
                     driver.send(None)
                 case "digest":
-                    digests = sorted((name, tensor_digest(tensor)) for name, tensor in here.tensors.items())
-                    driver.send(("digest", hashlib.sha256(repr(digests).encode()).hexdigest()))
+                    held = ((name, tensor.view(-1).view(torch.uint8)) for name, tensor in here.tensors.items())
+                    driver.send([(name, payload_digest(memory, "xxh3-128")) for name, memory in held])
                 case "close":
                     break
                 case step:

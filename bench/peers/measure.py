@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import multiprocessing
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from weightcast.format.manifest import TensorSpec
 
 END_SECONDS = 10.0
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["peers.ends", "weightcast.trainer.publisher", "weightcast.control.client"])
+PRELOADED = ["peers.ends", "weightcast.trainer.publisher", "weightcast.control.client"]
 
 
 class Process:
@@ -131,6 +132,7 @@ def opened(way: Way, specs: Sequence[TensorSpec], checkpoint: Path | None) -> It
 
 def compare(peer: Way, specs: Sequence[TensorSpec], num_rounds: int, checkpoint: Path | None = None) -> list[Row]:
     """Rows of the ways that the peer takes turns with, and of the peer. The first update of each is kept apart."""
+    CONTEXT.set_forkserver_preload([*PRELOADED, *peer.imports])
     with contextlib.ExitStack() as stack:
         ways = [*(WAYS[name] for name in peer.against), peer]
         pairs = [stack.enter_context(opened(way, specs, checkpoint)) for way in ways]
@@ -139,7 +141,8 @@ def compare(peer: Way, specs: Sequence[TensorSpec], num_rounds: int, checkpoint:
         for number in range(num_rounds + 1):
             for position in range(len(pairs)):
                 pair = pairs[(position + number) % len(pairs)]
-                pair.turns.append(pair.turn(number, memcpy))
+                pair.turns.append(turn := pair.turn(number, memcpy))
+                print(f"  round {number}: {pair.way.name} {turn.seconds:.3f} s", file=sys.stderr, flush=True)
         for pair in pairs:
             for number, (sent, held) in enumerate(pair.seen):
                 if checkpoint is None:

@@ -64,7 +64,7 @@ class Served:
 
     def answer(self) -> Any:
         """To "digest": what the server answers to a prompt, tokens and log-probabilities. Else that it is done."""
-        return ("digest", self.server.ask(PROMPT, NUM_TOKENS)) if self._word == "digest" else ("done", 0.0)
+        return self.server.ask(PROMPT, NUM_TOKENS) if self._word == "digest" else ("done", 0.0)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ Options = Mapping[str, Any]
 class Way:
     """`adapter`: `module:function`, called with its options. `against`: weightcast's ways, by name.
 
+    `imports`: modules that are imported once, before the processes are forked.
     `boundary`: "process", where a plain process copies into its parameters, or the real engine that serves.
     `environment`: of `scripts/bench-peers`, in which it runs. `packages`: whose versions the result says.
     `checked`: digest, completeness, version, rollback; what is not there is not checked.
@@ -29,6 +30,7 @@ class Way:
     options: Options = dataclasses.field(default_factory=dict)
     against: Sequence[str] = ()
     packages: Sequence[str] = ("torch",)
+    imports: Sequence[str] = ()
     checked: Mapping[str, str] = dataclasses.field(default_factory=dict)
     note: str = ""
 
@@ -87,6 +89,7 @@ PEERS = [
         options={"bucket_mib": 512},
         against=(_IPC, _IPC_STREAMING, f"{_IN_VERL}, ipc, streaming"),
         packages=("verl", "torch"),
+        imports=("verl.checkpoint_engine", "verl.workers.rollout.utils"),
         note="its default bucket; shared memory made for each update",
     ),
     Way(
@@ -96,6 +99,7 @@ PEERS = [
         options={"bucket_mib": 128},
         against=(_GLOO, _GLOO_STREAMING, _IN_VERL),
         packages=("verl", "torch"),
+        imports=("verl.checkpoint_engine", "verl.workers.rollout.utils"),
         note="verl's class, gloo in the place of NCCL; buckets of 128 MiB",
     ),
     Way(
@@ -103,6 +107,7 @@ PEERS = [
         "peers.adapters.torchrl:double_buffer",
         against=(_FILES, _IPC),
         packages=("torchrl", "tensordict", "torch"),
+        imports=("torchrl.weight_update.llm",),
         note="a file for each tensor, on tmpfs",
     ),
     Way(
