@@ -119,7 +119,7 @@ def draw(comparisons: Sequence[Comparison], boundary: str, path: Path) -> None:
     models = list(dict.fromkeys(it.model for it in found))
     rows = {model: [row for it in found if it.model == model for row in it.rows] for model in models}
     names = list(dict.fromkeys(row.name for row in (row for model in models for row in rows[model])))
-    names.sort(key=lambda name: not WAYS[name].is_ours)
+    names.sort(key=list(WAYS).index)
     figure = Figure(figsize=(3 + 2.6 * len(models), 0.8 + 0.28 * len(names)), layout="constrained")
     for axes, model in zip(figure.subplots(1, len(models), sharey=True, squeeze=False)[0], models, strict=True):
         turns = {
