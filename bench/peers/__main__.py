@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, default=RESULTS)
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers, processes and folders are cleaned up
     peers = [WAYS[name] for name in asked.peer or ()] or [way for way in PEERS if way.environment == asked.environment]
     with tempfile.TemporaryDirectory(prefix="bench-peers-", dir="/dev/shm") as folder:
         checkpoint, name = None, asked.shapes
