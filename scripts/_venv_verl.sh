@@ -19,7 +19,7 @@ _install() {
     # verl alone: its own list has experiment trackers and trainers, which nothing here imports.
     _pip install -c constraints-verl.txt --no-deps "$(grep '^verl==' constraints-verl.txt)"
     _pip install -c constraints-verl.txt ray tensordict transformers codetiming hydra-core datasets pillow fastapi accelerate \
-        pytest-timeout -e '.[serve,testing]'
+        pytest-timeout pyzmq -e '.[serve,testing]'
 }
 
 if [[ -n "${WEIGHTCAST_VERL_PYTHON:-}" ]]; then

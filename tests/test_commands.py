@@ -36,6 +36,7 @@ LONG = {
     "./scripts/demo",
     "./scripts/demo --trainer-ranks 2 --transport gloo",
     "python bench/store.py",
+    *commands(ROOT / "docs" / "benchmarks.md"),
     *commands(ROOT / "bench" / "README.md"),
 }
 """They take minutes together, or gigabytes: run with --full only."""

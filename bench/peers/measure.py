@@ -1,0 +1,163 @@
+"""One comparison: a peer and weightcast's ways in processes of their own, in turns, on the same tensors.
+
+In each round every way has its turn, in an order that rotates. Before a turn the trainer's values change, as after an
+optimizer step, and one memcpy of as many bytes is timed; after it the digests of both ends are compared. Timed is from
+the word to the trainer until both ends are done: what the trainer has is what the engine computes with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from peers.ends import DEADLINE_SECONDS, Job, run_end
+from peers.results import Row, Turn
+from peers.ways import WAYS, Way
+from weightcast.bench.baselines import Memcpy
+from weightcast.bench.meters import ProcessMeter, children
+from weightcast.format.manifest import TensorSpec
+
+END_SECONDS = 10.0
+CONTEXT = multiprocessing.get_context("forkserver")
+PRELOADED = ["peers.ends", "weightcast.trainer.publisher", "weightcast.control.client"]
+
+
+class Process:
+    """An end in a process of its own; see `ends.run_end`. Raises RuntimeError with what failed in it."""
+
+    def __init__(self, way: Way, job: Job) -> None:
+        self._pipe, theirs = CONTEXT.Pipe()
+        self._name = f"{way.name}: the {'trainer' if job.is_trainer else 'engine'}"
+        self._process = CONTEXT.Process(target=run_end, args=(theirs, job))
+        self._process.start()
+        theirs.close()
+        assert self._process.pid is not None
+        self._meter = ProcessMeter(self._process.pid)
+        self.begin, self.extra_bytes = self._meter.begin, self._meter.extra_bytes
+
+    def tell(self, word: str | int) -> None:
+        self._pipe.send(word)
+
+    def answer(self) -> Any:
+        """What it says once it is done."""
+        if not self._pipe.poll(DEADLINE_SECONDS):
+            raise RuntimeError(f"{self._name} did not answer within {DEADLINE_SECONDS:g} s")
+        try:
+            answer = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"{self._name} has ended") from None
+        if isinstance(answer, str):
+            raise RuntimeError(f"{self._name} failed:\n{answer}")
+        return answer
+
+    def cpu_seconds(self) -> float:
+        meters = [self._meter, *(ProcessMeter(pid) for pid in children(self._meter.pid))]
+        return sum(meter.cpu_seconds() for meter in meters)
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(END_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+@dataclasses.dataclass
+class Pair:
+    """A way's two processes, open."""
+
+    way: Way
+    trainer: Process
+    engine: Any
+    turns: list[Turn] = dataclasses.field(default_factory=list)
+    seen: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    verified: bool = True
+
+    @property
+    def ends(self) -> tuple[Any, Any]:
+        return self.trainer, self.engine
+
+    def both(self, word: str | int) -> list[Any]:
+        for end in self.ends:
+            end.tell(word)
+        return [end.answer() for end in self.ends]
+
+    def turn(self, step: int, memcpy: Memcpy) -> Turn:
+        self.trainer.tell("change")
+        self.trainer.answer()
+        memcpy_seconds = memcpy.seconds()
+        before = [end.cpu_seconds() for end in self.ends]
+        self.engine.tell(step)
+        start = time.perf_counter()
+        self.trainer.tell(step)
+        (_, told), (_, seen) = self.trainer.answer(), self.engine.answer()
+        seconds = time.perf_counter() - start
+        cpu = [end.cpu_seconds() - was for end, was in zip(self.ends, before, strict=True)]
+        self.seen.append(self.both("digest"))
+        return Turn(seconds, seen if told is None else told, memcpy_seconds, *cpu)
+
+
+@contextlib.contextmanager
+def opened(way: Way, specs: Sequence[TensorSpec], checkpoint: Path | None) -> Iterator[Pair]:
+    """The way's two ends, connected. With a `checkpoint` the engine is a server that starts from it."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-peers-", dir="/dev/shm")))
+        job = Job(True, specs, way.adapter, way.options, folder, None)
+        if checkpoint is not None:
+            from peers.servers import served  # which needs what the tests of real engines need
+
+            engine = stack.enter_context(served(way, checkpoint))
+            trainer_job = dataclasses.replace(job, server=engine.server.url, checkpoint=checkpoint)
+            trainer = stack.enter_context(contextlib.closing(Process(way, trainer_job)))
+        else:
+            ours, theirs = CONTEXT.Pipe()
+            with ours, theirs:
+                jobs = [dataclasses.replace(job, other=ours), dataclasses.replace(job, is_trainer=False, other=theirs)]
+                trainer, engine = (stack.enter_context(contextlib.closing(Process(way, it))) for it in jobs)
+        pair = Pair(way, trainer, engine)
+        for end in pair.ends:
+            end.answer()
+            end.begin()
+        pair.both("open")
+        yield pair
+        pair.both("close")
+
+
+def compare(peer: Way, specs: Sequence[TensorSpec], num_rounds: int, checkpoint: Path | None = None) -> list[Row]:
+    """Rows of the ways that the peer takes turns with, and of the peer. The first update of each is kept apart."""
+    CONTEXT.set_forkserver_preload([*PRELOADED, *peer.imports])
+    with contextlib.ExitStack() as stack:
+        ways = [*(WAYS[name] for name in peer.against), peer]
+        pairs = [stack.enter_context(opened(way, specs, checkpoint)) for way in ways]
+        cold = pairs[0].both("digest")[1] if checkpoint else None
+        memcpy = Memcpy(sum(spec.num_bytes for spec in specs))
+        for number in range(num_rounds + 1):
+            for position in range(len(pairs)):
+                pair = pairs[(position + number) % len(pairs)]
+                pair.turns.append(turn := pair.turn(number, memcpy))
+                print(f"  round {number}: {pair.way.name} {turn.seconds:.3f} s", file=sys.stderr, flush=True)
+        for pair in pairs:
+            for number, (sent, held) in enumerate(pair.seen):
+                if checkpoint is None:
+                    pair.verified &= sent == held
+                else:
+                    # Every second change gives the values that the servers started with.
+                    is_cold = number % 2 == 1
+                    pair.verified &= held == pairs[0].seen[number][1] and (held == cold) is is_cold
+        return [
+            Row(
+                name=pair.way.name,
+                turns=pair.turns[1:],
+                first_seconds=pair.turns[0].seconds,
+                extra_bytes=(pair.trainer.extra_bytes(), pair.engine.extra_bytes()),
+                verified=pair.verified,
+            )
+            for pair in pairs
+        ]
