@@ -183,11 +183,17 @@ class Commands:
         return section.meters(self.device)
 
     def eat(self, leave_mib: int) -> dict[str, Any]:
-        """Take all of the device's memory but for so much."""
+        """Take all of the device's memory but for about so much."""
         if self.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.device)
-            num_bytes = max(free - leave_mib * section.MIB, 0)
-            self._eaten.append(torch.empty(num_bytes, dtype=torch.uint8, device=self.device))
+            torch.cuda.empty_cache()
+            num_bytes = 1 << 40
+            while num_bytes > section.MIB:
+                free, _ = torch.cuda.mem_get_info(self.device)
+                num_bytes = min(num_bytes, free - leave_mib * section.MIB)
+                try:
+                    self._eaten.append(torch.empty(max(num_bytes, 0), dtype=torch.uint8, device=self.device))
+                except torch.OutOfMemoryError:
+                    num_bytes //= 2
         return {}
 
     def give_back(self) -> dict[str, Any]:
@@ -224,11 +230,16 @@ class EngineCommands(Commands):
         super().__init__(job)
         from weightcast import EngineServer, ModuleEngine, TensorSink
 
-        engine = TensorSink() if job["role"] == "sink" else ModuleEngine(self.weights)
-        self.server = EngineServer(engine).start()
+        self.engine: Any = TensorSink() if job["role"] == "sink" else ModuleEngine(self.weights)
+        self.server = EngineServer(self.engine).start()
 
     def greeting(self) -> dict[str, Any]:
         return {"url": self.server.url}
+
+    def held(self) -> dict[str, Any]:
+        """Of each tensor of a sink: the number of elements, the smallest and the largest."""
+        tensors = self.engine.tensors.items()
+        return {"held": {name: [t.numel(), t.min().item(), t.max().item()] for name, t in tensors}}
 
     def close(self) -> None:
         self.server.close()
@@ -277,7 +288,7 @@ class TrainerCommands(Commands):
         section.fill(self.weights, version, constant)
         report = self.publisher.publish(on_progress=on_progress)
         if spoil:
-            section.fill(self.weights, version + 5000, constant)
+            section.fill(self.weights, version + 5037, constant)
         return {"report": json.loads(report.to_json()), "ok": report.ok}
 
     def close_publisher(self) -> dict[str, Any]:
