@@ -179,6 +179,39 @@ class Commands:
         threading.Thread(target=run, daemon=True).start()
         return {"ok": over.wait(10.0), "seconds": time.perf_counter() - began}
 
+    def ping(self) -> dict[str, Any]:
+        return {}
+
+    def busy(self, seconds: float) -> dict[str, Any]:
+        """Keep the device busy that long, with kernels of a millisecond one after the other. Answers at once."""
+        end = time.monotonic() + seconds
+
+        def work() -> None:
+            while time.monotonic() < end:
+                for _ in range(8):
+                    section.hold(self.device, 1.0)
+                section.synchronize(self.device)
+                if self.device.type == "cpu":
+                    time.sleep(0.01)
+
+        threading.Thread(target=work, daemon=True).start()
+        return {}
+
+    def join_nccl(self, port: int, rank: int, size: int, seconds: float) -> dict[str, Any]:
+        """Make a group with the others of that store: how it ended, and when."""
+        from weightcast.process_group import ProcessGroup, join_store
+
+        began = time.monotonic()
+        try:
+            store = join_store("127.0.0.1", port, seconds)
+            device = torch.device(self.device)
+            group = ProcessGroup("nccl", store, rank=rank, size=size, timeout_seconds=seconds, device=device)
+            group.close()
+            said = "made"
+        except Exception as exc:
+            said = f"{type(exc).__name__}: {exc}"
+        return {"said": said, "seconds": round(time.monotonic() - began, 2)}
+
     def meters(self) -> dict[str, Any]:
         return section.meters(self.device)
 
