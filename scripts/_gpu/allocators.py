@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 from typing import Any
 
-
 from _gpu import section
 from _gpu.peers import Peer
 from _gpu.section import MIB, Here

@@ -221,7 +221,9 @@ def _large(here: Here) -> None:
     del packed, manifest, layout, buffers, view, source
     torch.cuda.empty_cache()
     # Numbers only: no exponent of all ones.
-    halves = torch.arange(numel // 2, dtype=torch.int32, device=here.device).bitwise_and_(0x3F3F3F3F).view(torch.bfloat16)
+    halves = (
+        torch.arange(numel // 2, dtype=torch.int32, device=here.device).bitwise_and_(0x3F3F3F3F).view(torch.bfloat16)
+    )
     target = torch.zeros(numel, dtype=torch.float32, device=here.device)
     copy_all([target], [halves])
     same = all(torch.equal(target[at : at + MIB], halves[at : at + MIB].float()) for at in (0, numel // 2, numel - MIB))

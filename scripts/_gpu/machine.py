@@ -72,7 +72,9 @@ def _device_facts(here: Here) -> None:
         here.fact("compute mode, MIG", asked.partition(", ")[2])
     except (OSError, subprocess.TimeoutExpired) as exc:
         here.fact("driver", f"nvidia-smi: {exc}")
-    here.fact("NCCL", ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none")
+    here.fact(
+        "NCCL", ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
+    )
     here.fact("allocator", torch.cuda.get_allocator_backend())
     driver, value = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     driver.cuDriverGetVersion(ctypes.byref(value))

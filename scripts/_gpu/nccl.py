@@ -128,7 +128,9 @@ def _duplicate(here: Here) -> None:
             peer.kill()
     here.fact("two processes on one GPU", said)
     in_time = all(each["seconds"] < LONG_SECONDS + SLACK_SECONDS for each in said)
-    here.check("both end by the deadline, with an error", in_time and all("Error" in each["said"] for each in said), said)
+    here.check(
+        "both end by the deadline, with an error", in_time and all("Error" in each["said"] for each in said), said
+    )
     named = any("uplicate GPU" in each["said"] for each in said)
     here.check("the error names the cause (Duplicate GPU)", named, said)
 

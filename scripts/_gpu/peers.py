@@ -182,9 +182,9 @@ class Commands:
     def ping(self) -> dict[str, Any]:
         return {}
 
-    def busy(self, seconds: float) -> dict[str, Any]:
+    def busy(self, for_seconds: float) -> dict[str, Any]:
         """Keep the device busy that long, with kernels of a millisecond one after the other. Answers at once."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + for_seconds
 
         def work() -> None:
             while time.monotonic() < end:

@@ -39,7 +39,7 @@ class Here:
 
     def fact(self, name: str, value: Any) -> None:
         """Something measured or found, which can't fail."""
-        self._say({"kind": "fact", "name": name, "value": value}, f"{name}: {value}")
+        self._say({"kind": "fact", "name": name, "value": value}, f"{name}{' (dry, small sizes)' * self.dry}: {value}")
 
     def check(self, name: str, ok: bool, found: Any = "") -> None:
         """Something that must be so; `found` is what was there instead."""
