@@ -35,6 +35,7 @@ BASELINE_MIB = 64
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 12, 5)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
 HAS_CUDA = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+HAS_TORCH = "import sys, importlib.util; sys.exit(importlib.util.find_spec('torch') is None)"
 
 
 def main() -> int:
@@ -54,12 +55,8 @@ def main() -> int:
         for name in names:
             left = end - time.monotonic() - MARGIN_SECONDS
             if left < min(LIMITS[name], 10):
-                result = {
-                    "section": name,
-                    "status": "not run",
-                    "why": f"{max(left, 0):.0f} s were left",
-                    "seconds": 0.0,
-                }
+                why = f"{max(left, 0):.0f} s were left: --only {name}"
+                result = {"section": name, "status": "not run", "why": why, "seconds": 0.0}
             else:
                 result = run_section(name, python, Path(folder), min(LIMITS[name], left), args.dry)
             with (args.out / "gpu.jsonl").open("a") as lines:
@@ -112,7 +109,7 @@ def collect(folder: Path, python: str, with_torch: bool) -> int:
 def find_python(folder: Path, wheels: Path | None, dry: bool) -> list[str] | None:
     """The command of an interpreter that has torch (with a GPU, unless `dry`) and, from the wheels, all else."""
     for python in (sys.executable, str(ROOT / ".venv" / "bin" / "python")):
-        probe = "import torch" if dry else HAS_CUDA
+        probe = HAS_TORCH if dry else HAS_CUDA
         if Path(python).exists() and subprocess.run([python, "-c", probe], capture_output=True).returncode == 0:
             break
     else:
@@ -220,9 +217,10 @@ def run_section(name: str, python: Sequence[str], folder: Path, limit: float, dr
 
 def echo(process: subprocess.Popen[str], tail: collections.deque[str]) -> None:
     assert process.stdout is not None
-    for line in process.stdout:
-        tail.append(line.rstrip()[:2000])
-        print(f"  {line.rstrip()}", flush=True)
+    with process.stdout as lines:
+        for line in lines:
+            tail.append(line.rstrip()[:2000])
+            print(f"  {line.rstrip()}", flush=True)
 
 
 def end_all(process: subprocess.Popen[str], token: str) -> list[int]:

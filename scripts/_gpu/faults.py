@@ -1,4 +1,4 @@
-"""f. Processes that are killed or stopped, and memory that runs out: no hang, the right error, the next publish heals."""
+"""f. Processes that are killed or stopped, memory that runs out: no hang, the right error, the next publish heals."""
 
 from __future__ import annotations
 
