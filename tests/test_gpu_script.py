@@ -156,14 +156,14 @@ def wheel(folder: Path, name: str) -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1600)
 def test_every_section_runs_dry(tmp_path: Path) -> None:
     done = subprocess.run(
-        [ROOT / "scripts" / "gpu", "--dry", "--out", tmp_path, "--seconds", "800"],
+        [ROOT / "scripts" / "gpu", "--dry", "--out", tmp_path, "--seconds", "1500"],
         env={**os.environ, "WEIGHTCAST_PYTHON": sys.executable},
         capture_output=True,
         text=True,
-        timeout=850,
+        timeout=1550,
         check=False,
     )
     results = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]

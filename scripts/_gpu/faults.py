@@ -121,7 +121,7 @@ def _trainer_is_killed(here: Here, trainer: TrainerCommands, orphan: Peer, doome
     doomed.hear()
     doomed.kill()
     began = time.monotonic()
-    kernel = orphan.ask("kernel", seconds=HEALED_SECONDS)
+    kernel = orphan.ask("kernel", seconds=2 * HEALED_SECONDS)
     here.check("a kernel on the engine's default stream ends", kernel["ok"], kernel)
     here.check("the engine answers /weight_info", bool(orphan.info(HEALED_SECONDS)))
     trainer.open([orphan.url], **options)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib
+import importlib.util
 from typing import Any
 
 import torch
@@ -10,6 +14,7 @@ from _gpu import section
 from _gpu.peers import Peer, TrainerCommands
 from _gpu.section import MIB, Here
 from weightcast import Publisher
+from weightcast.testing import LazyGpu
 
 TOLERANCE = {
     "device_used_mib": 2,
@@ -43,6 +48,8 @@ def run(here: Here) -> None:
             _many_publishers(here, trainer, engine, num_engines)
         with here.part("memory given back between publishes"):
             _release(here, trainer, engine)
+    with here.part("memory of our own"):
+        _own_memory(here)
 
 
 def _many_publishes(here: Here, trainer: TrainerCommands, engine: Peer, rounds: int) -> None:
@@ -125,6 +132,27 @@ def _release(here: Here, trainer: TrainerCommands, engine: Peer) -> None:
     trainer.publish(501, spoil=False)
     here.check("a publish after it is right", not (found := engine.wrong(501)), found)
     trainer.close_publisher()
+
+
+def _own_memory(here: Here) -> None:
+    """Whether arenas are the driver's memory here, and not blocks of torch's: else nothing above says so."""
+    if importlib.util.find_spec("weightcast.host.device_memory") is None:
+        here.skip("memory of our own for CUDA arenas (weightcast.host.device_memory)")
+        return
+    memory: Any = importlib.import_module("weightcast.host.device_memory").DeviceMemory
+    with contextlib.ExitStack() as stack:
+        device = stack.enter_context(LazyGpu()).device if here.dry else here.device
+        before = section.used_bytes(here.device)
+        made = memory.allocate(512 * MIB if not here.dry else MIB, device, "a trial")
+        tensor = made.tensor()
+        tensor.fill_(7)
+        here.check("the driver's memory can be written and read", bool((tensor == 7).all()))
+        here.check("another process could open it", made.descriptor is not None, made.descriptor)
+        made.close()
+        del made, tensor
+        gc.collect()
+        back = section.within(1.0, lambda: section.used_bytes(here.device) <= before + 2 * MIB)
+        here.check("it is freed with its last tensor", back, section.used_bytes(here.device) - before)
 
 
 def _close_and_compare(here: Here, trainer: TrainerCommands, what: str, used: list[int]) -> None:

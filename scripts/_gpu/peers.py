@@ -334,10 +334,7 @@ class TrainerCommands(Commands):
 
 
 def start_profile(device: torch.device) -> Any:
-    activities = [ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CPU)
-    made = profile(activities=activities)
+    made = profile(activities=[ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU])
     made.__enter__()
     return made
 

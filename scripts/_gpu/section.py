@@ -215,7 +215,7 @@ def main(name: str, results: str) -> None:
     here = Here(Path(results), os.environ.get("WEIGHTCAST_GPU_DRY") == "1")
     tempfile.tempdir = os.environ.get("TMPDIR")
     with here.part(name):
-        if not here.dry:
+        if not here.dry and name != "mps":  # which starts a daemon before anything of CUDA
             torch.cuda.set_device(here.device)
         importlib.import_module(f"_gpu.{name}").run(here)
     sys.stdout.flush()
