@@ -28,7 +28,9 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def section(program: ModuleType, folder: Path, text: str, limit: float = 60.0) -> dict[str, Any]:
+def section(
+    program: ModuleType, folder: Path, text: str, limit: float = 60.0, before: int | None = None
+) -> dict[str, Any]:
     """Run this text as a section; `say(kind, name, **more)` reports."""
     child = f"""
 import json, subprocess, sys, time
@@ -37,7 +39,9 @@ def say(kind, name, **more):
         results.write(json.dumps({{"kind": kind, "name": name, **more}}) + chr(10))
 {text}
 """
-    found: dict[str, Any] = program.run_section("machine", [sys.executable, "-u", "-c", child], folder, limit, True)
+    found: dict[str, Any] = program.run_section(
+        "machine", [sys.executable, "-u", "-c", child], folder, limit, True, before
+    )
     return found
 
 
@@ -88,9 +92,9 @@ def test_what_a_section_leaves_behind_fails_it(program: ModuleType, tmp_path: Pa
 def test_device_memory_that_is_not_given_back_fails_a_section(
     program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used = iter([1000])
-    monkeypatch.setattr(program, "used_mib", lambda: next(used, 1500))
-    assert section(program, tmp_path, OK)["failed"] == ["500 MiB of device memory were not given back"]
+    monkeypatch.setattr(program, "used_mib", lambda: 1500)
+    result = section(program, tmp_path, OK, before=1000)
+    assert result["failed"] == ["500 MiB of device memory were not given back"]
 
 
 def test_the_table_has_the_last_result_of_each_section(

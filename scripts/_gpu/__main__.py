@@ -51,7 +51,7 @@ def main() -> int:
         python = find_python(Path(folder), args.wheels_from, args.dry)
         if python is None:
             return 2
-        end = time.monotonic() + args.seconds
+        end, before = time.monotonic() + args.seconds, used_mib()
         print(f"{len(names)} sections in {args.seconds:g} s; results in {args.out / 'gpu.jsonl'}", flush=True)
         for name in names:
             left = end - time.monotonic() - MARGIN_SECONDS
@@ -61,7 +61,8 @@ def main() -> int:
                 why = f"{max(left, 0):.0f} s were left: --only {name}"
                 result = {"section": name, "status": "not run", "why": why, "seconds": 0.0}
             else:
-                result = run_section(name, python, Path(folder), limit, args.dry)
+                result = run_section(name, python, Path(folder), limit, args.dry, before)
+                before = result["device_mib"][1]
             with (args.out / "gpu.jsonl").open("a") as lines:
                 lines.write(json.dumps(result | {"dry": args.dry}) + "\n")
     return report(args.out, names, args.dry)
@@ -157,14 +158,19 @@ def name_of(requirement: str) -> str:
 # --- a section ---
 
 
-def run_section(name: str, python: Sequence[str], folder: Path, limit: float, dry: bool) -> dict[str, Any]:
-    """Run it to its end or to its limit, end what it has left behind, and say how it went."""
+def run_section(
+    name: str, python: Sequence[str], folder: Path, limit: float, dry: bool, before: int | None
+) -> dict[str, Any]:
+    """Run it to its end or to its limit, end what it has left behind, and say how it went.
+
+    `before`: MiB of device memory that were in use.
+    """
     print(f"\n=== {name} (at most {limit:.0f} s)", flush=True)
     token, own = secrets.token_hex(8), folder / name
     own.mkdir(exist_ok=True)
     results = own / "results.jsonl"
     environment = os.environ | {"WEIGHTCAST_GPU": token, "WEIGHTCAST_GPU_DRY": str(int(dry)), "TMPDIR": str(own)}
-    before, began = used_mib(), time.monotonic()
+    began = time.monotonic()
     process = subprocess.Popen(
         [*python, "import sys, _gpu.section; _gpu.section.main(*sys.argv[1:])", name, str(results)],
         env=environment,

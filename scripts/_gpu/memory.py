@@ -34,7 +34,7 @@ def run(here: Here) -> None:
     with Peer(here, "engine", shapes) as engine:
         engine.ready()
         # Made now, since imports take longest; what they have on the device is there before anything is compared.
-        victims = [Peer(here, "engine", section.even(64, shapes[0][1][0] * 2048)) for _ in range(num_engines)]
+        victims = [Peer(here, "engine", shapes) for _ in range(num_engines)]
         trainer = TrainerCommands({"shapes": shapes, "device": str(here.device)})
         for victim in victims:
             victim.ready()
