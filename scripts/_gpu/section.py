@@ -178,13 +178,14 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def meters(device: torch.device) -> dict[str, int]:
     """What this process has of everything that could leak, and what the device has left for all."""
+    mapped = Path("/proc/self/maps").read_text().splitlines()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     found = {
         "rss_mib": int(status["VmRSS"].split()[0]) >> 10,
         "threads": int(status["Threads"]),
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
-        "shm_files": len(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else 0,
+        "mappings": len(mapped),
+        "shm_files": len({line.split()[-1] for line in mapped if "/dev/shm/" in line}),
     }
     if device.type == "cuda":
         synchronize(device)

@@ -43,7 +43,8 @@ def run(here: Here) -> None:
                         memory.unmap()
                         freed = used - section.used_bytes(here.device)
                         memory.map()
-                    here.check("the pages were given back", here.dry or freed >= num_tensors * tensor_bytes, freed)
+                    if not here.dry:
+                        here.check("the pages were given back", freed >= num_tensors * tensor_bytes, freed)
                     lost = section.wrong(weights, version)
                     here.check("what was there is lost, at the same addresses", len(lost) == num_tensors, lost)
                 trainer.ask("close_publisher")
