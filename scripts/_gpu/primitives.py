@@ -6,6 +6,8 @@ Rates count bytes read and bytes written, in 1e9 a second. Nothing passes or fai
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import importlib
 import importlib.util
 import mmap
 import os
@@ -15,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +26,7 @@ from _gpu.peers import Peer
 from _gpu.section import GIB, MIB, Here
 from weightcast.format.bucket import device_sums
 from weightcast.host.copy import copy_all, copy_plain
+from weightcast.testing import LazyGpu
 
 RING_SLOTS, SLOT_BYTES = 4, 64 * MIB
 PORTABLE = 1
@@ -63,9 +67,38 @@ def _on_device(here: Here) -> None:
     _rate(here, "sum(dim=0)", size, lambda: words.sum(dim=0))
     _rate(here, "sum(dim=1)", size, lambda: words.sum(dim=1))
     payload = source.view(torch.uint8)
-    _rate(here, "device_sums (two reads)", size, lambda: device_sums(payload))
-    if not any(importlib.util.find_spec(f"weightcast.{name}") for name in ("format.device_copy", "host.kernels")):
-        here.skip("the fused kernel that copies and digests")
+    _rate(here, "device_sums, by torch or by the kernel", size, lambda: device_sums(payload))
+    with here.part("the fused kernel"):
+        _fused(here)
+
+
+def _fused(here: Here) -> None:
+    """One read of each byte for copy and digest; on a CPU the kernel of the pretended GPU, if it has one."""
+    if importlib.util.find_spec("weightcast.format.device_sums") is None:
+        here.skip("the fused kernel that copies and digests (weightcast.format.device_sums)")
+        return
+    sums: Any = importlib.import_module("weightcast.format.device_sums")
+    with contextlib.ExitStack() as stack:
+        gpu = stack.enter_context(LazyGpu()) if here.dry else None
+        device = gpu.device if gpu else here.device
+        if sums.kernel(device) is None:
+            here.skip("the fused kernel that copies and digests (no Triton that works here: see the log)")
+            return
+        size, num_tensors = here.size(GIB, MIB), 340
+        words = torch.arange(size // 8, dtype=torch.int64) * -(2**40 + 1)
+        made = torch.zeros(size, dtype=torch.uint8)
+        source, payload = (each.to(device) if gpu is None else gpu.tensor(each) for each in (words, made))
+        rows = size // 8 // num_tensors
+        sources = [source[row * rows : (row + 1) * rows] for row in range(num_tensors)]
+        bucket = payload.view(torch.int64)
+        targets = [bucket[row * rows : (row + 1) * rows] for row in range(num_tensors)]
+        fused = sums.CopyAndSum(payload, targets, sources)
+        found = fused.run().cpu()
+        used = num_tensors * rows
+        here.check("it copies", torch.equal(bucket[:used].cpu(), words[:used]))
+        here.check("its sums are torch's", torch.equal(found, device_sums(payload.cpu())), found.tolist())
+        if gpu is None:
+            _rate(here, "copy and digest of 340 tensors, fused", 2 * size, fused.run)
 
 
 def _host(here: Here) -> None:
