@@ -48,7 +48,7 @@ def run(here: Here) -> None:
                     lost = section.wrong(weights, version)
                     here.check("what was there is lost, at the same addresses", len(lost) == num_tensors, lost)
                 trainer.ask("close_publisher")
-    here.skip("a publish while asleep: only vLLM and SGLang know (scripts/test-vllm, scripts/test-sglang)")
+    here.skip("a publish while asleep (needs a vLLM server: scripts/test-vllm)")
 
 
 class HostPages:
