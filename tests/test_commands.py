@@ -25,6 +25,8 @@ NOT_RUN = {
     "pip install 'PATH_TO_WEIGHTCAST[trl]'": "needs TRL: scripts/test-vllm installs it by the extra",
     "pip install 'PATH_TO_WEIGHTCAST[verl]'": "needs verl: scripts/test-verl installs it",
     "./scripts/test": "is what runs tests, and CI runs it",
+    "./scripts/gpu --wheels wheels --python 3.12": "needs a package index",
+    "./scripts/gpu --from wheels": "needs a GPU: tests/test_gpu_script.py runs it dry",
     """VLLM_PLUGINS=weightcast vllm serve MODEL --weight-transfer-config '{"backend": "weightcast"}'""": (
         "needs vLLM: tests/real_vllm/test_page.py runs it"
     ),

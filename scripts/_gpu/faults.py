@@ -1,0 +1,247 @@
+"""f. Processes that are killed or stopped, memory that runs out: no hang, the right error, the next publish heals."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from _gpu import section
+from _gpu.peers import Peer, TrainerCommands
+from _gpu.section import MIB, Here
+from weightcast import IteratorSource, LocalEngine, ModuleEngine, ModuleSource, Publisher, PublishOptions
+from weightcast.errors import InsufficientMemoryError, WeightcastError
+from weightcast.testing import LazyGpu
+
+AT_BUCKET = 3
+"""A fault comes when so many buckets have been sent."""
+DEADLINE_SECONDS = 3.0
+HEALED_SECONDS = 10.0
+"""After a trainer's death its engine must be of use again within these."""
+
+
+def run(here: Here) -> None:
+    shapes = section.even(32, here.size(16 * MIB, 64 << 10))
+    options = {"install": "streaming", "bucket_size_bytes": shapes[0][1][0] * 2048, "on_failure": "report"}
+    # All at once: imports take longest.
+    lively, stopped, killed, orphan = engines = [Peer(here, "engine", shapes) for _ in range(4)]
+    sink = Peer(here, "sink", [])
+    doomed = [Peer(here, "trainer", shapes) for _ in range(2)]
+    trainer = TrainerCommands({"shapes": shapes, "device": str(here.device)})
+    try:
+        for peer in (*engines, sink, *doomed):
+            peer.ready()
+        with here.part("an engine is killed in the middle, beside another one"):
+            _engine_is_killed(here, trainer, lively, killed, options)
+        with here.part("an engine is stopped in the middle, and goes on later"):
+            _engine_is_stopped(here, trainer, lively, stopped, options)
+        for install, peer in zip(("streaming", "staged"), doomed, strict=True):
+            with here.part(f"the trainer is killed while its packing is held back, {install}"):
+                _trainer_is_killed(here, trainer, orphan, peer, options | {"install": install})
+        with here.part("a source that fails in the middle"):
+            _source_fails(here, lively, trainer)
+        with here.part("an arena that does not fit"):
+            _no_room_for_the_arena(here, trainer, lively, options)
+        with here.part("an engine without free memory"):
+            _engine_is_full(here, trainer, lively, options)
+        with here.part("close from another thread"):
+            _close_from_another_thread(here, trainer, lively, options)
+        with here.part("a manifest that grows"):
+            _manifest_grows(here, sink)
+    finally:
+        for peer in (*engines, sink, *doomed):
+            peer.kill()
+
+
+def _publish(
+    trainer: TrainerCommands, number: int, at_bucket: Callable[[], object] = lambda: None
+) -> dict[str, tuple[bool, str]]:
+    """Fill and publish; in the middle make a call. How each engine fared: whether it took it, or the error."""
+    num_reports = 0
+
+    def on_progress(done: int, total: int) -> None:
+        nonlocal num_reports
+        num_reports += 1
+        if num_reports == AT_BUCKET:
+            at_bucket()
+
+    section.fill(trainer.weights, number)
+    report = trainer.publisher.publish(on_progress=on_progress)
+    return {
+        name: (result.ok, "" if result.error is None else f"{result.error.kind}: {result.error.message}")
+        for name, result in report.engines.items()
+    }
+
+
+def _heals(here: Here, trainer: TrainerCommands, number: int, *engines: Peer) -> None:
+    fared = _publish(trainer, number)
+    bad = {engine.url: found for engine in engines if (found := engine.wrong(number))}
+    here.check("the next publish heals", all(ok for ok, _ in fared.values()) and not bad, (fared, bad))
+
+
+def _engine_is_killed(here: Here, trainer: TrainerCommands, lively: Peer, killed: Peer, options: Any) -> None:
+    trainer.open([lively.url, killed.url], **options)
+    _heals(here, trainer, 1, lively, killed)
+    fared = _publish(trainer, 2, killed.kill)
+    here.check("the other engine has the version", fared[lively.url][0] and not lively.wrong(2), fared[lively.url])
+    ok, error = fared[killed.url]
+    here.check("the killed one has failed, by name", not ok and error.startswith(("PeerDied", "Control")), error)
+    trainer.publisher.remove_engine(killed.url)
+    _heals(here, trainer, 3, lively)
+    trainer.close_publisher()
+
+
+def _engine_is_stopped(here: Here, trainer: TrainerCommands, lively: Peer, stopped: Peer, options: Any) -> None:
+    trainer.open([lively.url, stopped.url], deadline_seconds=DEADLINE_SECONDS, **options)
+    _heals(here, trainer, 11, lively, stopped)
+    began = time.monotonic()
+    try:
+        fared = _publish(trainer, 12, stopped.stop)
+    finally:
+        stopped.wake()
+    here.fact("seconds of a publish with a stopped engine", round(time.monotonic() - began, 1))
+    here.check("the other engine has the version", fared[lively.url][0] and not lively.wrong(12), fared[lively.url])
+    ok, error = fared[stopped.url]
+    here.check("the stopped one has failed, by name", not ok and "Peer" in error, error)
+    kernel = stopped.ask("kernel")
+    here.check("its default stream is free", kernel["ok"], kernel)
+    _heals(here, trainer, 13, lively, stopped)
+    trainer.close_publisher()
+
+
+def _trainer_is_killed(here: Here, trainer: TrainerCommands, orphan: Peer, doomed: Peer, options: Any) -> None:
+    """The packing of a bucket that engines wait for is held back by a kernel when the process is killed (A4)."""
+    doomed.ask("open", engines=[orphan.url], **options)
+    first = doomed.ask("publish", version=20)
+    here.check("it has published before", first["ok"] and not orphan.wrong(20), first)
+    doomed.tell("publish", version=21, hold_after=AT_BUCKET, hold_ms=5000)
+    doomed.hear()
+    doomed.kill()
+    began = time.monotonic()
+    kernel = orphan.ask("kernel", seconds=2 * HEALED_SECONDS)
+    here.check("a kernel on the engine's default stream ends", kernel["ok"], kernel)
+    here.check("the engine answers /weight_info", bool(orphan.info(HEALED_SECONDS)))
+    trainer.open([orphan.url], **options)
+    fared, number = {}, 22
+
+    def is_taken() -> bool:
+        fared.update(_publish(trainer, number))
+        return fared[orphan.url][0]
+
+    taken = section.within(HEALED_SECONDS, is_taken)
+    here.check("it takes another publisher", taken and not orphan.wrong(number), fared)
+    here.fact("seconds from the kill to the next version", round(time.monotonic() - began, 2))
+    trainer.close_publisher()
+
+
+def _source_fails(here: Here, lively: Peer, trainer: TrainerCommands) -> None:
+    """The source raises while buckets before are on their way: a streaming engine is torn, and healed by the next."""
+
+    def tensors(fails: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, (name, parameter) in enumerate(trainer.weights.named_parameters()):
+            if fails and number == 20:
+                raise RuntimeError("this source was told to fail")
+            yield name, parameter.data
+
+    source = IteratorSource()
+    options = PublishOptions(install="streaming", bucket_size_bytes=4 * next(trainer.weights.parameters()).nbytes)
+    with Publisher(source, engines=[lively.url], trainer_group=None, options=options) as publisher:
+        section.fill(trainer.weights, 30)
+        source.use(tensors(False))
+        publisher.publish()
+        section.fill(trainer.weights, 31)
+        source.use(tensors(True))
+        here.raises("the source's own error", RuntimeError, publisher.publish, "told to fail")
+        source.use(tensors(False))
+        publisher.publish()
+    here.check("the next publish heals", not (found := lively.wrong(31)), found)
+
+
+def _no_room_for_the_arena(here: Here, trainer: TrainerCommands, lively: Peer, options: Any) -> None:
+    if here.dry:
+        _no_room_on_the_pretended_gpu(here)
+        return
+    trainer.eat(leave_mib=16)
+    trainer.open([lively.url], **options)
+    here.raises("InsufficientMemoryError", InsufficientMemoryError, lambda: _publish(trainer, 40))
+    trainer.give_back()
+    _heals(here, trainer, 41, lively)
+    trainer.close_publisher()
+
+
+def _no_room_on_the_pretended_gpu(here: Here) -> None:
+    with LazyGpu() as gpu:
+        nets = [torch.nn.Linear(64, 64) for _ in range(2)]
+        for net in nets:
+            for name, parameter in list(net.named_parameters()):
+                setattr(net, name, torch.nn.Parameter(gpu.tensor(parameter), requires_grad=False))
+        engine = LocalEngine(ModuleEngine(nets[1]))
+        options = PublishOptions(install="streaming")
+        with Publisher(
+            ModuleSource(nets[0]), transport="memory://", engines=[engine], trainer_group=None, options=options
+        ) as publisher:
+            gpu.free_bytes = 4096
+            here.raises("no memory left", WeightcastError, publisher.publish, "cuda:0 has 4096 left")
+            gpu.free_bytes = 1 << 40
+            here.check("the next publish heals", publisher.publish().ok)
+        engine.close()
+
+
+def _engine_is_full(here: Here, trainer: TrainerCommands, lively: Peer, options: Any) -> None:
+    """Whatever happens to that publish, it ends, and the engine is of use afterwards."""
+    trainer.open([lively.url], **options)
+    _heals(here, trainer, 50, lively)
+    lively.ask("eat", leave_mib=8)
+    fared = _publish(trainer, 51)
+    here.fact("a publish to an engine with 8 MiB of device memory left", fared[lively.url])
+    ok, error = fared[lively.url]
+    is_named = any(word in error for word in ("InsufficientMemory", "OutOfMemory", "out of memory"))
+    lively.ask("give_back")
+    here.check("it was taken, or refused for want of memory", (ok and not lively.wrong(51)) or is_named, error)
+    _heals(here, trainer, 52, lively)
+    trainer.close_publisher()
+
+
+def _close_from_another_thread(here: Here, trainer: TrainerCommands, lively: Peer, options: Any) -> None:
+    trainer.open([lively.url], **options)
+    section.fill(trainer.weights, 60)
+    closed = threading.Event()
+
+    def close() -> None:
+        trainer.publisher.close()
+        closed.set()
+
+    thread = threading.Thread(target=close, daemon=True)
+    outcome = "published"
+    try:
+        trainer.publisher.publish(on_progress=lambda done, total: None if thread.ident else thread.start())
+    except WeightcastError as exc:
+        outcome = f"{type(exc).__name__}: {exc}"
+    here.fact("a publish that is closed from another thread", outcome)
+    here.check("close returns", closed.wait(HEALED_SECONDS), "it still waits")
+    trainer.open([lively.url], **options)
+    _heals(here, trainer, 61, lively)
+    trainer.close_publisher()
+
+
+def _manifest_grows(here: Here, sink: Peer) -> None:
+    """A model that gets larger tensors from version to version: the arena is replaced under a connected engine."""
+    from weightcast import TensorSource
+
+    source = TensorSource()
+    sizes = [here.size(each * MIB, each << 10) for each in (1, 8, 64, 4)]
+    for install in ("staged", "streaming"):
+        options = PublishOptions(install=install)
+        with Publisher(source, engines=[sink.url], trainer_group=None, options=options) as publisher:
+            for number, size in enumerate(sizes, 1):
+                tensors = {
+                    f"t{n}": torch.full((size,), n + number, dtype=torch.uint8, device=here.device) for n in range(3)
+                }
+                source.replace(tensors)
+                publisher.publish()
+                held = sink.ask("held")["held"]
+                expected = {f"t{n}": [size, n + number, n + number] for n in range(3)}
+                here.check(f"3 tensors of {size} bytes, {install}", held == expected, held)

@@ -1,0 +1,177 @@
+"""e. Nothing grows and everything is given back: 200 publishes, 20 engines that are killed, 20 publishers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+
+from _gpu import section
+from _gpu.peers import Peer, TrainerCommands
+from _gpu.section import MIB, Here
+from weightcast import Publisher
+from weightcast.testing import LazyGpu
+
+TOLERANCE = {
+    "device_used_mib": 2,
+    "reserved_mib": 0,
+    "rss_mib": 32,
+    "threads": 0,
+    "descriptors": 0,
+    "mappings": 8,
+    "shm_files": 0,
+}
+"""What may be more after the last publishes than after the middle ones."""
+
+
+def run(here: Here) -> None:
+    shapes = section.even(64, here.size(16 * MIB, 64 << 10))
+    rounds, num_engines = here.size(200, 12), here.size(20, 2)
+    with Peer(here, "engine", shapes) as engine:
+        engine.ready()
+        # Made now, since imports take longest; what they have on the device is there before anything is compared.
+        victims = [Peer(here, "engine", shapes) for _ in range(num_engines)]
+        trainer = TrainerCommands({"shapes": shapes, "device": str(here.device)})
+        for victim in victims:
+            victim.ready()
+        with here.part(f"{rounds} publishes"):
+            _many_publishes(here, trainer, engine, rounds)
+        with here.part(f"{num_engines} engines killed"):
+            _kill_engines(here, trainer, victims)
+        for victim in victims:
+            victim.close()
+        with here.part(f"{num_engines} publishers"):
+            _many_publishers(here, trainer, engine, num_engines)
+        with here.part("memory given back between publishes"):
+            _release(here, trainer, engine)
+    with here.part("memory of our own"):
+        _own_memory(here)
+
+
+def _many_publishes(here: Here, trainer: TrainerCommands, engine: Peer, rounds: int) -> None:
+    trainer.open([engine.url], install="streaming")
+    at, seen = {rounds // 20, rounds // 2, rounds}, {}
+    seconds = []
+    for number in range(1, rounds + 1):
+        seconds.append(trainer.publish(number, spoil=False)["report"]["seconds"]["total"])
+        if number in at:
+            seen[number] = (section.meters(here.device), engine.ask("meters"))
+    for number, (own, other) in seen.items():
+        here.fact(f"after {number} publishes", {"trainer": own, "engine": other})
+    middle, last = seen[rounds // 2], seen[rounds]
+    for which, end in enumerate(("trainer", "engine")):
+        grown = {
+            name: f"{middle[which][name]} -> {value}"
+            for name, value in last[which].items()
+            if value > middle[which][name] + TOLERANCE[name]
+        }
+        here.check(f"in the {end} nothing has grown from publish {rounds // 2} to {rounds}", not grown, grown)
+    here.check("the engine holds the last version", not (found := engine.wrong(rounds)), found)
+    half = len(seconds) // 2
+    first, second = (sorted(part)[len(part) // 2] for part in (seconds[:half], seconds[half:]))
+    here.fact("median ms of the first and the second half", (round(first * 1e3, 2), round(second * 1e3, 2)))
+    trainer.close_publisher()
+
+
+def _kill_engines(here: Here, trainer: TrainerCommands, victims: list[Peer]) -> None:
+    """Each one takes a version beside a publisher that stays, and is killed with the arena mapped."""
+    trainer.open([], install="streaming")
+    publisher: Publisher = trainer.publisher
+    bad: dict[int, Any] = {}
+    used = []
+    for number, victim in enumerate(victims, 300):
+        publisher.add_engine(victim.url)
+        trainer.publish(number)
+        if found := victim.wrong(number):
+            bad[number] = found
+        victim.kill()
+        publisher.remove_engine(victim.url)
+        used.append(section.used_bytes(here.device) // MIB)
+    here.check(f"{len(victims)} engines took their version before they were killed", not bad, bad)
+    here.fact("device MiB used after each", used)
+    _close_and_compare(here, trainer, "after engines were killed", used[-1:])
+
+
+def _many_publishers(here: Here, trainer: TrainerCommands, engine: Peer, rounds: int) -> None:
+    bad, used = {}, []
+    _empty(here)
+    for number in range(400, 400 + rounds):
+        before = section.used_bytes(here.device)
+        trainer.open([engine.url], install="streaming")
+        trainer.publish(number, spoil=False)
+        if found := engine.wrong(number):
+            bad[number] = found
+        trainer.close_publisher()
+        _empty(here)
+        if number > 400:  # the first one loads kernels, and makes pools that stay
+            engine.ask("empty_cache")
+            back = section.within(1.0, lambda before=before: section.used_bytes(here.device) <= before + 2 * MIB)
+            used.append(0 if back else (section.used_bytes(here.device) - before) // MIB)
+    here.check(f"{rounds} publishers published", not bad, bad)
+    here.check("each gave its device memory back within a second", not any(used), f"MiB kept by each: {used}")
+
+
+def _release(here: Here, trainer: TrainerCommands, engine: Peer) -> None:
+    if not hasattr(Publisher, "release"):
+        here.skip("Publisher.release (memory of our own for CUDA arenas)")
+        return
+    trainer.open([engine.url], install="streaming")
+    trainer.publish(500, spoil=False)
+    engine.ask("empty_cache")
+    _empty(here)
+    with_arena = section.used_bytes(here.device)
+    trainer.publisher.release()
+    _empty(here)
+    if not here.dry:
+        less = section.within(1.0, lambda: section.used_bytes(here.device) < with_arena - 100 * MIB)
+        freed = (with_arena - section.used_bytes(here.device)) // MIB
+        here.check("release() gives the slots back while the engine is connected", less, f"{freed} MiB were freed")
+    trainer.publish(501, spoil=False)
+    here.check("a publish after it is right", not (found := engine.wrong(501)), found)
+    trainer.close_publisher()
+
+
+def _own_memory(here: Here) -> None:
+    """Whether arenas are the driver's memory here, and not blocks of torch's: else nothing above says so."""
+    if importlib.util.find_spec("weightcast.host.device_memory") is None:
+        here.skip("memory of our own for CUDA arenas (weightcast.host.device_memory)")
+        return
+    memory: Any = importlib.import_module("weightcast.host.device_memory").DeviceMemory
+    with contextlib.ExitStack() as stack:
+        device = stack.enter_context(LazyGpu()).device if here.dry else here.device
+        before = section.used_bytes(here.device)
+        made = memory.allocate(512 * MIB if not here.dry else MIB, device, "a trial")
+        tensor = made.tensor()
+        tensor.fill_(7)
+        here.check("the driver's memory can be written and read", bool((tensor == 7).all()))
+        here.check("another process could open it", made.descriptor is not None, made.descriptor)
+        made.close()
+        del made, tensor
+        gc.collect()
+        if not here.dry:
+            back = section.within(1.0, lambda: section.used_bytes(here.device) <= before + 2 * MIB)
+            here.check("it is freed with its last tensor", back, section.used_bytes(here.device) - before)
+
+
+def _close_and_compare(here: Here, trainer: TrainerCommands, what: str, used: list[int]) -> None:
+    """Closing frees at least what slots take, whoever was killed with them mapped."""
+    with_slots = section.used_bytes(here.device)
+    trainer.close_publisher()
+    _empty(here)
+    if here.dry:
+        return
+    back = section.within(1.0, lambda: section.used_bytes(here.device) <= with_slots - 100 * MIB)
+    now = section.used_bytes(here.device)
+    here.check(f"the slots are freed at close {what}", back, f"{used} MiB before, {now // MIB} MiB after close")
+
+
+def _empty(here: Here) -> None:
+    """Give back what torch's allocator has cached: the question is what can't be given back."""
+    if here.device.type == "cuda":
+        torch.cuda.synchronize(here.device)
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()

@@ -1,0 +1,224 @@
+"""A section's side: what it reports, where it runs, and weights whose every word shows tensor and version."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+GIB = 1 << 30
+MIB = 1 << 20
+CYCLES_PER_MS = 1_900_000
+"""Of `torch.cuda._sleep`, at about the highest clock: on a slower one a sleep takes longer."""
+
+
+class Here:
+    """Where a section runs. `dry`: on a CPU, with small sizes. What is reported is in the file at once."""
+
+    def __init__(self, results: Path, dry: bool) -> None:
+        self.dry = dry
+        self.device = torch.device("cpu") if dry else torch.device("cuda", 0)
+        self._results = results
+        self._lock = threading.Lock()
+
+    def size(self, real: int, dry: int) -> int:
+        return dry if self.dry else real
+
+    def fact(self, name: str, value: Any) -> None:
+        """Something measured or found, which can't fail."""
+        self._say({"kind": "fact", "name": name, "value": value}, f"{name}{' (dry, small sizes)' * self.dry}: {value}")
+
+    def check(self, name: str, ok: bool, found: Any = "") -> None:
+        """Something that must be so; `found` is what was there instead."""
+        line = {"kind": "check", "name": name, "ok": bool(ok), "found": str(found)[:2000]}
+        self._say(line, f"{'ok' if ok else 'FAILED'}: {name}{'' if ok else f': {found}'}")
+
+    def skip(self, what: str) -> None:
+        """What is missing here, so that a part could not run."""
+        self._say({"kind": "skip", "name": what}, f"skipped: {what}")
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A part of the section: an exception is a check that failed, and the next part goes on."""
+        began = time.monotonic()
+        print(f"-- {name}", flush=True)
+        try:
+            yield
+        except Exception as exc:
+            traceback.print_exc()
+            self.check(name, False, f"{type(exc).__name__}: {exc}")
+        print(f"-- {name}: {time.monotonic() - began:.1f} s", flush=True)
+
+    def raises(self, name: str, error: type[Exception], call: Callable[[], object], words: str = "") -> None:
+        """The call must raise that error, whose text has these words."""
+        try:
+            call()
+        except error as exc:
+            self.check(name, words in str(exc), f"{type(exc).__name__}: {exc}")
+        except Exception as exc:
+            self.check(name, False, f"{type(exc).__name__}: {exc}, expected {error.__name__}")
+        else:
+            self.check(name, False, f"nothing was raised, expected {error.__name__}")
+
+    def _say(self, line: dict[str, Any], text: str) -> None:
+        with self._lock, self._results.open("a") as results:
+            results.write(json.dumps(line) + "\n")
+            print(text, flush=True)
+
+
+# --- weights ---
+
+
+def even(num_tensors: int, tensor_bytes: int) -> list[tuple[str, tuple[int, ...]]]:
+    """That many bfloat16 tensors of that size, by name."""
+    return [(f"t{number}", (tensor_bytes // 2048, 1024)) for number in range(num_tensors)]
+
+
+def experts(num_layers: int, num_experts: int, width: int) -> list[tuple[str, tuple[int, ...]]]:
+    """The names and shapes of Qwen3-30B-A3B, in a checkpoint's form: 48, 128, 2048 are 18 867 tensors of 61 GB."""
+    inner, shapes = width * 3 // 8, [("embedding", (151936 * width // 2048, width))]
+    for layer in range(num_layers):
+        own = {"q": (2 * width, width), "k": (width // 4, width), "v": (width // 4, width), "o": (width, 2 * width)}
+        own |= {"q_norm": (128,), "k_norm": (128,), "norm": (width,), "norm_2": (width,), "gate": (num_experts, width)}
+        for expert in range(num_experts):
+            own |= {f"{expert}_gate": (inner, width), f"{expert}_up": (inner, width), f"{expert}_down": (width, inner)}
+        shapes += [(f"layer_{layer}_{name}", shape) for name, shape in own.items()]
+    return [*shapes, ("norm", (width,)), ("head", shapes[0][1])]
+
+
+def module(shapes: Sequence[tuple[str, Sequence[int]]], device: torch.device) -> nn.Module:
+    """One zeroed bfloat16 parameter each."""
+    made = nn.Module()
+    for name, shape in shapes:
+        tensor = torch.zeros(tuple(shape), dtype=torch.bfloat16, device=device)
+        made.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    return made
+
+
+def fill(weights: nn.Module, version: int, constant: bool = False) -> None:
+    """Every word counts up from a start that shows tensor and version; `constant`: every element is one number.
+
+    Queued on the current stream. Each tensor has an even number of elements.
+    """
+    for number, parameter in enumerate(weights.parameters()):
+        if constant:
+            parameter.data.fill_(float(version % 100 + 1))
+            continue
+        words = parameter.data.view(-1).view(torch.int32)
+        start = _start(number, version)
+        torch.arange(start, start + words.numel(), dtype=torch.int32, device=words.device, out=words)
+
+
+def wrong(weights: nn.Module, version: int) -> list[str]:
+    """The names of tensors that are not, bit for bit, what `fill` writes; compared on the device."""
+    found = []
+    for number, (name, parameter) in enumerate(weights.named_parameters()):
+        words = parameter.data.view(-1).view(torch.int32)
+        start = _start(number, version)
+        expected = torch.arange(start, start + words.numel(), dtype=torch.int32, device=words.device)
+        if not torch.equal(words, expected):
+            found.append(name)
+    return found
+
+
+def _start(number: int, version: int) -> int:
+    return (version * 65537 + number * 257) % (1 << 20)
+
+
+# --- the device ---
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def hold(device: torch.device, milliseconds: float) -> None:
+    """A kernel that runs that long on the current stream."""
+    if device.type == "cuda":
+        torch.cuda._sleep(int(milliseconds * CYCLES_PER_MS))  # type: ignore[no-untyped-call]
+
+
+def timed(call: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
+    """The median of what a call takes, in seconds, by the device's clock where it has one; after one to warm up."""
+    call()
+    synchronize(device)
+    found = []
+    for _ in range(rounds):
+        if device.type == "cuda":
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            call()
+            last.record()
+            last.synchronize()
+            found.append(first.elapsed_time(last) / 1e3)
+        else:
+            began = time.perf_counter()
+            call()
+            found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(int(len(values) * share), len(values) - 1)]
+
+
+def meters(device: torch.device) -> dict[str, int]:
+    """What this process has of everything that could leak, and what the device has left for all."""
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    found = {
+        "rss_mib": int(status["VmRSS"].split()[0]) >> 10,
+        "threads": int(status["Threads"]),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "mappings": len(mapped),
+        "shm_files": len({line.split()[-1] for line in mapped if "/dev/shm/" in line}),
+    }
+    if device.type == "cuda":
+        synchronize(device)
+        found["device_used_mib"] = used_bytes(device) // MIB
+        found["reserved_mib"] = torch.cuda.memory_reserved(device) // MIB
+    return found
+
+
+def used_bytes(device: torch.device) -> int:
+    """Of the whole device, by all processes. On a CPU 0."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def within(seconds: float, is_so: Callable[[], bool]) -> bool:
+    """Ask again and again until it is so; False if it is not by then."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def main(name: str, results: str) -> None:
+    here = Here(Path(results), os.environ.get("WEIGHTCAST_GPU_DRY") == "1")
+    tempfile.tempdir = os.environ.get("TMPDIR")
+    with here.part(name):
+        if not here.dry and name != "mps":  # which starts a daemon before anything of CUDA
+            torch.cuda.set_device(here.device)
+        importlib.import_module(f"_gpu.{name}").run(here)
+    sys.stdout.flush()
+    # Without the interpreter's end: threads that were given up may be inside of NCCL.
+    os._exit(0)

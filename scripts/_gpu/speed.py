@@ -1,0 +1,150 @@
+"""k. What a publish of 1, 8 and 60 GB costs, streaming and staged, beside the time of one copy of as many bytes."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from typing import Any
+
+import torch
+
+from _gpu import peers, section
+from _gpu.peers import Peer, TrainerCommands
+from _gpu.section import GIB, MIB, Here
+from weightcast.errors import InsufficientMemoryError
+from weightcast.host import memory as host_memory
+from weightcast.transports.ipc import IpcSender
+
+ROUNDS = 5
+BUCKETS_MIB = (64, 128, 256, 512)
+SLOTS = (2, 3, 4)
+
+
+def run(here: Here) -> None:
+    """The parts in an order in which a section that is cut short says most."""
+    rate = _copy_rate(here)
+    with here.part("1 GB"):
+        _model(here, rate, "1 GB", section.even(64, here.size(16 * MIB, 64 << 10)))
+    with here.part("60 GB"):
+        _model(here, rate, "60 GB", section.even(here.size(112, 8), here.size(512 * MIB, 64 << 10)), profiles=True)
+    with here.part("60 GB in 18867 tensors"):
+        shapes = section.experts(*((48, 128, 2048) if not here.dry else (2, 4, 64)))
+        _model(here, rate, f"60 GB in {len(shapes)} tensors", shapes)
+    with here.part("8 GB, buckets and slots"):
+        _sweep(here, rate, section.even(here.size(128, 8), here.size(64 * MIB, 64 << 10)))
+    with here.part("16 GB, staged"):
+        shapes = section.even(here.size(256, 8), here.size(64 * MIB, 64 << 10))
+        needed = 2 * sum(2 * rows * columns for _, (rows, columns) in shapes)
+        if (free := host_memory.available_bytes()) < needed:
+            here.skip(f"16 GB staged: {needed >> 30} GiB of host memory (this machine has {free >> 30} free)")
+        else:
+            _model(here, rate, "16 GB", shapes, install="staged", rounds=2)
+
+
+def _copy_rate(here: Here) -> float:
+    """Bytes a second that one copy on the device moves, read and written counted once."""
+    size = here.size(4 * GIB, MIB)
+    source, target = (torch.ones(size, dtype=torch.uint8, device=here.device) for _ in range(2))
+    rate = size / section.timed(lambda: target.copy_(source), here.device)
+    here.fact("one copy on the device, GB/s", round(rate / 1e9, 1))
+    return rate
+
+
+def _model(
+    here: Here,
+    rate: float,
+    name: str,
+    shapes: Any,
+    install: str = "streaming",
+    rounds: int = ROUNDS,
+    profiles: bool = False,
+) -> None:
+    # Two models of 60 GB fit, three do not.
+    gc.collect()
+    if here.device.type == "cuda":
+        torch.cuda.empty_cache()
+    with Peer(here, "engine", shapes) as engine:
+        trainer = TrainerCommands({"shapes": shapes, "device": str(here.device)})
+        engine.ready()
+        trainer.open([engine.url], install=install)
+        try:
+            first = _publish(trainer, 1)
+            here.fact(f"{name}, {install}: first publish, s", round(first["total"], 3))
+            _rounds(here, rate, f"{name}, {install}", trainer, rounds if not here.dry else 2)
+            here.check(f"{name}, {install}: right", not (found := engine.wrong(trainer_version(trainer))), found)
+            if profiles:
+                _profiled(here, name, trainer, engine)
+        finally:
+            trainer.close_publisher()
+
+
+def trainer_version(trainer: TrainerCommands) -> int:
+    """What the last `_publish` has filled in: one above the publisher's own number."""
+    return int(trainer.publisher.version) + 1
+
+
+def _publish(trainer: TrainerCommands, version: int) -> dict[str, Any]:
+    """Its seconds, and what else the report says."""
+    report = trainer.publish(version, spoil=False)["report"]
+    pause = max(result["install_seconds"] for result in report["engines"].values())
+    return report["seconds"] | {"num_buckets": report["num_buckets"], "bytes": report["num_bytes"], "install": pause}
+
+
+def _rounds(here: Here, rate: float, name: str, trainer: TrainerCommands, rounds: int) -> float:
+    """The median of some publishes, as facts; its wall clock in seconds."""
+    found = [_publish(trainer, trainer_version(trainer) + 1) for _ in range(rounds)]
+    median = {key: statistics.median(each[key] for each in found) for key in found[0]}
+    wall, copy = median["total"], median["bytes"] / rate
+    here.fact(
+        name,
+        f"{wall * 1e3:.1f} ms ({median['bytes'] / wall / 1e9:.1f} GB/s, {wall / copy:.1f} x one copy); pack "
+        f"{median['pack'] * 1e3:.1f}, send {median['send'] * 1e3:.1f}, pause {median['pause'] * 1e3:.1f}, install "
+        f"{median['install'] * 1e3:.1f} ms; {int(median['num_buckets'])} buckets",
+    )
+    return float(wall)
+
+
+def _profiled(here: Here, name: str, trainer: TrainerCommands, engine: Peer) -> None:
+    """What the GPU does in one publish, for each end; a publish of its own for each, since profiling costs."""
+    profile = peers.start_profile(here.device)
+    seen = {"trainer": (_publish(trainer, trainer_version(trainer) + 1), peers.stop_profile(profile, here.device))}
+    engine.ask("profile_start")
+    report = _publish(trainer, trainer_version(trainer) + 1)
+    seen["engine"] = (report, engine.ask("profile_stop"))
+    for end, (report, counted) in seen.items():
+        buckets = report["num_buckets"]
+        here.fact(
+            f"{name}, {end}: GPU busy",
+            f"{counted['busy_seconds'] * 1e3:.1f} ms of {report['total'] * 1e3:.1f} ms; for each of {buckets} buckets "
+            f"{counted['launches'] / buckets:.1f} launches, {counted['waits'] / buckets:.1f} waits",
+        )
+        here.check(f"{name}, {end}: the trace has events", counted["events"] > 0, counted)
+    both = sum(counted["busy_seconds"] for _, counted in seen.values())
+    here.fact(f"{name}: GPU busy at both ends, ms (bar: 150)", round(both * 1e3, 1))
+
+
+def _sweep(here: Here, rate: float, shapes: Any) -> None:
+    defaults = getattr(IpcSender.__init__, "__kwdefaults__", None) or {}
+    former = defaults.get("num_slots")
+    gc.collect()
+    with Peer(here, "engine", shapes) as engine:
+        trainer = TrainerCommands({"shapes": shapes, "device": str(here.device)})
+        engine.ready()
+        try:
+            for slots in SLOTS if former is not None else ():
+                # A GPU has one more than the sender is asked for.
+                defaults["num_slots"] = slots - 1
+                for mib in BUCKETS_MIB if not here.dry else BUCKETS_MIB[:1]:
+                    trainer.open([engine.url], install="streaming", bucket_size_bytes=mib * MIB)
+                    try:
+                        _publish(trainer, 1)
+                        _rounds(here, rate, f"8 GB, {mib} MiB x {slots} slots", trainer, ROUNDS if not here.dry else 1)
+                    except InsufficientMemoryError as exc:
+                        here.fact(f"8 GB, {mib} MiB x {slots} slots", str(exc))
+                    finally:
+                        last = trainer_version(trainer)
+                        trainer.close_publisher()
+            here.check("8 GB: right", not (found := engine.wrong(last)), found)
+        finally:
+            if former is not None:
+                defaults["num_slots"] = former

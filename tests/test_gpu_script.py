@@ -1,0 +1,178 @@
+"""`scripts/gpu`: what it makes of sections that hang, crash or leave something behind; all of them in a dry run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from pages import ROOT
+
+NUM_SECTIONS = 12
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    module = importlib.import_module("_gpu.__main__")
+    # No GPU is asked, whether there is one here or not.
+    monkeypatch.setattr(module, "used_mib", lambda: None)
+    monkeypatch.setattr(module, "SETTLE_SECONDS", 1.0)
+    return module
+
+
+def section(
+    program: ModuleType, folder: Path, text: str, limit: float = 60.0, before: int | None = None
+) -> dict[str, Any]:
+    """Run this text as a section; `say(kind, name, **more)` reports."""
+    child = f"""
+import json, subprocess, sys, time
+def say(kind, name, **more):
+    with open(sys.argv[3], "a") as results:
+        results.write(json.dumps({{"kind": kind, "name": name, **more}}) + chr(10))
+{text}
+"""
+    found: dict[str, Any] = program.run_section(
+        "machine", [sys.executable, "-u", "-c", child], folder, limit, True, before
+    )
+    return found
+
+
+OK = 'say("check", "it is so", ok=True, found="")\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "words"),
+    [
+        (OK, "passed", ""),
+        (OK + 'say("skip", "a thing that is not there")', "skipped", ""),
+        (OK + 'say("check", "it adds up", ok=False, found="2 + 2 = 5")', "failed", "it adds up: 2 + 2 = 5"),
+        (OK + 'say("skip", "a thing")\nsays()', "failed", "it ended with status 1"),
+        ("pass", "failed", "it has checked nothing"),
+        (OK + "import os; os.kill(os.getpid(), 11)", "failed", "it ended with status -11"),
+    ],
+)
+def test_how_a_section_ended(program: ModuleType, tmp_path: Path, text: str, status: str, words: str) -> None:
+    result = section(program, tmp_path, text)
+    assert result["status"] == status
+    assert words in "; ".join(result["failed"])
+    assert bool(result["failed"]) == (status == "failed")
+
+
+def test_a_section_that_hangs_is_killed_with_all_that_it_has_started(program: ModuleType, tmp_path: Path) -> None:
+    """Also what has a session of its own. What was found before is kept, and what was printed."""
+    text = """
+say("fact", "speed", value=7)
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print("started", child.pid)
+time.sleep(1000)
+"""
+    result = section(program, tmp_path, text, limit=2.0)
+    assert result["status"] == "failed"
+    assert result["failed"] == ["it was ended at its limit of 2 s"]
+    assert result["facts"] == {"speed": 7}
+    (line,) = result["tail"]
+    pid = int(line.removeprefix("started "))
+    assert not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_what_a_section_leaves_behind_fails_it(program: ModuleType, tmp_path: Path) -> None:
+    text = OK + 'print(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)'
+    result = section(program, tmp_path, text)
+    assert result["failed"] == [f"it left processes behind: [{result['tail'][0]}]"]
+
+
+def test_device_memory_that_is_not_given_back_fails_a_section(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "used_mib", lambda: 1500)
+    result = section(program, tmp_path, OK, before=1000)
+    assert result["failed"] == ["500 MiB of device memory were not given back"]
+
+
+def test_the_table_has_the_last_result_of_each_section(
+    program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that sections can be run in several goes, and again. A dry run's are apart."""
+    facts = {"GPU": "a GPU", "torch": "2"}
+    lines = [
+        {"section": "machine", "status": "failed", "seconds": 1, "failed": ["no GPU"], "dry": False},
+        {"section": "bytes", "status": "skipped", "seconds": 2, "skipped": ["a kernel"], "dry": False},
+        {"section": "machine", "status": "passed", "seconds": 3, "facts": facts, "num_checks": 2, "dry": False},
+        {"section": "bytes", "status": "passed", "seconds": 4, "dry": True},
+    ]
+    (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert program.report(tmp_path, ["machine", "bytes"], False) == 0
+    table = (tmp_path / "gpu.md").read_text()
+    assert table.startswith("GPU a GPU, driver not asked, torch 2")
+    assert "| a. machine | passed | 2 | 3 |  |" in table
+    assert "| c. bytes | skipped | 0 | 2 | skipped: a kernel |" in table
+    assert table.count("| not run |") == NUM_SECTIONS - 2
+    assert table in capsys.readouterr().out + "\n"
+    assert program.report(tmp_path, ["bytes"], True) == 0
+    assert "| c. bytes | dry: passed |" in (tmp_path / "gpu.md").read_text()
+    with (tmp_path / "gpu.jsonl").open("a") as file:
+        file.write(json.dumps({"section": "bytes", "status": "failed", "seconds": 1, "dry": False}) + "\n")
+    assert program.report(tmp_path, ["machine"], False) == 0
+    assert program.report(tmp_path, ["machine", "bytes"], False) == 1
+
+
+def test_sections_that_have_no_time_left_are_not_run(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "find_python", lambda *args: [sys.executable, "-c"])
+    ran: list[str] = []
+    monkeypatch.setattr(program, "run_section", lambda name, *args: ran.append(name))
+    folder = os.environ.get("TMPDIR", "/tmp")
+    monkeypatch.setattr(sys, "argv", ["gpu", "--dry", "--seconds", "5", "--only", "a,nccl", "--out", f"{folder}/none"])
+    assert program.main() == 1
+    assert not ran
+
+
+def test_what_an_interpreter_lacks_comes_from_wheels_and_nothing_else_does(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "")
+    wheels, folder = tmp_path / "wheels", tmp_path / "folder"
+    wheels.mkdir()
+    for name in ("weightcast_test_only", "pytest"):
+        wheel(wheels, name)
+    assert [path.name for path in program.lacking(sys.executable, wheels)] == [
+        "weightcast_test_only-1.0-py3-none-any.whl"
+    ]
+    command = program.find_python(folder, wheels, True)
+    done = subprocess.run([*command, "import weightcast_test_only as m; print(m.__file__)"], capture_output=True)
+    assert done.stdout.decode().startswith(str(folder / "site"))
+
+
+def wheel(folder: Path, name: str) -> None:
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as file:
+        file.writestr(f"{name}.py", "")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(1600)
+def test_every_section_runs_dry(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu", "--dry", "--out", tmp_path, "--seconds", "1500"],
+        env={**os.environ, "WEIGHTCAST_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=1550,
+        check=False,
+    )
+    results = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert done.returncode == 0, [(result["section"], result.get("failed"), result.get("tail")) for result in results]
+    assert len({result["section"] for result in results}) == len(results) == NUM_SECTIONS
+    assert all(result["num_checks"] for result in results)
+    assert {result["status"] for result in results} <= {"passed", "skipped"}
+    assert "proves the sections' own logic, and nothing about a GPU" in done.stdout
