@@ -50,7 +50,7 @@ def _sections(comparisons: Sequence[Comparison]) -> Iterator[str]:
         if way.name in measured:
             checks = [way.checked.get(key, "-") for key in ("digest", "completeness", "version", "rollback")]
             yield f"| {way.name} | {' | '.join(checks)} | {way.note} |"
-    yield "\n## What does not run on a CPU\n\n| way | why, as tried |\n|---|---|"
+    yield "\n## What does not run on a CPU\n\n| way | why |\n|---|---|"
     yield from (f"| {name} | {reason} |" for name, reason in NOT_RUN.items())
     yield "\n## Where it was measured\n"
     for machine in dict.fromkeys(it.machine for it in comparisons):

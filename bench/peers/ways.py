@@ -219,4 +219,4 @@ NOT_RUN: Mapping[str, str] = {
     "the trainer's shared memory, so that a forward pass during an update computes with parts of two versions",
     "TorchRL `VLLMWeightSyncScheme`, `SGLangWeightSyncScheme`": "need NCCL, the former Ray too",
 }
-"""What has no way on a CPU, and what happened when it was tried."""
+"""What has no way on a CPU, and why: what happened when it was tried, or what it says that it needs."""

@@ -271,7 +271,7 @@ class EngineCommands(Commands):
 
     def held(self) -> dict[str, Any]:
         """Of each tensor of a sink: the number of elements, the smallest and the largest."""
-        tensors = self.engine.tensors.items()
+        tensors = self.engine.held.items()
         return {"held": {name: [t.numel(), t.min().item(), t.max().item()] for name, t in tensors}}
 
     def close(self) -> None:

@@ -168,8 +168,8 @@ def tensors_of(start: int) -> dict[str, torch.Tensor]:
 
 
 def assert_has(sink: TensorSink, tensors: Mapping[str, torch.Tensor]) -> None:
-    assert sink.tensors.keys() == tensors.keys()
-    assert all(torch.equal(sink.tensors[name], tensor) for name, tensor in tensors.items())
+    assert sink.held.keys() == tensors.keys()
+    assert all(torch.equal(sink.held[name], tensor) for name, tensor in tensors.items())
 
 
 class Stages(WeightSource):

@@ -222,8 +222,8 @@ def test_each_update_is_of_the_tensors_as_they_are_then() -> None:
         transfer.send_weights((name, tensor.detach()) for name, tensor in weights.items())
         assert transfer.report.version == version
         expected = {name: t.bfloat16() if t.is_floating_point() else t for name, t in weights.items()}
-        assert sink.tensors.keys() == expected.keys()
-        assert all(torch.equal(sink.tensors[name], tensor) for name, tensor in expected.items())
+        assert sink.held.keys() == expected.keys()
+        assert all(torch.equal(sink.held[name], tensor) for name, tensor in expected.items())
     transfer.destroy()
     transfer.send_weights(iter(weights.items()))  # of a second `train`
     transfer.destroy()

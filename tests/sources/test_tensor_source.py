@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import pytest
 import torch
 
-from weightcast import LocalEngine, Publisher, TensorSink, TensorSource
+from weightcast import EngineServer, LocalEngine, Publisher, PublishError, PublishOptions, TensorSink, TensorSource
+from weightcast.format.manifest import WeightVersion
 
 
 def test_floating_point_is_cast_while_it_is_packed_and_the_rest_stays() -> None:
@@ -14,10 +18,33 @@ def test_floating_point_is_cast_while_it_is_packed_and_the_rest_stays() -> None:
     source = TensorSource(tensors, torch.bfloat16)
     with Publisher(source, transport="memory://", engines=[LocalEngine(sink)]) as publisher:
         publisher.publish()
-    assert torch.equal(sink.tensors["a"], tensors["a"].bfloat16())
-    assert torch.equal(sink.tensors["b"], tensors["b"].bfloat16())
-    assert torch.equal(sink.tensors["steps"], tensors["steps"])
+    assert torch.equal(sink.held["a"], tensors["a"].bfloat16())
+    assert torch.equal(sink.held["b"], tensors["b"].bfloat16())
+    assert torch.equal(sink.held["steps"], tensors["steps"])
     assert source.tensors["a"] is tensors["a"]
+
+
+class Wrong(TensorSink):
+    """Holds something else than was sent, but for version 0."""
+
+    def commit(self, version: WeightVersion) -> None:
+        super().commit(version)
+        self.held["a"][0] += version.number
+
+
+@pytest.mark.parametrize("served", [False, True], ids=["here", "over http"])
+def test_what_a_sink_holds_is_compared_with_what_was_sent(served: bool) -> None:
+    source = TensorSource({"a": torch.ones(4), "b": torch.ones(3)})
+    with contextlib.ExitStack() as exits:
+        engine: Any = EngineServer(Wrong()).start() if served else LocalEngine(Wrong())
+        exits.callback(engine.close)
+        engines = [engine.url if served else engine]
+        with Publisher(source, engines=engines, options=PublishOptions(verify="engines")) as publisher:
+            assert publisher.publish(0).ok
+        with Publisher(source, engines=engines, options=PublishOptions(verify="installed")) as publisher:
+            assert publisher.publish(0).ok
+            with pytest.raises(PublishError, match="'a'"):
+                publisher.publish(1)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", TypeError), (torch.int8, ValueError)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -10,14 +10,14 @@ from weightcast.format.manifest import TensorSpec, WeightVersion
 
 
 class TensorSink:
-    """An `Engine` that keeps copies: `tensors` by name, those of `version` once it is committed.
+    """An `Engine` that keeps copies: `held` has the tensors by name, those of `version` once it is committed.
 
     Host memory: the model once; twice while an update is installed.
     """
 
     def __init__(self, specs: Sequence[TensorSpec] | None = None) -> None:
         """`specs`: what it accepts; None: whatever comes."""
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.held: dict[str, torch.Tensor] = {}
         self.version: WeightVersion | None = None
         self._specs = specs
         self._loaded: dict[str, torch.Tensor] = {}
@@ -25,12 +25,16 @@ class TensorSink:
     def specs(self) -> Sequence[TensorSpec] | None:
         return self._specs
 
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What it holds, so that a publisher can compare it with what was sent."""
+        return iter(self.held.items())
+
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy them: they are valid only during this call."""
         self._loaded.update((name, tensor.clone()) for name, tensor in tensors)
 
     def commit(self, version: WeightVersion) -> None:
-        self.tensors, self._loaded, self.version = self._loaded, {}, version
+        self.held, self._loaded, self.version = self._loaded, {}, version
 
     def discard(self) -> None:
         self._loaded = {}

@@ -94,7 +94,7 @@ class VLLMDoubleBufferTransport:
                 url = store_url(self.local_addr, self.num_threads)
                 self._follower = self._exits.enter_context(Follower(url, self._taken, label="torchrl transport"))
             followed = self._follower.wait(timeout or 0.0)
-            tensors, self._taken.tensors = self._taken.tensors, {}
+            tensors, self._taken.held = self._taken.held, {}
             return None if followed is None else TensorDict(tensors, batch_size=[])
 
     def check_connection(self) -> bool:
