@@ -358,7 +358,7 @@ def test_who_has_everything_and_waits_is_not_blamed_for_who_stands_still() -> No
                 for (peer, r), pause_at in zip(receivers.items(), (None, last - 3), strict=True)
             }
             hall.send(1, list(receivers), staged=False)
-            assert asked == [last + 1], "it had everything"
+            assert set(asked) == {last + 1}, "it had everything, whenever it was asked"
             assert whole(readers["a"], hall.manifest, 1)
             assert {peer: type(error) for peer, error in hall.sender.failures.items()} == {"stands": PeerTimeoutError}
             readers["stands"].go_on.set()
