@@ -50,11 +50,12 @@ def test_what_is_copied_is_what_a_cold_start_has(offline: Offline) -> None:
     assert engine.install_map is not None
     # Nothing that is proven is loaded, and all that is loaded has a reason.
     assert set(names) == engine.install_map.opaque.keys()
-    if offline.setup.packs:
+    # Some CPUs have no kernel for packed bfloat16: vLLM leaves its layers as they are there.
+    if offline.setup.packs and (names or offline.setup != BF16):
         assert any("in another form than a checkpoint" in reason for reason in engine.install_map.opaque.values())
-    elif offline.setup in (PLAIN, PLAIN_TIED):
+    elif offline.setup in (PLAIN, PLAIN_TIED, BF16):
         assert not names
-        assert not result.unproven
+        assert not result.unproven or offline.setup == BF16  # whose weights are cast on the way
     else:
         assert all("experts" in name or "gate" in name for name in names)
 
