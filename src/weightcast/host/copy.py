@@ -136,4 +136,6 @@ def _run(jobs: Iterator[Job], num_threads: int) -> None:
     for helper in helpers:
         helper.join()
     if errors:
-        raise errors[0]
+        # Not kept here too: an error that this frame refers to would keep its frames, and the tensors in them.
+        del errors[1:]
+        raise errors.pop()
