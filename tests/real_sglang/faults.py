@@ -13,7 +13,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,9 @@ def register() -> None:
         return
     from weightcast.integrations.sglang.internals import parallel
     from weightcast.integrations.sglang.model import SglangModel
-    from weightcast.serving.install_map import InstallMap
+    from weightcast.serving.install_map import BlockCopies
 
-    install, copy = SglangModel._install, InstallMap.copy
+    install, copy = SglangModel._install, BlockCopies.run
 
     def fault() -> Break | None:
         found = Break(**json.loads(path.read_text())) if path.exists() else None
@@ -60,17 +60,18 @@ def register() -> None:
             tensors = _until(found.after, tensors)
         return install(model, tensors, *rest)
 
-    def faulty_copy(install_map: InstallMap, pieces: Iterable[Any], sources: Sequence[torch.Tensor]) -> None:
-        pieces, found = list(pieces), fault()
-        if found is None or found.corrupt or found.after >= len(pieces):
-            return copy(install_map, pieces, sources)
+    def faulty_copy(copies: BlockCopies) -> None:
+        found = fault()
+        if found is None or found.corrupt or found.after >= len(copies._pieces):
+            return copy(copies)
+        install_map, some = copies._install_map, copies._pieces[: found.after]
         assert install_map.bind()
-        some = pieces[: found.after]
-        copy(install_map, some, sources[: sum(len(install_map.blocks(*piece)) for piece in some)])
+        num_blocks = sum(len(install_map.blocks(*piece)) for piece in some)
+        copy(install_map.copies(some, copies._sources[:num_blocks]))
         raise RuntimeError("the test's fault")
 
     SglangModel._install = faulty  # type: ignore[method-assign]
-    InstallMap.copy = faulty_copy  # type: ignore[method-assign]
+    BlockCopies.run = faulty_copy  # type: ignore[method-assign]
 
     collect = gc.collect
 
