@@ -173,7 +173,11 @@ def main(words: Sequence[str]) -> None:
         known = results.get(name)
         if not any(name.startswith(word) for word in words) or (known and known["others"] <= QUIET_CORES):
             continue
-        torch.set_num_threads(os.cpu_count() or 1)
+        with Others() as others:
+            time.sleep(1)
+        if others.cores > 2 * QUIET_CORES and "--anyway" not in words:
+            print(f"{name}: not measured, others take {others.cores:.2f} cores; --anyway measures all the same")
+            return
         with Others() as others:
             found = job()
         if known is None or others.cores < known["others"]:

@@ -274,6 +274,7 @@ class _Timing:
     ) -> None:
         self._it, self._parts, self._manifest = it, parts, manifest
         self._num_rounds = max(map(len, manifest.spans))
+        self._others = it.trainer_hosts * it.ranks_per_host - 1
         self._cores = it.num_cores or parts.num_cores
         self._workers = it.num_workers // it.engine_hosts
         wire, largest = sum(wires), max(wires, default=0)
@@ -329,6 +330,8 @@ class _Timing:
         self.parallel = {
             work.name: work.seconds * self._num_rounds for work in self._works if work.name != "send"
         } | self.parallel
+        if self._others and parts.rank["transfer"].bucket:
+            self.parallel["ranks' exchanges"] = parts.rank["transfer"].bucket * self._num_rounds * self._others
         if it.transport != "file":
             of_trainer = sum(work.seconds * work.trainer_cores for work in self._works) * self._num_rounds / self._cores
             of_engines = sum(work.seconds * work.engine_cores for work in self._works) * self._num_rounds / self._cores
@@ -363,11 +366,10 @@ class _Timing:
         return found
 
     def _fixed(self, costs: StageCosts, rank: StageCosts) -> float:
-        it, others = self._it, self._it.trainer_hosts * self._it.ranks_per_host - 1
         return (
             costs.once
-            + costs.engine * it.num_engines
+            + costs.engine * self._it.num_engines
             + costs.bucket * self._num_rounds
             + costs.tensor * len(self._manifest.tensors)
-            + (rank.once + rank.bucket * self._num_rounds) * others
+            + (rank.once + rank.bucket * self._num_rounds) * self._others
         )
