@@ -79,7 +79,7 @@ def test_a_directory_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         (["plan"], "there is nothing to plan: add --shapes NAME"),
         ([*FEW, "--ranks-per-host", "8"], "8 trainer ranks hold shards"),
-        ([*FEW, "--engine-hosts", "2", "--apart"], "between hosts use gloo, nccl or file"),
+        ([*FEW, "--engine-hosts", "2", "--apart"], "use gloo, nccl or file between hosts"),
         ([*FEW, "--parts", "no/such/file"], "no/such/file has no measured parts"),
         ([*FEW, "--link-gbit", "-1"], "link_gbit is -1.0; it must be a finite number above 0"),
         (["plan", "--params", "5", "--tensors", "10"], "5 parameters can't fill 10 tensors"),
