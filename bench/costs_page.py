@@ -45,7 +45,8 @@ _PLANNED = re.compile(
 
 
 def parts_of(results: dict[str, Any]) -> Parts:
-    parts: Parts = decode(json.dumps(results["parts/"]["found"]).encode(), Parts)
+    found = {name: value for name, value in results["parts/"]["found"].items() if name != "sections"}
+    parts: Parts = decode(json.dumps(found).encode(), Parts)
     return parts
 
 

@@ -143,13 +143,13 @@ def measure_parts(note: Callable[[str], None] = lambda text: None) -> Parts:
             raw, *alone = _raw(group, large.channel, large.pid, 0)
             _, *crowded = _raw(group, large.channel, large.pid, num_cores - 1)
             send, receive = (PerByte(one, max(one, other)) for one, other in zip(alone, crowded, strict=True))
-            note("publishes of next to nothing")
             first, second = (engine.url for engine in few)
             stages, module = {}, ModuleSource(build_model(_FEW))
             wide = ModuleSource(build_model(_MANY))
             for transport in ("ipc", "gloo", "file"):
                 url = {"ipc": "ipc://", "gloo": "gloo://127.0.0.1:0", "file": f"file://{directory}/store"}[transport]
                 for install in ("staged", "streaming"):
+                    note(f"publishes of next to nothing over {transport} {install}")
                     options = {"install": install}
                     one = _seconds(module, url, [first], 64 * 4096, options)
                     two = _seconds(module, url, [first, second], 64 * 4096, options)
