@@ -81,7 +81,7 @@ def test_a_loader_that_lies_to_the_recording_is_found_by_the_proof(caplog: pytes
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_parameters_with_other_memory_are_found(number: int) -> None:
-    """As an engine does it that wakes up: other memory behind the same parameters, whatever earlier installs have kept."""
+    """As an engine does it that wakes up: other memory behind the same parameters, whatever was kept."""
     model, tensors = Model(), checkpoint(1)
     with fleet(TensorSource(tensors), ModelEngine(model)) as (publisher, _):
         for version in range(1, number + 1):
