@@ -62,7 +62,9 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**_SHAPE | _EXPERTS),
     "qwen2": lambda: transformers.Qwen2Config(**{k: v for k, v in _SHAPE.items() if k != "head_dim"}),
     "llama-tied": lambda: transformers.LlamaConfig(**_SHAPE | {"tie_word_embeddings": True}),
-    "deepseek-v2": lambda: transformers.DeepseekV2Config(**{k: v for k, v in _SHAPE.items() if k != "head_dim"} | _LATENT),
+    "deepseek-v2": lambda: transformers.DeepseekV2Config(
+        **{k: v for k, v in _SHAPE.items() if k != "head_dim"} | _LATENT
+    ),
     "qwen3-wide": lambda: transformers.Qwen3Config(**_SHAPE | _WIDE),
     "qwen3-deep": lambda: transformers.Qwen3Config(**_SHAPE | _DEEP),
     "qwen3-large": lambda: transformers.Qwen3Config(**_SHAPE | _LARGE),
