@@ -50,8 +50,19 @@ _LATENT = {
     "first_k_dense_replace": 1,
     "n_group": 1,
     "topk_group": 1,
+    "topk_method": "group_limited_greedy",
+    "scoring_func": "softmax",
+    "moe_layer_freq": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": MAX_LENGTH // 2,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
 }
-"""The ranks are those that vLLM's kernels for CPUs are made for."""
+"""The ranks are those that vLLM's kernels for CPUs are made for; SGLang's MLA on a CPU has no other way to rotate."""
 _WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "initializer_range": 0.05}
 _LARGE = {"intermediate_size": 1000, "num_hidden_layers": 182, "head_dim": 16, "initializer_range": 0.05}
 _DEEP = {"intermediate_size": 292, "num_hidden_layers": 182, "head_dim": 16, "initializer_range": 0.05}
