@@ -64,12 +64,13 @@ class Turned(nn.Module):
 
 
 class Latent(nn.Module):
-    """`absorbed` is made from `kv` after every load, as MLA's are."""
+    """`absorbed` and `bound` are made from `kv` after every load, as MLA's are: in vLLM anew, in SGLang in place."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kv = parameter(HIDDEN, HIDDEN)
         self.absorbed = torch.zeros(HIDDEN, HIDDEN)
+        self.bound = torch.zeros(HIDDEN, HIDDEN)
 
 
 class Model(nn.Module):
@@ -87,6 +88,7 @@ class Model(nn.Module):
             self.num_loads += 1
             self._load(name, tensor)
         self.latent.absorbed = self.latent.kv.data.t().contiguous()
+        self.latent.bound.copy_(self.latent.kv.data.t())
 
     def _load(self, name: str, tensor: torch.Tensor) -> None:
         part, _, leaf = name.partition(".")
@@ -120,7 +122,8 @@ class Model(nn.Module):
 
     def live(self) -> dict[str, torch.Tensor]:
         """All that it computes with."""
-        return {name: p.detach().clone() for name, p in self.named_parameters()} | {"absorbed": self.latent.absorbed}
+        made = {"absorbed": self.latent.absorbed, "bound": self.latent.bound}
+        return {name: value.detach().clone() for name, value in (*self.named_parameters(), *made.items())}
 
 
 def checkpoint(seed: int) -> dict[str, torch.Tensor]:

@@ -36,6 +36,33 @@ _SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "group_limited_greedy",
+    "scoring_func": "softmax",
+    "moe_layer_freq": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": MAX_LENGTH // 2,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+"""The ranks are those that vLLM's kernels for CPUs are made for; SGLang's MLA on a CPU has no other way to rotate."""
 _WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "initializer_range": 0.05}
 _LARGE = {"intermediate_size": 1000, "num_hidden_layers": 182, "head_dim": 16, "initializer_range": 0.05}
 _DEEP = {"intermediate_size": 292, "num_hidden_layers": 182, "head_dim": 16, "initializer_range": 0.05}
@@ -46,6 +73,9 @@ FAMILIES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**_SHAPE | _EXPERTS),
     "qwen2": lambda: transformers.Qwen2Config(**{k: v for k, v in _SHAPE.items() if k != "head_dim"}),
     "llama-tied": lambda: transformers.LlamaConfig(**_SHAPE | {"tie_word_embeddings": True}),
+    "deepseek-v2": lambda: transformers.DeepseekV2Config(
+        **{k: v for k, v in _SHAPE.items() if k != "head_dim"} | _LATENT
+    ),
     "qwen3-wide": lambda: transformers.Qwen3Config(**_SHAPE | _WIDE),
     "qwen3-deep": lambda: transformers.Qwen3Config(**_SHAPE | _DEEP),
     "qwen3-large": lambda: transformers.Qwen3Config(**_SHAPE | _LARGE),

@@ -16,7 +16,8 @@ from real_vllm.test_model import BF16, DENSE, EXPERTS, TIED, engine_of, weights
 from weightcast import LocalEngine, TensorSource
 from weightcast.errors import PublishError
 
-PLAIN, PLAIN_TIED, PLAIN_EXPERTS = (OfflineSetup(f, packs=False) for f in ("qwen3", "llama-tied", "qwen3-moe"))
+FAMILIES = ("qwen3", "llama-tied", "qwen3-moe", "deepseek-v2")
+PLAIN, PLAIN_TIED, PLAIN_EXPERTS, PLAIN_LATENT = (OfflineSetup(family, packs=False) for family in FAMILIES)
 
 
 @contextlib.contextmanager
@@ -34,7 +35,7 @@ def loads_counted(offline: Offline) -> Iterator[list[str]]:
         del offline.model.load_weights
 
 
-@offline_on(PLAIN, PLAIN_TIED, PLAIN_EXPERTS, DENSE, EXPERTS, TIED, BF16)
+@offline_on(PLAIN, PLAIN_TIED, PLAIN_EXPERTS, PLAIN_LATENT, DENSE, EXPERTS, TIED, BF16)
 def test_what_is_copied_is_what_a_cold_start_has(offline: Offline) -> None:
     tensors = {name: tensor.clone() for name, tensor in weights(offline, 0).items()}
     engine = engine_of(offline)

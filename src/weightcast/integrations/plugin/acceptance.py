@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
+import torch
 from torch import nn
 
 from weightcast.errors import UnsupportedError, listed
@@ -34,7 +35,8 @@ class AcceptedOffer:
     """An offer that fits. `names`: what the loader is to be given. `tied`: name to name of equal values.
 
     `calls`: how often a whole install calls the loaders of each module that is not loaded in place. `install_map`: what
-    the loader was seen to do. `modules`: those of whose parameters and buffers it sets any.
+    the loader was seen to do. `modules`: those of whose parameters and buffers it sets any. `beside`: the live tensors
+    that it writes in place besides these.
     """
 
     names: frozenset[str]
@@ -42,6 +44,7 @@ class AcceptedOffer:
     calls: Mapping[str, int]
     install_map: InstallMap
     modules: frozenset[str]
+    beside: Sequence[torch.Tensor]
 
 
 Trial: TypeAlias = Callable[[Sequence[TensorSpec]], DryRunOutcome]
@@ -149,12 +152,12 @@ def acceptance(model: nn.Module, trial: Trial, reference: Sequence[TensorSpec] |
 
 def _recorded(
     model: nn.Module, specs: Sequence[TensorSpec], outcome: DryRunOutcome, tied: Mapping[str, str]
-) -> tuple[Mapping[str, int], InstallMap, frozenset[str]]:
+) -> tuple[Mapping[str, int], InstallMap, frozenset[str], Sequence[torch.Tensor]]:
     """What an accepted offer has of a dry run."""
     targets = {copy.target: outcome.targets[copy.target].form for copy in outcome.copies}
     install_map = InstallMap(model, specs, outcome.copies, targets, outcome.opaque, tied=tied)
     written = (target.name for target in outcome.targets.values() if target.loaded or target.padded)
-    return outcome.calls, install_map, frozenset(name.rpartition(".")[0] for name in written)
+    return outcome.calls, install_map, frozenset(name.rpartition(".")[0] for name in written), outcome.beside
 
 
 def _tied(model: nn.Module, names: Collection[str]) -> dict[str, str]:

@@ -3,8 +3,8 @@
 What is a plain copy is recorded, block by block, for `serving.install_map`; anything else that a name is used for makes
 the name opaque.
 
-Invariants: nothing that is live is written (a tensor without memory can't be copied into one that has some); whatever
-happens, every module has its own tensors again afterwards. The model can't be used meanwhile.
+Invariants: nothing of the tensors without memory is written to what is live; whatever happens, every module has its own
+tensors again afterwards. The model can't be used meanwhile.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class DryRunOutcome:
     """What the loader did: `faults` by name (the empty one: at the end), the `targets` by the model's names for them.
 
     `used`: how many elements of each name were copied into targets, and of which dtypes these are. `copies`: those
-    copies, in their order; `opaque`: the names that the loader does more with than to copy them, and what. `calls`: how
+    copies, in their order; `opaque`: the names that the loader does more with than to copy them, and what. `beside`:
+    the live tensors that it would have written in place besides these, such as MLA's absorbed weights. `calls`: how
     often the loaders of a module were called, by the module's name, where an engine counts that.
     """
 
@@ -67,6 +68,7 @@ class DryRunOutcome:
     used: dict[str, tuple[int, set[torch.dtype]]]
     copies: list[RecordedCopy]
     opaque: dict[str, str]
+    beside: list[torch.Tensor] = dataclasses.field(default_factory=list)
     calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -97,7 +99,7 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
             faults[probe.current] = fault
         if not fault or not probe.current or len(faults) == MAX_FAULTS:
             by_name = {target.name: target for target in targets.values()}
-            return DryRunOutcome(faults, by_name, probe.used, probe.copies, probe.opaque_names())
+            return DryRunOutcome(faults, by_name, probe.used, probe.copies, probe.opaque_names(), probe.beside)
 
 
 @contextlib.contextmanager
@@ -188,6 +190,7 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether it knew where everything that was copied came from."""
         self.used: dict[str, tuple[int, set[torch.dtype]]] = {}
         self.copies: list[RecordedCopy] = []
+        self.beside: list[torch.Tensor] = []
         self._opaque: dict[str, str] = {}
         self._read: dict[str, str] = {}
         """Targets that something is computed from, and by which operation."""
@@ -224,10 +227,16 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
+            if args[1].is_meta and not args[0].is_meta:
+                out = args[0]  # live, and stays as it is
+                self.beside.append(out)
+            else:
+                out = func(*args, **(kwargs or {}))
             self.written(args[0], args[1])
-        elif func in _FILLS:
+            return out
+        out = func(*args, **(kwargs or {}))
+        if func in _FILLS:
             self.written(args[0], None)
         elif func not in _VIEWS:
             self._inherit(func, [*args, *(kwargs or {}).values()], out)

@@ -140,7 +140,10 @@ class LoaderEngine(abc.ABC):
         """
         with self._agreed():
             self._end_load()
-            restore = undo_copy(self._model, None if self._offer is None else self._written(self._offer[1]))
+            if self._offer is None:
+                restore = undo_copy(self._model)
+            else:
+                restore = undo_copy(self._model, self._written(self._offer[1]), self._offer[1].beside)
 
         def put_back() -> None:
             with self._agreed():
@@ -187,10 +190,13 @@ _OWN_CONTAINERS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_m
 """Of a module's attributes, these are copied; of others the reference is kept."""
 
 
-def undo_copy(model: nn.Module, written: Collection[str] | None = None) -> Callable[[], None]:
+def undo_copy(
+    model: nn.Module, written: Collection[str] | None = None, beside: Iterable[torch.Tensor] = ()
+) -> Callable[[], None]:
     """Copy now; the result puts everything back, also in the middle of a load. It may be called more than once.
 
-    `written`: the modules whose parameters and buffers may get other values; None for all.
+    `written`: the modules whose parameters and buffers may get other values; None for all. `beside`: other tensors that
+    may.
     """
     saved: list[tuple[Any, dict[str, Any]]] = []
     for layer in model.modules():
@@ -198,7 +204,7 @@ def undo_copy(model: nn.Module, written: Collection[str] | None = None) -> Calla
         for subject in (layer, vars(layer).get("quant_method"), vars(layer).get("impl")):
             if isinstance(getattr(subject, "__dict__", None), dict):  # a class's is read-only
                 saved.append((subject, _copied(vars(subject))))
-    unique: dict[int, torch.Tensor] = {}
+    unique = {id(tensor): tensor for tensor in beside}
     for name, layer in model.named_modules():
         if written is None or name in written:
             for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
