@@ -44,21 +44,21 @@ def register() -> None:
     from weightcast.integrations.sglang.model import SglangModel
     from weightcast.serving.install_map import InstallMap
 
-    install, copy = SglangModel._install, InstallMap.copy
+    load, finish, copy = SglangModel._load_some, SglangModel._finish_load, InstallMap.copy
 
     def fault() -> Break | None:
         found = Break(**json.loads(path.read_text())) if path.exists() else None
         return found if found is not None and found.rank in (-1, parallel().tp_rank) else None
 
-    def faulty(model: SglangModel, tensors: Iterable[tuple[str, torch.Tensor]] | None, *rest: Any) -> Any:
+    def faulty(model: SglangModel, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         found = fault()
+        load(model, tensors if found is None or found.corrupt else _until(found.after, tensors))
+
+    def finished(model: SglangModel) -> list[str]:
+        found, result = fault(), finish(model)
         if found is not None and found.corrupt:
-            result = install(model, tensors, *rest)
             model._model.get_parameter(found.corrupt).data.view(torch.uint8).flatten()[5] ^= 1
-            return result
-        if found is not None and tensors is not None:
-            tensors = _until(found.after, tensors)
-        return install(model, tensors, *rest)
+        return result
 
     def faulty_copy(install_map: InstallMap, pieces: Iterable[Any], sources: Sequence[torch.Tensor]) -> None:
         pieces, found = list(pieces), fault()
@@ -69,7 +69,8 @@ def register() -> None:
         copy(install_map, some, sources[: sum(len(install_map.blocks(*piece)) for piece in some)])
         raise RuntimeError("the test's fault")
 
-    SglangModel._install = faulty  # type: ignore[method-assign]
+    SglangModel._load_some = faulty  # type: ignore[method-assign]
+    SglangModel._finish_load = finished  # type: ignore[method-assign]
     InstallMap.copy = faulty_copy  # type: ignore[method-assign]
 
     collect = gc.collect
