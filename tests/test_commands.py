@@ -24,6 +24,9 @@ PAGES = [
 NOT_RUN = {
     "pip install 'PATH_TO_WEIGHTCAST[trl]'": "needs TRL: scripts/test-vllm installs it by the extra",
     "pip install 'PATH_TO_WEIGHTCAST[verl]'": "needs verl: scripts/test-verl installs it",
+    "python bench/costs.py parts rows bytes tensors engines small-engines ranks": "measures for ten minutes",
+    "python bench/costs.py page": "writes into docs/: tests/bench/test_costs_page.py compares it",
+    "weightcast plan --measure parts.json": "takes a minute: tests/bench/test_cost.py measures with less",
     "./scripts/test": "is what runs tests, and CI runs it",
     "./scripts/gpu --wheels wheels --python 3.12": "needs a package index",
     "./scripts/gpu --from wheels": "needs a GPU: tests/test_gpu_script.py runs it dry",
@@ -53,6 +56,7 @@ def _complete(folder: str, marker: str = "config.json") -> list[str]:
 
 ENVIRONMENT = ["python3 -m venv .venv", "source .venv/bin/activate"]
 FIRST = {
+    "planning.md": ["cp bench/parts.json parts.json"],
     "README.md": [
         "weightcast publish CHECKPOINT_DIR --transport file:///mnt/weights",
         *_complete("DIR/step_1000", "STABLE"),

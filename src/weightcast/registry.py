@@ -75,7 +75,7 @@ def known() -> list[str]:
 def transport(url: str) -> Transport:
     """Import the `Transport` for a URL's scheme. Raises ValueError, naming the known ones, if there is none."""
     name = scheme(url)
-    target = dict(_targets(TRANSPORTS, ENTRY_POINT_GROUP)).get(name)
+    target = next((target for other, target in _targets(TRANSPORTS, ENTRY_POINT_GROUP) if other == name), None)
     if target is None:
         remedy = " (the URLs of engines go into engines=[...])" if name in ("http", "https") else ""
         raise ValueError(f"no transport {name!r}; known here: {', '.join(known())}{remedy}")

@@ -79,15 +79,17 @@ def test_a_loader_that_lies_to_the_recording_is_found_by_the_proof(caplog: pytes
     assert "norm.weight" in engine.install_map.opaque
 
 
-def test_parameters_with_other_memory_are_found() -> None:
-    """As an engine does it that wakes up: other memory behind the same parameters."""
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_parameters_with_other_memory_are_found(number: int) -> None:
+    """As an engine does it that wakes up: other memory behind the same parameters, whatever was kept."""
     model, tensors = Model(), checkpoint(1)
     with fleet(TensorSource(tensors), ModelEngine(model)) as (publisher, _):
-        publisher.publish(1)
+        for version in range(1, number + 1):
+            publisher.publish(version)
         for parameter in model.parameters():
             parameter.data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
         loads = model.num_loads
-        publisher.publish(2)
+        publisher.publish(number + 1)
         assert model.num_loads == loads + len(OPAQUE)
     expected = cold(tensors)
     assert all(torch.equal(model.live()[name], expected[name]) for name in expected if name != "embed.table")

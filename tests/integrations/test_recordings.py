@@ -102,7 +102,7 @@ def test_copies_are_what_the_loader_makes(
                 piece = Region((start, 0), (stop - start, tensor.shape[1]))
                 pieces.append((name, piece))
                 sources += install_map.cut(name, tensor[start:stop].contiguous(), piece)
-    install_map.copy(pieces, sources)
+    install_map.copies(pieces, sources).run()
     found = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.load_weights(new.items())
     assert all(torch.equal(found[name], p) for name, p in model.named_parameters())

@@ -13,9 +13,8 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -42,9 +41,9 @@ def register() -> None:
         return
     from weightcast.integrations.sglang.internals import parallel
     from weightcast.integrations.sglang.model import SglangModel
-    from weightcast.serving.install_map import InstallMap
+    from weightcast.serving.install_map import BlockCopies
 
-    load, finish, copy = SglangModel._load_some, SglangModel._finish_load, InstallMap.copy
+    load, finish, copy = SglangModel._load_some, SglangModel._finish_load, BlockCopies.run
 
     def fault() -> Break | None:
         found = Break(**json.loads(path.read_text())) if path.exists() else None
@@ -60,18 +59,19 @@ def register() -> None:
             model._model.get_parameter(found.corrupt).data.view(torch.uint8).flatten()[5] ^= 1
         return result
 
-    def faulty_copy(install_map: InstallMap, pieces: Iterable[Any], sources: Sequence[torch.Tensor]) -> None:
-        pieces, found = list(pieces), fault()
-        if found is None or found.corrupt or found.after >= len(pieces):
-            return copy(install_map, pieces, sources)
+    def faulty_copy(copies: BlockCopies) -> None:
+        found = fault()
+        if found is None or found.corrupt or found.after >= len(copies._pieces):
+            return copy(copies)
+        install_map, some = copies._install_map, copies._pieces[: found.after]
         assert install_map.bind()
-        some = pieces[: found.after]
-        copy(install_map, some, sources[: sum(len(install_map.blocks(*piece)) for piece in some)])
+        num_blocks = sum(len(install_map.blocks(*piece)) for piece in some)
+        copy(install_map.copies(some, copies._sources[:num_blocks]))
         raise RuntimeError("the test's fault")
 
     SglangModel._load_some = faulty  # type: ignore[method-assign]
     SglangModel._finish_load = finished  # type: ignore[method-assign]
-    InstallMap.copy = faulty_copy  # type: ignore[method-assign]
+    BlockCopies.run = faulty_copy  # type: ignore[method-assign]
 
     collect = gc.collect
 

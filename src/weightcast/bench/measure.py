@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,6 +55,10 @@ def measure(settings: BenchSettings, note: Note = lambda text: None) -> BenchRes
         needed = (1 + settings.num_engines) * num_bytes + 2 * min(num_bytes, MAX_MEMCPY_BYTES)
         require(needed, f"{settings.shapes} for {count(settings.num_engines, 'engine')}", "measure a smaller model")
     with contextlib.ExitStack() as stack:
+        if settings.transport == "file":
+            parent = settings.directory or None
+            store = stack.enter_context(tempfile.TemporaryDirectory(prefix="weightcast-bench-", dir=parent))
+            settings = msgspec.structs.replace(settings, directory=store)
         trainer = stack.enter_context(started_trainer(specs, settings))
         note("measuring memcpy")
         memcpy = Memcpy(num_bytes, settings.device)

@@ -31,8 +31,8 @@ class BenchSettings(Asked, frozen=True, kw_only=True):
     """One field for each option of `weightcast bench` that has a bearing on what is measured.
 
     `num_tensors` and `num_bytes` are for the shapes `uniform` only; `bucket_size_bytes` None: the default.
-    `host`: the address that gloo and NCCL connect at. `per_tensor`: measure the slow ways too. Raises ValueError for
-    what can't be combined.
+    `host`: the address that gloo and NCCL connect at. `directory`: where the store of `file` is to be. `per_tensor`:
+    measure the slow ways too. Raises ValueError for what can't be combined.
     """
 
     num_runs: int = 5
@@ -41,6 +41,7 @@ class BenchSettings(Asked, frozen=True, kw_only=True):
     num_bytes: int = 1 << 30
     per_tensor: bool = True
     host: str = "127.0.0.1"
+    directory: str = ""
 
     def __post_init__(self) -> None:
         if self.num_engines < 1 or self.num_runs < 1 or self.trainer_ranks < 1:
@@ -56,7 +57,7 @@ class BenchSettings(Asked, frozen=True, kw_only=True):
     @property
     def transport_url(self) -> str:
         if not self.is_collective:
-            return f"{self.transport}://"
+            return f"{self.transport}://{self.directory}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.transport}://{host}:0"
 

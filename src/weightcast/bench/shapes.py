@@ -8,6 +8,8 @@ built: the command line needs the names.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from weightcast.format.manifest import TensorSpec
 
@@ -81,10 +83,7 @@ def named(
         raise ValueError(f"scale is {scale}; it divides widths, so it must be at least 1")
     if layers is not None and layers < 1:
         raise ValueError(f"layers is {layers}; keep at least one")
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from weightcast.checkpoint.live import checkpoint_tensors
+    from transformers import AutoConfig
 
     model_type, published = ARCHITECTURES[shapes]
     widths = {name: width for name in WIDTHS if isinstance(width := published.get(name), int)}
@@ -93,9 +92,37 @@ def named(
     if layers is not None:
         fields["num_hidden_layers"] = min(layers, published["num_hidden_layers"] or layers)
     config = AutoConfig.for_model(model_type, **fields)
+    return _of_model(config, "bfloat16")
+
+
+def of_config(directory: Path, dtype: str) -> Sequence[TensorSpec]:
+    """The specs of the model that a directory's config.json describes. Raises ValueError if there is none."""
+    from transformers import AutoConfig
+
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{directory} has no config.json: pass the directory of a model that transformers knows")
+    config = AutoConfig.from_pretrained(directory)
+    return _of_model(config, dtype)
+
+
+def _of_model(config: Any, dtype: str) -> Sequence[TensorSpec]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from weightcast.checkpoint.live import checkpoint_tensors
+
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))  # type: ignore[no-untyped-call]
     return checkpoint_tensors(model)[0]
+
+
+def equal(num_params: int, num_tensors: int, dtype: str) -> Sequence[TensorSpec]:
+    """Flat tensors of as many parameters each, but for the last, which has what is left. Raises ValueError."""
+    each = num_params // num_tensors
+    if each < 1:
+        raise ValueError(f"{num_params} parameters can't fill {num_tensors} tensors: each has one at least")
+    sizes = [each] * (num_tensors - 1) + [num_params - each * (num_tensors - 1)]
+    return tuple(TensorSpec(f"blocks.{number}.weight", dtype, (size,)) for number, size in enumerate(sizes))
 
 
 def _equal(num_tensors: int, shape: tuple[int, ...]) -> Sequence[TensorSpec]:

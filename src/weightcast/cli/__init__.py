@@ -25,6 +25,7 @@ COMMANDS = {
     "inspect": "show what an engine, a checkpoint or a store holds",
     "verify": "check that an engine holds exactly this checkpoint, or that a store is whole",
     "bench": "measure a publish on this machine",
+    "plan": "calculate what a publish will cost: bytes on links, memory of hosts, seconds by stage",
 }
 
 _DESCRIPTION = "Move a trainer's weights into running inference engines: fast, verified, and as a transaction."

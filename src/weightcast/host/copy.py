@@ -11,6 +11,7 @@ import ctypes
 import functools
 import itertools
 import operator
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
@@ -23,6 +24,8 @@ PLAIN_BYTES = 64 << 10
 _PIECE_BYTES = 4 << 20
 _BATCH_TENSORS = 2048
 _BYTES_PER_THREAD = 64 << 20
+_MAX_THREADS = 4
+"""Fewer than these fill a memory channel's bandwidth, and other ranks copy beside them."""
 _TYPES = (torch.Tensor, torch.nn.Parameter)
 _num_bytes = operator.attrgetter("nbytes")
 _is_cpu = operator.attrgetter("is_cpu")
@@ -57,35 +60,54 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
     A target that autograd has saved for a backward pass is not noticed.
     """
-    if not all(map(_is_cpu, itertools.chain(targets, sources))):
-        # Copies of a GPU belong to the caller's stream: other threads have streams of their own. One call for each pair
-        # of dtypes: torch before 2.11 writes all targets as if they were of the first one's, where sources are of one.
-        by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for target, source in zip(targets, sources, strict=True):
-            by_dtypes.setdefault((target.dtype, source.dtype), []).append((target, source))
-        for pairs in by_dtypes.values():
-            _copy_batch(*zip(*pairs, strict=True))
-        return
-    sizes = list(map(_num_bytes, targets))
-    num_threads = min(torch.get_num_threads(), sum(sizes) // _BYTES_PER_THREAD)
-    if max(sizes, default=0) < PLAIN_BYTES:
-        _run(_batches(targets, sources), num_threads)
-        return
-    moves: list[tuple[int, int, int]] = []
-    other_targets, other_sources = list[torch.Tensor](), list[torch.Tensor]()
-    for size, target, source in zip(sizes, targets, sources, strict=True):
-        if size >= PLAIN_BYTES and is_plain(target, source):
-            moves.append((target.data_ptr(), source.data_ptr(), size))
-        else:
-            other_targets.append(target)
-            other_sources.append(source)
-    _run(itertools.chain(_pieces(moves), _batches(other_targets, other_sources)), num_threads)
+    PreparedCopies(targets, sources).run()
+
+
+class PreparedCopies:
+    """`copy_all` of the same tensors, as often as wanted: what each pair needs is found out once.
+
+    The tensors are kept; they must keep their memory and their form.
+    """
+
+    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        self._tensors = targets, sources
+        self._jobs: list[Job] = []
+        self._num_bytes = 0
+        """In host memory: what more than one thread may share."""
+        if not all(map(_is_cpu, itertools.chain(targets, sources))):
+            # Copies of a GPU belong to the caller's stream: other threads have streams of their own. One call for each
+            # pair of dtypes: torch before 2.11 writes all targets as if they were of the first one's, where sources are
+            # of one.
+            by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+            for target, source in zip(targets, sources, strict=True):
+                by_dtypes.setdefault((target.dtype, source.dtype), []).append((target, source))
+            self._jobs = [functools.partial(_copy_batch, *zip(*pairs, strict=True)) for pairs in by_dtypes.values()]
+            return
+        sizes = list(map(_num_bytes, targets))
+        self._num_bytes = sum(sizes)
+        if max(sizes, default=0) < PLAIN_BYTES:
+            self._jobs = list(_batches(targets, sources))
+            return
+        moves: list[tuple[int, int, int]] = []
+        other_targets, other_sources = list[torch.Tensor](), list[torch.Tensor]()
+        for size, target, source in zip(sizes, targets, sources, strict=True):
+            if size >= PLAIN_BYTES and is_plain(target, source):
+                moves.append((target.data_ptr(), source.data_ptr(), size))
+            else:
+                other_targets.append(target)
+                other_sources.append(source)
+        self._jobs = [*_pieces(moves), *_batches(other_targets, other_sources)]
+
+    def run(self) -> None:
+        """Copy. Raises RuntimeError as torch does."""
+        # Not torch's number of threads, which an engine may have set to one: it computes nothing while it is copied to.
+        num_cores = len(os.sched_getaffinity(0))
+        _run(iter(self._jobs), min(num_cores, _MAX_THREADS, self._num_bytes // _BYTES_PER_THREAD))
 
 
 def _copy_batch(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    if targets:
-        with torch.inference_mode():
-            torch._foreach_copy_(list(targets), list(sources))
+    with torch.inference_mode():
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def _batches(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Iterator[Job]:
@@ -136,4 +158,6 @@ def _run(jobs: Iterator[Job], num_threads: int) -> None:
     for helper in helpers:
         helper.join()
     if errors:
-        raise errors[0]
+        # Not kept here too: an error that this frame refers to would keep its frames, and the tensors in them.
+        del errors[1:]
+        raise errors.pop()

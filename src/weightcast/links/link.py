@@ -42,6 +42,10 @@ _ASK_SECONDS = 0.5
 M = TypeVar("M", bound=msgspec.Struct)
 
 
+def _ignore(what: object) -> None:
+    """What a link does with messages that nobody asked for, and with its end once it was closed."""
+
+
 def frame(message: msgspec.Struct) -> bytes:
     data = encode(message)
     return _LENGTH.pack(len(data)) + data
@@ -108,7 +112,7 @@ class WorkerLink:
         *,
         lease_seconds: float,
         on_end: Callable[[str], None],
-        on_message: Callable[[Any], None] = lambda message: None,
+        on_message: Callable[[Any], None] = _ignore,
         messages: Any = LinkMessage,
         connect_seconds: float = 30.0,
     ) -> None:
@@ -173,6 +177,8 @@ class WorkerLink:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=10)
         self._sock.close()
+        # They refer to the link's owner, which refers to the link: it would live on until a collection.
+        self._on_end = self._on_message = _ignore
 
     def _watch(self) -> None:
         reason = "the publisher's process ended or closed the link"

@@ -13,8 +13,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import torch
@@ -35,9 +36,10 @@ from weightcast.format.geometry import (
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldBlock, HeldWeights
 from weightcast.format.tensor_digest import add, tensor_digest
-from weightcast.host.copy import copy_all
+from weightcast.host.copy import PreparedCopies
 
 logger = logging.getLogger(__name__)
+_address, _strides = torch.Tensor.data_ptr, torch.Tensor.stride
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """A dtype for the bits of each size of element."""
 
@@ -163,11 +165,13 @@ class InstallMap:
         for name, reason in _entangled(copies, targets).items():
             self._opaque.setdefault(name, reason)
         self._proven = set[str]()
+        self._num_proofs = 0
         self._is_stale = False
         self._live: dict[str, torch.Tensor] = {}
-        self._path: list[tuple[Mapping[str, object], str, object]] = []
-        """What led to the live tensors: a mapping, a key and what was there."""
-        self._places: list[tuple[torch.Tensor, int, tuple[int, ...]]] = []
+        self._path = list[Any](), list[str](), list[object]()
+        """What led to the live tensors: mappings, their keys and what was there."""
+        self._places = list[torch.Tensor](), list[int](), list[tuple[int, ...]]()
+        """The live tensors, with their addresses and strides."""
         self._blocks: dict[tuple[str, Region | None], list[torch.Tensor]] = {}
         self._shapes = {spec.name: spec.shape for spec in catalog}
         self._regions: dict[str, list[tuple[Region, tuple[int, ...]]]] = {}
@@ -187,6 +191,16 @@ class InstallMap:
     def is_stale(self) -> bool:
         """Whether `bind` has found another model than the one that was recorded."""
         return self._is_stale
+
+    @property
+    def live(self) -> Mapping[str, torch.Tensor]:
+        """The live tensors as `bind` has found them: another mapping once it has looked them up again."""
+        return self._live
+
+    @property
+    def num_proofs(self) -> int:
+        """How often `proven` may have changed."""
+        return self._num_proofs
 
     def has(self, name: str) -> bool:
         """Whether copies of this tensor were recorded, and it does not stay with the loader."""
@@ -238,22 +252,23 @@ class InstallMap:
 
     def bind(self) -> bool:
         """Look up every live tensor. False if one is gone or of another form: the model has to be recorded again."""
-        if self._live and all(holder.get(key) is held for holder, key, held in self._path) and self._is_in_place():
+        if self._live and self._is_in_place():
             return True
-        self._live, self._blocks, self._path = {}, {}, []
+        self._live, self._blocks = {}, {}
         modules = dict(self._model.named_modules())
+        path: list[tuple[Any, str, object]] = []
         for module in modules.values():
             attributes = vars(module)
-            self._path += ((attributes, key, attributes[key]) for key in ("_modules", "_parameters", "_buffers"))
-            self._path += ((module._modules, key, child) for key, child in module._modules.items())
+            path += ((attributes, key, attributes[key]) for key in ("_modules", "_parameters", "_buffers"))
+            path += ((module._modules, key, child) for key, child in module._modules.items())
         live: dict[str, torch.Tensor] = {}
         for name, target in self._mapped_targets.items():
-            path, _, leaf = name.rpartition(".")
-            module, tensor = modules.get(path), None
+            parent, _, leaf = name.rpartition(".")
+            module, tensor = modules.get(parent), None
             if module is not None:
                 holder = module._parameters if leaf in module._parameters else module._buffers
                 tensor = holder.get(leaf)
-                self._path.append((holder, leaf, tensor))
+                path.append((holder, leaf, tensor))
             form = None if tensor is None else TargetForm(tuple(tensor.shape), tensor.stride(), tensor.dtype)
             if tensor is None or tensor.is_meta or form != target:
                 logger.warning("%s is not as it was when the model's loader was tried: it is to be tried again", name)
@@ -261,25 +276,27 @@ class InstallMap:
                 return False
             live[name] = tensor
         self._live = live
-        self._places = [(tensor, tensor.data_ptr(), tensor.stride()) for tensor in live.values()]
+        self._path = [each[0] for each in path], [each[1] for each in path], [each[2] for each in path]
+        tensors = list(live.values())
+        self._places = tensors, list(map(_address, tensors)), list(map(_strides, tensors))
         return True
 
     def _is_in_place(self) -> bool:
-        """Whether the same tensors have the same memory: an engine may put other memory behind a parameter."""
-        return all(
-            tensor.data_ptr() == address and tensor.stride() == strides for tensor, address, strides in self._places
+        """Whether the same tensors have the same memory: an engine may put other memory behind a parameter.
+
+        Without Python for each of them: an engine is paused meanwhile.
+        """
+        holders, keys, held = self._path
+        tensors, addresses, strides = self._places
+        return (
+            all(map(operator.is_, map(dict.get, holders, keys), held))
+            and list(map(_address, tensors)) == addresses
+            and list(map(_strides, tensors)) == strides
         )
 
-    def copy(self, pieces: Iterable[tuple[str, Region | None]], sources: Sequence[torch.Tensor]) -> None:
-        """Copy what `cut` gave of these proven tensors, or pieces, into place.
-
-        Raises InstallError where the model has changed.
-        """
-        if not self.bind():
-            raise InstallError("the model's parameters have changed their form during the install: publish again")
-        targets = [block for name, piece in pieces for block in self.blocks(name, piece)]
-        with torch.inference_mode():
-            copy_all(targets, sources)
+    def copies(self, pieces: Sequence[tuple[str, Region | None]], sources: Sequence[torch.Tensor]) -> BlockCopies:
+        """How what `cut` gave of these proven tensors, or pieces, is copied into place, once or more often."""
+        return BlockCopies(self, pieces, sources)
 
     def digests(self, name: str, sources: Sequence[torch.Tensor]) -> list[str]:
         """For `prove`, where a tensor is gone by then: of what `cut` gave of it, in the live parameters' dtypes."""
@@ -373,7 +390,31 @@ class InstallMap:
                     pending.append(other)
         mapped = (copy for name, copies in self._copies.items() if name not in self._opaque for copy in copies)
         self._live = {}  # to be looked up again
+        self._num_proofs += 1
         self._mapped_targets = {copy.target: self._targets[copy.target] for copy in mapped}
+
+
+class BlockCopies:
+    """Blocks of buckets on their way into live parameters. They are looked at once, as long as both stay in place."""
+
+    def __init__(
+        self, install_map: InstallMap, pieces: Sequence[tuple[str, Region | None]], sources: Sequence[torch.Tensor]
+    ) -> None:
+        self._install_map = install_map
+        self._pieces = pieces
+        self._sources = sources
+        self._prepared: tuple[object, PreparedCopies] | None = None
+
+    def run(self) -> None:
+        """Copy. Raises InstallError where the model has changed."""
+        if not self._install_map.bind():
+            raise InstallError("the model's parameters have changed their form during the install: publish again")
+        live = self._install_map.live
+        if self._prepared is None or self._prepared[0] is not live:
+            targets = [block for name, piece in self._pieces for block in self._install_map.blocks(name, piece)]
+            self._prepared = live, PreparedCopies(targets, self._sources)
+        with torch.inference_mode():
+            self._prepared[1].run()
 
 
 def held_weights(

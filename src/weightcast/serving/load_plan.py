@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -26,7 +27,7 @@ from weightcast.host import memory as host_memory
 from weightcast.host.collector import collector_paused
 from weightcast.host.copy import copy_all
 from weightcast.seams.engine import Casting, Engine, OnDevice, RegionLoader, Undoable, Validating
-from weightcast.serving.install_map import InstallMap, Mapped
+from weightcast.serving.install_map import BlockCopies, InstallMap, Mapped
 
 Named = tuple[str, torch.Tensor]
 
@@ -43,6 +44,22 @@ class _BucketLoad:
     regions: list[tuple[str, int, Entry]] = dataclasses.field(default_factory=list)
     partial: list[tuple[int, Entry]] = dataclasses.field(default_factory=list)
     ends: list[TensorRecord] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(slots=True)
+class _MappedInstall:
+    """What an install by a map does with these `views` of buckets, whichever version they hold.
+
+    `rest`: what the engine's loader gets, of which `to_prove` can be copied once it is proven. `names`: of what is
+    copied. `num_proofs`: of the map, when this was made.
+    """
+
+    views: Mapping[int, list[torch.Tensor]]
+    num_proofs: int
+    rest: list[Named]
+    to_prove: list[Named]
+    names: Mapping[str, None]
+    copies: BlockCopies
 
 
 class StagedBuckets:
@@ -78,6 +95,8 @@ class LoadPlan:
         spanning = _spanning_groups(layout.manifest.tensors)
         self._loads = [_BucketLoad() for _ in layout.entries]
         self._install_map = engine.install_map if isinstance(engine, Mapped) else None
+        self._kept_install: _MappedInstall | None = None
+        self._installed_bytes: tuple[int, int] | None = None  # and the number of proofs that it holds for
         self._cuts: dict[tuple[str, Region | None], tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._without_elements = [record for record in layout.manifest.tensors if not record.pieces]
         self._num_partial = collections.Counter[str]()  # pieces to be put together, by load group
@@ -116,6 +135,7 @@ class LoadPlan:
 
     def forget_views(self) -> None:
         """Drop every kept view of a bucket's memory."""
+        self._kept_install = None
         self._cuts.clear()
         self.layout.forget_views()
 
@@ -177,30 +197,50 @@ class LoadPlan:
         self, install_map: InstallMap, payloads: Sequence[tuple[int, torch.Tensor]], staged: StagedBuckets
     ) -> None:
         """Copy what is proven; the engine's loader gets the rest, of which what can be copied is proven then."""
+        views = {index: self.layout.views(index, payload) for index, payload in payloads}
+        install = self._kept_install
+        if (
+            install is None
+            or install.num_proofs != install_map.num_proofs
+            or len(install.views) != len(views)
+            or not all(map(operator.is_, install.views.values(), views.values()))
+        ):
+            install = self._mapped_install(install_map, views, staged)
+        assert isinstance(self.engine, Mapped)
+        self.has_lent_views = bool(install.rest)
+        self.engine.load_mapped(install.rest, install.names, install.copies.run)
+        if install.to_prove:
+            install_map.prove((name, install_map.cut(name, tensor)) for name, tensor in install.to_prove)
+
+    def _mapped_install(
+        self, install_map: InstallMap, views: Mapping[int, list[torch.Tensor]], staged: StagedBuckets
+    ) -> _MappedInstall:
+        """What is to be done. Kept while the views are, unless tensors were put together in memory of their own."""
         parts = _MappedParts(install_map, install_map.proven)
-        for index, payload in payloads:
-            for name, tensor in self._whole(index, self.layout.views(index, payload)):
+        are_views = True
+        for index, of_bucket in views.items():
+            for name, tensor in self._whole(index, of_bucket):
                 kept = self._cuts.get((name, None))
                 parts.take(name, tensor, kept[1] if kept and kept[0] is tensor else None)
             for record in self._loads[index].ends:
                 names = self._names(record)
                 if record.name in staged.straddling or not all(map(self._is_copied_in_pieces, names)):
-                    tensor = self._joined_of(record, staged)
+                    are_views, tensor = False, self._joined_of(record, staged)
                     for name in names:
                         parts.take(name, tensor)
                     continue
                 for name in names:
                     for bucket, position, entry in self._pieces[record.name]:
-                        view = self.layout.views(bucket, staged.payloads[bucket])[position]
                         parts.copied.append((name, entry.piece.region))
-                        parts.sources.extend(self._cut(install_map, name, view, entry.piece.region))
+                        parts.sources += self._cut(install_map, name, views[bucket][position], entry.piece.region)
         for name, tensor in self._empty():
             parts.take(name, tensor)
-        assert isinstance(self.engine, Mapped)
-        self.has_lent_views = bool(parts.rest)
-        self.engine.load_mapped(parts.rest, dict.fromkeys(name for name, _ in parts.copied), parts.copy)
-        if parts.to_prove:
-            install_map.prove((name, install_map.cut(name, tensor)) for name, tensor in parts.to_prove)
+        names_copied = dict.fromkeys(name for name, _ in parts.copied)
+        install = _MappedInstall(
+            views, install_map.num_proofs, parts.rest, parts.to_prove, names_copied, parts.copies()
+        )
+        self._kept_install = install if are_views else None
+        return install
 
     def _is_copied_in_pieces(self, name: str) -> bool:
         found = self._install_map
@@ -219,10 +259,14 @@ class LoadPlan:
     def installed_bytes(self) -> int:
         """Bytes that an install copies into place here; a tensor that the engine's loader gets counts whole."""
         found, num_bytes = self._install_map, 0
+        num_proofs = 0 if found is None else found.num_proofs
+        if self._installed_bytes is not None and self._installed_bytes[0] == num_proofs:
+            return self._installed_bytes[1]
         for record in self.layout.manifest.tensors:
             for name in self._names(record):
                 is_copied = found is not None and name in found.proven
                 num_bytes += found.num_bytes(name) if found is not None and is_copied else record.num_bytes
+        self._installed_bytes = num_proofs, num_bytes
         return num_bytes
 
     def assembly(self) -> Assembly:
@@ -271,7 +315,7 @@ class LoadPlan:
         for name, tensor in named:
             parts.take(name, tensor)
         self.has_lent_views |= bool(parts.rest)
-        engine.load_mapped(parts.rest, assembly.copied, parts.copy, is_last=index is None)
+        engine.load_mapped(parts.rest, assembly.copied, lambda: parts.copies().run(), is_last=index is None)
         for name, tensor in parts.to_prove:
             assembly.to_prove[name] = parts.install_map.digests(name, parts.install_map.cut(name, tensor))
 
@@ -348,8 +392,8 @@ class _MappedParts:
         if name not in self._proven or name in self.install_map.shared:
             self.rest.append((name, tensor))
 
-    def copy(self) -> None:
-        self.install_map.copy(self.copied, self.sources)
+    def copies(self) -> BlockCopies:
+        return self.install_map.copies(self.copied, self.sources)
 
 
 class Assembly:

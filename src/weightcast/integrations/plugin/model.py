@@ -34,8 +34,11 @@ Tensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 
 def alone(error: BaseException | None) -> None:
     """The agreement of an engine of one rank."""
-    if error is not None:
-        raise error
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # its frames refer to it, this one among them: it would live on until a collection
 
 
 @dataclasses.dataclass

@@ -254,14 +254,16 @@ class RankWorker:
 
     def _agree(self, error: BaseException | None) -> None:
         """One round of an install: raises on every rank if any had an error. Elsewhere each rank is for itself."""
-        if not self._is_agreeing:
-            if error is not None:
+        try:
+            if self._is_agreeing:
+                failure = self._ranks.common_error(None if error is None else to_record(error))
+                if failure is not None:
+                    self._is_agreeing = False
+                    raise from_record(failure) from error
+            elif error is not None:
                 raise error
-            return
-        failure = self._ranks.common_error(None if error is None else to_record(error))
-        if failure is not None:
-            self._is_agreeing = False
-            raise from_record(failure) from error
+        finally:
+            del error  # its frames refer to it, this one among them: it would live on until a collection
 
     def _last_round(self, error: ErrorRecord | None) -> ErrorRecord | None:
         """What became of the ranks, the same on all: the first error, and torn if one of them is."""

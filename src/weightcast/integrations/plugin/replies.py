@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET
 
 from weightcast.control.worker_rpc import RankReply
-from weightcast.errors import EngineTornError, PeerError, from_record
+from weightcast.errors import EngineTornError, from_record
 from weightcast.format.messages import HeldWeights, WeightInfo
 from weightcast.serving.install_map import held_weights
 
@@ -59,7 +59,4 @@ class Replies(NamedTuple):
         """Raise the first error of any rank. `peer`: whom a PeerError then names."""
         error = next((reply.error for reply in self.ranks if reply.error is not None), None)
         if error is not None:
-            raised = from_record(error)
-            if peer and isinstance(raised, PeerError):
-                raised.peer = peer
-            raise raised
+            raise from_record(msgspec.structs.replace(error, peer=peer or error.peer))

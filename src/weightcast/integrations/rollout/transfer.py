@@ -13,7 +13,7 @@ from typing import cast
 import torch
 
 from weightcast import registry
-from weightcast.errors import InstallError, PublishError
+from weightcast.errors import InstallError, PublishError, detached
 from weightcast.format.messages import InstallMode
 from weightcast.format.plan import fitting_bucket_size
 from weightcast.host.closing import on_failure
@@ -184,7 +184,7 @@ class RolloutTransfer:
             except PublishError as exc:
                 (error,) = exc.failures.values()
                 if not self._workers.has_finished and self._options.install == "staged":
-                    raise error from exc
+                    raise detached(error) from exc
                 raise InstallError(f"rollout workers may hold parts of two versions: {error}", torn=True) from exc
 
     def _connect(self) -> None:

@@ -68,5 +68,9 @@ class RolloutWorkers(EngineClient):
             (error for error in errors if isinstance(error, WeightcastError)), next(filter(None, errors), None)
         )
         if first is not None:
-            raise first
+            try:
+                raise first
+            finally:
+                # An error that its own frame refers to would live on, with all its frames, until a collection.
+                del first, errors, futures
         return [future.result() for future in futures]

@@ -10,13 +10,14 @@ never held here while somebody is waited for.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from weightcast import registry
-from weightcast.errors import PeerTimeoutError, WeightcastError
+from weightcast.errors import PeerTimeoutError, detached
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.seams.transport import Receiver
@@ -99,9 +100,8 @@ class SharedMemory:
         self._sender.close()
 
     def _require_readers(self) -> None:
-        lost: WeightcastError | None = next(iter(self._sender.failures.values()), None)
-        if lost is not None:
-            raise lost
+        for lost in self._sender.failures.values():
+            raise detached(lost)
 
 
 class ReceiveBuffers:
@@ -112,7 +112,7 @@ class ReceiveBuffers:
         self._run, self._peer = run, peer
         self._device = device
         self._deadline_seconds = deadline_seconds
-        self._memory = KeptMemory(self._allocate)
+        self._memory = KeptMemory(functools.partial(_allocate, device))
         self._memory_device = device
         self._replaced: dict[int, BucketBuffer] = {}
         """By slot: where its buckets arrive because a group that was left may still write to the slot."""
@@ -127,16 +127,13 @@ class ReceiveBuffers:
         device = torch.device("cpu") if staged else self._device
         if device != self._memory_device or self._replaced:
             self.free()
-        self._memory_device = device
+            self._memory, self._memory_device = KeptMemory(functools.partial(_allocate, device)), device
         # Staged, a place for each bucket; streaming, slots in turn.
         self._memory.prepare(place(manifest, num_slots=NUM_SLOTS, staged=staged))
 
     def buffer(self, index: int) -> BucketBuffer:
         """A bucket that has come in, in memory of our own."""
         return self._replaced.get(self._memory.arena_layout.slots[index]) or self._memory.buffer(index)
-
-    def _allocate(self, size_bytes: int) -> torch.Tensor:
-        return allocate(size_bytes, self._memory_device, "receiving this update")
 
     def free(self) -> None:
         """Free memory of our own; what was handed out stays as long as it is referred to."""
@@ -217,7 +214,7 @@ class ReceiveBuffers:
         if any(start < other_end and other_start < end for other_start, other_end in late):
             slots, sizes = self._memory.arena_layout.slots, self._memory.arena_layout.sizes_bytes
             largest = max(size for slot, size in zip(slots, sizes, strict=True) if slot == slots[index])
-            self._replaced[slots[index]] = BucketBuffer.of(self._allocate(HEADER_BYTES + largest))
+            self._replaced[slots[index]] = BucketBuffer.of(_allocate(self._memory_device, HEADER_BYTES + largest))
         return self.buffer(index)
 
     def deliver(self, target: BucketTarget) -> None:
@@ -236,6 +233,10 @@ class ReceiveBuffers:
                 stream.has_ended(_STREAM_END_SECONDS)
         self._stop_sharing()
         self.free()
+
+
+def _allocate(device: torch.device, size_bytes: int) -> torch.Tensor:
+    return allocate(size_bytes, device, "receiving this update")
 
 
 def _span(buffer: BucketBuffer) -> tuple[int, int]:

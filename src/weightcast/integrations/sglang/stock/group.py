@@ -20,7 +20,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from weightcast.errors import PeerDiedError, WeightcastError, detached
+from weightcast.errors import PeerDiedError, WeightcastError, from_record, to_record
 from weightcast.host.closing import close_in_child
 from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import ProcessGroup, Store, in_background, in_time, serve_shared_store, translated, wait
@@ -37,8 +37,8 @@ def _without_traceback(call: Callable[P, None]) -> Callable[P, None]:
         try:
             return call(*args, **kwargs)
         except WeightcastError as exc:
-            error = detached(exc)
-        raise error
+            error = to_record(exc)
+        raise from_record(error)
 
     return wrapped
 
