@@ -312,6 +312,8 @@ class Update:
                 return False
             self.error, self.state = error, State.ABORTED
             self._go_back(f"version {self.version.number} was given up half-way: {error}")
+            # Before another call that aborts it can return: the publisher resumes the engine then.
+            self._gate.end_writing(self._writer)
         self._release()
         return True
 

@@ -247,7 +247,8 @@ def undo_copy(model: nn.Module, written: Collection[str] | None = None) -> Calla
     live = list(unique.values())
     values = [tensor.data for tensor in live]
     with torch.inference_mode():
-        copies = [value.to("cpu", copy=True) for value in values]
+        copies = [torch.empty(value.shape, dtype=value.dtype, device="cpu") for value in values]
+        host_copy.copy_all(copies, values)
 
     def restore() -> None:
         for subject, attributes in saved:
