@@ -315,7 +315,9 @@ class LoadPlan:
         for name, tensor in named:
             parts.take(name, tensor)
         self.has_lent_views |= bool(parts.rest)
-        engine.load_mapped(parts.rest, assembly.copied, lambda: parts.copies().run(), is_last=index is None)
+        # Without pieces also where the model is no longer the one that was recorded: the loader gets all of it.
+        run = parts.copies().run if parts.copied else lambda: None
+        engine.load_mapped(parts.rest, assembly.copied, run, is_last=index is None)
         for name, tensor in parts.to_prove:
             assembly.to_prove[name] = parts.install_map.digests(name, parts.install_map.cut(name, tensor))
 
