@@ -338,6 +338,44 @@ def test_a_bucket_is_announced_once_it_is_packed_and_not_before(gpu: LazyGpu) ->
         over.set()
 
 
+@pytest.mark.parametrize(
+    ("transport", "install", "kind"),
+    [("ipc://", "staged", "xxh3-128"), ("ipc://", "streaming", "sum-64x2"), ("memory://", "staged", "xxh3-128")],
+)
+def test_buckets_are_digested_by_what_is_fast_where_they_lie(
+    gpu: LazyGpu, transport: str, install: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of all of them are on a GPU: what counts is where their buckets are."""
+    kinds: set[str] = set()
+
+    def spy(*args: Any, digest_kind: Any) -> Manifest:
+        kinds.add(digest_kind)
+        return plan(*args, digest_kind=digest_kind)
+
+    monkeypatch.setattr("weightcast.trainer.publisher.plan", spy)
+    with published(gpu, install, OnGpu(gpu), transport=transport) as (publisher, _):
+        assert publisher.publish().ok
+    assert kinds == {kind}
+
+
+def test_a_publisher_closes_all_that_it_has_although_its_gpu_has_failed(
+    gpu: LazyGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an illegal access every call to that GPU raises. `leaves_nothing` looks for what would be left."""
+
+    def failed(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with published(gpu, "streaming", OnGpu(gpu), transport="ipc://") as (publisher, _):
+        publisher.publish()
+        gpu.synchronize(gpu.device)
+        with monkeypatch.context() as broken:
+            broken.setattr(gpu, "synchronize", failed)
+            publisher.close()
+    with pytest.raises(ClosedError):
+        publisher.publish()
+
+
 def test_memory_that_the_device_has_not_is_an_error_of_ours(gpu: LazyGpu) -> None:
     engine = OnGpu(gpu)
     with published(gpu, "streaming", engine) as (publisher, _):
