@@ -124,7 +124,7 @@ def ends_clean(child: Child) -> None:
     assert child.hear() is True, "the engine has memory of the driver's still"
 
 
-@pytest.mark.parametrize("what", ["", "old driver"])
+@pytest.mark.parametrize("what", ["", pytest.param("old driver", marks=pytest.mark.full)])
 def test_engines_map_the_arena_once_for_all_versions_and_leave_nothing(
     gpu_ends: Ends, gpu: LazyGpu, children: contextlib.ExitStack, what: str
 ) -> None:

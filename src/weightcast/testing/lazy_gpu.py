@@ -330,8 +330,8 @@ class LazyGpu:
 
 
 def _poison(tensor: torch.Tensor) -> None:
-    storage: Any = tensor.untyped_storage()
-    storage.fill_(POISON)
+    storage = tensor.untyped_storage()
+    ctypes.memset(storage.data_ptr(), POISON, storage.nbytes())
 
 
 def _names_host(values: Any) -> bool:
