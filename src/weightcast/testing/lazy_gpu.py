@@ -352,6 +352,11 @@ class LazyTensor(torch.Tensor):
 class _Queue(TorchDispatchMode):
     """Gives every operation to the thread's stream, but for those that only make views."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports its compiler, which takes each process longer than most tests."""
+        return False
+
     def __init__(self, gpu: LazyGpu) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._gpu = gpu
