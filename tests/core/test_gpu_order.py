@@ -16,6 +16,7 @@ from weightcast.format.bucket import Layout, root_digest
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
+from weightcast.host import copy as host_copy
 from weightcast.host.copy import copy_all
 from weightcast.host.deadline import Deadline
 from weightcast.testing.lazy_gpu import POISON, LazyGpu
@@ -248,6 +249,67 @@ def test_targets_of_several_dtypes_are_copied_in_batches_of_their_own(gpu: LazyG
     assert [gpu.read(target).tolist() for target in targets] == [[float(number)] * 64 for number in range(4)]
 
 
+@pytest.mark.parametrize("to_host", [True, False], ids=["to the host", "to the GPU"])
+def test_copies_between_host_memory_and_a_gpu_take_turns_in_two_slots_of_pinned_memory(
+    gpu: LazyGpu, to_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot is read once it was written and written once it was read; the host waits for slots, not for tensors."""
+    monkeypatch.setattr(host_copy, "_PINNED_SLOT_BYTES", slot_bytes := 4096)
+    whole = torch.randn(70, 100)
+    sources = [*torch.randn(40, 30).unbind(), torch.randn(60, 7).t(), whole[:, 20:90], torch.randn(1, 1, 3000)]
+    sources += [torch.tensor(3.0), torch.randn(0, 5), torch.randn(9, 11, dtype=torch.complex64).conj(), torch.ones(5)]
+    targets = [torch.zeros(source.shape, dtype=source.dtype) for source in sources[:-1]] + [torch.zeros(3, 5)]
+    targets[1], targets[41] = torch.zeros(30, dtype=torch.bfloat16), torch.zeros(70, 140)[:, ::2]
+    expected = [
+        source.expand(target.shape).to(target.dtype, copy=True) for target, source in zip(targets, sources, strict=True)
+    ]
+    if to_host:
+        sources = [gpu.tensor(source) if source.is_contiguous() else gpu.tensor(source.t()).t() for source in sources]
+    else:
+        targets = [gpu.tensor(torch.zeros(target.shape, dtype=target.dtype)) for target in targets]
+    with gpu.stream(gpu.Stream(gpu.device)):
+        copy_all(targets, sources)
+        num_waits = gpu.num_waits
+        if to_host:
+            found = targets
+        else:
+            # What was read of the host may be written from now on.
+            for source in sources:
+                source.zero_()
+            gpu.current_stream(gpu.device).synchronize()
+            found = [gpu.read(target) for target in targets]
+    for target, value in zip(found, expected, strict=True):
+        assert torch.equal(target, value)
+    num_bytes = sum(16 * -(-value.nbytes // 16) for value in expected)
+    assert num_waits <= 2 * num_bytes / slot_bytes + 4
+    assert gpu.pinned_bytes <= 3 * 2 * slot_bytes, "two slots for each pair of dtypes"
+
+
+@pytest.mark.parametrize("undo", [False, True])
+def test_a_staged_publish_waits_for_slots_of_pinned_memory_and_not_for_tensors(gpu: LazyGpu, undo: bool) -> None:
+    """Out of the trainer's GPU, and into the engine's module; and to the undo copy."""
+    waits = []
+    for num_tensors in (4, 64):
+        names = [f"t{number}" for number in range(num_tensors)]
+        weights = {name: gpu.tensor(torch.randn(4096 // num_tensors)) for name in names}
+        model = torch.nn.Module()
+        for name, tensor in weights.items():
+            model.register_buffer(name, gpu.tensor(torch.zeros(tensor.shape)))
+        engine = ModuleEngine(model)
+        options = {"transport": "ipc://", "undo": undo, "bucket_size_bytes": 1 << 20}
+        with fleet(TensorSource(weights), engine, **options) as (publisher, _):
+            publisher.publish()
+            before = gpu.num_waits
+            for tensor in weights.values():
+                tensor.add_(1)
+            assert publisher.publish().num_buckets == 1
+            waits.append(gpu.num_waits - before)
+        gpu.synchronize(gpu.device)
+        for name, tensor in weights.items():
+            assert torch.equal(gpu.read(model.get_buffer(name)), gpu.read(tensor)), name
+    assert waits[0] == waits[1]
+
+
 def test_the_host_waits_once_for_each_bucket(gpu: LazyGpu) -> None:
     """Three slots, so that a bucket is packed, one is announced and one is read at a time."""
     waits, buckets = [], []
@@ -274,6 +336,44 @@ def test_a_bucket_is_announced_once_it_is_packed_and_not_before(gpu: LazyGpu) ->
         receiver._listen()
         assert not receiver._incoming.ready
         over.set()
+
+
+@pytest.mark.parametrize(
+    ("transport", "install", "kind"),
+    [("ipc://", "staged", "xxh3-128"), ("ipc://", "streaming", "sum-64x2"), ("memory://", "staged", "xxh3-128")],
+)
+def test_buckets_are_digested_by_what_is_fast_where_they_lie(
+    gpu: LazyGpu, transport: str, install: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of all of them are on a GPU: what counts is where their buckets are."""
+    kinds: set[str] = set()
+
+    def spy(*args: Any, digest_kind: Any) -> Manifest:
+        kinds.add(digest_kind)
+        return plan(*args, digest_kind=digest_kind)
+
+    monkeypatch.setattr("weightcast.trainer.publisher.plan", spy)
+    with published(gpu, install, OnGpu(gpu), transport=transport) as (publisher, _):
+        assert publisher.publish().ok
+    assert kinds == {kind}
+
+
+def test_a_publisher_closes_all_that_it_has_although_its_gpu_has_failed(
+    gpu: LazyGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an illegal access every call to that GPU raises. `leaves_nothing` looks for what would be left."""
+
+    def failed(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with published(gpu, "streaming", OnGpu(gpu), transport="ipc://") as (publisher, _):
+        publisher.publish()
+        gpu.synchronize(gpu.device)
+        with monkeypatch.context() as broken:
+            broken.setattr(gpu, "synchronize", failed)
+            publisher.close()
+    with pytest.raises(ClosedError):
+        publisher.publish()
 
 
 def test_memory_that_the_device_has_not_is_an_error_of_ours(gpu: LazyGpu) -> None:

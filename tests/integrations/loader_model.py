@@ -179,10 +179,13 @@ class ModelEngine(LoaderEngine):
         super().__init__(model, make_acceptance, (), agree)
         model.num_loads = 0
 
-    def _install(self, tensors: Tensors | None, calls: Mapping[str, int], copy: Callable[[], None]) -> list[str]:
-        if tensors is not None:
-            self.model.load_weights(tensors)
-        copy()
+    def _begin_load(self, calls: Mapping[str, int]) -> None:
+        pass
+
+    def _load_some(self, tensors: Tensors) -> None:
+        self.model.load_weights(tensors)
+
+    def _finish_load(self) -> list[str]:
         self.after_copy(self.model)
         if self.fail_in_copy:
             raise RuntimeError("this copy was told to fail")

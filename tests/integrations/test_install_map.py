@@ -11,8 +11,10 @@ from core.direct import fleet
 from integrations.loader_model import EXPERTS, HIDDEN, Model, ModelEngine, checkpoint, specs, without_memory
 from weightcast import TensorSource
 from weightcast.errors import PublishError
+from weightcast.format.plan import plan
 from weightcast.integrations.plugin.dry_run import dry_run
 from weightcast.serving.install_map import StridedBlock
+from weightcast.serving.load_plan import StagedBuckets, admit
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 OPAQUE = {"mixer.A", "latent.kv"}
@@ -29,13 +31,15 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.parametrize("install", ["staged", "streaming"])
 @pytest.mark.parametrize("bucket_size_bytes", [512, 4096, 1 << 20])
 @pytest.mark.parametrize("size", [1, 2])
-def test_every_rank_is_as_if_it_was_loaded(size: int, bucket_size_bytes: int) -> None:
+def test_every_rank_is_as_if_it_was_loaded(size: int, bucket_size_bytes: int, install: str) -> None:
     models = [Model(rank, size) for rank in range(size)]
     engines = [ModelEngine(model) for model in models]
     tensors = checkpoint(1)
-    with fleet(TensorSource(tensors), *engines, bucket_size_bytes=bucket_size_bytes) as (publisher, _):
+    options = {"bucket_size_bytes": bucket_size_bytes, "install": install}
+    with fleet(TensorSource(tensors), *engines, **options) as (publisher, _):
         for number in range(1, 5):
             for name, tensor in checkpoint(number).items():
                 tensors[name].copy_(tensor)
@@ -45,6 +49,39 @@ def test_every_rank_is_as_if_it_was_loaded(size: int, bucket_size_bytes: int) ->
     for model in models:
         # Once for the proof; then only what stays with the loader.
         assert model.num_loads == len(tensors) + 3 * len(OPAQUE)
+
+
+def test_buckets_that_a_streamed_version_lent_to_the_loader_may_have_been_written_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a later staged version does not check itself it reads again then, into this process's view of the bucket."""
+
+    class Copied(Model):
+        """All of it can be copied."""
+
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+            self.size, self.num_loads, self.weight = 1, 0, torch.nn.Parameter(torch.zeros(8, 8), requires_grad=False)
+
+        def load_weights(self, tensors: object) -> None:
+            for _, tensor in tensors:  # type: ignore[attr-defined]
+                self.weight.data.copy_(tensor)
+
+    described = specs({"weight": torch.ones(8, 8)})
+    manifest = plan(described, 4096)
+    engine = ModelEngine(Copied(), reference={"weight": torch.ones(8, 8)})
+    load_plan = admit(manifest, manifest.digest(), engine, None)
+    payload = torch.ones(64).view(torch.uint8)
+    for has_lent in (True, False):
+        staged = StagedBuckets()
+        load_plan.stage(0, payload, staged)
+        load_plan.load_all(staged)
+        assert load_plan.has_lent_views is has_lent
+    # The model is no longer what was recorded: its loader gets all of it.
+    assert engine.install_map is not None
+    monkeypatch.setattr(engine.install_map, "bind", lambda: False)
+    load_plan.load_bucket(0, payload, load_plan.assembly())
+    assert load_plan.has_lent_views
 
 
 def test_what_is_no_copy_stays_with_the_loader_with_a_reason() -> None:
@@ -95,9 +132,10 @@ def test_parameters_with_other_memory_are_found(number: int) -> None:
     assert all(torch.equal(model.live()[name], expected[name]) for name in expected if name != "embed.table")
 
 
-def test_an_exchanged_layer_is_recorded_again() -> None:
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+def test_an_exchanged_layer_is_recorded_again(install: str) -> None:
     model, tensors = Model(), checkpoint(1)
-    with fleet(TensorSource(tensors), ModelEngine(model)) as (publisher, _):
+    with fleet(TensorSource(tensors), ModelEngine(model), install=install) as (publisher, _):
         publisher.publish(1)
         model.turned.weight = torch.nn.Parameter(torch.zeros(2 * HIDDEN, HIDDEN), requires_grad=False)
         for number, num_loads in ((2, len(tensors)), (3, len(tensors)), (4, len(OPAQUE))):

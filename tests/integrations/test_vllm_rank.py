@@ -35,7 +35,7 @@ from weightcast.format.messages import InitInfo, Seal, UpdateInfo, WeightInfo
 from weightcast.integrations.plugin.model import Agree
 from weightcast.integrations.plugin.rank_consensus import Outcome, RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
-from weightcast.seams.client import EngineClient
+from weightcast.seams.client import EngineClient, RecoveryRequest, ServesTraffic
 from weightcast.testing.leftovers import nothing_left
 from weightcast.trainer.publisher import Publisher
 
@@ -186,7 +186,7 @@ def test_all_ranks_install_what_was_published(engine: Engine) -> None:
         assert it.publish().ok
         assert engine.holds(TENSORS)
         assert engine.info().weight_version == "0"
-        assert set(engine.info().abilities) == {"undo"}
+        assert set(engine.info().abilities) == {"streaming", "undo"}
         assert engine.call(Install(it.run, 0)) is None, "a second call of the same finds it done"
 
 
@@ -361,11 +361,47 @@ def test_what_is_unsupported_is_refused_by_name_at_init() -> None:
     engine.close()
 
 
-def test_streaming_is_refused(engine: Engine) -> None:
-    with publisher(engine, install="streaming") as it:
-        error = failure(it)
-    assert isinstance(error, UnsupportedError)
-    assert "'staged'" in str(error)
+class PausedEngine(Engine, ServesTraffic):
+    """Notes when it is paused and resumed, and whether a rank was still loading then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, bool]] = []
+
+    def pause(self, run: str) -> None:
+        self._note("pause")
+
+    def resume(self, run: str) -> None:
+        self._note("resume")
+
+    def recovery_requests(self, run: str) -> list[RecoveryRequest]:
+        return []
+
+    def _note(self, call: str) -> None:
+        self.require(Ask())
+        self.calls.append((call, any(reply.is_loading for reply in self.replies)))
+
+
+@pytest.mark.parametrize("undo", [False, True])
+def test_streaming_into_an_engine_of_which_one_rank_fails_ends_on_all_before_it_is_resumed(undo: bool) -> None:
+    """Ranks do not agree on each bucket: the others wait for more of them until the publisher gives the update up."""
+    engine, tensors = PausedEngine(), {name: tensor.clone() for name, tensor in TENSORS.items()}
+    try:
+        with publisher(engine, tensors, install="streaming", undo=undo) as it:
+            assert it.publish().ok
+            engine.calls.clear()
+            for tensor in tensors.values():
+                tensor.add_(1)
+            engine.models[1].fail = "half-way"
+            error = failure(it)
+            assert isinstance(error, InstallError)
+            assert error.torn is not undo
+            assert engine.calls == [("pause", False), ("resume", False)]
+            assert engine.holds(TENSORS) is undo
+            assert it.publish().ok
+            assert engine.holds(tensors)
+    finally:
+        engine.close()
 
 
 def test_calls_out_of_order_are_errors_that_all_ranks_share(engine: Engine) -> None:

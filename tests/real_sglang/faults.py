@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -44,21 +43,21 @@ def register() -> None:
     from weightcast.integrations.sglang.model import SglangModel
     from weightcast.serving.install_map import BlockCopies
 
-    install, copy = SglangModel._install, BlockCopies.run
+    load, finish, copy = SglangModel._load_some, SglangModel._finish_load, BlockCopies.run
 
     def fault() -> Break | None:
         found = Break(**json.loads(path.read_text())) if path.exists() else None
         return found if found is not None and found.rank in (-1, parallel().tp_rank) else None
 
-    def faulty(model: SglangModel, tensors: Iterable[tuple[str, torch.Tensor]] | None, *rest: Any) -> Any:
+    def faulty(model: SglangModel, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         found = fault()
+        load(model, tensors if found is None or found.corrupt else _until(found.after, tensors))
+
+    def finished(model: SglangModel) -> list[str]:
+        found, result = fault(), finish(model)
         if found is not None and found.corrupt:
-            result = install(model, tensors, *rest)
             model._model.get_parameter(found.corrupt).data.view(torch.uint8).flatten()[5] ^= 1
-            return result
-        if found is not None and tensors is not None:
-            tensors = _until(found.after, tensors)
-        return install(model, tensors, *rest)
+        return result
 
     def faulty_copy(copies: BlockCopies) -> None:
         found = fault()
@@ -70,7 +69,8 @@ def register() -> None:
         copy(install_map.copies(some, copies._sources[:num_blocks]))
         raise RuntimeError("the test's fault")
 
-    SglangModel._install = faulty  # type: ignore[method-assign]
+    SglangModel._load_some = faulty  # type: ignore[method-assign]
+    SglangModel._finish_load = finished  # type: ignore[method-assign]
     BlockCopies.run = faulty_copy  # type: ignore[method-assign]
 
     collect = gc.collect

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import math
 import pickle
@@ -15,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast import TensorSource
-from weightcast.errors import ClosedError, ManifestError
+from weightcast.errors import ClosedError, ManifestError, PeerDiedError
 from weightcast.format.bucket import TORCH_DTYPES, Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
+from weightcast.integrations.sglang.stock import route_distributed
 from weightcast.integrations.sglang.stock.buckets import FlatBuckets, buckets, lay_out
 from weightcast.integrations.sglang.stock.foreign import read, write
 from weightcast.integrations.sglang.stock.route_tensor import TensorRoute, handle, shared
@@ -230,3 +232,23 @@ def test_memory_of_a_gpu_is_shared_once_with_each_rank_of_a_server(monkeypatch: 
         route.allocate(64)
         route.ship(servers, places, slot, is_last=True)
         assert len(shares) == 8
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_group_that_breaks_each_time_asks_for_what_may_differ(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL of two versions fails without a word about versions."""
+    monkeypatch.setattr(route_distributed, "require", lambda backend: None)
+    monkeypatch.setattr(route_distributed.DistributedRoute, "_group_of", _broken)
+    with LazyGpu() as gpu, contextlib.closing(Watchdog()) as watchdog:
+        context = SenderContext(f"{backend}://127.0.0.1:0", VERSION.run, gpu.device, 10.0, watchdog)
+        route = route_distributed.DistributedRoute(context)
+        server: Any = types.SimpleNamespace(name="http://server")
+        servers: Any = types.SimpleNamespace(living=[], each=lambda call: call(server))
+        with pytest.raises(PeerDiedError, match="lost its group 3 times") as caught:
+            route.open(servers, 1)
+        assert ("the NCCL version of this process" in str(caught.value)) is (backend == "nccl")
+        route.close(servers)
+
+
+def _broken(route: object, server: object) -> None:
+    raise route_distributed._Broken("unhandled system error")

@@ -14,9 +14,10 @@ from weightcast import process_group, registry
 from weightcast.errors import PeerDiedError, PeersLostError, PeerTimeoutError, WeightcastError
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.plan import plan
+from weightcast.host.deadline import Deadline
 from weightcast.integrations.sglang.stock.group import StockGroup
 from weightcast.links.watchdog import Watchdog
-from weightcast.process_group import ProcessGroup, join_store, serve_store
+from weightcast.process_group import Broadcast, ProcessGroup, join_store, serve_store
 from weightcast.testing.lazy_gpu import LazyGpu
 from weightcast.testing.lazy_nccl import LazyNccl
 from weightcast.testing.transport_kit import RUN, Reader, RecoveringSender, send, value_of, version
@@ -161,6 +162,18 @@ def test_a_broadcast_that_nobody_answers_ends_by_the_deadline(hall: Hall) -> Non
         first.close()
         hall.gpu.synchronize(hall.gpu.device)
         second.close()
+
+
+def test_a_broadcast_that_failed_is_over_and_no_success(hall: Hall) -> None:
+    """An error completes it: the sender learns of it only by asking."""
+    with contextlib.closing(pair(hall, SHORT_SECONDS)) as both:
+        hall.nccl.kill(hall.member(1))
+        broadcast = Broadcast(both.groups[0], hall.gpu.tensor(torch.zeros(8)), threading.Condition())
+        for _ in Deadline(PATIENCE_SECONDS if hall.nccl.reports_errors else SHORT_SECONDS).polls(0.001, 0.05):
+            if broadcast.is_over:
+                break
+        assert broadcast.is_over is hall.nccl.reports_errors
+        assert isinstance(broadcast.error, PeerDiedError) is hall.nccl.reports_errors
 
 
 def test_a_wait_ends_when_the_group_is_left(hall: Hall) -> None:

@@ -225,8 +225,8 @@ class HttpEngine(EngineClient, ServesTraffic):
         self._routes.close()
 
 
-class SelfPausingEngine(EngineClient):
-    """Implements `PausesItself`, by the calls of an `HttpEngine`, without those for a pause."""
+class SelfPausingEngine(EngineClient, ServesTraffic):
+    """Implements `PausesItself`, by the calls of an `HttpEngine`. A pause of its own is for what is streamed."""
 
     def __init__(self, engine: HttpEngine) -> None:
         self.name = engine.name
@@ -249,6 +249,15 @@ class SelfPausingEngine(EngineClient):
         finally:
             said = self._engine._said_seconds
             self.paused_seconds = time.perf_counter() - start if said is None else said
+
+    def pause(self, run: str) -> None:
+        self._engine.pause(run)
+
+    def resume(self, run: str) -> None:
+        self._engine.resume(run)
+
+    def recovery_requests(self, run: str) -> list[RecoveryRequest]:
+        return self._engine.recovery_requests(run)
 
     def fingerprint(self) -> Fingerprint | None:
         return self._engine.fingerprint()

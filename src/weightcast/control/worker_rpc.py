@@ -88,7 +88,7 @@ class RankReply(msgspec.Struct, frozen=True):
 
     `weights_asleep`: the host has taken the weights' memory away for now. `serial`: the call's, where it had one.
     `instance`: this rank's, as in WeightInfo, which is the same on all ranks and has none. `held`: what `Prove` asked
-    for; `next`: the number of the tensor to go on from, -1 after the last.
+    for; `next`: the number of the tensor to go on from, -1 after the last. `is_loading`: a version is streamed in.
     """
 
     engine_rank: Count
@@ -100,6 +100,7 @@ class RankReply(msgspec.Struct, frozen=True):
     instance: str = ""
     held: list[HeldTensor] = []
     next: int = -1
+    is_loading: bool = False
 
 
 def numbered(call: RankCall) -> dict[str, Any]:

@@ -39,6 +39,11 @@ class Gate:
         return bool(self._owners or self._writers)
 
     @property
+    def is_writing(self) -> bool:
+        """Whether an update writes into the model bit by bit, as of now."""
+        return bool(self._writers)
+
+    @property
     def is_draining(self) -> bool:
         """A pause with `wait` or `abort` is under way: begin no new request."""
         return self._num_drains > 0

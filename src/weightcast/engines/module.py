@@ -153,7 +153,8 @@ class ModuleEngine:
         self._refresh()
         specs = self._live.specs
         with torch.inference_mode():
-            copies = [view.to("cpu", copy=True) for view in self._targets.views]
+            copies = [torch.empty(view.shape, dtype=view.dtype) for view in self._targets.views]
+            host_copy.copy_all(copies, self._targets.views)
 
         def restore() -> None:
             self._refresh()

@@ -1,12 +1,16 @@
-"""Copies between tensors in host memory without torch's team of threads.
+"""Copies between tensors: in host memory without torch's team of threads, to and from a GPU by way of pinned memory.
 
 torch copies every large tensor with all its threads and a barrier. Where publisher and engines share a host these teams
 share its cores, and each barrier waits for a thread that has none: a copy of many tensors takes many times as long.
 Here the calling thread copies; a copy as large as an install is shared out, in pieces, with one wait at its end.
+
+Between host memory and a GPU torch waits for each tensor, which the driver copies through a small buffer of its own.
+Here they go in groups through two slots of pinned memory: one is written while the other is read.
 """
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import functools
 import itertools
@@ -18,6 +22,8 @@ from typing import TypeAlias
 
 import torch
 
+from weightcast.host import device as host_device
+
 PLAIN_BYTES = 64 << 10
 """From here on a plain copy is worth a call of its own; below, torch uses no team and batches."""
 
@@ -26,11 +32,14 @@ _BATCH_TENSORS = 2048
 _BYTES_PER_THREAD = 64 << 20
 _MAX_THREADS = 4
 """Fewer than these fill a memory channel's bandwidth, and other ranks copy beside them."""
+_PINNED_SLOTS, _PINNED_SLOT_BYTES = 2, 64 << 20
 _TYPES = (torch.Tensor, torch.nn.Parameter)
 _num_bytes = operator.attrgetter("nbytes")
 _is_cpu = operator.attrgetter("is_cpu")
 
 Job: TypeAlias = Callable[[], None]
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""A target and its source."""
 
 
 def is_plain(target: torch.Tensor, source: torch.Tensor) -> bool:
@@ -78,10 +87,15 @@ class PreparedCopies:
             # Copies of a GPU belong to the caller's stream: other threads have streams of their own. One call for each
             # pair of dtypes: torch before 2.11 writes all targets as if they were of the first one's, where sources are
             # of one.
-            by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+            by_kind: dict[tuple[torch.dtype | torch.device, ...], list[Pair]] = {}
             for target, source in zip(targets, sources, strict=True):
-                by_dtypes.setdefault((target.dtype, source.dtype), []).append((target, source))
-            self._jobs = [functools.partial(_copy_batch, *zip(*pairs, strict=True)) for pairs in by_dtypes.values()]
+                kind = target.dtype, source.dtype, target.device, source.device
+                by_kind.setdefault(kind, []).append((target, source))
+            for pairs in by_kind.values():
+                if {tensor.device.type for tensor in pairs[0]} == {"cpu", "cuda"}:
+                    self._jobs.append(functools.partial(_copy_by_pinned_slots, list(_slot_loads(pairs))))
+                else:
+                    self._jobs.append(functools.partial(_copy_batch, *zip(*pairs, strict=True)))
             return
         sizes = list(map(_num_bytes, targets))
         self._num_bytes = sum(sizes)
@@ -105,9 +119,77 @@ class PreparedCopies:
         _run(iter(self._jobs), min(num_cores, _MAX_THREADS, self._num_bytes // _BYTES_PER_THREAD))
 
 
-def _copy_batch(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def _copy_batch(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False
+) -> None:
     with torch.inference_mode():
-        torch._foreach_copy_(list(targets), list(sources))
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
+
+
+def _slot_loads(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
+    """The pairs, large ones cut, in groups that a slot of pinned memory has room for."""
+    load, load_bytes = list[Pair](), 0
+    pending = [(target, source.expand(target.shape)) for target, source in pairs if target.numel()][::-1]
+    while pending:
+        target, source = pending.pop()
+        num_bytes = _slot_bytes(target, source)
+        if num_bytes > _PINNED_SLOT_BYTES:
+            if len(target) == 1:
+                pending.append((target[0], source[0]))
+            else:
+                num_parts = -(-num_bytes // _PINNED_SLOT_BYTES)
+                pending += zip(target.chunk(num_parts)[::-1], source.chunk(num_parts)[::-1], strict=True)
+            continue
+        if load_bytes + num_bytes > _PINNED_SLOT_BYTES:
+            yield load
+            load, load_bytes = [], 0
+        load.append((target, source))
+        load_bytes += num_bytes
+    if load:
+        yield load
+
+
+def _slot_bytes(target: torch.Tensor, source: torch.Tensor) -> int:
+    """What a pair takes of a slot, where it has the host tensor's dtype: a GPU casts faster. Aligned for any dtype."""
+    host = target if target.is_cpu else source
+    return -(-target.numel() * host.itemsize // 16) * 16
+
+
+def _copy_by_pinned_slots(loads: Sequence[list[Pair]]) -> None:
+    """Copies to the host are over when this returns; those to a GPU are queued on this thread's stream, their sources
+    read. torch gives pinned memory to nobody else while copies of it are under way.
+    """
+    is_to_host = loads[0][0][0].is_cpu if loads else False
+    slots: list[torch.Tensor] = []
+    under_way: collections.deque[tuple[host_device.Event, list[torch.Tensor], list[torch.Tensor]]] = collections.deque()
+
+    def finish() -> None:
+        """Wait for the copies of the slot that was used the longest ago; to the host, write its tensors."""
+        done, targets, parts = under_way.popleft()
+        done.synchronize()
+        if is_to_host:
+            PreparedCopies(targets, parts).run()
+
+    largest = max((sum(itertools.starmap(_slot_bytes, load)) for load in loads), default=0)
+    for number, load in enumerate(loads):
+        if len(slots) < _PINNED_SLOTS:
+            slots.append(host_device.pinned(largest))
+        else:
+            finish()
+        targets, sources = map(list, zip(*load, strict=True))
+        parts, start = list[torch.Tensor](), 0
+        for target, source in load:
+            part = slots[number % _PINNED_SLOTS][start : start + _slot_bytes(target, source)]
+            typed = part.view((target if is_to_host else source).dtype)
+            parts.append(typed[: target.numel()].view(target.shape))
+            start += part.numel()
+        if not is_to_host:
+            PreparedCopies(parts, sources).run()
+        _copy_batch(*((parts, sources) if is_to_host else (targets, parts)), non_blocking=True)
+        on_device = sources[0] if is_to_host else targets[0]
+        under_way.append((host_device.recorded(on_device.device), targets, parts))
+    while is_to_host and under_way:
+        finish()
 
 
 def _batches(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Iterator[Job]:

@@ -128,6 +128,15 @@ def empty(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch
         raise out_of_memory(num_bytes, device, what, remedy) from exc
 
 
+def pinned(num_bytes: int) -> torch.Tensor:
+    """Host memory, uint8, that GPUs read and write themselves, from torch's cache. Raises InsufficientMemoryError."""
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as exc:
+        remedy = "free host memory, or raise the container's limit"
+        raise InsufficientMemoryError(f"no {num_bytes} bytes of host memory can be pinned: {remedy}: {exc}") from exc
+
+
 def empty_cache(device: torch.device) -> None:
     """Give back to a GPU what torch keeps of what this process has freed there."""
     if has_streams(device):

@@ -121,7 +121,10 @@ class BringsSender(Protocol):
 
 @runtime_checkable
 class PausesItself(Protocol):
-    """A client whose engine pauses by itself when `finish` has it install, and resumes then: nobody else pauses it."""
+    """A client whose engine pauses by itself when `finish` has it install, and resumes then: nobody else pauses it.
+
+    A version that is streamed is loaded before that: the engine is paused for it, if the client `ServesTraffic`.
+    """
 
     @property
     def paused_seconds(self) -> float:

@@ -118,14 +118,20 @@ class Mapped(Protocol):
     """An engine whose loader was recorded.
 
     `install_map`: of the offer that was validated last, or None. `load_mapped` is `Engine.load` where tensors named in
-    `mapped` are copied by calling `copy`, once; it may get some of them as well, and does not load these.
+    `mapped` are copied by calling `copy`, once; it may get some of them as well, and does not load these. Streaming,
+    there is a call for each bucket, all with the same `mapped`; with `is_last` the engine has all tensors.
     """
 
     @property
     def install_map(self) -> InstallMap | None: ...
 
     def load_mapped(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], mapped: Collection[str], copy: Callable[[], None]
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        mapped: Collection[str],
+        copy: Callable[[], None],
+        *,
+        is_last: bool = True,
     ) -> None: ...
 
 
@@ -292,8 +298,13 @@ class InstallMap:
         """How what `cut` gave of these proven tensors, or pieces, is copied into place, once or more often."""
         return BlockCopies(self, pieces, sources)
 
-    def prove(self, tensors: Iterable[tuple[str, Sequence[torch.Tensor]]]) -> None:
-        """After an install through the loader: compare what `cut` gives of these tensors with the live blocks.
+    def digests(self, name: str, sources: Sequence[torch.Tensor]) -> list[str]:
+        """For `prove`, where a tensor is gone by then: of what `cut` gave of it, in the live parameters' dtypes."""
+        dtypes = (self._targets[copy.target].dtype for copy in self._copies[name])
+        return [tensor_digest(source.to(dtype)) for source, dtype in zip(sources, dtypes, strict=True)]
+
+    def prove(self, tensors: Iterable[tuple[str, Sequence[torch.Tensor | str]]]) -> None:
+        """After an install through the loader: compare what `cut` or `digests` gave of these with the live blocks.
 
         Those that are equal, bit by bit, are proven; any other stays with the loader, and is named in a warning.
         """
@@ -456,8 +467,10 @@ def _module(target: str) -> str:
     return target.rpartition(".")[0]
 
 
-def _same_bits(live: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a copy of `source` would leave `live` as it is. NaNs are equal to themselves."""
+def _same_bits(live: torch.Tensor, source: torch.Tensor | str) -> bool:
+    """Whether a copy of `source`, or of what has that digest, would leave `live` as it is. A NaN equals itself."""
+    if isinstance(source, str):
+        return tensor_digest(live) == source
     made = source.to(live.device, live.dtype)
     if made.dtype == torch.complex128:
         live, made = torch.view_as_real(live), torch.view_as_real(made)

@@ -216,42 +216,29 @@ class LoadPlan:
         self, install_map: InstallMap, views: Mapping[int, list[torch.Tensor]], staged: StagedBuckets
     ) -> _MappedInstall:
         """What is to be done. Kept while the views are, unless tensors were put together in memory of their own."""
-        rest: list[Named] = []
-        copied: list[tuple[str, Region | None]] = []
-        sources: list[torch.Tensor] = []
-        to_prove: list[Named] = []
-        proven, shared = install_map.proven, install_map.shared
+        parts = _MappedParts(install_map, install_map.proven)
         are_views = True
-
-        def take(name: str, tensor: torch.Tensor) -> None:
-            if name in proven:
-                copied.append((name, None))
-                kept = self._cuts.get((name, None))
-                sources.extend(kept[1] if kept and kept[0] is tensor else install_map.cut(name, tensor))
-            elif install_map.has(name):
-                to_prove.append((name, tensor))
-            if name not in proven or name in shared:
-                rest.append((name, tensor))
-
         for index, of_bucket in views.items():
             for name, tensor in self._whole(index, of_bucket):
-                take(name, tensor)
+                kept = self._cuts.get((name, None))
+                parts.take(name, tensor, kept[1] if kept and kept[0] is tensor else None)
             for record in self._loads[index].ends:
                 names = self._names(record)
                 if record.name in staged.straddling or not all(map(self._is_copied_in_pieces, names)):
                     are_views, tensor = False, self._joined_of(record, staged)
                     for name in names:
-                        take(name, tensor)
+                        parts.take(name, tensor)
                     continue
                 for name in names:
                     for bucket, position, entry in self._pieces[record.name]:
-                        copied.append((name, entry.piece.region))
-                        sources.extend(self._cut(install_map, name, views[bucket][position], entry.piece.region))
+                        parts.copied.append((name, entry.piece.region))
+                        parts.sources += self._cut(install_map, name, views[bucket][position], entry.piece.region)
         for name, tensor in self._empty():
-            take(name, tensor)
-        names_copied = dict.fromkeys(name for name, _ in copied)
-        copies = install_map.copies(copied, sources)
-        install = _MappedInstall(views, install_map.num_proofs, rest, to_prove, names_copied, copies)
+            parts.take(name, tensor)
+        names_copied = dict.fromkeys(name for name, _ in parts.copied)
+        install = _MappedInstall(
+            views, install_map.num_proofs, parts.rest, parts.to_prove, names_copied, parts.copies()
+        )
         self._kept_install = install if are_views else None
         return install
 
@@ -283,35 +270,61 @@ class LoadPlan:
         return num_bytes
 
     def assembly(self) -> Assembly:
-        """What `load_bucket` carries from bucket to bucket of one update."""
-        return Assembly(self._num_partial)
+        """What `load_bucket` carries from bucket to bucket of one update. Made before its first bucket is loaded."""
+        found = self._install_map if self._install_map is not None and self._install_map.bind() else None
+        return Assembly(self._num_partial, frozenset() if found is None else frozenset(found.proven))
 
-    def load_bucket(self, index: int, payload: torch.Tensor, parts: Assembly) -> None:
-        """Streaming: load what this bucket completes; `parts` carries what is cut over to the next."""
-        self._load(self._complete(index, payload, parts))
+    def load_bucket(self, index: int, payload: torch.Tensor, assembly: Assembly) -> None:
+        """Streaming: load what this bucket completes; `assembly` carries what is cut over to the next."""
+        self._load_some(index, payload, assembly, ())
         self._load_regions([(index, payload)])
 
-    def load_end(self) -> None:
-        """Streaming, after the last bucket: tensors without elements."""
-        self._load(self._empty())
+    def load_end(self, assembly: Assembly) -> None:
+        """Streaming, after the last bucket: tensors without elements, and what an engine does with all of them."""
+        self._load_some(None, None, assembly, self._empty())
+        if assembly.to_prove and self._install_map is not None:
+            self._install_map.prove(assembly.to_prove.items())
 
-    def _load(self, tensors: Iterator[Named]) -> None:
-        named = list(tensors)
-        if named:
-            self.engine.load(named)
+    def _load_some(
+        self, index: int | None, payload: torch.Tensor | None, assembly: Assembly, more: Iterable[Named]
+    ) -> None:
+        """Streaming: load what a bucket completes, or `more` after the last one, by copies where these are proven."""
+        engine, install_map = self.engine, self._install_map
+        parts = None if install_map is None else _MappedParts(install_map, assembly.copied)
+        named = list(more)
+        if index is not None and payload is not None:
+            views = self.layout.views(index, payload)
+            named += self._whole(index, views)
+            for position, entry in self._loads[index].partial:
+                names = self._names(entry.record)
+                is_copied = parts is not None and all(
+                    name in assembly.copied and self._is_copied_in_pieces(name) for name in names
+                )
+                if is_copied and parts is not None:
+                    region = entry.piece.region
+                    parts.copied += ((name, region) for name in names)
+                    for name in names:
+                        parts.sources += parts.install_map.cut(name, views[position], region)
+                for record, tensor in assembly.add(entry, None if is_copied else views[position]):
+                    named += ((name, tensor) for name in self._names(record))
+        if parts is None or not isinstance(engine, Mapped):
+            self.has_lent_views |= bool(named)
+            if named:
+                engine.load(named)
+            return
+        for name, tensor in named:
+            parts.take(name, tensor)
+        self.has_lent_views |= bool(parts.rest)
+        # Without pieces also where the model is no longer the one that was recorded: the loader gets all of it.
+        run = parts.copies().run if parts.copied else lambda: None
+        engine.load_mapped(parts.rest, assembly.copied, run, is_last=index is None)
+        for name, tensor in parts.to_prove:
+            assembly.to_prove[name] = parts.install_map.digests(name, parts.install_map.cut(name, tensor))
 
     def _whole(self, index: int, views: Sequence[torch.Tensor]) -> Iterator[Named]:
         """The tensors that are views of this bucket."""
         load = self._loads[index]
         return zip(load.names, map(views.__getitem__, load.positions), strict=True)
-
-    def _complete(self, index: int, payload: torch.Tensor, parts: Assembly) -> Iterator[Named]:
-        """Streaming: every tensor that is whole with this bucket, with its load group."""
-        views = self.layout.views(index, payload)
-        yield from self._whole(index, views)
-        for position, entry in self._loads[index].partial:
-            for record, tensor in parts.add(entry, views[position]):
-                yield from ((name, tensor) for name in self._names(record))
 
     def _ended(self, index: int, payload: torch.Tensor, staged: StagedBuckets) -> Iterator[Named]:
         """Staged: every tensor of which this is the last bucket by number."""
@@ -344,6 +357,7 @@ class LoadPlan:
         cut = [(index, payload) for index, payload in payloads if self._loads[index].regions]
         if cut:
             assert isinstance(self.engine, RegionLoader)
+            self.has_lent_views = True
             self.engine.load_regions(itertools.chain.from_iterable(map(self._regions, *zip(*cut, strict=True))))
 
     def _regions(self, index: int, payload: torch.Tensor) -> Iterator[tuple[str, Region, torch.Tensor]]:
@@ -358,22 +372,55 @@ class LoadPlan:
         return list(dict.fromkeys(self._primary[name] for name in record.names if name in self._primary))
 
 
-class Assembly:
-    """Streaming: tensors and load groups in the making. Memory: the tensors that are begun and not yet handed out."""
+class _MappedParts:
+    """What a load of tensors consists of, with a map: blocks that are copied, and what the loader gets."""
 
-    def __init__(self, num_pieces: Mapping[str, int]) -> None:
+    def __init__(self, install_map: InstallMap, proven: Collection[str]) -> None:
+        """`proven`: the names that this install copies."""
+        self.install_map = install_map
+        self.rest: list[Named] = []
+        self.copied: list[tuple[str, Region | None]] = []
+        self.sources: list[torch.Tensor] = []
+        self.to_prove: list[Named] = []
+        self._proven = proven
+
+    def take(self, name: str, tensor: torch.Tensor, cut: Sequence[torch.Tensor] | None = None) -> None:
+        """A whole tensor; `cut`: its blocks, where they are known."""
+        if name in self._proven:
+            self.copied.append((name, None))
+            self.sources += self.install_map.cut(name, tensor) if cut is None else cut
+        elif self.install_map.has(name):
+            self.to_prove.append((name, tensor))
+        if name not in self._proven or name in self.install_map.shared:
+            self.rest.append((name, tensor))
+
+    def copies(self) -> BlockCopies:
+        return self.install_map.copies(self.copied, self.sources)
+
+
+class Assembly:
+    """Streaming: tensors and load groups in the making. Memory: the tensors that are begun and not yet handed out.
+
+    `copied`: the names that are copied by an install map, piece by piece where they are cut. `to_prove`: names that it
+    may copy once they are proven, with the digests of what came.
+    """
+
+    def __init__(self, num_pieces: Mapping[str, int], copied: Collection[str]) -> None:
         """`num_pieces`: of each load group."""
+        self.copied = copied
+        self.to_prove: dict[str, list[str]] = {}
         self._missing = dict(num_pieces)
         self._begun: dict[str, dict[str, tuple[TensorRecord, torch.Tensor]]] = {}
 
-    def add(self, entry: Entry, view: torch.Tensor) -> Iterator[tuple[TensorRecord, torch.Tensor]]:
-        """Take one piece; yield its tensor, or all of its load group, if that is whole now."""
+    def add(self, entry: Entry, view: torch.Tensor | None) -> Iterator[tuple[TensorRecord, torch.Tensor]]:
+        """Take one piece, or note one that was copied; yield its tensor, or its load group, if that is whole now."""
         record, key = entry.record, entry.record.load_group
         members = self._begun.setdefault(key, {})
-        if record.name not in members:
-            whole = torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype], device=view.device)
-            members[record.name] = record, whole
-        narrow(members[record.name][1], entry.piece.region).copy_(view)
+        if view is not None:
+            if record.name not in members:
+                whole = torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype], device=view.device)
+                members[record.name] = record, whole
+            narrow(members[record.name][1], entry.piece.region).copy_(view)
         self._missing[key] -= 1
         if self._missing[key] == 0:
             yield from self._begun.pop(key).values()

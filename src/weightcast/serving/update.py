@@ -100,6 +100,11 @@ class Update:
         return self._load_plan.installed_bytes()
 
     @property
+    def is_streaming(self) -> bool:
+        """Whether it is loaded as it comes."""
+        return self._streaming
+
+    @property
     def is_writing(self) -> bool:
         """Whether the engine is being written, or installs, as of now."""
         return self._writing.locked()
@@ -162,9 +167,9 @@ class Update:
                         self._load_plan.load_bucket(index, payload, parts)
             if len(digests) != self.num_buckets:
                 raise IncompleteUpdateError(f"{len(digests)} of {self.num_buckets} buckets arrived")
-            if self._streaming:
+            if parts is not None:
                 with self._loading():
-                    self._load_plan.load_end()
+                    self._load_plan.load_end(parts)
                     # On this thread's stream; the thread that commits has another.
                     self._await_device()
             self._root = root_digest(
@@ -307,6 +312,8 @@ class Update:
                 return False
             self.error, self.state = error, State.ABORTED
             self._go_back(f"version {self.version.number} was given up half-way: {error}")
+            # Before another call that aborts it can return: the publisher resumes the engine then.
+            self._gate.end_writing(self._writer)
         self._release()
         return True
 

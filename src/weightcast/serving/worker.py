@@ -361,6 +361,9 @@ class Worker:
         if offer.base is not None:
             raise UnsupportedError(f"a delta on version {offer.base} was offered; this engine takes full updates only")
         session.require_publisher(offer)
+        if session.update is not None and session.update.is_streaming:
+            # To try an offer may need the model, which that one still writes to.
+            session.end_update(UpdateAbortedError(f"version {offer.version} was offered in its place"))
         load_plan = self._load_plan(session, offer)
         if offer.undo:
             check_undo(load_plan.layout.manifest, self.engine)

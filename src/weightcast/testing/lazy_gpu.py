@@ -97,7 +97,8 @@ class LazyGpu:
     """The device, and what is asked in place of torch.cuda. `num_launches`: operations that streams were given.
 
     `num_waits`: how often the host has waited. `num_read_bytes`, `num_written_bytes`: of its memory, by what was
-    launched. `has_kernel`: Triton is installed. `free_bytes`: larger allocations fail. `libcuda`: its driver.
+    launched. `pinned_bytes`: of host memory that it reads and writes itself, given out so far. `has_kernel`: Triton is
+    installed. `free_bytes`: larger allocations fail. `libcuda`: its driver.
     """
 
     def __init__(self) -> None:
@@ -109,6 +110,7 @@ class LazyGpu:
         self.num_waits = 0
         self.num_read_bytes = 0
         self.num_written_bytes = 0
+        self.pinned_bytes = 0
         self.has_kernel = True
         self.libcuda = FakeLibcuda(lambda: self.free_bytes)
         self.Stream: Callable[[torch.device], LazyStream] = lambda device: LazyStream(self)
@@ -116,6 +118,7 @@ class LazyGpu:
         self.default_stream = LazyStream(self)
         self._storages: dict[int, torch.UntypedStorage | None] = {}
         """All of its memory, by address; kept, so that no address comes again. None: mapped by the driver."""
+        self._pinned: dict[int, torch.UntypedStorage] = {}
         self._local = threading.local()
         self._undo = contextlib.ExitStack()
         self._has_gone = False
@@ -271,6 +274,10 @@ class LazyGpu:
         """Whether a tensor lies in this device's memory."""
         return tensor.untyped_storage().data_ptr() in self._storages
 
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in pinned host memory, which this device reads and writes when the operation's turn comes."""
+        return tensor.untyped_storage().data_ptr() in self._pinned
+
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.nbytes():
@@ -279,6 +286,12 @@ class LazyGpu:
 
     def _made(self, factory: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """torch's factories: on this device the values come when its turn is."""
+        if kwargs.pop("pin_memory", False):
+            made = factory(*args, **kwargs)
+            _poison(made)
+            self.pinned_bytes += made.nbytes
+            self._pinned[made.untyped_storage().data_ptr()] = made.untyped_storage()
+            return made
         if torch.device(kwargs.get("device") or "cpu").type != "cuda":
             return factory(*args, **kwargs)
         values = factory(*args, **{**kwargs, "device": "cpu"})
@@ -317,8 +330,8 @@ class LazyGpu:
 
 
 def _poison(tensor: torch.Tensor) -> None:
-    storage: Any = tensor.untyped_storage()
-    storage.fill_(POISON)
+    storage = tensor.untyped_storage()
+    ctypes.memset(storage.data_ptr(), POISON, storage.nbytes())
 
 
 def _names_host(values: Any) -> bool:
@@ -338,6 +351,11 @@ class LazyTensor(torch.Tensor):
 
 class _Queue(TorchDispatchMode):
     """Gives every operation to the thread's stream, but for those that only make views."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports its compiler, which takes each process longer than most tests."""
+        return False
 
     def __init__(self, gpu: LazyGpu) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -368,14 +386,22 @@ class _Queue(TorchDispatchMode):
         targets = [leaf for name in written for leaf in tree_leaves(named[name])]
         gpu.num_written_bytes += self._num_bytes(targets)
         gpu.num_read_bytes += self._num_bytes((args, kwargs)) - self._num_bytes(targets)
-        if not all(map(gpu.has, targets)):
-            # To the host: the caller waits for the stream, as torch has it do.
-            gpu.current_stream(gpu.device).synchronize()
+        host = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and not gpu.has(leaf)]
+        is_waited_for = not named.get("non_blocking") or not all(map(gpu.is_pinned, host))
+        if is_waited_for and not all(map(gpu.has, targets)):
+            # To the host: the caller waits for the stream, as torch has it do, once for each tensor.
+            for _ in targets:
+                gpu.current_stream(gpu.device).synchronize()
             return func(*args, **kwargs)
-        # What lies in host memory is read now.
-        args = tree_map(lambda a: a.clone() if isinstance(a, torch.Tensor) and not gpu.has(a) else a, args)
+        if is_waited_for:
+            # What lies in host memory is read now.
+            args = tree_map(lambda a: a.clone() if isinstance(a, torch.Tensor) and not gpu.has(a) else a, args)
         is_batch = schema.name == "aten::_foreach_copy_"
         gpu.launch(functools.partial(_copy_as_old_torch if is_batch else func, *args, **kwargs))
+        if host and "non_blocking" in named and not named["non_blocking"]:
+            # From the host: torch waits as well, once for each tensor.
+            for _ in host:
+                gpu.current_stream(gpu.device).synchronize()
         return args[0] if schema.returns else None
 
     def _num_bytes(self, arguments: Any) -> int:

@@ -253,7 +253,8 @@ class FleetMember:
         paused for, and its recovery requests are asked for again.
         """
         try:
-            self.pause()
+            if not isinstance(self.client, PausesItself):
+                self.pause()
             try:
                 try:
                     self.client.finish(self.version)

@@ -298,7 +298,7 @@ class ShardSlices:
 class PartPacker:
     """Copies what one rank brings to its places in buckets, cast to the manifest's dtypes.
 
-    On a CPU it digests on the way, while they are in the cache, the blocks of a bucket that it fills alone.
+    On a CPU it digests, from host memory while they are in the cache, the blocks of a bucket that it fills alone.
     """
 
     def __init__(self, layout: Layout, shards: Sequence[Shard]) -> None:
@@ -331,8 +331,13 @@ class PartPacker:
             return
         if index not in self._steps:
             self._steps[index] = self._planned(index, targets)
+        is_on_host = all(source.is_cpu for source in sources)
+        if not is_on_host:
+            copy_all(targets, sources)
         for first, last, start, size, blocks in self._steps[index]:
-            if size:
+            if not is_on_host:
+                pass  # all of it is there
+            elif size:
                 copy_plain(targets[first], sources[first], start, size)
             else:
                 torch._foreach_copy_(targets[first:last], sources[first:last])

@@ -364,6 +364,10 @@ class PublishRun:
                         is_stored = True
                     else:
                         sender.abort(f"no engine has installed version {self.number}")
+            # Engines that failed on our side, and may be alive, drop what they hold. Before they are resumed: a worker
+            # that has not failed still waits for buckets to load.
+            failed = [member for member in self._fleet if member.result.error is not None]
+            self._abort(failed, "this engine's update failed at the publisher")
         except BaseException as exc:
             self._give_up(exc)
             raise
@@ -374,9 +378,6 @@ class PublishRun:
             self.published = PublishedVersion(
                 self.number, digest, self._digests, is_stored, self._fingerprints, self._sent
             )
-        # Engines that failed on our side, and may be alive, drop what they hold.
-        failed = [member for member in self._fleet if member.result.error is not None]
-        self._abort(failed, "this engine's update failed at the publisher")
         self._seconds.pause = max((m.result.pause_seconds for m in self._fleet), default=0.0)
         self._seconds.total = time.perf_counter() - inputs.start
         return PublishReport(

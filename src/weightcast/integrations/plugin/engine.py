@@ -1,8 +1,8 @@
 """All ranks behind one server of another project, as one engine: what does not depend on which project it is.
 
 Invariants: a call reaches every rank; an install happens in a pause that drops every cache, is kept only if all have
-it, and is labelled before anything is generated with it; what is torn stays paused. One install, pause, resume or
-answer about versions at a time, so that none sees another half-way.
+it, and is labelled before anything is generated with it; what is torn, or being streamed in, stays paused. One install,
+pause, resume or answer about versions at a time, so that none sees another half-way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from weightcast.control.worker_rpc import Ask, Install, Prove, Quarantine, RankCall, Settle
+from weightcast.control.worker_rpc import Ask, Install, Prove, Quarantine, RankCall, Settle, UpdateCall
 from weightcast.errors import (
     ClosedError,
     ControlError,
@@ -27,7 +27,7 @@ from weightcast.errors import (
     StaleVersionError,
     WeightcastError,
 )
-from weightcast.format.messages import HeldWeights, PauseMode, WeightInfo
+from weightcast.format.messages import HeldWeights, Offer, PauseMode, WeightInfo
 from weightcast.integrations.plugin.replies import Replies
 from weightcast.integrations.plugin.server_mutex import ServerMutex
 
@@ -93,7 +93,15 @@ class PluginEngine(abc.ABC):
     # --- the control protocol ---
 
     async def call(self, call: RankCall) -> None:
-        """Raises the first error of any rank."""
+        """Raises the first error of any rank; ClosedError for a streamed offer to an engine that is not paused."""
+        if isinstance(call, UpdateCall) and isinstance(call.info, Offer) and call.info.install == "streaming":
+            async with self._alone():
+                if not await self._in_time(self._is_stopped()):
+                    raise ClosedError('the engine generates: /pause comes before an offer with install="streaming"')
+                # Only the ranks can say from now on whether it may generate.
+                self._mutex.in_doubt = True
+                (await self._in_time(self._replies(call))).raise_first()
+            return
         (await self._in_time(self._replies(call))).raise_first()
 
     async def info(self) -> WeightInfo:
@@ -161,6 +169,8 @@ class PluginEngine(abc.ABC):
         if replies.torn:
             self._mutex.in_doubt = True
             raise EngineTornError(f"the engine can't generate, and stays paused: {replies.torn}")
+        if replies.is_loading:
+            raise EngineTornError("a version is being loaded bucket by bucket, and the engine stays paused meanwhile")
         if self._mutex.in_doubt:
             await self._in_time(self._publish(replies))
         self._mutex.in_doubt = False

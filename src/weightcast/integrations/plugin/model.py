@@ -1,8 +1,8 @@
 """One rank's model as an engine, installed through the loader that it has: what does not depend on whose loader it is.
 
-Invariants: `validate` writes nothing that is live; `load` installs a whole offer in one call; tensors that it is given
-are not kept; with the `agree` of several ranks, `snapshot`, `load`, `commit` and what `snapshot` returned raise on all
-ranks or on none.
+Invariants: `validate` writes nothing that is live; a load begins with its first tensors and ends with its last ones, or
+with `discard`; tensors that it is given are not kept; with the `agree` of several ranks, `snapshot`, `load`, `commit`
+and what `snapshot` returned raise on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
+import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -20,6 +22,7 @@ from torch import nn
 from weightcast.errors import IncompleteUpdateError, InstallError, UnsupportedError, listed
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import copy as host_copy
+from weightcast.host.closing import on_failure
 from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer
 from weightcast.serving.install_map import InstallMap
 
@@ -36,6 +39,14 @@ def alone(error: BaseException | None) -> None:
             raise error
     finally:
         del error  # its frames refer to it, this one among them: it would live on until a collection
+
+
+@dataclasses.dataclass
+class _Load:
+    """A load under way. `due`: what is still to come; `first`: of tied names that come apart, what came first."""
+
+    due: set[str]
+    first: dict[str, torch.Tensor]
 
 
 class LoaderEngine(abc.ABC):
@@ -56,14 +67,22 @@ class LoaderEngine(abc.ABC):
         self._unsupported = unsupported
         self._agree = agree
         self._offer: tuple[str, AcceptedOffer] | None = None
+        self._apart: set[str] = set()
+        """Names that other names of the same offer are tied to."""
+        self._load: _Load | None = None
         self._missing: list[str] | None = None
 
     @abc.abstractmethod
-    def _install(self, tensors: Tensors | None, calls: Mapping[str, int], copy: Callable[[], None]) -> list[str]:
-        """Load the tensors, if there are any, and `copy` the others; returns when the device is done.
+    def _begin_load(self, calls: Mapping[str, int]) -> None:
+        """Make the model ready for its loader. `calls`: as in `AcceptedOffer`, of layers that the loader fills."""
 
-        Which layers were not filled, in words. `calls`: as in `AcceptedOffer`, of layers that the loader fills.
-        """
+    @abc.abstractmethod
+    def _load_some(self, tensors: Tensors) -> None:
+        """Have the model's loader take these tensors."""
+
+    @abc.abstractmethod
+    def _finish_load(self) -> list[str]:
+        """All tensors have come; returns when the device is done. Which layers were not filled, in words."""
 
     def _end_load(self) -> None:  # noqa: B027  (nothing to do where no load can be left half-way)
         """End a load that was left half-way, before the weights are copied and once they were put back. Idempotent."""
@@ -87,7 +106,10 @@ class LoaderEngine(abc.ABC):
             # Layers or parameters were exchanged since the loader was tried.
             self._offer, self._acceptance = None, self._make_acceptance()
         if self._offer is None or self._offer[0] != digest:
-            self._offer = digest, self._acceptance.accept(manifest)
+            accepted = self._acceptance.accept(manifest)
+            owners = Counter(owner for r in manifest.tensors for owner in {accepted.tied.get(n, n) for n in r.names})
+            self._apart = {owner for owner in accepted.tied.values() if owners[owner] > 1}
+            self._offer = digest, accepted
 
     @property
     def install_map(self) -> InstallMap | None:
@@ -100,20 +122,56 @@ class LoaderEngine(abc.ABC):
         """
         self.load_mapped(tensors, (), lambda: None)
 
-    def load_mapped(self, tensors: Tensors, mapped: Collection[str], copy: Callable[[], None]) -> None:
-        """`load`, where the tensors named in `mapped` are installed by calling `copy`."""
-        with self._agreed():
+    def load_mapped(
+        self, tensors: Tensors, mapped: Collection[str], copy: Callable[[], None], *, is_last: bool = True
+    ) -> None:
+        """`load`, where the tensors named in `mapped` are installed by calling `copy`.
+
+        Without `is_last` more of them come in later calls, with the same `mapped`; a copy is kept only of what names of
+        this offer are tied to that come apart.
+        """
+        with self._agreed(), torch.no_grad():
             if self._offer is None:
                 raise InstallError("nothing was validated: an offer comes before an install")
             accepted = self._offer[1]
-            due = set(accepted.names)
-            self._missing = ["every tensor"]
-            handed = _handed(tensors, accepted, due, set(mapped))
-            first = next(handed, None)
-            copied = accepted.install_map.modules(mapped)
-            calls = {module: number for module, number in accepted.calls.items() if module not in copied}
-            short = self._install(None if first is None else itertools.chain([first], handed), calls, copy)
-            self._missing = [*sorted(due.difference(mapped)), *short]
+            with on_failure(self._give_up):
+                load = self._load
+                if load is None:
+                    self._missing = ["every tensor"]
+                    load = self._load = _Load(set(accepted.names), {})
+                    copied = accepted.install_map.modules(mapped)
+                    self._begin_load({m: number for m, number in accepted.calls.items() if m not in copied})
+                handed = self._handed(tensors, accepted.tied, load, mapped)
+                first = next(handed, None)
+                if first is not None:
+                    self._load_some(itertools.chain([first], handed))
+                copy()
+                if is_last:
+                    self._missing = [*sorted(load.due.difference(mapped)), *self._finish_load()]
+                    self._load = None
+                else:
+                    load.first = {name: tensor.clone() for name, tensor in load.first.items()}
+
+    def _handed(
+        self, tensors: Tensors, tied: Mapping[str, str], load: _Load, mapped: Collection[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the loader is to be given: not what is `mapped`. It is due no more; tied names have equal values."""
+        for name, tensor in tensors:
+            owner = tied.get(name, name)
+            first = load.first.setdefault(owner, tensor) if owner in self._apart else tensor
+            if first is not tensor and not (first.dtype == tensor.dtype and torch.equal(first, tensor)):
+                raise InstallError(
+                    f"{name!r} is tied to other weights in this engine, but came with values of its own", torn=True
+                )
+            if name in load.due and name not in mapped:
+                load.due.remove(name)
+                yield name, tensor
+
+    def _give_up(self) -> None:
+        """End a load that is under way."""
+        if self._load is not None:
+            self._load = None
+            self._end_load()
 
     def commit(self, version: WeightVersion) -> None:
         """Raises IncompleteUpdateError, naming the tensors that did not come and the layers that were not filled."""
@@ -128,7 +186,8 @@ class LoaderEngine(abc.ABC):
             self.discard()
 
     def discard(self) -> None:
-        """Forget what `load` noted."""
+        """Forget what `load` noted; a load that is under way ends, with the weights of no version."""
+        self._give_up()
         self._missing = None
 
     def snapshot(self) -> Callable[[], None]:
@@ -168,24 +227,6 @@ class LoaderEngine(abc.ABC):
         self._agree(None)
 
 
-def _handed(
-    tensors: Tensors, accepted: AcceptedOffer, due: set[str], mapped: Collection[str]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the loader is to be given: not what is `mapped`. It leaves `due`; tied names have equal values."""
-    owners = set(accepted.tied.values())
-    shared: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors:
-        owner = accepted.tied.get(name, name)
-        first = shared.setdefault(owner, tensor) if owner in owners else tensor
-        if first is not tensor and not (first.dtype == tensor.dtype and torch.equal(first, tensor)):
-            raise InstallError(
-                f"{name!r} is tied to other weights in this engine, but came with values of its own", torn=True
-            )
-        if name in due and name not in mapped:
-            due.remove(name)
-            yield name, tensor
-
-
 _OWN_CONTAINERS = ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules")
 """Of a module's attributes, these are copied; of others the reference is kept."""
 
@@ -212,7 +253,8 @@ def undo_copy(
     live = list(unique.values())
     values = [tensor.data for tensor in live]
     with torch.inference_mode():
-        copies = [value.to("cpu", copy=True) for value in values]
+        copies = [torch.empty(value.shape, dtype=value.dtype, device="cpu") for value in values]
+        host_copy.copy_all(copies, values)
 
     def restore() -> None:
         for subject, attributes in saved:

@@ -87,7 +87,6 @@ class RankWorker:
             gate=self._gate,
             engine_rank=engine_rank,
             world_size=world_size,
-            installs=("staged",),
             settles=True,
         )
         self._is_agreeing = False
@@ -113,7 +112,8 @@ class RankWorker:
         serial = str(values.get("serial", "")) if isinstance(values, dict) else ""
         seconds, asleep = time.perf_counter() - start, self._weights_asleep()
         instance = self._worker.instance
-        reply = RankReply(self._engine_rank, self.info(), attempt.error, seconds, asleep, serial, instance, *held)
+        info, is_loading = self.info(), self._gate.is_writing
+        reply = RankReply(self._engine_rank, info, attempt.error, seconds, asleep, serial, instance, *held, is_loading)
         return msgspec.to_builtins(reply)
 
     def info(self) -> WeightInfo:
@@ -169,6 +169,8 @@ class RankWorker:
             raise UnsupportedError("no version was offered yet, so that nothing is known to be read out of this engine")
         if self._weights_asleep():
             raise ClosedError("the weights' memory is asleep: wake it (/wake_up?tags=weights) before it is read")
+        if self._gate.is_writing:
+            raise ClosedError("a version is being loaded: read the weights once it is installed")
         return install_map.held(call.start, call.limit_bytes, call.names)
 
     def _init(self, info: InitInfo) -> None:
@@ -189,6 +191,8 @@ class RankWorker:
 
     def _update(self, info: UpdateInfo) -> None:
         with Attempt() as own:
+            if isinstance(info, Offer) and info.install == "streaming":
+                self._require_ready()
             self._worker.update(info)
         error = self._ranks.common_error(own.error)
         if error is not None and own.error is None and isinstance(info, Offer):

@@ -28,6 +28,11 @@ class Replies(NamedTuple):
         return torn or (f"its ranks hold different versions: {', '.join(versions)}" if len(versions) > 1 else "")
 
     @property
+    def is_loading(self) -> bool:
+        """Whether a version is being streamed in on any rank."""
+        return any(reply.is_loading for reply in self.ranks)
+
+    @property
     def info(self) -> WeightInfo:
         """What the ranks are together, as far as they know it: a pause is the host's own."""
         infos = [reply.info for reply in self.ranks]

@@ -1,6 +1,6 @@
 """One rank's model of a running SGLang as an engine: tries an offer, installs through its own loader, goes back.
 
-Invariant: an install is what SGLang does in a session of its own, begun and ended around one call of the loader.
+Invariant: a load is what SGLang does in a session of its own, begun and ended around the calls of the loader.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class SglangModel(LoaderEngine):
         internals.require(runner.weight_updater, "begin_weight_update", "end_weight_update")
         model: nn.Module = runner.model
         self._session: Any = runner.weight_updater
+        self._is_in_session = False
         self._flush = flush
         self.device = next(model.parameters()).device
 
@@ -51,18 +52,23 @@ class SglangModel(LoaderEngine):
 
         super().__init__(model, make_acceptance, unsupported, agree)
 
-    def _install(self, tensors: Tensors | None, calls: Mapping[str, int], copy: Callable[[], None]) -> list[str]:
+    def _begin_load(self, calls: Mapping[str, int]) -> None:
+        self._is_in_session = True
+        self._session.begin_weight_update()
+
+    def _load_some(self, tensors: Tensors) -> None:
         loader: Any = self._model
-        with torch.no_grad():
-            self._session.begin_weight_update()
-            try:
-                if tensors is not None:
-                    loader.load_weights(tensors)
-                copy()
-            finally:
-                self._session.end_weight_update(run_post_load=False)
+        loader.load_weights(tensors)
+
+    def _finish_load(self) -> list[str]:
+        self._end_load()
         host_device.synchronize(self.device)
         return []
+
+    def _end_load(self) -> None:
+        if self._is_in_session:
+            self._is_in_session = False
+            self._session.end_weight_update(run_post_load=False)
 
     def _drop_caches(self) -> None:
         if not self._flush():

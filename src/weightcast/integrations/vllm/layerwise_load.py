@@ -1,10 +1,10 @@
-"""One install: packed layers are filled and packed by vLLM one after another, all others are loaded in place.
+"""One load: packed layers are filled and packed by vLLM one after another, all others are loaded in place.
 
 This is vLLM's layerwise reload, by its own parts, but for how it learns that a layer is whole: vLLM calls every loader
 twice, first to count what it would copy; here the dry run of the offer has counted the calls. A packed layer is filled
 beside its live tensors, then packed by vLLM and copied into them.
 
-Invariants: when it returns or raises, every layer has its live tensors, where they were, so that captured graphs stay
+Invariants: when it has ended, however, every layer has its live tensors, where they were, so that captured graphs stay
 valid, and none is on the meta device; nothing that was received is kept. From the first call of its loaders to the last
 one a packed layer takes the memory of its own tensors once more, and before and after that none.
 
@@ -17,7 +17,6 @@ Two faults of the stock reload on CPUs, where weights are packed once more for t
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -33,13 +32,18 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Reload:
-    """Installs into `model`, whose layers must stay the same modules; their tensors may change."""
+    """Loads into `model`, whose layers must stay the same modules; their tensors may change.
+
+    `begin`, `load` once or more, `finish`; or `abort` at any point, also where one of these has raised: the weights are
+    then of no version, but another load can heal them.
+    """
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
         self._model: Any = model
         self._vllm_config = vllm_config
         self._packed = {name: layer for name, layer in model.named_modules() if is_packed(layer)}
         self._attention: list[Any] = [layer for layer in model.modules() if internals.require().is_attention(layer)]
+        self._fillings: list[Filling] = []
         self._tied: list[Any] = []
         """Packed layers in host memory with a parameter that belongs to an earlier layer as well."""
         seen: set[int] = set()
@@ -67,29 +71,25 @@ class Reload:
                 f"it has no {', '.join(sorted(lacking))}"
             )
 
-    def load(
-        self, tensors: Iterable[tuple[str, torch.Tensor]] | None, calls: Mapping[str, int], copy: Callable[[], None]
-    ) -> list[str]:
-        """Load `tensors`, if there are any, and `copy` the others in place.
+    def begin(self, calls: Mapping[str, int]) -> None:
+        """Make these layers ready to be filled, by as many calls of their loaders."""
+        # A reload that another client left half-way would go on with what it has buffered.
+        self.abort()
+        self._fillings = [Filling(name, self._packed[name], number) for name, number in calls.items()]
 
-        Returns, in words, which layers were called for less often than `calls` says.
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Have the model's loader take these tensors. Raises what it raises."""
+        with internals.require().current_config(self._vllm_config):
+            self._model.load_weights(tensors)
 
-        Raises what the model's loader raises. The weights are then of no version, but another load can heal them.
-        """
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(internals.require().current_config(self._vllm_config))
-            # A reload that another client left half-way would go on with what it has buffered.
+    def finish(self) -> list[str]:
+        """Compute what depends on several layers. Returns, in words, which layers lack calls: the load is aborted."""
+        missing = [str(filling) for filling in self._fillings if not filling.is_whole]
+        if missing:
             self.abort()
-            stack.enter_context(on_failure(self.abort))
-            fillings = [Filling(name, self._packed[name], number) for name, number in calls.items()]
-            if tensors is not None:
-                self._model.load_weights(tensors)
-            copy()
-            missing = [str(filling) for filling in fillings if not filling.is_whole]
-            if missing:
-                self.abort()
-                return missing
-            # What vLLM computes from the weights of several layers.
+            return missing
+        self._fillings = []
+        with internals.require().current_config(self._vllm_config):
             for layer in self._attention:
                 layer.process_weights_after_loading(self._vllm_config.model_config.dtype)
             for layer in self._tied:
@@ -99,6 +99,7 @@ class Reload:
     def abort(self) -> None:
         """End a reload that is under way: every layer gets its live tensors back, what is buffered goes. Idempotent."""
         vllm = internals.require()
+        self._fillings = []
         for layer in self._model.modules():
             info = vllm.layer_info(layer)
             if info.kernel_tensors is not None:

@@ -1,6 +1,6 @@
 """One rank's model of a running vLLM as an engine: tries an offer, installs through vLLM's own loader, goes back.
 
-Invariants: `load` is one whole layerwise reload, after which no layer is left on the meta device, also when it fails; a
+Invariants: a load is one layerwise reload, after which no layer is left on the meta device, also when it fails; a
 dry run writes nothing of vLLM's own records either.
 """
 
@@ -55,8 +55,14 @@ class VllmModel(LoaderEngine):
 
         super().__init__(model, make_acceptance, internals.unsupported(vllm_config), agree)
 
-    def _install(self, tensors: Tensors | None, calls: Mapping[str, int], copy: Callable[[], None]) -> list[str]:
-        missing = self._reload.load(tensors, calls, copy)
+    def _begin_load(self, calls: Mapping[str, int]) -> None:
+        self._reload.begin(calls)
+
+    def _load_some(self, tensors: Tensors) -> None:
+        self._reload.load(tensors)
+
+    def _finish_load(self) -> list[str]:
+        missing = self._reload.finish()
         host_device.synchronize(self.device)
         return missing
 

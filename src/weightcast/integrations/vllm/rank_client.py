@@ -25,8 +25,8 @@ from weightcast.control.worker_rpc import (
     numbered,
     replies_to,
 )
-from weightcast.errors import ClosedError, WeightcastError
-from weightcast.format.messages import HeldWeights, InitInfo, PauseMode, UpdateInfo, WeightInfo
+from weightcast.errors import ClosedError, UnsupportedError, WeightcastError
+from weightcast.format.messages import HeldWeights, InitInfo, Offer, PauseMode, UpdateInfo, WeightInfo
 from weightcast.integrations.plugin.refusal import Refusal
 from weightcast.integrations.plugin.replies import Replies
 from weightcast.seams.client import EngineClient, ServesTraffic
@@ -95,8 +95,13 @@ class RankClient(EngineClient, ServesTraffic):
         info = self._required(Ask()).info
         self._world_size = info.world_size if status.world_size is None else status.world_size
         version = status.label if info.weight_version == "default" else info.weight_version
+        abilities = tuple(ability for ability in info.abilities if ability != "streaming")
         return msgspec.structs.replace(
-            info, weight_version=version, paused=status.is_paused, world_size=self._world_size
+            info,
+            weight_version=version,
+            paused=status.is_paused,
+            world_size=self._world_size,
+            abilities=abilities,
         )
 
     def init(self, info: InitInfo) -> None:
@@ -104,6 +109,12 @@ class RankClient(EngineClient, ServesTraffic):
         self._run = info.run
 
     def update(self, info: UpdateInfo) -> None:
+        """Raises UnsupportedError for a streamed offer: nothing here keeps other callers from generating meanwhile."""
+        if isinstance(info, Offer) and info.install == "streaming":
+            raise UnsupportedError(
+                f'install="streaming" needs weightcast\'s routes in the server, which {self.name} lacks: '
+                "publish staged, or serve vLLM with VLLM_PLUGINS=weightcast"
+            )
         self._required(UpdateCall(info))
 
     def finish(self, version: int) -> None:

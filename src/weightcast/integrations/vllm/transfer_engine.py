@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
 from weightcast.control.worker_rpc import Init, Leave, UpdateCall, marked
 from weightcast.errors import ClosedError, ManifestError, UnsupportedError, WeightcastError
-from weightcast.format.messages import InitInfo, UpdateInfo
+from weightcast.format.messages import InitInfo, Offer, UpdateInfo
 from weightcast.integrations.plugin import TOKEN_VARIABLE
 from weightcast.integrations.plugin.rank_consensus import Attempt, RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
@@ -104,9 +104,12 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
             raise UnsupportedError("weightcast does not update draft models")
 
     def update_weights(self, update_info: Any) -> None:
-        """Take an offer, a seal or an abort."""
+        """Take an offer, a seal or an abort. A streamed offer is refused: the caller might generate meanwhile."""
         with self._stock_call():
-            self._rank.do(UpdateCall(_typed(update_info, UpdateInfo)))
+            info: UpdateInfo = _typed(update_info, UpdateInfo)
+            if isinstance(info, Offer) and info.install == "streaming":
+                raise UnsupportedError('install="streaming" needs weightcast\'s own routes: publish staged')
+            self._rank.do(UpdateCall(info))
 
     receive_weights = update_weights
 

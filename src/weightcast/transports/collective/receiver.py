@@ -21,6 +21,7 @@ from weightcast import process_group
 from weightcast.errors import ManifestError, UnsupportedError, WeightcastError, detached
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
+from weightcast.host.copy import copy_all
 from weightcast.process_group import ProcessGroup, in_background, join_store
 from weightcast.seams.transport import Bucket, Receiver
 from weightcast.transports.collective import records
@@ -323,7 +324,7 @@ class BroadcastStream:
                 return
             target = self.targets[0]
             if target.staging is not None:
-                target.staging.flat(target.num_bytes).copy_(target.flat)
+                copy_all([target.staging.flat(target.num_bytes)], [target.flat])
             self.targets = self.targets[1:]
             self._receiver.on_received(self, target)
 

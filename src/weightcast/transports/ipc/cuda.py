@@ -8,6 +8,7 @@ torch's `_share_cuda_`: it stays until every receiver has let go of it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import torch
@@ -126,7 +127,8 @@ class OwnedTorchArena(OwnedArena):
     def close(self, *, free: bool) -> None:
         """The memory is given back when every receiver has let go of it, too."""
         # A bucket that was given up may still be being packed, on a stream that the allocator does not know of.
-        host_device.synchronize(self.device)
+        with contextlib.suppress(RuntimeError):  # an error of the GPU, which is not of this memory
+            host_device.synchronize(self.device)
         del self._whole
         super().close(free=free)
 

@@ -93,8 +93,9 @@ class DistributedRoute:
                 return
             except _Broken as exc:
                 if number + 1 == _MAX_TRIES:
+                    versions = " Has it the NCCL version of this process?" if self._backend == "nccl" else ""
                     raise PeerDiedError(
-                        f"{server.name} lost its group {_MAX_TRIES} times: can it reach this host? {exc}",
+                        f"{server.name} lost its group {_MAX_TRIES} times: can it reach this host?{versions} {exc}",
                         peer=server.name,
                     ) from exc
 
