@@ -16,6 +16,7 @@ from weightcast.integrations.plugin.dry_run import dry_run, present
 from weightcast.integrations.plugin.model import Agree, LoaderEngine, Tensors, alone
 
 HIDDEN, HEADS, EXPERTS, VOCAB = 16, 4, 4, 10
+FUSED = ("latent.q_a", "latent.kv_a")
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -64,11 +65,15 @@ class Turned(nn.Module):
 
 
 class Latent(nn.Module):
-    """`absorbed` and `bound` are made from `kv` after every load, as MLA's are: in vLLM anew, in SGLang in place."""
+    """`absorbed` and `bound` are made from `kv` after every load, as MLA's are: in vLLM anew, in SGLang in place.
+
+    `fused` is made of two tensors once both have come, if they come in one call, as in SGLang.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.kv = parameter(HIDDEN, HIDDEN)
+        self.fused = parameter(2 * HIDDEN, HIDDEN)
         self.absorbed = torch.zeros(HIDDEN, HIDDEN)
         self.bound = torch.zeros(HIDDEN, HIDDEN)
 
@@ -84,9 +89,15 @@ class Model(nn.Module):
         self.norm, self.mixer, self.turned, self.latent = Norm(), Mixer(), Turned(), Latent()
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        halves: dict[str, torch.Tensor] = {}
         for name, tensor in tensors:
             self.num_loads += 1
-            self._load(name, tensor)
+            if name not in FUSED:
+                self._load(name, tensor)
+                continue
+            halves[name] = tensor
+            if len(halves) == len(FUSED):
+                self.latent.fused.data.copy_(torch.cat([halves[each] for each in FUSED]))
         self.latent.absorbed = self.latent.kv.data.t().contiguous()
         self.latent.bound.copy_(self.latent.kv.data.t())
 
@@ -141,7 +152,7 @@ def checkpoint(seed: int) -> dict[str, torch.Tensor]:
     tensors["turned.weight"] = values(2 * HIDDEN, HIDDEN)
     tensors["turned.router"] = values(EXPERTS, HIDDEN, dtype=torch.bfloat16)
     tensors["latent.kv"] = values(HIDDEN, HIDDEN)
-    return tensors
+    return {FUSED[0]: values(HIDDEN, HIDDEN)} | tensors | {FUSED[1]: values(HIDDEN, HIDDEN)}
 
 
 def specs(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from core.direct import fleet
 
-from integrations.loader_model import EXPERTS, HIDDEN, Model, ModelEngine, checkpoint, specs, without_memory
+from integrations.loader_model import EXPERTS, FUSED, HIDDEN, Model, ModelEngine, checkpoint, specs, without_memory
 from weightcast import TensorSource
 from weightcast.errors import PublishError
 from weightcast.format.plan import plan
@@ -17,7 +17,7 @@ from weightcast.serving.install_map import StridedBlock
 from weightcast.serving.load_plan import StagedBuckets, admit
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-OPAQUE = {"mixer.A", "latent.kv"}
+OPAQUE = {"mixer.A", "latent.kv", *FUSED}
 """What the loader computes from, or makes other tensors of."""
 
 
@@ -179,7 +179,7 @@ def test_a_recording_has_every_element_that_the_loader_sets() -> None:
     assert all(
         torch.equal(found[name], expected[name])
         for name in expected
-        if name not in ("mixer.A", "latent.kv", "absorbed", "bound")
+        if name not in ("mixer.A", "latent.kv", "latent.fused", "absorbed", "bound")
     )
     assert len([copy for copy in outcome.copies if copy.name.startswith("experts.")]) == 3 * EXPERTS
 

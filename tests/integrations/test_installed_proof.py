@@ -8,7 +8,7 @@ import pytest
 import torch
 from core.direct import fleet
 
-from integrations.loader_model import HIDDEN, Model, ModelEngine, checkpoint
+from integrations.loader_model import FUSED, HIDDEN, Model, ModelEngine, checkpoint
 from weightcast import ModuleEngine, TensorSource
 from weightcast.errors import EngineTornError, PublishError, UnsupportedError
 from weightcast.format.geometry import Region
@@ -17,7 +17,7 @@ from weightcast.format.tensor_digest import tensor_digest
 from weightcast.serving.install_map import HeldTensor, PlacedDigest, whole_digest
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-OPAQUE = {"mixer.A", "latent.kv"}
+OPAQUE = {"mixer.A", "latent.kv", *FUSED}
 
 
 def flip(model: Model, name: str, *index: int) -> None:

@@ -105,11 +105,12 @@ def test_an_install_leaves_the_very_weights_that_a_load_from_disk_leaves(server:
     reply = server.post("/update_weights_from_disk", {"model_path": str(tmp_path)})
     assert reply.status_code == 200, reply.text
     from_disk = server.checksum()
-    with trainer(server.setup, server.url) as it:
-        it.publish(0)
-        assert server.checksum() != from_disk
-        it.publish(1)
-        assert server.checksum() == from_disk
+    for install in ("staged", "streaming"):
+        with trainer(server.setup, server.url, install=install) as it:
+            it.publish(0)
+            assert server.checksum() != from_disk
+            it.publish(1)
+            assert server.checksum() == from_disk
 
 
 @on(ONE, TWO)

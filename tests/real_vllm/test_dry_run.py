@@ -94,7 +94,7 @@ def test_live_tensors_are_not_written(config: Any) -> None:
     assert all(id(after[name]) == key and torch.equal(after[name], value) for name, (key, value) in before.items())
 
 
-def test_a_loader_that_would_write_what_is_live_fails_instead(config: Any) -> None:
+def test_what_a_loader_writes_besides_parameters_stays_as_it_is_and_is_named(config: Any) -> None:
     kept = torch.zeros(2, 3)
 
     def aside(model: nn.Module, weights: Weights) -> None:
@@ -102,7 +102,9 @@ def test_a_loader_that_would_write_what_is_live_fails_instead(config: Any) -> No
             kept.copy_(weight)
 
     outcome = dry_run(made(aside), config, specs(a=(2, 3)))
-    assert list(outcome.faults) == ["a"]
+    assert not outcome.faults
+    assert outcome.beside[0] is kept
+    assert "no parameter" in outcome.opaque["a"]
     assert torch.equal(kept, torch.zeros(2, 3))
 
 
@@ -136,7 +138,8 @@ def test_what_is_computed_from_a_source_is_followed(config: Any) -> None:
         model.inner.weight.data.copy_(between)
 
     outcome = dry_run(made(roundabout), config, specs(a=(2, 3), b=(2, 3)))
-    assert list(outcome.targets["inner.weight"].loaded.values()) == [{"a", "b"}]
+    assert list(outcome.targets["inner.weight"].loaded.values()) == [{"a with b"}]
+    assert outcome.together == {"a": {"a", "b"}, "b": {"a", "b"}}
 
 
 def test_padding_is_neither_loaded_nor_unset(config: Any) -> None:

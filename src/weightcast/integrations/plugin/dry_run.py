@@ -37,7 +37,8 @@ Form: TypeAlias = Callable[[nn.Module], tuple[dict[str, torch.Tensor], dict[str,
 class DryRunTarget:
     """A parameter or buffer of the model in checkpoint form. `loaded`: the blocks that were set, and from which names.
 
-    `padded`: blocks that the loader filled with a constant.
+    Names that one write has its values from, such as a concatenation, are one entry there. `padded`: blocks that the
+    loader filled with a constant.
     """
 
     name: str
@@ -59,8 +60,9 @@ class DryRunOutcome:
 
     `used`: how many elements of each name were copied into targets, and of which dtypes these are. `copies`: those
     copies, in their order; `opaque`: the names that the loader does more with than to copy them, and what. `beside`:
-    the live tensors that it would have written in place besides these, such as MLA's absorbed weights. `calls`: how
-    often the loaders of a module were called, by the module's name, where an engine counts that.
+    the live tensors that it would have written in place besides these, such as MLA's absorbed weights. `together`: by
+    name, all names that a value is made of with it; the loader has to get these in one call. `calls`: how often the
+    loaders of a module were called, by the module's name, where an engine counts that.
     """
 
     faults: dict[str, str]
@@ -69,6 +71,7 @@ class DryRunOutcome:
     copies: list[RecordedCopy]
     opaque: dict[str, str]
     beside: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    together: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
     calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -99,7 +102,9 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
             faults[probe.current] = fault
         if not fault or not probe.current or len(faults) == MAX_FAULTS:
             by_name = {target.name: target for target in targets.values()}
-            return DryRunOutcome(faults, by_name, probe.used, probe.copies, probe.opaque_names(), probe.beside)
+            return DryRunOutcome(
+                faults, by_name, probe.used, probe.copies, probe.opaque_names(), probe.beside, probe.together
+            )
 
 
 @contextlib.contextmanager
@@ -191,6 +196,7 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.used: dict[str, tuple[int, set[torch.dtype]]] = {}
         self.copies: list[RecordedCopy] = []
         self.beside: list[torch.Tensor] = []
+        self.together: dict[str, frozenset[str]] = {}
         self._opaque: dict[str, str] = {}
         self._read: dict[str, str] = {}
         """Targets that something is computed from, and by which operation."""
@@ -258,6 +264,9 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = self._sources.get(address)
         names = self._origins.get(address, set()) if name is None else {name}
         self.knows_all &= bool(names) and target is not None
+        if len(names) > 1:
+            group = frozenset(names).union(*(self.together.get(each, ()) for each in names))
+            self.together |= dict.fromkeys(group, group)
         if target is None:
             self._note(part, names)
             self._opaque |= dict.fromkeys(names - self._opaque.keys(), "it is copied to a tensor that is no parameter")
@@ -269,7 +278,7 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._read.setdefault(read.name, f"a copy to {target.name}")
             target.padded.add(block)
             return
-        target.loaded.setdefault(block, set()).update(names)
+        target.loaded.setdefault(block, set()).add(" with ".join(sorted(names)))
         for each in names:
             num_elements, dtypes = self.used[each]
             dtypes.add(target.form.dtype)

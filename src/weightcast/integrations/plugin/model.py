@@ -43,10 +43,14 @@ def alone(error: BaseException | None) -> None:
 
 @dataclasses.dataclass
 class _Load:
-    """A load under way. `due`: what is still to come; `first`: of tied names that come apart, what came first."""
+    """A load under way. `due`: what is still to come; `first`: of tied names that come apart, what came first.
+
+    `waiting`: of names that the loader has to get in one call, what came while others of these are to come.
+    """
 
     due: set[str]
-    first: dict[str, torch.Tensor]
+    first: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    waiting: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
 class LoaderEngine(abc.ABC):
@@ -128,7 +132,7 @@ class LoaderEngine(abc.ABC):
         """`load`, where the tensors named in `mapped` are installed by calling `copy`.
 
         Without `is_last` more of them come in later calls, with the same `mapped`; a copy is kept only of what names of
-        this offer are tied to that come apart.
+        this offer are tied to that come apart, and of what the loader has to get with others that are to come.
         """
         with self._agreed(), torch.no_grad():
             if self._offer is None:
@@ -138,10 +142,10 @@ class LoaderEngine(abc.ABC):
                 load = self._load
                 if load is None:
                     self._missing = ["every tensor"]
-                    load = self._load = _Load(set(accepted.names), {})
+                    load = self._load = _Load(set(accepted.names))
                     copied = accepted.install_map.modules(mapped)
                     self._begin_load({m: number for m, number in accepted.calls.items() if m not in copied})
-                handed = self._handed(tensors, accepted.tied, load, mapped)
+                handed = self._handed(tensors, accepted, load, mapped)
                 first = next(handed, None)
                 if first is not None:
                     self._load_some(itertools.chain([first], handed))
@@ -151,21 +155,25 @@ class LoaderEngine(abc.ABC):
                     self._load = None
                 else:
                     load.first = {name: tensor.clone() for name, tensor in load.first.items()}
+                    load.waiting = {name: tensor.clone() for name, tensor in load.waiting.items()}
 
     def _handed(
-        self, tensors: Tensors, tied: Mapping[str, str], load: _Load, mapped: Collection[str]
+        self, tensors: Tensors, accepted: AcceptedOffer, load: _Load, mapped: Collection[str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """What the loader is to be given: not what is `mapped`. It is due no more; tied names have equal values."""
         for name, tensor in tensors:
-            owner = tied.get(name, name)
+            owner = accepted.tied.get(name, name)
             first = load.first.setdefault(owner, tensor) if owner in self._apart else tensor
             if first is not tensor and not (first.dtype == tensor.dtype and torch.equal(first, tensor)):
                 raise InstallError(
                     f"{name!r} is tied to other weights in this engine, but came with values of its own", torn=True
                 )
             if name in load.due and name not in mapped:
-                load.due.remove(name)
-                yield name, tensor
+                load.waiting[name] = tensor
+                group = accepted.together.get(name, {name})
+                if group <= load.waiting.keys():
+                    load.due -= group
+                    yield from [(each, load.waiting.pop(each)) for each in group]
 
     def _give_up(self) -> None:
         """End a load that is under way."""
