@@ -110,8 +110,8 @@ class SglangStockServer(EngineClient, ServesTraffic):
             return
         if info.undo:
             raise UnsupportedError(
-                f"{self.name} is stock SGLang, which keeps no undo copy: publish with undo=False, or install weightcast "
-                "beside it (if SGLANG_PLUGINS is set there, it must name weightcast)"
+                f"{self.name} is stock SGLang, which keeps no undo copy: publish with undo=False, or install "
+                "weightcast beside it (if SGLANG_PLUGINS is set there, it must name weightcast)"
             )
         self.info()
         if info.manifest is not None:
