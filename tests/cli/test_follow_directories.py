@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -96,6 +98,22 @@ def test_each_complete_directory_is_a_version(tmp_path: Path) -> None:
             assert (followed.version, followed.num_bytes, value_of(module)) == (number, 4 * 307, float(number))
             assert (followed.run, number) == version_of(server)
             assert follower.poll() is None
+
+
+def test_that_nothing_complete_is_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stderr(io.StringIO):
+        def write(self, text: str) -> int:
+            if "has no complete version yet (a directory with the file STABLE or .finished); waiting" in text:
+                (tmp_path / "step_3" / "STABLE").touch()
+            return super().write(text)
+
+    save(tmp_path, 3, marker="")
+    monkeypatch.setattr("weightcast.cli.follow._FIRST_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(sys, "stderr", Stderr())
+    with serving() as (server, module):
+        words = ["follow", str(tmp_path), "--format", "prime-rl", "--engine", server.url, "--once"]
+        assert cli.main(words) == exits.OK
+    assert value_of(module) == 3
 
 
 def test_hf_directories_and_a_cast(tmp_path: Path) -> None:

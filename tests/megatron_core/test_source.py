@@ -133,12 +133,12 @@ def test_loading_restores_what_was_published() -> None:
 def test_loading_names_what_is_unknown_or_missing() -> None:
     hf_config, hf, model = make()
     source = source_of(model, hf_config)
-    with pytest.raises(ValueError, match=r"no rule of this family makes 'odd\.weight' \[2\]"):
+    with pytest.raises(ValueError, match=r"no rule of this family makes 'odd\.weight' \[2\]: leave it out"):
         source.load([("odd.weight", torch.zeros(2))])
     with pytest.raises(ValueError, match=r"'model\.norm\.weight' is \[2\], by the configuration it is \[24\]"):
         source.load([("model.norm.weight", torch.zeros(2))])
     del hf["model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(ValueError, match=r"1 tensors of this rank were not given: model\.layers\.1\.mlp\.up_proj"):
+    with pytest.raises(ValueError, match=r"this rank lacks 1 tensor still: model\.layers\.1\.mlp\.up_proj"):
         source.load(hf.items())
 
 

@@ -16,6 +16,8 @@ from verl.workers.config import RolloutConfig
 
 from real_verl.workers import Rollout, Trainer, config
 
+START_SECONDS = 240.0
+
 
 def _verls_own_kit() -> Any:
     """The module that verl's own tests of checkpoint engines share. Its package is called `tests`, as this folder's."""
@@ -59,10 +61,13 @@ class Replica(verls_kit.MockReplica):
 
 
 def group(cls: type, num: int, **kwargs: Any) -> RayWorkerGroup:
+    """Workers that have started: that takes longer than the deadline of an update, where the machine is busy."""
     pool = RayResourcePool(process_on_nodes=[num], use_gpu=False, max_colocate_count=1)
-    return RayWorkerGroup(
+    group = RayWorkerGroup(
         resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(cls), **kwargs), device_name="cpu"
     )
+    ray.get([worker.__ray_ready__.remote() for worker in group.workers], timeout=START_SECONDS)
+    return group
 
 
 class Cluster:

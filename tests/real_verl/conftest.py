@@ -25,6 +25,8 @@ def _ray() -> Iterator[None]:
         log_to_driver=False,
         _node_ip_address="127.0.0.1",
         object_store_memory=100 << 20,
+        # By default Ray's workers run at a lower priority than whatever else the machine does.
+        _system_config={"worker_niceness": 0},
         runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
     )
     yield

@@ -42,7 +42,9 @@ def test_a_misspelt_backend_is_answered_with_the_known_ones() -> None:
         ({"install": "staggered"}, r"install is 'staggered'; it must be 'staged' or 'streaming'"),
         ({"deadline_seconds": 0}, r"deadline_seconds .*must be positive"),
         ({"deadline_seconds": "soon"}, r"deadline_seconds is 'soon'; it must be a number of seconds"),
-        ({"dedline_seconds": 5}, r"unexpected keyword argument 'dedline_seconds'"),
+        ({"dedline_seconds": 5}, r"weightcast has no 'dedline_seconds'; known: transport, install, deadline_seconds, "),
+        ({"keep_connected": "no"}, r"keep_connected is 'no'; it must be true or false"),
+        ({"host": 5}, r"host is 5; it must be an address"),
     ],
 )
 @pytest.mark.parametrize("is_master", [True, None])

@@ -289,7 +289,7 @@ def test_pieces_lie_where_torch_puts_them() -> None:
 
 def test_what_it_can_not_publish_is_said() -> None:
     source = Source(tensors_of(0))
-    with pytest.raises(ValueError, match="pass source="), backend(None):
+    with pytest.raises(ValueError, match="source is a NoneType; pass a WeightSource"), backend(None):
         pass
     with (
         pytest.raises(ValueError, match=r"SimpleNamespace does not say where its engines are: pass .*engines=\[...\]"),

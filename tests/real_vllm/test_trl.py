@@ -238,11 +238,13 @@ def test_each_update_is_of_the_tensors_as_they_are_then() -> None:
         ({"on_failure": "ignore"}, "on_failure is 'ignore'; it must be 'raise' or 'skip'"),
         ({"options": PublishOptions(on_failure="report")}, "pass on_failure='skip' to WeightcastTransfer instead"),
         ({"transport": "smoke://"}, "smoke"),
+        ({"engines": []}, "engines is empty: name every server"),
+        ({"wait_ready_seconds": -1}, "wait_ready_seconds is -1; it must be positive"),
     ],
 )
 def test_a_wrong_argument_is_named_before_the_training(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        WeightcastTransfer([], **options)
+        WeightcastTransfer(**{"engines": ["http://127.0.0.1:8000"], **options})
 
 
 @pytest.mark.parametrize(("version", "is_named"), [("1.15.0", True), ("1.16.3", False), ("2.0.0", True)])
@@ -250,6 +252,6 @@ def test_a_trl_that_was_not_tested_is_named_with_the_one_that_was(
     version: str, is_named: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trl, "__version__", version)
-    WeightcastTransfer([]).destroy()
+    WeightcastTransfer(["http://127.0.0.1:8000"]).destroy()
     assert (f"this is TRL {version}" in caplog.text) is is_named
     assert ("pip install 'trl==1.16.*'" in caplog.text) is is_named

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +57,21 @@ def test_an_llm_is_updated_in_a_pause_and_labelled_before_it_ends(llm: OfflineLL
     assert (value_of(llm), llm.label, llm.is_scheduling) == (3.0, "0", True)
     assert llm.log[-7:] == INSTALL
     assert llm.threads == {threading.get_ident()}, "an engine in this process computes in the caller's thread"
+
+
+def test_what_is_no_engine_of_vllms_is_refused_when_its_client_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, words in (
+        (LLMEngine, "str is no LLM of vLLM"),
+        (AsyncLLMEngine, "str is no AsyncLLM of vLLM"),
+        (RayEngine, "str is no handle of a Ray actor"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            kind("MODEL")
+    with pytest.raises(ValueError, match="no event loop runs here"):
+        AsyncLLMEngine(SimpleNamespace(vllm_config=None))
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'PATH_TO_WEIGHTCAST\[ray\]'"):
+        RayEngine("MODEL")
 
 
 def test_an_engine_asleep_is_woken_for_weights_updated_and_then_woken_for_its_kv_cache(llm: OfflineLLM) -> None:

@@ -106,6 +106,12 @@ def test_a_malformed_foreign_bucket_is_named(fault: str) -> None:
     assert caught.value.fault == kind
 
 
+def test_pairs_are_written_as_a_mapping_is() -> None:
+    held = {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
+    found = read([write(held.items())])
+    assert all(torch.equal(found[name], tensor) for name, tensor in held.items())
+
+
 def test_what_is_not_flat_is_refused() -> None:
     with pytest.raises(TypeError, match="contiguous uint8 vector"):
         read([(torch.zeros(4), [])])

@@ -553,7 +553,10 @@ def test_what_stock_sglang_cannot_update_is_refused_by_name(
     assert words in str(error)
 
 
-@pytest.mark.parametrize(("options", "words"), [({"undo": True}, "undo"), ({"transport": "memory://"}, "memory://")])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"undo": True}, "or install weightcast beside it"), ({"transport": "memory://"}, "memory://")],
+)
 def test_what_a_publisher_cannot_have_of_stock_sglang(start: Start, options: dict[str, Any], words: str) -> None:
     server = start()
     with publisher(Trained(), server, **options) as made:

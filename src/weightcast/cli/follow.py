@@ -41,6 +41,8 @@ them has changed for --settle seconds.
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _LOOK_SECONDS = 60.0
+_FIRST_LOOK_SECONDS = 5.0
+"""If nothing is there by then, it is said: the directory, its kind or its marker may be the wrong one."""
 _SETTLE_SECONDS = 2.0
 
 
@@ -66,12 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     _check(args)
     stop, pause_seconds = threading.Event(), _FIRST_PAUSE_SECONDS
+    look_seconds = _FIRST_LOOK_SECONDS
     with contextlib.ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda number, frame: stop.set()))
         follower = _follower(args, stack)
         while not stop.is_set():
             try:
-                followed = follower.wait(_LOOK_SECONDS, stop=stop)
+                followed = follower.wait(look_seconds, stop=stop)
             except WeightcastError as exc:
                 if args.once:
                     raise
@@ -79,6 +82,11 @@ def run(args: argparse.Namespace) -> int:
                 stop.wait(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
                 continue
+            if followed is None and look_seconds != _LOOK_SECONDS and not stop.is_set():
+                mark = {"hf": "all of its files", "prime-rl": "the file STABLE or .finished"}.get(args.format)
+                kind = f" (a directory with {f'the file {args.marker}' if args.marker else mark})" if mark else ""
+                print(f"weightcast: {args.target} has no complete version yet{kind}; waiting", file=sys.stderr)
+            look_seconds = _LOOK_SECONDS
             if followed is not None:
                 pause_seconds = _FIRST_PAUSE_SECONDS
                 text = f"version {followed.version}: all engines hold it, nothing is sent"

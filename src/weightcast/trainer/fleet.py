@@ -144,9 +144,11 @@ class FleetMember:
             # Twice in a row: workers of one engine that are asked in between may not agree yet.
             num_unheld = 0 if holder else num_unheld + 1
             if num_unheld > 1:
+                is_memory = init.transport.startswith("memory:")
                 raise ClosedError(
                     f"{self.name} ended this publisher's session while it connected: it could not reach the publisher, "
                     "was asked to end the transfer, or another run took it over and has ended too; its log says which"
+                    + ("; memory:// joins ends of one process only: use ipc://" if is_memory else "")
                 )
 
         self.client.init(init)

@@ -7,6 +7,7 @@ after a failure nothing is kept, and the next update connects anew.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import cast
 
@@ -31,6 +32,9 @@ _LEASE_SECONDS = 30.0
 _LAST_CALL_SECONDS = 5.0
 _UNFIT = ("memory:", "file:")
 """Of one process; and what keeps versions, which a trainer that goes back to an earlier step would write again."""
+
+_OWN_ARGUMENTS = ("bucket_size", "framework", "batch_bytes", "unknown")
+"""Of `RolloutTransfer`: all others are options that a framework's configuration sets."""
 
 Endpoint = tuple[str, str, str]
 """A rollout worker's URL, its token, and what it shares memory with (see `host_identity`)."""
@@ -77,7 +81,15 @@ class RolloutTransfer:
         host: str | None = None,
         keep_connected: bool = True,
         batch_bytes: int = 0,
+        **unknown: object,
     ) -> None:
+        if unknown:
+            known = [name for name in inspect.signature(RolloutTransfer).parameters if name not in _OWN_ARGUMENTS]
+            raise TypeError(f"{framework.options} has no {', '.join(map(repr, unknown))}; known: {', '.join(known)}")
+        if not isinstance(keep_connected, bool):
+            raise TypeError(f"{framework.options}.keep_connected is {keep_connected!r}; it must be true or false")
+        if host is not None and not isinstance(host, str):
+            raise TypeError(f"{framework.options}.host is {host!r}; it must be an address, as text")
         if transport is not None:
             registry.transport(transport)
             if transport.startswith(_UNFIT):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import trl
 
 from weightcast.errors import PublishError
+from weightcast.host.deadline import number_of_seconds
 from weightcast.seams.client import EngineClient
 from weightcast.sources.tensors import TensorSource
 from weightcast.trainer.options import PublishOptions
@@ -61,6 +62,10 @@ class WeightcastTransfer:
         """
         if on_failure not in ("raise", "skip"):
             raise ValueError(f"on_failure is {on_failure!r}; it must be 'raise' or 'skip'")
+        if not engines:
+            raise ValueError("engines is empty: name every server that is to be updated, ['http://127.0.0.1:8000']")
+        if wait_ready_seconds != 0:
+            number_of_seconds("wait_ready_seconds", wait_ready_seconds)
         if options is not None and getattr(options, "on_failure", "raise") != "raise":
             raise ValueError("options.on_failure is 'report': pass on_failure='skip' to WeightcastTransfer instead")
         version = trl.__version__

@@ -102,7 +102,10 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
                 await asyncio.wait(pending, timeout=self._deadline_seconds)
             for task in pending:
                 task.cancel()
-        late = TimeoutError(f"no answer within {2 * self._deadline_seconds:g} s, or after another worker's failure")
+        late = TimeoutError(
+            f"a worker or a replica gave no answer for {self._deadline_seconds:g} s; if it is still starting, wait, or "
+            f"set a larger engine_kwargs.{BACKEND}.deadline_seconds"
+        )
         return [(task.exception() or task.result()) if task.done() else late for task in tasks]
 
     def _torn(self, replicas: Sequence[Any], trainers: Sequence[Any], rollouts: Sequence[Any]) -> list[Any]:

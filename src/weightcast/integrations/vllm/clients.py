@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from weightcast.control.worker_rpc import METHOD, unmarked
-from weightcast.errors import ControlError, PeerDiedError, PeerTimeoutError, WeightcastError, from_record
+from weightcast.errors import ControlError, PeerDiedError, PeerTimeoutError, WeightcastError, from_record, with_extra
 from weightcast.format.messages import PauseMode
 from weightcast.host.deadline import in_background
 from weightcast.integrations.plugin.refusal import Refusal
@@ -54,6 +54,8 @@ class LLMEngine(RankClient):
         token: str | None = None,
         timeout_seconds: float = 60.0,
     ) -> None:
+        if not hasattr(getattr(llm, "llm_engine", None), "engine_core"):
+            raise TypeError(f"{type(llm).__name__} is no LLM of vLLM: pass the object that vllm.LLM(...) gave")
         # Without a process of its own the engine computes in the caller's thread, whose state torch keeps by thread.
         is_inside = type(llm.llm_engine.engine_core).__name__ == "InprocClient"
 
@@ -85,7 +87,11 @@ class AsyncLLMEngine(RankClient):
         token: str | None = None,
         timeout_seconds: float = 60.0,
     ) -> None:
-        home = asyncio.get_running_loop() if loop is None else loop
+        if not hasattr(async_llm, "vllm_config"):
+            raise TypeError(f"{type(async_llm).__name__} is no AsyncLLM of vLLM: pass the AsyncLLM itself")
+        home = asyncio._get_running_loop() if loop is None else loop
+        if home is None:
+            raise ValueError("no event loop runs here: make it in a coroutine of the AsyncLLM's loop, or pass loop=")
 
         def call(method: str, *args: Any, **kwargs: Any) -> Any:
             if asyncio._get_running_loop() is home:
@@ -122,8 +128,12 @@ class RayEngine(RankClient):
         token: str | None = None,
         timeout_seconds: float = 60.0,
     ) -> None:
-        import ray
-
+        try:
+            import ray
+        except ModuleNotFoundError as exc:
+            raise with_extra(exc) from exc
+        if not hasattr(handle, "_actor_id"):
+            raise TypeError(f"{type(handle).__name__} is no handle of a Ray actor; an LLM itself goes into LLMEngine")
         name = name or f"ray:{handle._actor_id.hex()}"
         is_async = hasattr(handle, "pause_generation")
         needed = ["collective_rpc", "wake_up", "get_weight_version", "update_weight_version"]

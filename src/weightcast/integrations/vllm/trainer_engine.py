@@ -93,8 +93,8 @@ class WeightcastTrainerEngine(TrainerWeightTransferEngine[WeightcastTrainerInitI
 
         Raises ValueError or TypeError for a source, a rank or engines that can't be used.
         """
-        if source is None:
-            raise ValueError("weightcast publishes a WeightSource: pass source=")
+        if not hasattr(source, "metadata"):
+            raise ValueError(f"source is a {type(source).__name__}; pass a WeightSource, such as vLLM's ModuleSource")
         return cls(init_info, client=client, source=source)
 
     def send_weights(self) -> None:

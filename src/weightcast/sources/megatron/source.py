@@ -10,6 +10,7 @@ from torch import nn
 
 from weightcast.checkpoint.live import TensorChangeDetector, cast_target, require_here
 from weightcast.errors import listed
+from weightcast.format.amounts import count
 from weightcast.format.bucket import narrow, split_like
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
@@ -148,7 +149,7 @@ class MegatronSource:
             if name in aliases:
                 continue
             if name not in shapes:
-                raise ValueError(f"no rule of this family makes {name!r} {list(tensor.shape)}")
+                raise ValueError(f"no rule of this family makes {name!r} {list(tensor.shape)}: leave it out")
             if tuple(tensor.shape) != shapes[name]:
                 raise ValueError(f"{name!r} is {list(tensor.shape)}, by the configuration it is {list(shapes[name])}")
             missing.discard(name)
@@ -157,7 +158,7 @@ class MegatronSource:
                 value = split_like(narrow(tensor.detach(), region), view)
                 view.copy_(value - each.plus if each.plus else value)
         if missing:
-            raise ValueError(f"{len(missing)} tensors of this rank were not given: {listed(sorted(missing))}")
+            raise ValueError(f"this rank lacks {count(len(missing), 'tensor')} still: {listed(sorted(missing))}")
 
     def _placed(self) -> list[PlacedRegion]:
         """Every part that this rank holds now; changes are looked for from here on."""
@@ -192,8 +193,8 @@ def _family(family: Family | str | None, model_type: str) -> Family:
     name = family or model_type
     if name not in FAMILIES:
         raise ValueError(
-            f"no table for the model type {name!r}; known: {', '.join(FAMILIES)}. Give the `family` that it is "
-            "like, or a table of your own (docs/megatron.md)"
+            f"no table for the model type {name or None!r}; known: {', '.join(FAMILIES)}. Give the `family` that it "
+            "is like, or a table of your own (docs/megatron.md)"
         )
     return FAMILIES[name]
 

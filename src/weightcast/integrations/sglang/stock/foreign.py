@@ -64,11 +64,14 @@ def read(buckets: Iterable[tuple[torch.Tensor, Iterable[Metadata]]]) -> dict[str
 
 
 @torch.no_grad()
-def write(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, list[Metadata]]:
+def write(
+    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+) -> tuple[torch.Tensor, list[Metadata]]:
     """Copy these tensors, of any strides, into a new bucket on their device; the bucket and its metadata.
 
     Raises ValueError for no tensors at all, for a dtype that can't travel, for tensors of several devices.
     """
+    tensors = dict(tensors)
     devices = {tensor.device for tensor in tensors.values()}
     if len(devices) != 1:
         raise ValueError(f"a bucket holds the tensors of one device, these are on {sorted(map(str, devices))}")

@@ -109,7 +109,10 @@ class SglangStockServer(EngineClient, ServesTraffic):
         if not isinstance(info, Offer):
             return
         if info.undo:
-            raise UnsupportedError(f"{self.name} is stock SGLang, which keeps no undo copy: publish with undo=False")
+            raise UnsupportedError(
+                f"{self.name} is stock SGLang, which keeps no undo copy: publish with undo=False, or install "
+                "weightcast beside it (if SGLANG_PLUGINS is set there, it must name weightcast)"
+            )
         self.info()
         if info.manifest is not None:
             offered = [record.spec for record in info.manifest.tensors]
