@@ -24,6 +24,7 @@ def test_the_page_of_costs_is_of_the_results() -> None:
     assert (ROOT / "bench" / "parts.json").read_bytes() == costs_page.parts_of(results).encode() + b"\n"
 
 
+@pytest.mark.cluster
 def test_planning_shows_what_the_command_prints() -> None:
     import costs_page
 
