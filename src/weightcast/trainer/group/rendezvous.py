@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,8 @@ _GRACE_SECONDS = 0.5
 _SILENT_STORE = (
     "the store of torch.distributed does not answer: the process that serves it, usually trainer rank 0, stands still"
 )
-_num_publishers: Counter[tuple[int, ...]] = Counter()
+_num_publishers: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""By the trainer's store, of which a process has another once it has made its default group anew."""
 T = TypeVar("T")
 
 
@@ -41,11 +43,12 @@ class Rendezvous:
         """`trainer_group`: a ProcessGroup of torch, None for the default one. All ranks make these in one order."""
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(trainer_group or dist.group.WORLD))
         self.group_rank: int = dist.get_rank(trainer_group)
-        number = _num_publishers[self.ranks]
-        _num_publishers[self.ranks] += 1
-        where = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
         # Private, and the only way to the store that every trainer rank has already.
         default_store = cast(Any, dist.distributed_c10d)._get_default_store()
+        counts = _num_publishers.setdefault(default_store, Counter())
+        number = counts[self.ranks]
+        counts[self.ranks] += 1
+        where = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
         self._store = PrefixStore(f"weightcast/{where}/{number}", default_store)
         self._deadline_seconds = deadline_seconds
         self._epoch = 0
