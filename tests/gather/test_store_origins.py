@@ -238,11 +238,11 @@ def test_a_host_that_has_another_directory_there(tmp_path: Path) -> None:
     elsewhere.mkdir()
     with squad(2) as two:
         two[1].ask("mount_elsewhere", str(elsewhere))
-        two.all("make", "many", "rows", hosts=2, deadline_seconds=2.0, transport=url(tmp_path / "w"))
+        two.all("make", "many", "rows", hosts=2, deadline_seconds=5.0, transport=url(tmp_path / "w"))
         errors = failed(two.publish(1))
         assert all("mount the store's directory under this path on every trainer host" in text for _, text in errors)
         assert list(elsewhere.iterdir()) == []
-        two.all("make", "many", "rows", hosts=2, origins=1, deadline_seconds=2.0, transport=url(tmp_path / "w"))
+        two.all("make", "many", "rows", hosts=2, origins=1, deadline_seconds=5.0, transport=url(tmp_path / "w"))
         published(two.publish(1))
         assert wrong(tmp_path / "w", "many", 1) == []
 
