@@ -23,7 +23,7 @@ def test_what_a_server_is_is_asked_and_what_it_can_do(server: Server) -> None:
         assert isinstance(client, VllmStockServer) is not server.setup.endpoints
         assert ("install" in info.abilities) is server.setup.endpoints
         assert "undo" in info.abilities
-        assert "streaming" not in info.abilities
+        assert ("streaming" in info.abilities) is server.setup.endpoints
         assert info.world_size == server.setup.tp
         assert not info.torn
 
