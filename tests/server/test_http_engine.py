@@ -283,7 +283,7 @@ def test_who_pauses_an_engine_is_asked_of_the_client_that_connect_gives(
     engine = raw(reply("200 OK", {"weight_version": "7", "protocol": 2, "abilities": abilities}))
     client = engine.connect()
     assert type(client) is kind
-    assert isinstance(client, ServesTraffic) is ("install" not in abilities)
+    assert isinstance(client, ServesTraffic), "also one that pauses itself is paused for what is streamed"
     assert isinstance(client, PausesItself) is ("install" in abilities)
     assert bool(engine.recovery_requests("a" * 32)) is ("lease" not in abilities)
 
