@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from weightcast.bench.deployment import Deployment
-from weightcast.bench.parts import STAGES, Parts, PerByte, StageCosts
+from weightcast.bench.parts import STAGES, Parts, PerByte
 from weightcast.format.bucket import HEADER_BYTES, pages, place
 from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import MAX_ORIGINS, Manifest, TensorSpec
@@ -347,7 +347,16 @@ class _Timing:
         """Of each stage, one after the other."""
         it, parts, works = self._it, self._parts, self._works
         by_stage = parts.stages[f"{it.transport if it.transport in ('gloo', 'file') else 'ipc'} {it.install}"]
-        found = {stage: self._fixed(by_stage[stage], parts.rank[stage]) for stage in STAGES}
+        found = dict[str, float]()
+        for stage in STAGES:
+            costs, rank = by_stage[stage], parts.rank[stage]
+            found[stage] = (
+                costs.once
+                + costs.engine * it.num_engines
+                + costs.bucket * self._num_rounds
+                + costs.tensor * len(self._manifest.tensors)
+                + (rank.once + rank.bucket * self._num_rounds) * self._others
+            )
         if self._num_rounds:
             if it.transport == "file":
                 # Each end does one thing after the other; a reader waits until the version is whole, and asks for it
@@ -364,12 +373,3 @@ class _Timing:
             seconds = self._manifest.num_bytes / it.workers_per_engine * parts.install.alone
             found["install"] += seconds * max(1.0, self._workers * parts.num_threads / self._cores)
         return found
-
-    def _fixed(self, costs: StageCosts, rank: StageCosts) -> float:
-        return (
-            costs.once
-            + costs.engine * self._it.num_engines
-            + costs.bucket * self._num_rounds
-            + costs.tensor * len(self._manifest.tensors)
-            + (rank.once + rank.bucket * self._num_rounds) * self._others
-        )

@@ -83,9 +83,10 @@ def run(args: argparse.Namespace) -> int:
                 pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
                 continue
             if followed is None and look_seconds != _LOOK_SECONDS and not stop.is_set():
-                mark = {"hf": "all of its files", "prime-rl": "the file STABLE or .finished"}.get(args.format)
-                kind = f" (a directory with {f'the file {args.marker}' if args.marker else mark})" if mark else ""
-                print(f"weightcast: {args.target} has no complete version yet{kind}; waiting", file=sys.stderr)
+                marks = {"hf": "all of its files", "prime-rl": "the file STABLE or .finished"}
+                mark = f"the file {args.marker}" if args.marker else marks.get(args.format)
+                needed = f" (a directory with {mark})" if mark else ""
+                print(f"weightcast: {args.target} has no complete version yet{needed}; waiting", file=sys.stderr)
             look_seconds = _LOOK_SECONDS
             if followed is not None:
                 pause_seconds = _FIRST_PAUSE_SECONDS

@@ -82,11 +82,11 @@ class PreparedCopies:
         self._tensors = targets, sources
         self._jobs: list[Job] = []
         self._num_bytes = 0
-        """In host memory: what more than one thread may share."""
+        """Of copies within host memory, which threads share."""
         if not all(map(_is_cpu, itertools.chain(targets, sources))):
             # Copies of a GPU belong to the caller's stream: other threads have streams of their own. One call for each
-            # pair of dtypes: torch before 2.11 writes all targets as if they were of the first one's, where sources are
-            # of one.
+            # pair of dtypes and devices: torch before 2.11 writes all targets as if they were of the first one's dtype,
+            # where sources are of one.
             by_kind: dict[tuple[torch.dtype | torch.device, ...], list[Pair]] = {}
             for target, source in zip(targets, sources, strict=True):
                 kind = target.dtype, source.dtype, target.device, source.device

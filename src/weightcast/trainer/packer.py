@@ -331,15 +331,13 @@ class PartPacker:
             return
         if index not in self._steps:
             self._steps[index] = self._planned(index, targets)
-        is_on_host = all(source.is_cpu for source in sources)
+        is_on_host = all(map(operator.attrgetter("is_cpu"), sources))
         if not is_on_host:
             copy_all(targets, sources)
         for first, last, start, size, blocks in self._steps[index]:
-            if not is_on_host:
-                pass  # all of it is there
-            elif size:
+            if is_on_host and size:
                 copy_plain(targets[first], sources[first], start, size)
-            else:
+            elif is_on_host:
                 torch._foreach_copy_(targets[first:last], sources[first:last])
             digests.add(payload, blocks)
             digests.mark(blocks)

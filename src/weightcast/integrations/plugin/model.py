@@ -145,6 +145,7 @@ class LoaderEngine(abc.ABC):
                     load = self._load = _Load(set(accepted.names))
                     copied = accepted.install_map.modules(mapped)
                     self._begin_load({m: number for m, number in accepted.calls.items() if m not in copied})
+                kept = [(load.first, set(load.first)), (load.waiting, set(load.waiting))]
                 handed = self._handed(tensors, accepted, load, mapped)
                 first = next(handed, None)
                 if first is not None:
@@ -154,8 +155,8 @@ class LoaderEngine(abc.ABC):
                     self._missing = [*sorted(load.due.difference(mapped)), *self._finish_load()]
                     self._load = None
                 else:
-                    load.first = {name: tensor.clone() for name, tensor in load.first.items()}
-                    load.waiting = {name: tensor.clone() for name, tensor in load.waiting.items()}
+                    for held, former in kept:
+                        held.update({name: held[name].clone() for name in held.keys() - former})
 
     def _handed(
         self, tensors: Tensors, accepted: AcceptedOffer, load: _Load, mapped: Collection[str]
@@ -173,7 +174,7 @@ class LoaderEngine(abc.ABC):
                 group = accepted.together.get(name, {name})
                 if group <= load.waiting.keys():
                     load.due -= group
-                    yield from [(each, load.waiting.pop(each)) for each in group]
+                    yield from [(each, load.waiting.pop(each)) for each in list(load.waiting) if each in group]
 
     def _give_up(self) -> None:
         """End a load that is under way."""
