@@ -75,6 +75,25 @@ def test_buckets_that_are_missing_at_the_end_are_found(ends: TransportEnds, monk
     assert engine.calls == []
 
 
+def test_an_update_that_is_given_up_with_a_bucket_in_hand_keeps_no_frame_of_it(
+    ends: TransportEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that is raised refers to the frames it has passed: the transport's memory would stay with the error."""
+    with update_of(ends, RecordingEngine()) as update:
+        receiver = update._receiver
+
+        def then_aborted(_: object) -> Iterator[Bucket]:
+            yield from own(receiver)
+            update.abort(ClosedError("another rank of the engine failed"))
+
+        own = type(receiver).__iter__
+        monkeypatch.setattr(type(receiver), "__iter__", then_aborted)
+        with pytest.raises(ClosedError, match="another rank"):
+            update.receive()
+        assert isinstance(update.error, ClosedError)
+        assert update.error.__traceback__ is None
+
+
 def test_a_seal_of_other_bytes_is_refused(ends: TransportEnds) -> None:
     engine = RecordingEngine()
     with update_of(ends, engine) as update:

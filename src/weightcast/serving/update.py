@@ -199,7 +199,7 @@ class Update:
         """Streaming: one write into the live model, which is paused for the whole update."""
         with self._writing:
             if self.state is not State.RECEIVING:
-                raise self.error or UpdateAbortedError("the update was aborted")
+                raise self._ended("the update was aborted")
             self._touch()
             try:
                 yield
@@ -351,5 +351,9 @@ class Update:
     def _move(self, expected: State, state: State) -> None:
         with self._writing:
             if self.state is not expected:
-                raise self.error or UpdateAbortedError(f"the update is {self.state.value}, expected {expected.value}")
+                raise self._ended(f"the update is {self.state.value}, expected {expected.value}")
             self.state = state
+
+    def _ended(self, otherwise: str) -> WeightcastError:
+        """Why it was given up. A copy, since what is raised refers to frames that have a bucket in hand."""
+        return UpdateAbortedError(otherwise) if self.error is None else detached(self.error)
