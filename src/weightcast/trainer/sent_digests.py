@@ -7,7 +7,7 @@ what an engine can't prove is in its result, by name.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -49,9 +49,9 @@ class SentDigests:
             for name in record.names
         }
 
-    def prove(self, member: FleetMember) -> None:
-        """Compare with what the member's engine holds; one that differs is quarantined. Raises PeerError."""
-        sent, held = self.by_name(), member.client.held()
+    def prove(self, sent: Mapping[str, tuple[TensorRecord, str]], member: FleetMember) -> None:
+        """Compare `by_name` with what the member's engine holds; one that differs is quarantined. Raises PeerError."""
+        held = member.client.held()
         if held is None:
             member.result.unproven = dict.fromkeys(sent, "this engine's weights can't be read")
             return
