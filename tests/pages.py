@@ -47,6 +47,7 @@ while True:
 END
 }
 follow() {
+    : >followed # here, lest the lines of the last one are read before the next one's shell has emptied it
     "$@" >followed &
     until grep -q '^version' followed; do kill -0 $! && sleep 0.1; done
     kill -TERM $!
