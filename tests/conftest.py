@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import forking
 import hypothesis
 import pytest
 import torch
@@ -44,6 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def leaves_nothing() -> Iterator[None]:
     """Fails the test if a thread, child process, socket, pipe or shared memory outlives it by over five seconds."""
+    forking.start_server()
     with nothing_left():
         yield
         if torch.cuda.is_initialized():

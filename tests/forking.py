@@ -7,6 +7,7 @@ import os
 import select
 import signal
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
 _context = multiprocessing.get_context("forkserver")
@@ -18,6 +19,12 @@ def preloaded(*modules: str) -> ForkServerContext:
     _modules.update(dict.fromkeys(modules))
     _context.set_forkserver_preload(list(_modules))
     return _context
+
+
+def start_server() -> None:
+    """Where a module of this run has asked for the server: it stays until the end, and is no leak of the first test."""
+    if _modules:
+        forkserver.ensure_running()
 
 
 def in_child(call: Callable[[], str], deadline_seconds: float = 60.0) -> str:

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-from multiprocessing import resource_tracker
+import time
 from types import TracebackType
 from typing import Any
+
+import forking
 
 from weightcast.errors import WeightcastError
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, check, numbered, send, version
 from weightcast.transports.ipc import IpcReceiver, IpcSender
 
-_spawn = multiprocessing.get_context("spawn")
-# Else the first child would bring it, and a test would be blamed for it.
-resource_tracker.ensure_running()
+_context = forking.preloaded("torch", "transports.ipc_children", "weightcast.transports.ipc", "weightcast.testing")
 
 
 class Child:
-    """A spawned process with a pipe to it; ended by its pid, whatever state it is in."""
+    """A process with a pipe to it; ended by its pid, whatever state it is in."""
 
     def __init__(self, target: Any, *args: Any) -> None:
-        self.pipe, theirs = _spawn.Pipe()
-        self.process = _spawn.Process(target=target, args=(theirs, *args), daemon=True)
+        self.pipe, theirs = _context.Pipe()
+        self.process = _context.Process(target=target, args=(theirs, *args), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -47,7 +46,10 @@ class Child:
         pid = self.process.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while _state(pid) != "T":
+            assert time.monotonic() < deadline, f"the child has not stopped, it is {_state(pid)!r}"
+            time.sleep(0.001)
 
     def wake(self) -> None:
         assert self.process.pid is not None
@@ -57,6 +59,11 @@ class Child:
         if self.process.exitcode is None:
             self.process.kill()
         self.process.join(PATIENCE_SECONDS)
+
+
+def _state(pid: int) -> str:
+    with open(f"/proc/{pid}/stat") as f:
+        return f.read().rsplit(")", 1)[1].split()[0]
 
 
 def receive(
