@@ -3,6 +3,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+# Processes by the hundred import weightcast: it is compiled once, whatever a user's shell says.
+unset PYTHONDONTWRITEBYTECODE
+
 _say() { printf '[weightcast] %s\n' "$*" >&2; }
 
 _find_python() {
@@ -29,7 +32,8 @@ _install_once() {
     exec {_lock}>&-
 }
 
-_pip() { "$PYTHON" -m pip --disable-pip-version-check "$@"; }
+# Of the 25,000 files of an engine's environment few are imported, and compiled then.
+_pip() { PIP_NO_COMPILE=1 "$PYTHON" -m pip --disable-pip-version-check "$@"; }
 
 # _stamp FILE...: stands for an environment that is made as pyproject.toml and these files say, in this folder.
 _stamp() { { pwd; cat pyproject.toml "$@"; } | sha256sum | cut -d' ' -f1; }

@@ -41,12 +41,14 @@ LONG = {
     "./scripts/demo",
     "./scripts/demo --trainer-ranks 2 --transport gloo",
     "python bench/store.py",
+    "weightcast bench --shapes qwen3-0.6b --install streaming",
+    "weightcast bench --transport gloo --shapes moonlight-16b-a3b --scale 16",
     *commands(ROOT / "docs" / "benchmarks.md"),
     *commands(ROOT / "bench" / "README.md"),
 }
 """They take minutes together, or gigabytes: run with --full only."""
-LONG_PAGES = {"distributed.md", "ray.md"}
-"""Each takes a minute or two, for what tests of their own run as well (test_torchrun_fsdp2, test_ray_cluster)."""
+LONG_PAGES = {"distributed.md", "planning.md", "ray.md"}
+"""Each takes a minute, for what tests of their own run too (test_torchrun_fsdp2, test_costs_page, test_ray_cluster)."""
 
 
 def _complete(folder: str, marker: str = "config.json") -> list[str]:

@@ -156,7 +156,7 @@ def test_a_newcomer_catches_up(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("wire", "install", "num_publishes"),
     [
-        on(IPC, "staged", 200),
+        on(IPC, "staged", 200, full=True),
         on(IPC, "streaming", 200),
         on(GLOO, "staged", 300),
         on(GLOO, "streaming", 300, full=True),

@@ -56,12 +56,17 @@ def wrong(directory: Path, model: str, content: int) -> list[str]:
 # --- bytes ---
 
 
+WAYS = [(2, "", "staged"), (2, "?num_threads=3", "streaming"), (4, "?num_threads=2&fsync=1", "staged")]
+CUTS = ["rows", "columns", "strided", "last_alone", "hybrid", "replicated", "transposed", "alternating"]
+
+
 @pytest.mark.parametrize(
-    ("hosts", "options", "install"),
-    [(2, "", "staged"), (2, "?num_threads=3", "streaming"), (4, "?num_threads=2&fsync=1", "staged")],
-)
-@pytest.mark.parametrize(
-    "cut", ["rows", "columns", "strided", "last_alone", "hybrid", "replicated", "transposed", "alternating"]
+    ("cut", "hosts", "options", "install"),
+    [
+        pytest.param(cut, *way, marks=[pytest.mark.full] * ((i + j) % len(WAYS) > 0))
+        for i, cut in enumerate(CUTS)
+        for j, way in enumerate(WAYS)
+    ],
 )
 def test_every_sharding_arrives_whole(
     ranks: Squad, tmp_path: Path, cut: str, hosts: int, options: str, install: str

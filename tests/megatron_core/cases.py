@@ -136,3 +136,11 @@ CASES: dict[str, Case] = {
     "bf16-pp2-distributed-optimizer": Case(4, tp=2, pp=2, te=True, dtype="bfloat16", optimizer="distributed"),
     "bf16-megatron-optimizer": Case(2, te=True, tied=True, dtype="bfloat16", optimizer="megatron"),
 }
+
+DIAGONAL = (
+    "tp2-te", "qwen2-tp2-tied", "pp2-uneven-te", "vpp2-te", "no-padding", "more-ranks-than-groups", "tp2-pp2-te",
+    "ep2-cp2", "ep2-grouped-bf16", "tp2-ep2-etp2-te", "pp2-ep2-te", "qwen2-moe-ep2", "mixtral-ep2",
+    "deepseek-pp2-ep2-te", "deepseek-mtp", "deepseek-v2-ep2", "glm4-moe-tp2-ep2-te", "gpt-oss-tp2-ep2-te",
+    "qwen3-next-tp2-ep2-te", "bf16-pp2-distributed-optimizer",
+)  # fmt: skip
+"""Each family and each way of cutting at least once; the others run with --full only."""

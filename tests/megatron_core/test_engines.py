@@ -26,8 +26,15 @@ def test_the_reference_server_answers_as_if_started_from_the_trainer(case: str, 
     assert_answers_as_started("reference", case, tmp_path)
 
 
-@pytest.mark.parametrize("case", ["tp2-pp2-te", "ep2-te"])
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("engine", "case"),
+    [
+        ("vllm", "tp2-pp2-te"),
+        ("sglang", "ep2-te"),
+        pytest.param("vllm", "ep2-te", marks=pytest.mark.full),
+        pytest.param("sglang", "tp2-pp2-te", marks=pytest.mark.full),
+    ],
+)
 def test_a_real_engine_answers_as_if_started_from_the_trainer(engine: str, case: str, tmp_path: Path) -> None:
     python_of(engine)
     assert_answers_as_started(engine, case, tmp_path)

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from megatron_core import models, rank, shards
-from megatron_core.cases import CASES, TOKENS, Case
+from megatron_core.cases import CASES, DIAGONAL, TOKENS, Case
 
 pytestmark = pytest.mark.megatron
 
@@ -42,8 +42,12 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def of_cases(condition: Callable[[Case], bool] = lambda case: True) -> Any:
-    names = [name for name, case in CASES.items() if condition(case)]
-    return pytest.mark.parametrize("trained", names, indirect=True, scope="module")
+    cases = [
+        pytest.param(name, marks=[pytest.mark.full] * (name not in DIAGONAL))
+        for name, case in CASES.items()
+        if condition(case)
+    ]
+    return pytest.mark.parametrize("trained", cases, indirect=True, scope="module")
 
 
 def _without_prediction(tensors: dict[str, torch.Tensor], case: Case) -> dict[str, torch.Tensor]:

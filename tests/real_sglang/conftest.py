@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from real_engines.setups import mark_off_diagonal
 from real_vllm.models import model_of, save
 from warm_python import WarmPython
 
@@ -33,6 +34,10 @@ else:
     collect_ignore_glob = ["test_*.py"]
 
 Checkpoints = Callable[..., Path]
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    mark_off_diagonal(item)
 
 
 @pytest.hookimpl(trylast=True)

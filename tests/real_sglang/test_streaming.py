@@ -36,7 +36,7 @@ def test_a_server_serves_what_was_streamed(server: Server, transport: str) -> No
 
 
 @on(ONE, TWO)
-@pytest.mark.parametrize("undo", [False, True], ids=["torn", "undone"])
+@pytest.mark.parametrize("undo", [True, False], ids=["undone", "torn"])
 def test_a_bucket_that_fails(server: Server, undo: bool) -> None:
     with trainer(server.setup, server.url, install="streaming", undo=undo) as it:
         version = it.publish(0).version

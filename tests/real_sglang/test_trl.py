@@ -19,7 +19,7 @@ TRAINING_SECONDS = 300
 NUM_STEPS = 4
 
 
-@on(ONE)
+@on(full=[ONE])
 def test_trl_trains_a_policy_that_the_server_serves(
     server: Server, cold: ColdServers, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:

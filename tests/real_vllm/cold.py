@@ -58,12 +58,12 @@ class Cold:
         if self.knows(setup, seed):
             return
         self._launch(setup, seed)
-        if setup.dp > 1:
+        if _oracle(setup).dp > 1:
             self.answer(setup, seed, Request(PROMPT, NUM_TOKENS))
             self.close()
 
     def _launch(self, setup: Setup, seed: int) -> None:
-        key = _without_weightcast(setup), seed
+        key = _oracle(setup), seed
         if key in self._servers:
             return
         for other in [other for other in self._servers if other[0] != key[0]]:
@@ -73,17 +73,20 @@ class Cold:
 
     def knows(self, setup: Setup, seed: int) -> bool:
         """Whether what is often asked has been answered."""
-        return (_without_weightcast(setup), seed) in self._answers
+        return (_oracle(setup), seed) in self._answers
 
     def note(self, server: Server, seed: int) -> None:
         """Keep what a server answers that has just started from the weights of that seed."""
-        answers = self._answers.setdefault((_without_weightcast(server.setup), seed), {})
-        for request in often_asked(server.setup):
+        oracle = _oracle(server.setup)
+        answers = self._answers.setdefault((oracle, seed), {})
+        for request in often_asked(oracle):
             _ask(server, answers, request)
 
     def answer(self, setup: Setup, seed: int, request: Request) -> Answer:
         """What such a server answers."""
-        key = _without_weightcast(setup), seed
+        key = _oracle(setup), seed
+        if key[0].dp == 1:
+            request = request._replace(dp_rank=0)
         for known, answer in self._answers.get(key, {}).items():
             if known.num_tokens >= request.num_tokens and known._replace(num_tokens=request.num_tokens) == request:
                 return Answer(answer.tokens[: request.num_tokens], answer.logprobs[: request.num_tokens])
@@ -106,8 +109,10 @@ class Cold:
         self._servers.clear()
 
 
-def _without_weightcast(setup: Setup) -> Setup:
-    return dataclasses.replace(setup, backend=None, endpoints=False, token="")
+def _oracle(setup: Setup) -> Setup:
+    """The same without weightcast. Data-parallel engines of a dense model each compute what one alone does."""
+    dp = setup.dp if setup.family.endswith("moe") else 1
+    return dataclasses.replace(setup, backend=None, endpoints=False, token="", dp=dp)
 
 
 def _ask(server: Server, answers: dict[Request, Answer], request: Request) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from real_engines.setups import mark_off_diagonal
 
 from real_vllm.cold import Cold
 from real_vllm.models import model_of, save
@@ -31,6 +32,10 @@ else:
     collect_ignore_glob = ["test_*.py"]
 
 Checkpoints = Callable[..., Path]
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    mark_off_diagonal(item)
 
 
 @pytest.hookimpl(trylast=True)

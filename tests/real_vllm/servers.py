@@ -75,7 +75,8 @@ def child_environment(setup: Setup) -> dict[str, str]:
 ONE = Setup()
 STOCK = Setup(endpoints=False)
 TWO = Setup("llama-tied", tp=2)
-REPLICAS = Setup("qwen3-moe", dp=2)
+REPLICAS = Setup(dp=2)
+MOE_REPLICAS = Setup("qwen3-moe", dp=2)
 STOCK_REPLICAS = Setup(dp=2, endpoints=False)
 PLAIN = Setup(backend=None, endpoints=False)
 """Setups that many tests share; `PLAIN` knows nothing of weightcast. Data-parallel engines of a dense model don't know

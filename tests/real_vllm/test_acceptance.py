@@ -16,7 +16,7 @@ from real_engines.setups import on
 
 from real_vllm.cold import assert_answered, assert_serves
 from real_vllm.oracle import LONG_PROMPT, NUM_STREAMED, PROMPT, Answer, joined
-from real_vllm.servers import ONE, REPLICAS, STOCK, STOCK_REPLICAS, TWO, Server, Span
+from real_vllm.servers import MOE_REPLICAS, ONE, REPLICAS, STOCK, STOCK_REPLICAS, TWO, Server, Span
 from real_vllm.trainer import FILE, GLOO, IPC, trainer
 from weightcast import HttpEngine
 
@@ -28,7 +28,7 @@ NUM_TRIES = 10
 T = TypeVar("T")
 
 
-@on(ONE, TWO, REPLICAS, full=[STOCK, STOCK_REPLICAS])
+@on(ONE, TWO, REPLICAS, full=[STOCK, STOCK_REPLICAS, MOE_REPLICAS])
 @pytest.mark.parametrize("transport", [IPC, GLOO, FILE], ids=["ipc", "gloo", "file"])
 def test_alternating_publishes_serve_what_was_published(server: Server, transport: str, tmp_path: Path) -> None:
     with trainer(server.setup, server.url, transport=transport.format(tmp_path)) as it:
@@ -39,7 +39,7 @@ def test_alternating_publishes_serve_what_was_published(server: Server, transpor
             assert_serves(server, seed)
 
 
-@on(ONE, TWO, REPLICAS, full=[STOCK])
+@on(ONE, TWO, REPLICAS, full=[STOCK, MOE_REPLICAS])
 def test_an_answer_says_which_version_it_is_of(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         first, second = it.publish(0).version, it.publish(1).version

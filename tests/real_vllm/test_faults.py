@@ -23,7 +23,7 @@ from real_vllm.cold import Cold, assert_answered, assert_serves
 from real_vllm.conftest import Checkpoints
 from real_vllm.models import make_model
 from real_vllm.oracle import NUM_STREAMED, PROMPT, joined
-from real_vllm.servers import ONE, REPLICAS, STOCK, STOCK_REPLICAS, TWO, Server, Setup
+from real_vllm.servers import MOE_REPLICAS, ONE, REPLICAS, STOCK, STOCK_REPLICAS, TWO, Server, Setup
 from real_vllm.test_acceptance import Stream
 from real_vllm.trainer import Tensors, checkpoint_tensors, trainer
 from weightcast import HttpEngine, PublishError
@@ -192,19 +192,19 @@ def test_a_rank_that_fails_without_undo_stops_all_until_healed(server: Server, f
     break_and_heal(server, fault)
 
 
-@on(REPLICAS, full=[STOCK_REPLICAS])
+@on(REPLICAS, full=[STOCK_REPLICAS, MOE_REPLICAS])
 @pytest.mark.parametrize("fault", BREAKS_OF_REPLICAS)
 def test_a_data_parallel_engine_that_fails_takes_all_back(server: Server, fault: Break) -> None:
     break_and_undo(server, fault)
 
 
-@on(REPLICAS, full=[STOCK_REPLICAS])
+@on(REPLICAS, full=[STOCK_REPLICAS, MOE_REPLICAS])
 @pytest.mark.parametrize("fault", BREAKS_OF_REPLICAS)
 def test_a_data_parallel_engine_that_fails_without_undo_stops_all_until_healed(server: Server, fault: Break) -> None:
     break_and_heal(server, fault)
 
 
-@on(full=[ONE, REPLICAS])
+@on(full=[ONE, MOE_REPLICAS])
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["slow", "stopped"])
 def test_a_pause_that_takes_too_long_leaves_the_old_version(server: Server, is_stopped: bool) -> None:
     """It waits for a request that is running, past the deadline; `stopped`: and a worker does nothing."""

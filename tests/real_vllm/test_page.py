@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from pages import ROOT, commands, run
 
 from real_vllm.conftest import Checkpoints
 from real_vllm.servers import ENVIRONMENT
 
 
+@pytest.mark.full
 def test_the_pages_server_takes_a_version(tmp_path: Path, checkpoint: Checkpoints) -> None:
     (tmp_path / "MODEL").symlink_to(checkpoint(seed=0))
     (tmp_path / "NEXT").symlink_to(checkpoint(seed=1))

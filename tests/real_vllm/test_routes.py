@@ -20,7 +20,7 @@ from real_engines.setups import on
 
 from real_vllm.cold import assert_answered, assert_serves
 from real_vllm.oracle import NUM_STREAMED, PROMPT, Answer, joined
-from real_vllm.servers import ONE, REPLICAS, TWO, Part, Server, Setup, completion
+from real_vllm.servers import MOE_REPLICAS, ONE, REPLICAS, TWO, Part, Server, Setup, completion
 from real_vllm.test_acceptance import Stream
 from real_vllm.trainer import trainer
 from weightcast import HttpEngine
@@ -90,7 +90,7 @@ def _open_files(pid: int) -> set[str]:
     return found
 
 
-@on(ONE, TWO, REPLICAS)
+@on(ONE, TWO, REPLICAS, full=[MOE_REPLICAS])
 def test_every_api_server_knows_that_the_engine_is_torn(server: Server) -> None:
     """The install went through one of them: no other may answer, wait or resume, and any of them can heal it."""
     with trainer(server.setup, server.url) as it, FrontEnds(server) as front_ends:
@@ -116,7 +116,7 @@ def test_every_api_server_knows_that_the_engine_is_torn(server: Server) -> None:
         assert_serves(server, 1)
 
 
-@on(ONE, REPLICAS, full=[TWO])
+@on(ONE, REPLICAS, full=[TWO, MOE_REPLICAS])
 def test_no_wake_up_sets_a_torn_engine_going(server: Server) -> None:
     """By vLLM's own route of its development mode, a request that the pause froze would go on over torn weights."""
     with trainer(server.setup, server.url) as it, FrontEnds(server) as front_ends:
@@ -140,7 +140,7 @@ def test_no_wake_up_sets_a_torn_engine_going(server: Server) -> None:
         assert_serves(server, 1)
 
 
-@on(ONE, REPLICAS)
+@on(ONE, REPLICAS, full=[MOE_REPLICAS])
 def test_a_server_that_sleeps_is_updated_between_two_wakes(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         for seed in (1, 0):
@@ -153,8 +153,8 @@ def test_a_server_that_sleeps_is_updated_between_two_wakes(server: Server) -> No
             assert_serves(server, seed)
 
 
-@on(ONE, full=[REPLICAS])
-@pytest.mark.parametrize("route", ["/resume", "/wake_up?tags=scheduling"])
+@on(ONE, full=[MOE_REPLICAS])
+@pytest.mark.parametrize("route", ["/resume", pytest.param("/wake_up?tags=scheduling", marks=pytest.mark.full)])
 def test_whoever_resumes_does_not_break_into_an_install(server: Server, route: str) -> None:
     """A pause that another request ended too soon would show as tokens from the old version's caches."""
     stop = threading.Event()
@@ -191,7 +191,7 @@ def assert_each_token_is_of_its_version(server: Server, seeds: Mapping[str, int]
         assert_answered(server, seeds[version], [*PROMPT, *answer.tokens[:start]], part)
 
 
-@on(ONE, TWO, REPLICAS)
+@on(ONE, TWO, REPLICAS, full=[MOE_REPLICAS])
 def test_the_report_says_how_long_the_engine_stood_still(server: Server) -> None:
     """Not how long its request took, which also waits for the step that was under way."""
     with trainer(server.setup, server.url) as it:
@@ -202,7 +202,7 @@ def test_the_report_says_how_long_the_engine_stood_still(server: Server) -> None
         assert 0 < result.install_seconds <= result.pause_seconds <= report.seconds.total - report.seconds.offer
 
 
-@on(ONE, TWO, REPLICAS)
+@on(ONE, TWO, REPLICAS, full=[MOE_REPLICAS])
 def test_the_server_says_what_it_is(server: Server) -> None:
     engine = HttpEngine(server.url)
     info = engine.info()

@@ -15,7 +15,7 @@ from real_engines.setups import on
 from real_vllm.cold import assert_serves
 from real_vllm.offline import Offline, offline_on
 from real_vllm.oracle import NUM_TOKENS, PROMPT
-from real_vllm.servers import ONE, REPLICAS, STOCK, TWO, Server
+from real_vllm.servers import MOE_REPLICAS, ONE, STOCK, TWO, Server
 from real_vllm.test_faults import assert_as_before, assert_does_not_generate
 from real_vllm.test_install_map import PLAIN, PLAIN_EXPERTS, PLAIN_TIED, loads_counted
 from real_vllm.test_model import DENSE, EXPERTS, TIED, engine_of, weights
@@ -46,7 +46,7 @@ def test_buckets_that_cut_tensors_make_what_a_cold_start_has(offline: Offline) -
     assert names or offline.setup not in (DENSE, EXPERTS, TIED)
 
 
-@on(ONE, TWO, full=[REPLICAS])
+@on(ONE, TWO, full=[MOE_REPLICAS])
 @pytest.mark.parametrize("transport", [IPC, GLOO], ids=["ipc", "gloo"])
 def test_a_server_serves_what_was_streamed(server: Server, transport: str) -> None:
     with trainer(server.setup, server.url, transport=transport, install="streaming") as it:
@@ -65,7 +65,7 @@ def test_a_server_serves_what_was_streamed(server: Server, transport: str) -> No
 
 
 @on(ONE, TWO)
-@pytest.mark.parametrize("undo", [False, True], ids=["torn", "undone"])
+@pytest.mark.parametrize("undo", [True, False], ids=["undone", "torn"])
 def test_a_bucket_that_fails(server: Server, undo: bool) -> None:
     with trainer(server.setup, server.url, install="streaming", undo=undo) as it:
         version = it.publish(0).version

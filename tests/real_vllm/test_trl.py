@@ -99,7 +99,7 @@ def assert_refused(url: str) -> None:
     assert refused.value.__notes__ == ["on_failure='skip' holds after every engine has taken a first update"]
 
 
-@on(ONE)
+@on(full=[ONE])
 def test_the_recipe_for_server_mode_gives_each_step_answers_of_its_own_weights(
     server: Server, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:

@@ -165,19 +165,19 @@ def test_a_torn_server_stays_paused_until_a_publish_heals_it(vllm: StockVllm) ->
     assert (vllm.label, vllm.is_paused, set(vllm.values())) == ("1", False, {3.0})
 
 
-def test_a_pause_that_takes_too_long_is_the_error_and_the_next_publish_ends_it(vllm: StockVllm) -> None:
+def test_a_pause_that_takes_too_long_is_the_error_and_the_next_publish_ends_it(pair: StockVllm) -> None:
     source = weightcast.ModuleSource(filled(1.0))
     with weightcast.Publisher(
-        source, engines=[vllm.url], options=weightcast.PublishOptions(deadline_seconds=3.0)
+        source, engines=[pair.url], options=weightcast.PublishOptions(deadline_seconds=3.0)
     ) as publisher:
         publisher.publish()
-        vllm.may_pause.clear()
+        pair.may_pause.clear()
         with pytest.raises(PublishError) as caught:
             publisher.publish()
-        vllm.may_pause.set()
-        assert isinstance(caught.value.failures[vllm.url], PeerTimeoutError)
+        pair.may_pause.set()
+        assert isinstance(caught.value.failures[pair.url], PeerTimeoutError)
         assert publisher.publish().ok
-        assert not vllm.is_paused
+        assert not pair.is_paused
 
 
 def test_a_lost_reply_to_the_install_is_made_good_by_asking(vllm: StockVllm) -> None:
@@ -221,14 +221,14 @@ TRAINER = """
 
 
 @pytest.mark.parametrize("tears", [False, True], ids=["whole", "torn"])
-def test_a_publisher_that_dies_in_a_pause_leaves_it_only_where_a_rank_is_torn(vllm: StockVllm, tears: bool) -> None:
-    for engine in vllm.engines:
+def test_a_publisher_that_dies_in_a_pause_leaves_it_only_where_a_rank_is_torn(pair: StockVllm, tears: bool) -> None:
+    for engine in pair.engines:
         engine.is_broken = tears
-    program = textwrap.dedent(TRAINER).format(url=vllm.url, after=tears)
+    program = textwrap.dedent(TRAINER).format(url=pair.url, after=tears)
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == b"now\n"
-        assert vllm.is_paused
+        assert pair.is_paused
         (guard,) = children_of(trainer.pid)
         trainer.send_signal(signal.SIGKILL)
     ended = os.pidfd_open(guard)
@@ -238,8 +238,8 @@ def test_a_publisher_that_dies_in_a_pause_leaves_it_only_where_a_rank_is_torn(vl
         assert select.select([ended], [], [], 20)[0], "the guard did not end"
     finally:
         os.close(ended)
-    assert vllm.is_paused is tears
-    assert vllm.resumed.is_set() is not tears
+    assert pair.is_paused is tears
+    assert pair.resumed.is_set() is not tears
 
 
 def children_of(pid: int) -> list[int]:
