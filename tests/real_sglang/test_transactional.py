@@ -90,7 +90,7 @@ def test_an_install_is_one_line_of_the_servers_log(server: Server) -> None:
     assert len(lines) == 1, lines
 
 
-@on(FAMILIES[0], full=FAMILIES[1:])
+@on(full=FAMILIES)
 def test_families(server: Server) -> None:
     with trainer(server.setup, server.url) as it:
         for seed in (1, 0, 1):
