@@ -32,8 +32,7 @@ _install_once() {
     exec {_lock}>&-
 }
 
-# Of the 25,000 files of an engine's environment few are imported, and compiled then.
-_pip() { PIP_NO_COMPILE=1 "$PYTHON" -m pip --disable-pip-version-check "$@"; }
+_pip() { "$PYTHON" -m pip --disable-pip-version-check "$@"; }
 
 # _stamp FILE...: stands for an environment that is made as pyproject.toml and these files say, in this folder.
 _stamp() { { pwd; cat pyproject.toml "$@"; } | sha256sum | cut -d' ' -f1; }
