@@ -187,6 +187,7 @@ print("published")
 """
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize(("transport", "how"), [("ipc://", "end"), ("ipc://", "cycle"), ("gloo://127.0.0.1:0", "end")])
 def test_a_program_that_ends_with_an_open_publisher_ends_well(transport: str, how: str) -> None:
     module = torch.nn.Linear(4, 4)

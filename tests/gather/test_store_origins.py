@@ -106,6 +106,7 @@ def test_fsdp2(ranks: Squad, tmp_path: Path, hosts: int) -> None:
         assert wrong(tmp_path, "linears", content) == []
 
 
+@pytest.mark.cluster
 def test_fsdp2_over_two_ranks(tmp_path: Path) -> None:
     with squad(2) as two:
         two.all("make", "linears", "fsdp2", hosts=2, origins=2, transport=url(tmp_path, "?num_threads=2"))
@@ -199,6 +200,7 @@ def test_a_rank_that_fails_at_a_bucket(ranks: Squad, tmp_path: Path, failing: in
     assert wrong(tmp_path, "table", 3) == []
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_host_that_is_lost_while_it_writes(tmp_path: Path, victim: int, number: int) -> None:
@@ -238,6 +240,7 @@ def test_a_host_that_is_lost_while_it_writes(tmp_path: Path, victim: int, number
         assert cli.main(["verify", url(tmp_path)]) == 0
 
 
+@pytest.mark.cluster
 def test_a_host_that_has_another_directory_there(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

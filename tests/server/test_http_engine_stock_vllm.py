@@ -220,6 +220,7 @@ TRAINER = """
 """
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("tears", [False, True], ids=["whole", "torn"])
 def test_a_publisher_that_dies_in_a_pause_leaves_it_only_where_a_rank_is_torn(pair: StockVllm, tears: bool) -> None:
     for engine in pair.engines:

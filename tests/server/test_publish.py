@@ -64,6 +64,7 @@ def test_publishes_under_load(server: EngineServer, model: Qwen3ForCausalLM, ins
     assert "weightcast_update_failures_total{" not in metrics
 
 
+@pytest.mark.cluster
 def test_the_example_runs() -> None:
     ran = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "module_engine.py")], capture_output=True, text=True, timeout=60

@@ -348,6 +348,7 @@ def _ranks(rank: int, file: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.cluster
 def test_adapters_on_several_ranks(tmp_path: Path) -> None:
     preloaded("torch", "torch.distributed.fsdp", "peft", "transformers")
     torch.multiprocessing.start_processes(_ranks, (str(tmp_path / "meet"),), nprocs=2, start_method="forkserver")

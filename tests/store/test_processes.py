@@ -175,6 +175,7 @@ def test_a_killed_reader_holds_nothing(tmp_path: Path, children: contextlib.Exit
     assert StoreSource(url(tmp_path)).version.number == 3
 
 
+@pytest.mark.cluster
 def test_a_stopped_reader_makes_a_writer_grow_and_then_is_named(tmp_path: Path, children: contextlib.ExitStack) -> None:
     sender = StoreSender(url(tmp_path, "?max_slots=3"), run=RUN, deadline_seconds=0.2)
     children.callback(sender.close)

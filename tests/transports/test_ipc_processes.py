@@ -214,6 +214,7 @@ def test_closing_ends_the_wait_of_another_thread(ipc_ends: Ends, monkeypatch: py
         waits.result()
 
 
+@pytest.mark.cluster
 def test_two_hundred_updates_leave_no_trace(ipc_ends: Ends) -> None:
     sender = ipc_ends.sender()
     receivers = {name: ipc_ends.receiver(sender, name) for name in ("a", "b")}
