@@ -19,7 +19,10 @@ def meet(rank: int, ports: Sequence[int]) -> None:
         timeout = datetime.timedelta(seconds=SECONDS)
         store = dist.TCPStore("127.0.0.1", port, 2, False, timeout)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
-        Rendezvous(None, SECONDS).join().close()
+        group = Rendezvous(None, SECONDS).join()
+        # Gloo fails to connect to a member that has connected and gone before this one is through.
+        dist.barrier()
+        group.close()
         dist.destroy_process_group()
 
 
