@@ -5,13 +5,13 @@ from __future__ import annotations
 import multiprocessing.connection
 import os
 import signal
-import time
 from types import TracebackType
 from typing import Any
 
 import forking
 
 from weightcast.errors import WeightcastError
+from weightcast.host.deadline import Deadline
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, check, numbered, send, version
 from weightcast.transports.ipc import IpcReceiver, IpcSender
 
@@ -46,10 +46,8 @@ class Child:
         pid = self.process.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while _state(pid) != "T":
-            assert time.monotonic() < deadline, f"the child has not stopped, it is {_state(pid)!r}"
-            time.sleep(0.001)
+        polls = Deadline(PATIENCE_SECONDS).polls(0.001, 0.01)
+        assert any(_state(pid) == "T" for _ in polls), "the child has not stopped"
 
     def wake(self) -> None:
         assert self.process.pid is not None

@@ -203,7 +203,6 @@ class FleetRoute:
         members = self.healthy()
         self._fleet.each(functools.partial(FleetMember.install, resumes=not self.is_brought), members)
         if sent is not None:
-            # Added up once for all engines.
             prove = functools.partial(sent.prove, sent.by_name())
             self._fleet.each(prove, [member for member in members if member.result.error is None])
         if fingerprints is None:

@@ -50,7 +50,10 @@ class SentDigests:
         }
 
     def prove(self, sent: Mapping[str, tuple[TensorRecord, str]], member: FleetMember) -> None:
-        """Compare `by_name` with what the member's engine holds; one that differs is quarantined. Raises PeerError."""
+        """Compare with what the member's engine holds; one that differs is quarantined. Raises PeerError.
+
+        `sent`: what `by_name` returns, which is the same for all members.
+        """
         held = member.client.held()
         if held is None:
             member.result.unproven = dict.fromkeys(sent, "this engine's weights can't be read")
