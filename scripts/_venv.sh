@@ -14,9 +14,9 @@ _install() {
         "$base" -m venv --clear .venv
     fi
     _say "installing torch into .venv (the longest step: a download of 200 MB where the index has its CPU build, of several GB elsewhere)"
-    .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt "$(grep '^torch==' constraints.txt)"
+    .venv/bin/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt "$(grep '^torch==' constraints.txt)"
     _say "installing weightcast with all its extras (about 60 small packages)"
-    .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+    .venv/bin/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 }
 
 if [[ -n "${WEIGHTCAST_PYTHON:-}" ]]; then

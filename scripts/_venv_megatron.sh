@@ -14,9 +14,9 @@ _install() {
         "$base" -m venv --clear .venv-megatron
     fi
     _say "installing torch into .venv-megatron (the longest step: a download of 200 MB where the index has its CPU build, of several GB elsewhere)"
-    _pip install -c constraints-megatron.txt "$(grep '^torch==' constraints-megatron.txt)"
+    _pip install --no-compile -c constraints-megatron.txt "$(grep '^torch==' constraints-megatron.txt)"
     _say "installing Megatron-core, mbridge and weightcast"
-    _pip install -c constraints-megatron.txt megatron-core mbridge einops httpx pytest-timeout -e '.[serve,testing]'
+    _pip install --no-compile -c constraints-megatron.txt megatron-core mbridge einops httpx pytest-timeout -e '.[serve,testing]'
 }
 
 if [[ -n "${WEIGHTCAST_MEGATRON_PYTHON:-}" ]]; then

@@ -29,10 +29,10 @@ _install() {
         "$base" -m venv --clear .venv-sglang
     fi
     _say "installing torch, and what SGLang needs on a CPU, into .venv-sglang (a download of some 0.7 GB)"
-    _pip install -c constraints-sglang.txt "$(grep '^torch==' constraints-sglang.txt)"
-    _pip install -c constraints-sglang.txt "${_PACKAGES[@]}" pytest-timeout -e '.[testing]'
+    _pip install --no-compile -c constraints-sglang.txt "$(grep '^torch==' constraints-sglang.txt)"
+    _pip install --no-compile -c constraints-sglang.txt "${_PACKAGES[@]}" pytest-timeout -e '.[testing]'
     _say "installing SGLang"
-    _pip install --no-deps -c constraints-sglang.txt "${_ALONE[@]}"
+    _pip install --no-compile --no-deps -c constraints-sglang.txt "${_ALONE[@]}"
 }
 
 if [[ -n "${WEIGHTCAST_SGLANG_PYTHON:-}" ]]; then

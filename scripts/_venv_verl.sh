@@ -14,11 +14,11 @@ _install() {
         "$base" -m venv --clear .venv-verl
     fi
     _say "installing torch into .venv-verl (the longest step: a download of 200 MB where the index has its CPU build, of several GB elsewhere)"
-    _pip install -c constraints-verl.txt "$(grep '^torch==' constraints-verl.txt)"
+    _pip install --no-compile -c constraints-verl.txt "$(grep '^torch==' constraints-verl.txt)"
     _say "installing verl, Ray and weightcast"
     # verl alone: its own list has experiment trackers and trainers, which nothing here imports.
-    _pip install -c constraints-verl.txt --no-deps "$(grep '^verl==' constraints-verl.txt)"
-    _pip install -c constraints-verl.txt ray tensordict transformers codetiming hydra-core datasets pillow fastapi accelerate \
+    _pip install --no-compile -c constraints-verl.txt --no-deps "$(grep '^verl==' constraints-verl.txt)"
+    _pip install --no-compile -c constraints-verl.txt ray tensordict transformers codetiming hydra-core datasets pillow fastapi accelerate \
         pytest-timeout pyzmq -e '.[serve,testing]'
 }
 

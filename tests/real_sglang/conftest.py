@@ -19,7 +19,7 @@ from real_vllm.models import model_of, save
 from warm_python import WarmPython
 
 from real_sglang.oracle import ColdServers
-from real_sglang.servers import ONE, Server, Setup, child_environment
+from real_sglang.servers import ONE, STARTED_BY_COMMAND, Server, Setup, child_environment
 
 _HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 _TEST_SECONDS = 600
@@ -79,7 +79,8 @@ def cold(checkpoint: Checkpoints) -> Iterator[ColdServers]:
 def server(request: pytest.FixtureRequest, checkpoint: Checkpoints, cold: ColdServers) -> Iterator[Server]:
     """The server of the setup that the test names with `on`. It starts from seed 0 of its family."""
     setup: Setup = request.param
-    with Server(setup, checkpoint(setup.family, 0, setup.dtype), cold=cold.of) as server:
+    folder = checkpoint(setup.family, 0, setup.dtype)
+    with Server(setup, folder, cold=cold.of, is_forked=setup not in STARTED_BY_COMMAND) as server:
         yield server
 
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from real_vllm.oracle import NUM_TOKENS, PROMPT, Answer
-from warm_python import WarmPython
 
-from real_sglang.servers import STOCK, Server, Setup, child_environment
+from real_sglang.servers import Server, Setup
 
 LOOSE = 1e-2
 """In nats: further from each other are no two computations of one version in float32, on whatever CPU and in whatever
@@ -60,36 +58,6 @@ def assert_drops_caches(server: Server, publish: Callable[[int], Any], prompt: S
 
 # --- cold servers ---
 
-_IMPORTED = (
-    "sglang.launch_server",
-    "sglang.srt.entrypoints.http_server",
-    "sglang.srt.managers.detokenizer_manager",
-    "sglang.srt.managers.scheduler",
-    "sglang.srt.models.registry",
-)
-"""What takes most of the time in which a server starts."""
-
-_SERVE = """
-import json, multiprocessing, os, signal, sys, traceback
-from sglang.launch_server import run_server
-from sglang.srt.server_args import prepare_server_args
-
-log, environment = sys.argv[1:3]
-for descriptor in (1, 2):
-    os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), descriptor)
-os.environ.update(json.loads(environment))
-# SGLang asks for "spawn", in which each of its processes would import everything again.
-multiprocessing.set_start_method("fork", force=True)
-multiprocessing.set_start_method = lambda *method, **options: None
-try:
-    run_server(prepare_server_args(sys.argv[3:]))
-except BaseException:
-    traceback.print_exc()
-finally:
-    # Whoever waits for this server sees it by that.
-    os.kill(os.getppid(), signal.SIGKILL)
-"""
-
 
 class ColdServers:
     """Those of a session, each started when it is first asked for; they end with this.
@@ -99,9 +67,7 @@ class ColdServers:
 
     def __init__(self, checkpoint: Callable[[str, int, torch.dtype], Path]) -> None:
         self._checkpoint = checkpoint
-        self._python = WarmPython(*_IMPORTED, environment=child_environment(STOCK))
         self._running = contextlib.ExitStack()
-        self._running.callback(self._python.close)
         self._started = functools.cache(self._start)
 
     def of(self, setup: Setup, weights: int | Path) -> Server:
@@ -113,30 +79,19 @@ class ColdServers:
 
     def _start(self, setup: Setup, weights: int | Path) -> Server:
         folder = weights if isinstance(weights, Path) else self._checkpoint(setup.family, weights, setup.dtype)
-        return self._running.enter_context(_ColdServer(setup, folder, self._python))
+        return self._running.enter_context(_ColdServer(setup, folder))
 
     def close(self) -> None:
         self._running.close()
 
 
 class _ColdServer(Server):
-    """Forked from a Python that has imported SGLang. What it was asked once it is not asked again."""
+    """What it was asked once it is not asked again."""
 
-    def __init__(self, setup: Setup, folder: Path, python: WarmPython) -> None:
+    def __init__(self, setup: Setup, folder: Path) -> None:
         super().__init__(setup, folder)
-        self._python = python
         self._ask = functools.cache(super().ask)
         self.checksums = functools.cache(super().checksums)  # type: ignore[method-assign]
 
-    def launch(self) -> None:
-        self._process = self._python.process
-        arguments = self._command()[self._command().index("--model-path") :]
-        self._python.start(_SERVE, self._log.name, json.dumps(self._environment()), *arguments)
-
     def ask(self, prompt: Sequence[int], num_tokens: int) -> Answer:
         return self._ask(tuple(prompt), num_tokens)
-
-    def close(self) -> None:
-        """It ends with the Python that it was forked from."""
-        self._process = None
-        super().close()

@@ -60,6 +60,10 @@ STOCK_TWO = Setup(plugin=False, tp=2)
 """Setups that many tests share."""
 
 
+STARTED_BY_COMMAND = frozenset({ONE, STOCK})
+"""Those that most tests run on are started as a user starts one; the others are forked, in a fraction of the time."""
+
+
 class Span(NamedTuple):
     """Tokens `start` to `end` of an answer came from this version."""
 
@@ -98,10 +102,16 @@ class Server(ServerProcess):
     """
 
     def __init__(
-        self, setup: Setup, folder: Path, *, port: int = 0, cold: Callable[[Setup, int], Server] | None = None
+        self,
+        setup: Setup,
+        folder: Path,
+        *,
+        port: int = 0,
+        cold: Callable[[Setup, int], Server] | None = None,
+        is_forked: bool = True,
     ):
         headers = {"authorization": f"Bearer {setup.admin_key}"} if setup.admin_key else {}
-        super().__init__("sglang", port=port, headers=headers)
+        super().__init__("sglang", port=port, headers=headers, is_forked=is_forked)
         self.setup = setup
         self.folder = folder
         self._cold = cold

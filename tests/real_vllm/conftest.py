@@ -19,7 +19,7 @@ from real_vllm.cold import Cold
 from real_vllm.models import model_of, save
 from real_vllm.offline import Offline, OfflineSetup
 from real_vllm.offline import offline as start_offline
-from real_vllm.servers import Server, Setup
+from real_vllm.servers import STARTED_BY_COMMAND, Server, Setup
 
 _HAS_VLLM = importlib.util.find_spec("vllm") is not None
 _TEST_SECONDS = 600
@@ -86,7 +86,8 @@ def server(request: pytest.FixtureRequest, checkpoint: Checkpoints, cold: Cold) 
     """The server of the setup that the test names with `on`. It starts from seed 0 of its family."""
     setup: Setup = request.param
     cold.prepare(setup, 1)
-    with Server(setup, checkpoint(setup.family, 0, setup.dtype), cold=cold) as server:
+    folder = checkpoint(setup.family, 0, setup.dtype)
+    with Server(setup, folder, cold=cold, is_forked=setup not in STARTED_BY_COMMAND) as server:
         if not cold.knows(setup, 0):
             cold.note(server, 0)
         yield server

@@ -83,6 +83,10 @@ PLAIN = Setup(backend=None, endpoints=False)
 of each other, those of a mixture of experts run in step."""
 
 
+STARTED_BY_COMMAND = frozenset({ONE})
+"""Those that most tests run on are started as a user starts one; the others are forked, in a seventh of the time."""
+
+
 class Span(NamedTuple):
     """Tokens `start` to `end` of an answer came from this version."""
 
@@ -102,7 +106,7 @@ class Server(ServerProcess):
     """A server of `setup` that started from the checkpoint in `folder`. Start it by entering it.
 
     `extension`: a class mixed into vLLM's workers, for what only a test does to them. `cold`: what its answers are
-    held against.
+    held against. `is_forked`: see `ServerProcess`.
     """
 
     def __init__(
@@ -113,8 +117,9 @@ class Server(ServerProcess):
         port: int = 0,
         extension: str = "real_vllm.extension.Extension",
         cold: Cold | None = None,
+        is_forked: bool = True,
     ):
-        super().__init__("vllm", port=port)
+        super().__init__("vllm", port=port, is_forked=is_forked)
         self.setup = setup
         self.cold = cold
         self._folder = folder

@@ -45,12 +45,21 @@ def register_trainer() -> None:
     WeightTransferTrainerFactory.register_engine(BACKEND, engine, "WeightcastTrainerEngine")
 
 
+class _VllmLog(logging.Handler):
+    """Hands a record to vLLM's log, as that is configured by then: some processes load plugins before they do that."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        theirs = logging.getLogger("vllm")
+        if theirs.isEnabledFor(record.levelno):
+            theirs.handle(record)
+
+
 def _log_as_vllm() -> None:
-    """Give weightcast's log vLLM's handlers and level, unless somebody has configured it: vLLM has no root handler."""
-    ours, theirs = logging.getLogger("weightcast"), logging.getLogger("vllm")
+    """Have vLLM's log say what weightcast's says, unless somebody has configured it: vLLM has no root handler."""
+    ours = logging.getLogger("weightcast")
     if not ours.hasHandlers() and ours.level == logging.NOTSET:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.level)
+        ours.addHandler(_VllmLog())
+        ours.setLevel(logging.DEBUG)  # vLLM's level decides
 
 
 def endpoints() -> Any:
