@@ -53,11 +53,12 @@ class Hall:
         return next(group for group in self.nccl.groups if group.rank == rank)
 
 
-@pytest.fixture(params=[False, True], ids=["silent", "reported"])
+@pytest.fixture(params=["silent", "reported", "reported before torch 2.13"])
 def hall(request: pytest.FixtureRequest) -> Iterator[Hall]:
+    reports_errors, has_exceptions = request.param != "silent", request.param == "reported"
     with (
         LazyGpu() as gpu,
-        LazyNccl(gpu, reports_errors=request.param) as nccl,
+        LazyNccl(gpu, reports_errors=reports_errors, has_exceptions=has_exceptions) as nccl,
         contextlib.ExitStack() as stack,
     ):
         yield Hall(gpu, nccl, stack)

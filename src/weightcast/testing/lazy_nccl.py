@@ -26,6 +26,8 @@ from weightcast.testing.lazy_gpu import PATIENCE_SECONDS, LazyEvent, LazyGpu, La
 
 _POLL_SECONDS = 0.001
 _ID = "lazy nccl"
+_COMM_ERROR = 2
+"""torch's WorkResult.COMM_ERROR."""
 
 
 @dataclasses.dataclass
@@ -43,12 +45,13 @@ class LazyNccl:
     """Stands in for NCCL while it is open. `groups`: every member that was made, in order.
 
     `reports_errors`: a broken broadcast is completed with an error at the others, as over a network; its kernel runs on
-    all the same.
+    all the same. `has_exceptions`: they can be asked for, as from torch 2.13 on.
     """
 
-    def __init__(self, gpu: LazyGpu, *, reports_errors: bool = False) -> None:
+    def __init__(self, gpu: LazyGpu, *, reports_errors: bool = False, has_exceptions: bool = True) -> None:
         self.gpu = gpu
         self.reports_errors = reports_errors
+        self.has_exceptions = has_exceptions
         self.groups: list[LazyNcclGroup] = []
         self.has_gone = False
         self._communicators: dict[bytes, _Communicator] = {}
@@ -153,9 +156,25 @@ class LazyWork:
 
     def is_completed(self) -> bool:
         """Over, well or badly."""
-        return self._over.query() or self.exception() is not None
+        return self._over.query() or self._failure() is not None
 
     def exception(self) -> RuntimeError | None:
-        is_reported = self._group.nccl.reports_errors and self._group.communicator.is_broken()
-        error = self._error or ("NCCL: remote process exited" if is_reported and not self._over.query() else None)
+        """torch before 2.13 raises TypeError also where there is none."""
+        if not self._group.nccl.has_exceptions:
+            raise TypeError("Unregistered type : std::__exception_ptr::exception_ptr")
+        error = self._failure()
         return None if error is None else RuntimeError(error)
+
+    def is_success(self) -> bool:
+        raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        """Done once an error is known; of a success torch's watchdog learns later."""
+        result = torch.futures.Future[int]()
+        if self._failure() is not None:
+            result.set_result(_COMM_ERROR)
+        return result
+
+    def _failure(self) -> str | None:
+        is_reported = self._group.nccl.reports_errors and self._group.communicator.is_broken()
+        return self._error or ("NCCL: remote process exited" if is_reported and not self._over.query() else None)
