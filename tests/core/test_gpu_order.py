@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
+import sys
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 from core.direct import fleet
 from weightcast import ModuleEngine, TensorSource
 from weightcast.errors import ClosedError, InsufficientMemoryError, PeerTimeoutError, PublishError
+from weightcast.format import device_sums
 from weightcast.format.bucket import Layout, root_digest
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
@@ -414,6 +418,38 @@ def test_release_gives_the_arena_back_at_both_ends_and_the_next_publish_takes_an
                 assert torch.equal(engine.committed["t1"], values(number)["t1"])
     with pytest.raises(ClosedError):
         publisher.release()
+
+
+@pytest.mark.parametrize("install", ["streaming", "staged"])
+def test_kernels_are_launched_on_the_gpu_of_what_they_read(install: str) -> None:
+    """The current one may be another: an engine on cuda:0 checks buckets in arenas of cuda:1 too."""
+    with LazyGpu(index=1) as gpu, published(gpu, install, engine := OnGpu(gpu)) as (publisher, _):
+        assert device_sums.device_sums(gpu.tensor(torch.ones(8, dtype=torch.int64))).tolist() == [8, 36]
+        publisher.publish()
+        assert torch.equal(engine.committed["t1"], values(1)["t1"])
+
+
+@pytest.mark.parametrize("broken", [None, "sums", "copies", "compiler"])
+def test_the_kernel_is_tried_with_and_without_tables_before_it_is_used(
+    broken: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fails with tables alone would fail in a publish, where torch's sums are no way out any more."""
+    kernel = device_sums.kernel.__wrapped__
+    with LazyGpu(index=1) as gpu:
+
+        def launch(bucket: torch.Tensor, partial: torch.Tensor, program_words: int, *tables: torch.Tensor) -> None:
+            if broken == "compiler" and tables:
+                raise RuntimeError("PassManager::run failed")
+            gpu.copy_and_sum(bucket, partial, program_words, *tables)
+            if broken == "copies" and tables:
+                bucket[0] += 1
+            if broken == "sums" and tables:
+                partial[0] += 1
+
+        monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+        sys.modules["triton"].__spec__ = importlib.machinery.ModuleSpec("triton", None)
+        monkeypatch.setitem(sys.modules, "weightcast.format.sum_kernel", types.SimpleNamespace(launch=launch))
+        assert kernel(gpu.device) is (None if broken else launch)
 
 
 @pytest.mark.parametrize("has_kernel", [True, False], ids=["triton", "torch"])

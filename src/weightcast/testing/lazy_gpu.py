@@ -98,11 +98,12 @@ class LazyGpu:
 
     `num_waits`: how often the host has waited. `num_read_bytes`, `num_written_bytes`: of its memory, by what was
     launched. `pinned_bytes`: of host memory that it reads and writes itself, given out so far. `has_kernel`: Triton is
-    installed. `free_bytes`: larger allocations fail. `libcuda`: its driver.
+    installed. `free_bytes`: larger allocations fail. `libcuda`: its driver. `index`: a thread's current device is 0 at
+    first, and Triton's kernels are launched on the current one.
     """
 
-    def __init__(self) -> None:
-        self.device = torch.device("cuda", 0)
+    def __init__(self, index: int = 0) -> None:
+        self.device = torch.device("cuda", index)
         self.lock = threading.RLock()
         self.streams: list[LazyStream] = []
         self.free_bytes = 1 << 40
@@ -129,7 +130,8 @@ class LazyGpu:
         self._replace(host_device, "cuda", self)
         self._replace(host_device, "driver", lambda: self.libcuda)
         self._replace(host_device, "tensor_of", self._tensor_of)
-        self._replace(device_sums, "kernel", lambda device: self._copy_and_sum if self.has_kernel else None)
+        self._replace(device_sums, "kernel", lambda device: self.copy_and_sum if self.has_kernel else None)
+        self._replace(torch.cuda, "device_of", lambda tensor: self._on_device())
         for name in _FACTORIES:
             self._replace(torch, name, functools.partial(self._made, getattr(torch, name)))
         self._replace(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
@@ -173,9 +175,25 @@ class LazyGpu:
         former = self.current_stream(self.device)
         self._local.stream = stream
         try:
-            yield
+            with self._on_device():
+                yield
         finally:
             self._local.stream = former
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        former = self.current_index
+        self._local.index = self.device.index
+        try:
+            yield
+        finally:
+            self._local.index = former
+
+    @property
+    def current_index(self) -> int:
+        """The thread's current device."""
+        index: int = getattr(self._local, "index", 0)
+        return index
 
     def synchronize(self, device: torch.device) -> None:
         events = [LazyEvent(stream) for stream in self.streams]
@@ -185,6 +203,7 @@ class LazyGpu:
         if device.index is None:
             raise ValueError(f"expected a device with an index, found {device}")
         assert device == self.device
+        self._local.index = device.index
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
         return self.free_bytes, 1 << 40
@@ -193,10 +212,10 @@ class LazyGpu:
         """Nothing is cached."""
 
     def device_count(self) -> int:
-        return 1
+        return self.device.index + 1
 
     def get_device_properties(self, device: torch.device) -> types.SimpleNamespace:
-        return types.SimpleNamespace(uuid="GPU-lazy")
+        return types.SimpleNamespace(uuid=f"GPU-lazy-{device.index}")
 
     def _tensor_of(self, memory: DeviceMemory) -> torch.Tensor:
         address, _ = memory.__cuda_array_interface__["data"]
@@ -240,7 +259,7 @@ class LazyGpu:
         self.num_launches += 1
         self.current_stream(self.device).give(operation)
 
-    def _copy_and_sum(
+    def copy_and_sum(
         self,
         bucket: torch.Tensor,
         partial: torch.Tensor,
@@ -249,6 +268,7 @@ class LazyGpu:
         segments: torch.Tensor | None = None,
     ) -> None:
         """What `format.sum_kernel` does, with the words that the tables name when its turn comes."""
+        assert self.current_index == self.device.index, "launched on another device"
 
         def run() -> None:
             rows = [[bucket.data_ptr(), 0, bucket.numel(), 0]] if segments is None else segments.tolist()
