@@ -388,6 +388,13 @@ def test_memory_that_the_device_has_not_is_an_error_of_ours(gpu: LazyGpu) -> Non
             publisher.publish()
 
 
+def test_host_memory_that_can_not_be_pinned_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For messages among trainer ranks. torch itself can't pin any here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(InsufficientMemoryError, match="no 4096 bytes of host memory can be pinned"):
+        gather._pinned(4096, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("install", ["streaming", "staged"])
 def test_release_gives_the_arena_back_at_both_ends_and_the_next_publish_takes_another(
     gpu: LazyGpu, install: str
