@@ -81,6 +81,19 @@ def test_versions_arrive(hall: Hall, staged: bool) -> None:
     assert hall.gpu.default_stream not in {group.stream for group in hall.nccl.groups}
 
 
+def test_an_update_is_prepared_while_a_graph_is_captured(hall: Hall) -> None:
+    """In the thread of the offer, which the engine may go on with, and in the link's, which joins the group."""
+    sender = hall.sender()
+    receiver = hall.receiver(sender, "a")
+    hall.gpu.is_capturing = True
+    receiver.open(MANIFEST, version(1), staged=False)
+    sender.open(MANIFEST, version(1), peers=["a"], staged=False)
+    assert receiver._buffers._memory.size_bytes
+    assert not hall.gpu.libcuda.is_relaxed, "the engine's thread has its own mode again"
+    with pytest.raises(RuntimeError, match="capturing"):
+        torch.empty(8, device=hall.gpu.device)
+
+
 @pytest.mark.parametrize("staged", [False, True], ids=["streaming", "staged"])
 def test_memory_is_given_back_between_versions(hall: Hall, staged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also from torch's cache; not during an update."""

@@ -99,7 +99,8 @@ class LazyGpu:
     `num_waits`: how often the host has waited. `num_read_bytes`, `num_written_bytes`: of its memory, by what was
     launched. `pinned_bytes`: of host memory that it reads and writes itself, given out so far. `has_kernel`: Triton is
     installed. `free_bytes`: larger allocations fail. `libcuda`: its driver. `index`: a thread's current device is 0 at
-    first, and Triton's kernels are launched on the current one.
+    first, and Triton's kernels are launched on the current one. `is_capturing`: a thread captures a graph, others can't
+    allocate unless the driver has been told.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -113,6 +114,7 @@ class LazyGpu:
         self.num_written_bytes = 0
         self.pinned_bytes = 0
         self.has_kernel = True
+        self.is_capturing = False
         self.libcuda = FakeLibcuda(lambda: self.free_bytes)
         self.Stream: Callable[[torch.device], LazyStream] = lambda device: LazyStream(self)
         self.Event: Callable[[], LazyEvent] = lambda: LazyEvent(self.default_stream)
@@ -306,13 +308,17 @@ class LazyGpu:
 
     def _made(self, factory: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """torch's factories: on this device the values come when its turn is."""
-        if kwargs.pop("pin_memory", False):
+        is_pinned = kwargs.pop("pin_memory", False)
+        is_on_host = torch.device(kwargs.get("device") or "cpu").type != "cuda"
+        if self.is_capturing and not self.libcuda.is_relaxed and (is_pinned or not is_on_host):
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        if is_pinned:
             made = factory(*args, **kwargs)
             _poison(made)
             self.pinned_bytes += made.nbytes
             self._pinned[made.untyped_storage().data_ptr()] = made.untyped_storage()
             return made
-        if torch.device(kwargs.get("device") or "cpu").type != "cuda":
+        if is_on_host:
             return factory(*args, **kwargs)
         values = factory(*args, **{**kwargs, "device": "cpu"})
         if values.nbytes > self.free_bytes:
