@@ -39,6 +39,8 @@ from weightcast.testing.fake_libcuda import FakeLibcuda
 POISON = 0xCC
 PATIENCE_SECONDS = 10.0
 """A wait of the host that takes longer is taken for one that would never end."""
+BATCH_ELEMENTS = 1 << 31
+"""Where counting in 32 bits ends."""
 _POLL_SECONDS = 0.001
 _FACTORIES = ("empty", "zeros", "arange")
 _WAITING = ("item", "tolist", "equal", "__bool__", "__int__", "__float__")
@@ -437,7 +439,11 @@ class _Queue(TorchDispatchMode):
 
 
 def _copy_as_old_torch(targets: list[torch.Tensor], sources: list[torch.Tensor], non_blocking: bool = False) -> None:
-    """torch before 2.11 spoils targets of several dtypes, where all sources are of one (pytorch#173383)."""
+    """torch before 2.11 spoils targets of several dtypes, where all sources are of one (pytorch#173383).
+
+    Up to 2.7 it can't access all of a large one (pytorch#156261).
+    """
+    assert all(target.numel() < BATCH_ELEMENTS for target in targets), "an illegal memory access"
     torch._foreach_copy_(targets, sources)
     if len({source.dtype for source in sources}) == 1:
         for target in targets:
