@@ -245,6 +245,35 @@ def test_an_undo_comes_after_what_was_already_queued(gpu: LazyGpu) -> None:
             assert torch.equal(gpu.read(engine.weights[name]), tensor), name
 
 
+@pytest.mark.parametrize("install", ["streaming", "staged"])
+def test_an_install_waits_for_every_gpu_of_the_engine(
+    gpu: LazyGpu, install: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that has returned may still run on each of them."""
+    waited: list[torch.device] = []
+    synchronize = gpu.synchronize
+    monkeypatch.setattr(gpu, "synchronize", lambda device: (waited.append(device), synchronize(device)))
+
+    class OnTwo(OnGpu):
+        devices = gpu.device, torch.device("cuda", 1)
+        load_after: list[torch.device] | None = None
+
+        def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            self.load_after = self.load_after or list(waited)
+            super().load(tensors)
+
+    with published(gpu, install, engine := OnTwo(gpu)) as (publisher, _):
+        publisher.publish()
+    assert engine.load_after == list(OnTwo.devices)
+
+
+def test_a_modules_gpus_are_those_of_its_weights(gpu: LazyGpu) -> None:
+    model = torch.nn.Module()
+    model.register_buffer("a", gpu.tensor(torch.zeros(8)))
+    model.register_buffer("b", torch.zeros(8))
+    assert list(ModuleEngine(model).devices) == [gpu.device]
+
+
 def test_targets_of_several_dtypes_are_copied_in_batches_of_their_own(gpu: LazyGpu) -> None:
     dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
     targets = [gpu.tensor(torch.zeros(64, dtype=dtype)) for dtype in dtypes]

@@ -118,7 +118,7 @@ def _run(launch: Kernel | None, words: torch.Tensor, num_programs: int, *tables:
     assert launch is not None
     partial = torch.empty(num_programs, 2, dtype=torch.int64, device=words.device)
     # Triton launches on the thread's current GPU, whatever it is given: an engine checks other GPUs' buckets too.
-    with torch.cuda.device_of(words):
+    with torch.cuda.device_of(words):  # type: ignore[no-untyped-call]
         launch(words, partial, _PROGRAM_WORDS, *tables)
     return partial.sum(dim=0)
 
