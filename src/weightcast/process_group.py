@@ -40,12 +40,16 @@ _MAX_NCCL_CHANNELS = 8
 """Thread blocks that a broadcast may take from the engine's own kernels."""
 
 _NCCL_ENVIRONMENT = {
+    # torch takes these from nowhere else: its ProcessGroupNCCL, and that one's HeartbeatMonitor and Watchdog, read them
+    # in their constructors (ProcessGroupNCCL.cpp, getCvarInt and getCvarBool), and Options has no place for them.
     # Errors are reported, not handled by ending the process; no watchdog of torch's decides for the engine.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     # After an error the watchdog would sleep for four times as long, 60 s, and closing the group would wait for it.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # After an error of the GPU's the watchdog ends, not the process: the engine may have more to say of it.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
 Store: TypeAlias = Any
 """A c10d store: TCPStore, PrefixStore, ..."""
