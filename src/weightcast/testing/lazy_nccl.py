@@ -101,7 +101,7 @@ class LazyNccl:
 
 
 class LazyNcclGroup:
-    """One member, as torch's ProcessGroupNCCL."""
+    """One member, as torch's ProcessGroupNCCL. `max_under_way`: how many operations it had begun that were not over."""
 
     def __init__(self, nccl: LazyNccl, communicator: _Communicator, rank: int, size: int) -> None:
         self.nccl = nccl
@@ -111,6 +111,8 @@ class LazyNcclGroup:
         self.is_aborted = False
         self.communicator = communicator
         self.stream = LazyStream(nccl.gpu)
+        self.max_under_way = 0
+        self._works: list[LazyWork] = []
         self._num_begun: Counter[tuple[int, ...]] = Counter()
 
     def connect(self) -> None:
@@ -134,7 +136,10 @@ class LazyNcclGroup:
         operation = ranks, self._num_begun[ranks]
         self._num_begun[ranks] += 1
         self.communicator.begun.setdefault(operation, set()).add(self.rank)
-        return LazyWork(self, operation, tensor)
+        work = LazyWork(self, operation, tensor)
+        self._works = [*(other for other in self._works if not other.is_completed()), work]
+        self.max_under_way = max(self.max_under_way, len(self._works))
+        return work
 
     def abort(self) -> None:
         """End this member's kernels. The others' run on."""
