@@ -40,12 +40,16 @@ _MAX_NCCL_CHANNELS = 8
 """Thread blocks that a broadcast may take from the engine's own kernels."""
 
 _NCCL_ENVIRONMENT = {
+    # torch takes these from nowhere else: its ProcessGroupNCCL, and that one's HeartbeatMonitor and Watchdog, read them
+    # in their constructors (ProcessGroupNCCL.cpp, getCvarInt and getCvarBool), and Options has no place for them.
     # Errors are reported, not handled by ending the process; no watchdog of torch's decides for the engine.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     # After an error the watchdog would sleep for four times as long, 60 s, and closing the group would wait for it.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # After an error of the GPU's the watchdog ends, not the process: the engine may have more to say of it.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
 Store: TypeAlias = Any
 """A c10d store: TCPStore, PrefixStore, ..."""
@@ -190,8 +194,7 @@ class ProcessGroup:
             for _ in Deadline(self._timeout_seconds).polls(_POLL_SECONDS, _POLL_SECONDS):
                 # NCCL's own wait returns at once, and has a stream wait: for ever if a member has died.
                 if work.is_completed():
-                    # An error completes it as well.
-                    if (error := work.exception()) is not None:
+                    if error := _nccl_error(work):
                         raise PeerDiedError(f"a transfer failed: {error}")
                     return
                 if is_left():
@@ -210,6 +213,18 @@ class ProcessGroup:
             if group is not None and self.backend == "nccl":
                 _abort(group)
             del group
+
+
+def _nccl_error(work: Work) -> str:
+    """How an operation of NCCL's that is completed, which an error does too, has failed; empty: it has not."""
+    try:
+        error = work.exception()
+        return "" if error is None else str(error) or repr(error)
+    except TypeError:
+        # torch before 2.13 hands neither its exceptions nor their absence to Python (pytorch#147312), and NCCL's
+        # `is_success` always raises. An error that completes the operation completes this future, with its kind.
+        result = cast(Any, work).get_future_result()
+        return "torch's log says how" if result.done() and result.value() != 0 else ""
 
 
 def _abort(nccl: Any) -> None:
@@ -265,9 +280,8 @@ class Broadcast:
 
     @property
     def error(self) -> WeightcastError | None:
-        # What is polled is completed by an error as well.
-        if self._is_polled and self._error is None and self.is_over and (exc := self._work.exception()) is not None:
-            self._error = detached(PeerDiedError(f"a broadcast failed: {exc}"))
+        if self._is_polled and self._error is None and self.is_over and (reason := _nccl_error(self._work)):
+            self._error = detached(PeerDiedError(f"a broadcast failed: {reason}"))
         return self._error
 
     def _land(self, future: torch.futures.Future[object]) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
+import sys
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 from core.direct import fleet
 from weightcast import ModuleEngine, TensorSource
 from weightcast.errors import ClosedError, InsufficientMemoryError, PeerTimeoutError, PublishError
+from weightcast.format import device_sums
 from weightcast.format.bucket import Layout, root_digest
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
@@ -19,6 +23,7 @@ from weightcast.format.plan import plan
 from weightcast.host import copy as host_copy
 from weightcast.host.copy import copy_all
 from weightcast.host.deadline import Deadline
+from weightcast.testing import lazy_gpu
 from weightcast.testing.lazy_gpu import POISON, LazyGpu
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, TransportEnds, send, version
 from weightcast.trainer.group import gather
@@ -240,6 +245,35 @@ def test_an_undo_comes_after_what_was_already_queued(gpu: LazyGpu) -> None:
             assert torch.equal(gpu.read(engine.weights[name]), tensor), name
 
 
+@pytest.mark.parametrize("install", ["streaming", "staged"])
+def test_an_install_waits_for_every_gpu_of_the_engine(
+    gpu: LazyGpu, install: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that has returned may still run on each of them."""
+    waited: list[torch.device] = []
+    synchronize = gpu.synchronize
+    monkeypatch.setattr(gpu, "synchronize", lambda device: (waited.append(device), synchronize(device)))
+
+    class OnTwo(OnGpu):
+        devices = gpu.device, torch.device("cuda", 1)
+        load_after: list[torch.device] | None = None
+
+        def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            self.load_after = self.load_after or list(waited)
+            super().load(tensors)
+
+    with published(gpu, install, engine := OnTwo(gpu)) as (publisher, _):
+        publisher.publish()
+    assert engine.load_after == list(OnTwo.devices)
+
+
+def test_a_modules_gpus_are_those_of_its_weights(gpu: LazyGpu) -> None:
+    model = torch.nn.Module()
+    model.register_buffer("a", gpu.tensor(torch.zeros(8)))
+    model.register_buffer("b", torch.zeros(8))
+    assert list(ModuleEngine(model).devices) == [gpu.device]
+
+
 def test_targets_of_several_dtypes_are_copied_in_batches_of_their_own(gpu: LazyGpu) -> None:
     dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
     targets = [gpu.tensor(torch.zeros(64, dtype=dtype)) for dtype in dtypes]
@@ -247,6 +281,20 @@ def test_targets_of_several_dtypes_are_copied_in_batches_of_their_own(gpu: LazyG
     copy_all(targets, sources)
     gpu.synchronize(gpu.device)
     assert [gpu.read(target).tolist() for target in targets] == [[float(number)] * 64 for number in range(4)]
+
+
+def test_tensors_of_too_many_elements_for_a_batch_are_copied_alone(
+    gpu: LazyGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lazy_gpu, "BATCH_ELEMENTS", 64)
+    monkeypatch.setattr(host_copy, "_BATCH_ELEMENTS", 64, raising=False)
+    sizes = [3, 64, 5, 100, 64]
+    targets = [gpu.tensor(torch.zeros(size, dtype=torch.bfloat16)) for size in sizes]
+    launches = gpu.num_launches
+    copy_all(targets, [gpu.tensor(torch.full((size,), float(size))) for size in sizes])
+    assert gpu.num_launches - launches == 4, "the small ones together"
+    gpu.synchronize(gpu.device)
+    assert [gpu.read(target).tolist() for target in targets] == [[float(size)] * size for size in sizes]
 
 
 @pytest.mark.parametrize("to_host", [True, False], ids=["to the host", "to the GPU"])
@@ -384,6 +432,13 @@ def test_memory_that_the_device_has_not_is_an_error_of_ours(gpu: LazyGpu) -> Non
             publisher.publish()
 
 
+def test_host_memory_that_can_not_be_pinned_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For messages among trainer ranks. torch itself can't pin any here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(InsufficientMemoryError, match="no 4096 bytes of host memory can be pinned"):
+        gather._pinned(4096, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("install", ["streaming", "staged"])
 def test_release_gives_the_arena_back_at_both_ends_and_the_next_publish_takes_another(
     gpu: LazyGpu, install: str
@@ -414,6 +469,38 @@ def test_release_gives_the_arena_back_at_both_ends_and_the_next_publish_takes_an
                 assert torch.equal(engine.committed["t1"], values(number)["t1"])
     with pytest.raises(ClosedError):
         publisher.release()
+
+
+@pytest.mark.parametrize("install", ["streaming", "staged"])
+def test_kernels_are_launched_on_the_gpu_of_what_they_read(install: str) -> None:
+    """The current one may be another: an engine on cuda:0 checks buckets in arenas of cuda:1 too."""
+    with LazyGpu(index=1) as gpu, published(gpu, install, engine := OnGpu(gpu)) as (publisher, _):
+        assert device_sums.device_sums(gpu.tensor(torch.ones(8, dtype=torch.int64))).tolist() == [8, 36]
+        publisher.publish()
+        assert torch.equal(engine.committed["t1"], values(1)["t1"])
+
+
+@pytest.mark.parametrize("broken", [None, "sums", "copies", "compiler"])
+def test_the_kernel_is_tried_with_and_without_tables_before_it_is_used(
+    broken: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fails with tables alone would fail in a publish, where torch's sums are no way out any more."""
+    kernel = device_sums.kernel.__wrapped__
+    with LazyGpu(index=1) as gpu:
+
+        def launch(bucket: torch.Tensor, partial: torch.Tensor, program_words: int, *tables: torch.Tensor) -> None:
+            if broken == "compiler" and tables:
+                raise RuntimeError("PassManager::run failed")
+            gpu.copy_and_sum(bucket, partial, program_words, *tables)
+            if broken == "copies" and tables:
+                bucket[0] += 1
+            if broken == "sums" and tables:
+                partial[0] += 1
+
+        monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+        sys.modules["triton"].__spec__ = importlib.machinery.ModuleSpec("triton", None)
+        monkeypatch.setitem(sys.modules, "weightcast.format.sum_kernel", types.SimpleNamespace(launch=launch))
+        assert kernel(gpu.device) is (None if broken else launch)
 
 
 @pytest.mark.parametrize("has_kernel", [True, False], ids=["triton", "torch"])

@@ -53,11 +53,12 @@ class Hall:
         return next(group for group in self.nccl.groups if group.rank == rank)
 
 
-@pytest.fixture(params=[False, True], ids=["silent", "reported"])
+@pytest.fixture(params=["silent", "reported", "reported before torch 2.13"])
 def hall(request: pytest.FixtureRequest) -> Iterator[Hall]:
+    reports_errors, has_exceptions = request.param != "silent", request.param == "reported"
     with (
         LazyGpu() as gpu,
-        LazyNccl(gpu, reports_errors=request.param) as nccl,
+        LazyNccl(gpu, reports_errors=reports_errors, has_exceptions=has_exceptions) as nccl,
         contextlib.ExitStack() as stack,
     ):
         yield Hall(gpu, nccl, stack)
@@ -78,6 +79,40 @@ def test_versions_arrive(hall: Hall, staged: bool) -> None:
             send(sender, MANIFEST, number, index)
         assert [reader.result() for reader in readers] == [expected(number)] * 2
     assert hall.gpu.default_stream not in {group.stream for group in hall.nccl.groups}
+
+
+@pytest.mark.parametrize("num_origins", [1, 2])
+@pytest.mark.parametrize("staged", [False, True], ids=["streaming", "staged"])
+def test_of_several_origins_an_engine_has_one_broadcast_under_way_each(
+    hall: Hall, staged: bool, num_origins: int
+) -> None:
+    """Else what is queued behind one of them may be in the way of the other, in another order on each engine."""
+    senders = [hall.sender() for _ in range(num_origins)]
+    receivers = [hall.receiver(sender, "a") for sender in senders]
+    readers = [Reader(receiver, MANIFEST, version(1), staged=staged) for receiver in receivers]
+    for sender in senders:
+        sender.open(MANIFEST, version(1), peers=["a"], staged=staged)
+    members = [group for group in hall.nccl.groups if group.rank]
+    num_at_once = 2 if num_origins == 1 else 1
+    wait_until(lambda: all(member.max_under_way >= num_at_once for member in members))
+    for index in range(len(MANIFEST.buckets)):
+        for sender in senders:
+            send(sender, MANIFEST, 1, index)
+    assert [reader.result() for reader in readers] == [expected(1)] * num_origins
+    assert [member.max_under_way for member in members] == [num_at_once] * num_origins
+
+
+def test_an_update_is_prepared_while_a_graph_is_captured(hall: Hall) -> None:
+    """In the thread of the offer, which the engine may go on with, and in the link's, which joins the group."""
+    sender = hall.sender()
+    receiver = hall.receiver(sender, "a")
+    hall.gpu.is_capturing = True
+    receiver.open(MANIFEST, version(1), staged=False)
+    sender.open(MANIFEST, version(1), peers=["a"], staged=False)
+    assert receiver._buffers._memory.size_bytes
+    assert not hall.gpu.libcuda.is_relaxed, "the engine's thread has its own mode again"
+    with pytest.raises(RuntimeError, match="capturing"):
+        torch.empty(8, device=hall.gpu.device)
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["streaming", "staged"])

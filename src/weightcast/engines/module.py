@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -53,6 +53,11 @@ class ModuleEngine:
         """That of the module's weights; of several the first that is no host memory."""
         devices = {tensor.device for tensor in self._model.state_dict().values()}
         return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
+
+    @property
+    def devices(self) -> Collection[torch.device]:
+        """All GPUs that weights of the module lie on."""
+        return self._targets.gpus
 
     def specs(self) -> Sequence[TensorSpec]:
         if not self._updating:

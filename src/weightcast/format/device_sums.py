@@ -36,10 +36,14 @@ def kernel(device: torch.device) -> Kernel | None:
     try:
         from weightcast.format.sum_kernel import launch
 
-        partial = torch.empty(2, 2, dtype=torch.int64, device=device)
-        launch(words, partial, _PROGRAM_WORDS)
-        if not torch.equal(partial.sum(dim=0), _torch_sums(words)):
+        if not torch.equal(_run(launch, words, 2), _torch_sums(words)):
             raise ArithmeticError("its sums are not torch's")
+        # With tables it is another kernel: else it would be compiled, or fail, within a publish.
+        bucket = torch.zeros(words.numel(), dtype=torch.int64, device=device)
+        copied = bucket[:-1].view(torch.uint8), words[:-1].view(torch.uint8)
+        sums = CopyAndSum(bucket.view(torch.uint8), [copied[0]], [copied[1]]).run(launch)
+        if not (torch.equal(*copied) and torch.equal(sums, _torch_sums(bucket))):
+            raise ArithmeticError("its copies are not torch's")
     except Exception as exc:  # whatever a compiler may raise
         logger.warning("Triton's kernel is not used on %s, buckets are read twice for their digest: %s", device, exc)
         return None
@@ -90,16 +94,17 @@ class CopyAndSum:
         self._programs = table[: 2 * len(programs)].view(-1, 2)
         self._segments = table[2 * len(programs) :].view(-1, 4)
 
-    def run(self) -> torch.Tensor:
-        """Copy and sum: two launches. Returns two int64 on the device."""
-        return _run(self._words, self._programs.shape[0], self._programs, self._segments)
+    def run(self, launch: Kernel | None = None) -> torch.Tensor:
+        """Copy and sum: two launches, by default of the device's `kernel`. Returns two int64 on the device."""
+        launch = launch or kernel(self._words.device)
+        return _run(launch, self._words, self._programs.shape[0], self._programs, self._segments)
 
 
 def device_sums(payload: torch.Tensor) -> torch.Tensor:
     """The sums as two int64 on the payload's device; its length is a multiple of 8."""
     words = payload.view(torch.int64)
-    if payload.is_cuda and words.numel() and kernel(payload.device) is not None:
-        return _run(words, -(-words.numel() // _PROGRAM_WORDS))
+    if payload.is_cuda and words.numel() and (launch := kernel(payload.device)) is not None:
+        return _run(launch, words, -(-words.numel() // _PROGRAM_WORDS))
     return _torch_sums(words)
 
 
@@ -109,11 +114,12 @@ def _torch_sums(words: torch.Tensor) -> torch.Tensor:
     return sums + _matrix_sums(words[num_full:].view(1, -1), num_full)
 
 
-def _run(words: torch.Tensor, num_programs: int, *tables: torch.Tensor) -> torch.Tensor:
-    launch = kernel(words.device)
+def _run(launch: Kernel | None, words: torch.Tensor, num_programs: int, *tables: torch.Tensor) -> torch.Tensor:
     assert launch is not None
     partial = torch.empty(num_programs, 2, dtype=torch.int64, device=words.device)
-    launch(words, partial, _PROGRAM_WORDS, *tables)
+    # Triton launches on the thread's current GPU, whatever it is given: an engine checks other GPUs' buckets too.
+    with torch.cuda.device_of(words):  # type: ignore[no-untyped-call]
+        launch(words, partial, _PROGRAM_WORDS, *tables)
     return partial.sum(dim=0)
 
 

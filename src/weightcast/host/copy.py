@@ -29,6 +29,8 @@ PLAIN_BYTES = 64 << 10
 
 _PIECE_BYTES = 4 << 20
 _BATCH_TENSORS = 2048
+_BATCH_ELEMENTS = 1 << 31
+"""A tensor of so many is copied alone: torch up to 2.7 counts a batch's in 32 bits, and crashes (pytorch#156261)."""
 _BYTES_PER_THREAD = 64 << 20
 _MAX_THREADS = 4
 """Fewer than these fill a memory channel's bandwidth, and other ranks copy beside them."""
@@ -87,9 +89,10 @@ class PreparedCopies:
             # Copies of a GPU belong to the caller's stream: other threads have streams of their own. One call for each
             # pair of dtypes and devices: torch before 2.11 writes all targets as if they were of the first one's dtype,
             # where sources are of one.
-            by_kind: dict[tuple[torch.dtype | torch.device, ...], list[Pair]] = {}
-            for target, source in zip(targets, sources, strict=True):
-                kind = target.dtype, source.dtype, target.device, source.device
+            by_kind: dict[tuple[torch.dtype | torch.device | int, ...], list[Pair]] = {}
+            for number, (target, source) in enumerate(zip(targets, sources, strict=True)):
+                alone = number if target.numel() >= _BATCH_ELEMENTS else -1
+                kind = target.dtype, source.dtype, target.device, source.device, alone
                 by_kind.setdefault(kind, []).append((target, source))
             for pairs in by_kind.values():
                 if {tensor.device.type for tensor in pairs[0]} == {"cpu", "cuda"}:
@@ -123,7 +126,10 @@ def _copy_batch(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False
 ) -> None:
     with torch.inference_mode():
-        torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
+        if len(targets) == len(sources) == 1:
+            targets[0].copy_(sources[0], non_blocking=non_blocking)
+        else:
+            torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
 
 
 def _slot_loads(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:

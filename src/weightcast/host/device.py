@@ -99,19 +99,27 @@ def own_stream(device: torch.device) -> Iterator[None]:
     if device.index is not None:
         # "cuda" alone is the present one, which torch does not take here.
         cuda.set_device(device)
-    _relax_capture()
-    with cuda.stream(cuda.Stream(device)):
+    with _relaxed_capture(), cuda.stream(cuda.Stream(device)):
         yield
 
 
-def _relax_capture() -> None:
+@contextlib.contextmanager
+def _relaxed_capture() -> Iterator[None]:
     """Have this thread's allocations and questions for events succeed while another thread captures a graph.
 
     In CUDA's default mode they would fail, and end that capture. Source: cuThreadExchangeStreamCaptureMode of the
-    driver API. A torch for GPUs without CUDA keeps its mode.
+    driver API, which gives the former mode back. A torch for GPUs without CUDA keeps its mode.
     """
+    mode = ctypes.c_int(_RELAXED)
+    _exchange_capture_mode(mode)
+    try:
+        yield
+    finally:
+        _exchange_capture_mode(mode)
+
+
+def _exchange_capture_mode(mode: ctypes.c_int) -> None:
     with contextlib.suppress(OSError, AttributeError):
-        mode = ctypes.c_int(_RELAXED)
         driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
@@ -121,9 +129,11 @@ def driver() -> Any:
 
 
 def empty(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch.Tensor:
-    """Memory of a device, uint8. Raises InsufficientMemoryError: `what` needs it, `remedy` helps."""
+    """Memory of a device, uint8, in any thread. Raises InsufficientMemoryError: `what` needs it, `remedy` helps."""
     try:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        # Offers and invitations to groups come in threads that are not ours, or have no stream of their own.
+        with _relaxed_capture() if has_streams(device) else contextlib.nullcontext():
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as exc:
         raise out_of_memory(num_bytes, device, what, remedy) from exc
 
@@ -131,7 +141,8 @@ def empty(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch
 def pinned(num_bytes: int) -> torch.Tensor:
     """Host memory, uint8, that GPUs read and write themselves, from torch's cache. Raises InsufficientMemoryError."""
     try:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        with _relaxed_capture():
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as exc:
         remedy = "free host memory, or raise the container's limit"
         raise InsufficientMemoryError(f"no {num_bytes} bytes of host memory can be pinned: {remedy}: {exc}") from exc

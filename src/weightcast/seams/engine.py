@@ -12,7 +12,7 @@ Optional abilities are Protocols of one member, asked with `isinstance`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -87,6 +87,14 @@ class OnDevice(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+
+@runtime_checkable
+class SpansDevices(OnDevice, Protocol):
+    """One whose weights lie on several GPUs: an install waits for the kernels of all of them."""
+
+    @property
+    def devices(self) -> Collection[torch.device]: ...
 
 
 @runtime_checkable

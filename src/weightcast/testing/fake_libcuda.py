@@ -36,6 +36,7 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuMemSetAccess": (_long, _size, _pointer, _size),
     "cuThreadExchangeStreamCaptureMode": (_pointer,),
 }
+_RELAXED = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (_pointer, _size, _int, _int, _int, ctypes.c_long)
@@ -54,14 +55,15 @@ class FakeLibcuda:
     """What `ctypes.CDLL("libcuda.so.1")` would be, with one GPU.
 
     `supports_descriptors`: else the driver shares no virtual memory. `supports_read_only`: else every mapping can be
-    written. `free_bytes`: says how much memory there is for one allocation. `relaxed`: the names of threads that may
-    allocate while a graph is captured.
+    written. `free_bytes`: says how much memory there is for one allocation. `relaxed`: the names of threads that were
+    allowed to allocate while a graph is captured; `is_relaxed`: whether this one is now.
     """
 
     def __init__(self, free_bytes: Callable[[], int] = lambda: 1 << 40) -> None:
         self.supports_descriptors = True
         self.supports_read_only = True
         self.relaxed: list[str] = []
+        self._modes = threading.local()
         self.handles: dict[int, int] = {}
         """The file of each allocation, by its handle."""
         self.reserved: dict[int, int] = {}
@@ -172,8 +174,15 @@ class FakeLibcuda:
         assert not _libc.mprotect(address, size, mmap.PROT_READ | (mmap.PROT_WRITE if flags != _READ else 0))
         return None
 
+    @property
+    def is_relaxed(self) -> bool:
+        return getattr(self._modes, "mode", 0) == _RELAXED
+
     def _cuThreadExchangeStreamCaptureMode(self, mode: int) -> None:
-        self.relaxed.append(threading.current_thread().name)
+        former, self._modes.mode = getattr(self._modes, "mode", 0), _int.from_address(mode).value
+        _write(mode, _int, former)
+        if self.is_relaxed:
+            self.relaxed.append(threading.current_thread().name)
 
 
 def _write(address: int, kind: Any, value: int) -> None:

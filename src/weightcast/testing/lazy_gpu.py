@@ -39,6 +39,8 @@ from weightcast.testing.fake_libcuda import FakeLibcuda
 POISON = 0xCC
 PATIENCE_SECONDS = 10.0
 """A wait of the host that takes longer is taken for one that would never end."""
+BATCH_ELEMENTS = 1 << 31
+"""Where counting in 32 bits ends."""
 _POLL_SECONDS = 0.001
 _FACTORIES = ("empty", "zeros", "arange")
 _WAITING = ("item", "tolist", "equal", "__bool__", "__int__", "__float__")
@@ -98,11 +100,13 @@ class LazyGpu:
 
     `num_waits`: how often the host has waited. `num_read_bytes`, `num_written_bytes`: of its memory, by what was
     launched. `pinned_bytes`: of host memory that it reads and writes itself, given out so far. `has_kernel`: Triton is
-    installed. `free_bytes`: larger allocations fail. `libcuda`: its driver.
+    installed. `free_bytes`: larger allocations fail. `libcuda`: its driver. `index`: a thread's current device is 0 at
+    first, and Triton's kernels are launched on the current one. `is_capturing`: a thread captures a graph, others can't
+    allocate unless the driver has been told.
     """
 
-    def __init__(self) -> None:
-        self.device = torch.device("cuda", 0)
+    def __init__(self, index: int = 0) -> None:
+        self.device = torch.device("cuda", index)
         self.lock = threading.RLock()
         self.streams: list[LazyStream] = []
         self.free_bytes = 1 << 40
@@ -112,6 +116,7 @@ class LazyGpu:
         self.num_written_bytes = 0
         self.pinned_bytes = 0
         self.has_kernel = True
+        self.is_capturing = False
         self.libcuda = FakeLibcuda(lambda: self.free_bytes)
         self.Stream: Callable[[torch.device], LazyStream] = lambda device: LazyStream(self)
         self.Event: Callable[[], LazyEvent] = lambda: LazyEvent(self.default_stream)
@@ -129,7 +134,8 @@ class LazyGpu:
         self._replace(host_device, "cuda", self)
         self._replace(host_device, "driver", lambda: self.libcuda)
         self._replace(host_device, "tensor_of", self._tensor_of)
-        self._replace(device_sums, "kernel", lambda device: self._copy_and_sum if self.has_kernel else None)
+        self._replace(device_sums, "kernel", lambda device: self.copy_and_sum if self.has_kernel else None)
+        self._replace(torch.cuda, "device_of", lambda tensor: self._on_device())
         for name in _FACTORIES:
             self._replace(torch, name, functools.partial(self._made, getattr(torch, name)))
         self._replace(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
@@ -173,9 +179,25 @@ class LazyGpu:
         former = self.current_stream(self.device)
         self._local.stream = stream
         try:
-            yield
+            with self._on_device():
+                yield
         finally:
             self._local.stream = former
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        former = self.current_index
+        self._local.index = self.device.index
+        try:
+            yield
+        finally:
+            self._local.index = former
+
+    @property
+    def current_index(self) -> int:
+        """The thread's current device."""
+        index: int = getattr(self._local, "index", 0)
+        return index
 
     def synchronize(self, device: torch.device) -> None:
         events = [LazyEvent(stream) for stream in self.streams]
@@ -185,6 +207,7 @@ class LazyGpu:
         if device.index is None:
             raise ValueError(f"expected a device with an index, found {device}")
         assert device == self.device
+        self._local.index = device.index
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
         return self.free_bytes, 1 << 40
@@ -193,10 +216,10 @@ class LazyGpu:
         """Nothing is cached."""
 
     def device_count(self) -> int:
-        return 1
+        return self.device.index + 1
 
     def get_device_properties(self, device: torch.device) -> types.SimpleNamespace:
-        return types.SimpleNamespace(uuid="GPU-lazy")
+        return types.SimpleNamespace(uuid=f"GPU-lazy-{device.index}")
 
     def _tensor_of(self, memory: DeviceMemory) -> torch.Tensor:
         address, _ = memory.__cuda_array_interface__["data"]
@@ -240,7 +263,7 @@ class LazyGpu:
         self.num_launches += 1
         self.current_stream(self.device).give(operation)
 
-    def _copy_and_sum(
+    def copy_and_sum(
         self,
         bucket: torch.Tensor,
         partial: torch.Tensor,
@@ -249,6 +272,7 @@ class LazyGpu:
         segments: torch.Tensor | None = None,
     ) -> None:
         """What `format.sum_kernel` does, with the words that the tables name when its turn comes."""
+        assert self.current_index == self.device.index, "launched on another device"
 
         def run() -> None:
             rows = [[bucket.data_ptr(), 0, bucket.numel(), 0]] if segments is None else segments.tolist()
@@ -286,13 +310,17 @@ class LazyGpu:
 
     def _made(self, factory: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         """torch's factories: on this device the values come when its turn is."""
-        if kwargs.pop("pin_memory", False):
+        is_pinned = kwargs.pop("pin_memory", False)
+        is_on_host = torch.device(kwargs.get("device") or "cpu").type != "cuda"
+        if self.is_capturing and not self.libcuda.is_relaxed and (is_pinned or not is_on_host):
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        if is_pinned:
             made = factory(*args, **kwargs)
             _poison(made)
             self.pinned_bytes += made.nbytes
             self._pinned[made.untyped_storage().data_ptr()] = made.untyped_storage()
             return made
-        if torch.device(kwargs.get("device") or "cpu").type != "cuda":
+        if is_on_host:
             return factory(*args, **kwargs)
         values = factory(*args, **{**kwargs, "device": "cpu"})
         if values.nbytes > self.free_bytes:
@@ -411,7 +439,11 @@ class _Queue(TorchDispatchMode):
 
 
 def _copy_as_old_torch(targets: list[torch.Tensor], sources: list[torch.Tensor], non_blocking: bool = False) -> None:
-    """torch before 2.11 spoils targets of several dtypes, where all sources are of one (pytorch#173383)."""
+    """torch before 2.11 spoils targets of several dtypes, where all sources are of one (pytorch#173383).
+
+    Up to 2.7 it can't access all of a large one (pytorch#156261).
+    """
+    assert all(target.numel() < BATCH_ELEMENTS for target in targets), "an illegal memory access"
     torch._foreach_copy_(targets, sources)
     if len({source.dtype for source in sources}) == 1:
         for target in targets:

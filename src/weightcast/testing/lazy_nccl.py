@@ -1,9 +1,9 @@
 """NCCL without hardware, for tests of waits: groups of one process, over a `LazyGpu`.
 
 Invariants, which are those of torch's ProcessGroupNCCL: `Work.wait` returns at once and has the thread's stream wait;
-a broadcast runs on a stream of the group's own, behind what the caller's stream was given; a member that has died wakes
-nobody: kernels of the others run on, and every stream that waits for them, until their own `abort`; `is_completed` is
-true after an error too; making a group waits for every member, without a deadline.
+an operation runs on a stream of the group's own, behind what the caller's stream was given; a member that has died
+wakes nobody: kernels of the others run on, and every stream that waits for them, until their own `abort`;
+`is_completed` is true after an error too; making a group waits for every member, without a deadline.
 
     with LazyGpu() as gpu, LazyNccl(gpu) as nccl:
         ...                                      # nccl:// in this process
@@ -16,7 +16,8 @@ import contextlib
 import dataclasses
 import datetime
 import secrets
-from typing import Any
+from collections import Counter
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,14 +27,21 @@ from weightcast.testing.lazy_gpu import PATIENCE_SECONDS, LazyEvent, LazyGpu, La
 
 _POLL_SECONDS = 0.001
 _ID = "lazy nccl"
+_COMM_ERROR = 2
+"""torch's WorkResult.COMM_ERROR."""
+
+
+_Operation: TypeAlias = tuple[tuple[int, ...], int]
+"""Between which ranks, its source first, and how many there were between them before."""
 
 
 @dataclasses.dataclass
 class _Communicator:
-    """What the members of a group share. `sent`: by number of the broadcast, what rank 0 sends."""
+    """What the members of a group share. By operation, `begun`: who has begun it, `sent`: what its source sends."""
 
     members: dict[int, LazyNcclGroup] = dataclasses.field(default_factory=dict)
-    sent: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    begun: dict[_Operation, set[int]] = dataclasses.field(default_factory=dict)
+    sent: dict[_Operation, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def is_broken(self) -> bool:
         return any(member.is_dead for member in self.members.values())
@@ -43,12 +51,13 @@ class LazyNccl:
     """Stands in for NCCL while it is open. `groups`: every member that was made, in order.
 
     `reports_errors`: a broken broadcast is completed with an error at the others, as over a network; its kernel runs on
-    all the same.
+    all the same. `has_exceptions`: they can be asked for, as from torch 2.13 on.
     """
 
-    def __init__(self, gpu: LazyGpu, *, reports_errors: bool = False) -> None:
+    def __init__(self, gpu: LazyGpu, *, reports_errors: bool = False, has_exceptions: bool = True) -> None:
         self.gpu = gpu
         self.reports_errors = reports_errors
+        self.has_exceptions = has_exceptions
         self.groups: list[LazyNcclGroup] = []
         self.has_gone = False
         self._communicators: dict[bytes, _Communicator] = {}
@@ -92,7 +101,7 @@ class LazyNccl:
 
 
 class LazyNcclGroup:
-    """One member, as torch's ProcessGroupNCCL."""
+    """One member, as torch's ProcessGroupNCCL. `max_under_way`: how many operations it had begun that were not over."""
 
     def __init__(self, nccl: LazyNccl, communicator: _Communicator, rank: int, size: int) -> None:
         self.nccl = nccl
@@ -100,9 +109,11 @@ class LazyNcclGroup:
         self.size = size
         self.is_dead = False
         self.is_aborted = False
-        self.num_begun = 0
         self.communicator = communicator
         self.stream = LazyStream(nccl.gpu)
+        self.max_under_way = 0
+        self._works: list[LazyWork] = []
+        self._num_begun: Counter[tuple[int, ...]] = Counter()
 
     def connect(self) -> None:
         """Wait until all members are there. Without a device the first operation does."""
@@ -110,9 +121,25 @@ class LazyNcclGroup:
 
     def broadcast(self, tensors: list[torch.Tensor], options: object) -> LazyWork:
         """Rank 0's tensor to all. Queued."""
+        return self._begin(tuple(range(self.size)), tensors[0])
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> LazyWork:
+        """To one member. Queued: over when that one receives."""
+        return self._begin((self.rank, rank), tensors[0])
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> LazyWork:
+        """From one member. Queued."""
+        return self._begin((rank, self.rank), tensors[0])
+
+    def _begin(self, ranks: tuple[int, ...], tensor: torch.Tensor) -> LazyWork:
         self.connect()
-        number = self.num_begun = self.num_begun + 1
-        return LazyWork(self, number, tensors[0])
+        operation = ranks, self._num_begun[ranks]
+        self._num_begun[ranks] += 1
+        self.communicator.begun.setdefault(operation, set()).add(self.rank)
+        work = LazyWork(self, operation, tensor)
+        self._works = [*(other for other in self._works if not other.is_completed()), work]
+        self.max_under_way = max(self.max_under_way, len(self._works))
+        return work
 
     def abort(self) -> None:
         """End this member's kernels. The others' run on."""
@@ -121,10 +148,10 @@ class LazyNcclGroup:
 
 
 class LazyWork:
-    """A broadcast under way, as torch's Work."""
+    """An operation under way, as torch's Work."""
 
-    def __init__(self, group: LazyNcclGroup, number: int, tensor: torch.Tensor) -> None:
-        self._group, self._number, self._tensor = group, number, tensor
+    def __init__(self, group: LazyNcclGroup, operation: _Operation, tensor: torch.Tensor) -> None:
+        self._group, self._operation, self._tensor = group, operation, tensor
         self._error: str | None = None
         gpu = group.nccl.gpu
         LazyEvent(gpu.current_stream(gpu.device)).wait(group.stream)
@@ -132,17 +159,19 @@ class LazyWork:
         self._over = LazyEvent(group.stream)
 
     def _transfer(self) -> bool:
-        """The kernel: over when all members have begun this broadcast, or when this one is aborted."""
-        group, communicator = self._group, self._group.communicator
+        """The kernel: over when all that take part have begun this operation, or when this one is aborted."""
+        group, communicator, operation = self._group, self._group.communicator, self._operation
         if group.is_aborted:
             self._error = "NCCL communicator was aborted"
             return True
-        if group.rank == 0:
-            communicator.sent.setdefault(self._number, group.nccl.gpu.read(self._tensor))
-        is_begun = all(member.num_begun >= self._number for member in communicator.members.values())
-        if communicator.is_broken() or not is_begun or self._number not in communicator.sent:
+        source, *others = operation[0]
+        if group.rank == source:
+            communicator.sent.setdefault(operation, group.nccl.gpu.read(self._tensor))
+        is_begun = communicator.begun[operation].issuperset(operation[0])
+        if communicator.is_broken() or not is_begun or operation not in communicator.sent:
             return False
-        self._tensor.copy_(communicator.sent[self._number])
+        if group.rank in others:
+            self._tensor.copy_(communicator.sent[operation])
         return True
 
     def wait(self) -> bool:
@@ -153,9 +182,25 @@ class LazyWork:
 
     def is_completed(self) -> bool:
         """Over, well or badly."""
-        return self._over.query() or self.exception() is not None
+        return self._over.query() or self._failure() is not None
 
     def exception(self) -> RuntimeError | None:
-        is_reported = self._group.nccl.reports_errors and self._group.communicator.is_broken()
-        error = self._error or ("NCCL: remote process exited" if is_reported and not self._over.query() else None)
+        """torch before 2.13 raises TypeError also where there is none."""
+        if not self._group.nccl.has_exceptions:
+            raise TypeError("Unregistered type : std::__exception_ptr::exception_ptr")
+        error = self._failure()
         return None if error is None else RuntimeError(error)
+
+    def is_success(self) -> bool:
+        raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        """Done once an error is known; of a success torch's watchdog learns later."""
+        result = torch.futures.Future[int]()
+        if self._failure() is not None:
+            result.set_result(_COMM_ERROR)
+        return result
+
+    def _failure(self) -> str | None:
+        is_reported = self._group.nccl.reports_errors and self._group.communicator.is_broken()
+        return self._error or ("NCCL: remote process exited" if is_reported and not self._over.query() else None)

@@ -390,4 +390,4 @@ def _pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Memory for messages; on a CPU such as a GPU copies from and to at once. Raises InsufficientMemoryError."""
     if device.type != "cpu":
         return host_device.empty(num_bytes, device, "gathering a bucket", host_memory.LESS_AT_ONCE)
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    return host_device.pinned(num_bytes) if torch.cuda.is_available() else torch.empty(num_bytes, dtype=torch.uint8)

@@ -24,7 +24,7 @@ from weightcast.seams.transport import Receiver
 from weightcast.transports.kept_memory import KeptMemory, allocate
 
 NUM_UNDER_WAY = 2
-"""Broadcasts that a receiver waits for at once: the next one follows without a pause."""
+"""Broadcasts that a receiver waits for at once, at most: the next one follows without a pause."""
 NUM_SLOTS = 1 + NUM_UNDER_WAY
 """Streaming: one that is read, and those that arrive."""
 _SHARED, _HOST_MEMORY = "ipc://", torch.device("cpu")

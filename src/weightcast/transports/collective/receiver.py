@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +41,11 @@ class BroadcastUpdate(PeerUpdate):
     num_released: int = 0
 
 
+_receivers: weakref.WeakSet[CollectiveReceiver] = weakref.WeakSet()
+"""Those of this process."""
+_receivers_lock = threading.Lock()
+
+
 class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
     """Implements `Receiver`.
 
@@ -67,6 +73,8 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         self._stream: BroadcastStream | None = None
         super().__init__(url, peer=peer, run=run, deadline_seconds=deadline_seconds, records=records.ToReceiver)
         process_group.close_at_exit(self)
+        with _receivers_lock:
+            _receivers.add(self)
 
     def reread(self, bucket: Bucket) -> bool:
         """With shared memory, what this worker wrote over a bucket is dropped; else every update arrives again."""
@@ -209,6 +217,19 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
             is_here = index < wanted.num_received
         return self._buffers.target(wanted.number, wanted.manifest, wanted.version, index, is_here=is_here)
 
+    @property
+    def is_among_several(self) -> bool:
+        """Whether this process takes broadcasts of other origins, too, on this GPU.
+
+        Engines begin those in orders of their own. A broadcast that is queued behind another one may then stand in a
+        queue of the GPU's before that of another origin, for which another engine waits, and so on in a circle: surely
+        with CUDA_DEVICE_MAX_CONNECTIONS=1. What stands behind none runs beside the others, in whichever order.
+        """
+        if self._backend != "nccl":
+            return False
+        with _receivers_lock:
+            return sum(other._device == self._device and not other._closed for other in _receivers) > 1
+
     def _has_room(self, stream: BroadcastStream) -> bool:
         wanted, index = self._wanted, stream.position
         if wanted is None or wanted.begun is None or index is None or index >= wanted.num_buckets:
@@ -330,7 +351,7 @@ class BroadcastStream:
 
     def _begin_all(self, group: ProcessGroup, works: collections.deque[Work]) -> None:
         """Wait for a bucket that can be received, unless one is under way; begin to receive as many as can be."""
-        while len(works) < NUM_UNDER_WAY:
+        while len(works) < (1 if self._receiver.is_among_several else NUM_UNDER_WAY):
             self._is_in_group = False
             target = self._receiver.next_target(self, wait=not works)
             if target is None:
