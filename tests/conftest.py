@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 
@@ -12,6 +13,9 @@ import torch
 
 pytest.register_assert_rewrite("weightcast.testing")
 
+from weightcast.errors import UnsupportedError  # noqa: E402
+from weightcast.format import device_sums  # noqa: E402
+from weightcast.host.device_memory import DeviceMemory  # noqa: E402
 from weightcast.process_group import serve_store  # noqa: E402
 from weightcast.testing.leftovers import nothing_left  # noqa: E402
 
@@ -62,6 +66,10 @@ def _cuda_is_up(request: pytest.FixtureRequest) -> None:
         torch.cuda.synchronize()
         torch.zeros(1, device="cuda").untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         torch.cuda.ipc_collect()
+        # Triton's compiler, and the driver's own memory with its descriptor.
+        device_sums.kernel(torch.device("cuda", 0))
+        with contextlib.suppress(UnsupportedError):
+            DeviceMemory.allocate(1 << 20, torch.device("cuda", 0), "a trial").close()
 
 
 @pytest.fixture(autouse=True, scope="session")

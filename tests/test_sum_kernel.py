@@ -1,6 +1,6 @@
 """The kernel of `sum-64x2`, in Triton's interpreter, against torch's own sums: bit for bit.
 
-Needs triton, which CI does not install (it is 280 MB): `pip install triton`, then `pytest tests/test_sum_kernel.py`.
+Needs triton (280 MB), which vLLM's environment has: `scripts/test-vllm` runs it there.
 """
 
 from __future__ import annotations

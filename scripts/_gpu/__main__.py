@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import io
 import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,11 +22,13 @@ import tempfile
 import threading
 import time
 import tomllib
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from _gpu import LETTERS, LIMITS
+from _gpu.forked import ADDRESS, Forked
 
 ROOT = Path(__file__).parents[2]
 NUM_TAIL_LINES = 40
@@ -35,6 +39,7 @@ SETTLE_SECONDS = 5.0
 BASELINE_MIB = 64
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 12, 5)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
+SERVED = ("weightcast.engines.tensors", "weightcast.control.client", "uvicorn", "uvicorn.protocols.http.h11_impl")
 HAS_CUDA = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 HAS_TORCH = "import sys, importlib.util; sys.exit(importlib.util.find_spec('torch') is None)"
 
@@ -51,20 +56,22 @@ def main() -> int:
         python = find_python(Path(folder), args.wheels_from, args.dry)
         if python is None:
             return 2
+        server = warm(python, Path(folder)) if args.dry else contextlib.nullcontext()
         end, before = time.monotonic() + args.seconds, used_mib()
         print(f"{len(names)} sections in {args.seconds:g} s; results in {args.out / 'gpu.jsonl'}", flush=True)
-        for name in names:
-            left = end - time.monotonic() - MARGIN_SECONDS
-            # CPUs of a dry run may have other work.
-            limit = min(LIMITS[name] * (DRY_PATIENCE if args.dry else 1), left)
-            if left < MARGIN_SECONDS:
-                why = f"{max(left, 0):.0f} s were left: --only {name}"
-                result = {"section": name, "status": "not run", "why": why, "seconds": 0.0}
-            else:
-                result = run_section(name, python, Path(folder), limit, args.dry, before)
-                before = result["device_mib"][1]
-            with (args.out / "gpu.jsonl").open("a") as lines:
-                lines.write(json.dumps(result | {"dry": args.dry}) + "\n")
+        with server:
+            for name in names:
+                left = end - time.monotonic() - MARGIN_SECONDS
+                # CPUs of a dry run may have other work.
+                limit = min(LIMITS[name] * (DRY_PATIENCE if args.dry else 1), left)
+                if left < MARGIN_SECONDS:
+                    why = f"{max(left, 0):.0f} s were left: --only {name}"
+                    result = {"section": name, "status": "not run", "why": why, "seconds": 0.0}
+                else:
+                    result = run_section(name, python, Path(folder), limit, args.dry, before)
+                    before = result["device_mib"][1]
+                with (args.out / "gpu.jsonl").open("a") as lines:
+                    lines.write(json.dumps(result | {"dry": args.dry}) + "\n")
     return report(args.out, names, args.dry)
 
 
@@ -122,18 +129,21 @@ def find_python(folder: Path, wheels: Path | None, dry: bool) -> list[str] | Non
             print(f"neither {sys.executable} nor .venv has {what}: name an interpreter in WEIGHTCAST_PYTHON, or")
             print("collect wheels with --wheels DIR --with-torch and pass --from DIR here", flush=True)
             return None
-        subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
         python = str(folder / "venv" / "bin" / "python")
     paths = [str(ROOT / "scripts"), str(ROOT / "src")]
     if wheels is not None:
         missing = lacking(python, wheels)
         print(f"from {wheels}: {', '.join(path.name for path in missing) or 'nothing is lacking'}", flush=True)
         if missing:
-            # Into a folder of its own: the interpreter may be somebody else's.
-            pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
-            site = str(folder / "site")
-            subprocess.run([*pip, "--no-compile", "--target", site, *map(str, missing)], check=True)
-            paths.append(site)
+            # Into a folder of its own, and without pip: the interpreter may be somebody else's, and have none.
+            site = folder / "site"
+            for path in missing:
+                with zipfile.ZipFile(path) as wheel:
+                    wheel.extractall(site)
+            for part in site.glob("*.data/*lib"):
+                shutil.copytree(part, site, dirs_exist_ok=True)
+            paths.append(str(site))
     os.environ["PYTHONPATH"] = ":".join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run([python, "-c", "import weightcast.testing, uvicorn"], capture_output=True, text=True)
     if done.returncode:
@@ -158,6 +168,23 @@ def name_of(requirement: str) -> str:
 # --- a section ---
 
 
+@contextlib.contextmanager
+def warm(python: Sequence[str], folder: Path) -> Iterator[None]:
+    """A process that has imported what sections and their peers need, from which those of a dry run are forked."""
+    address = str(folder / "forks")
+    modules = ["_gpu.peers", "weightcast.testing", *(f"_gpu.{name}" for name in LIMITS), *SERVED]
+    command = [*python, "import sys, _gpu.forked; _gpu.forked.serve(*sys.argv[1:])", address, *modules]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        try:
+            while not Path(address).exists() and process.poll() is None:
+                time.sleep(0.01)
+            os.environ[ADDRESS] = address
+            yield
+        finally:
+            os.environ.pop(ADDRESS, None)
+            process.kill()
+
+
 def run_section(
     name: str, python: Sequence[str], folder: Path, limit: float, dry: bool, before: int | None
 ) -> dict[str, Any]:
@@ -171,16 +198,18 @@ def run_section(
     results = own / "results.jsonl"
     environment = os.environ | {"WEIGHTCAST_GPU": token, "WEIGHTCAST_GPU_DRY": str(int(dry)), "TMPDIR": str(own)}
     began = time.monotonic()
-    process = subprocess.Popen(
-        [*python, "import sys, _gpu.section; _gpu.section.main(*sys.argv[1:])", name, str(results)],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    process: Any
+    if ADDRESS in environment:
+        process = Forked("_gpu.section", [name, str(results)], environment, None)
+    else:
+        process = subprocess.Popen(
+            [*python, "import sys, _gpu.section; _gpu.section.main(*sys.argv[1:])", name, str(results)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     tail: collections.deque[str] = collections.deque(maxlen=NUM_TAIL_LINES)
     reader = threading.Thread(target=echo, args=(process, tail), daemon=True)
     reader.start()
@@ -224,15 +253,14 @@ def run_section(
     return result
 
 
-def echo(process: subprocess.Popen[str], tail: collections.deque[str]) -> None:
-    assert process.stdout is not None
-    with process.stdout as lines:
+def echo(process: Any, tail: collections.deque[str]) -> None:
+    with io.TextIOWrapper(process.stdout, errors="replace") as lines:
         for line in lines:
             tail.append(line.rstrip()[:2000])
             print(f"  {line.rstrip()}", flush=True)
 
 
-def end_all(process: subprocess.Popen[str], token: str) -> list[int]:
+def end_all(process: Any, token: str) -> list[int]:
     """Kill the section and whatever it has started and left; return the ids of the latter."""
     had_ended = process.poll() is not None
     deadline = time.monotonic() + SETTLE_SECONDS
@@ -254,11 +282,12 @@ def end_all(process: subprocess.Popen[str], token: str) -> list[int]:
 
 
 def started_with(token: str) -> list[int]:
-    """The living processes that have the section's mark in their environment."""
+    """The living processes that have the section's mark in their environment, or as their name."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
-            if f"WEIGHTCAST_GPU={token}".encode() in path.read_bytes().split(b"\0"):
+            is_marked = f"WEIGHTCAST_GPU={token}".encode() in path.read_bytes().split(b"\0")
+            if is_marked or path.with_name("comm").read_text().strip() == token[:15]:
                 found.append(int(path.parent.name))
         except OSError:
             continue

@@ -20,6 +20,7 @@ from _gpu import section
 from _gpu.peers import Peer
 from _gpu.section import MIB, Here
 from weightcast import EngineServer, ModuleEngine
+from weightcast.host import device as host_device
 
 P99_RATIO = 1.5
 
@@ -31,6 +32,8 @@ def run(here: Here) -> None:
         trainer.ready()
         with here.part("a CUDA graph over the parameters"):
             _graph(here, trainer, server, weights)
+        with here.part("graphs captured beside a receiving thread"):
+            _capture(here, weights)
         with here.part("decoding while updates arrive"):
             _decode(here, trainer, server, weights)
         with here.part("torch.compile while updates arrive"):
@@ -80,6 +83,47 @@ def _graph(here: Here, trainer: Peer, server: EngineServer, weights: nn.Module) 
         here.check(f"a replay after each of {rounds} versions has its values, {install}", not bad, bad)
     now = [parameter.data_ptr() for parameter in weights.parameters()]
     here.check("every parameter is where it was", now == addresses)
+
+
+def _capture(here: Here, weights: nn.Module) -> None:
+    """A thread does what receiving ones do, allocate, record and ask, while this one captures in torch's own mode."""
+    over, errors, rounds, held = threading.Event(), list[Exception](), [0], list[torch.Tensor]()
+
+    def receive() -> None:
+        try:
+            with host_device.own_stream(here.device):
+                while not over.is_set():
+                    # Kept for a while, so that the driver allocates and not torch's cache.
+                    held.append(host_device.empty(here.size(32 * MIB, 4096), here.device, "a trial", "wait").fill_(1))
+                    if len(held) == 128:
+                        held.clear()
+                    if here.device.type == "cuda":
+                        read = host_device.recorded(here.device)
+                        while not read.query():
+                            time.sleep(0.0001)
+                    rounds[0] += 1
+        except Exception as exc:
+            errors.append(exc)
+
+    expected, bad = _extremes(weights), []
+    thread = threading.Thread(target=receive, daemon=True)
+    thread.start()
+    try:
+        for number in range(here.size(10, 2)):
+            graph: Any = None if here.dry else torch.cuda.CUDAGraph()
+            with contextlib.nullcontext() if here.dry else torch.cuda.graph(graph):
+                out, before = _extremes(weights), rounds[0]
+                here.check(f"capture {number}: it went on", section.within(5.0, lambda n=before: rounds[0] > n + 2))
+            if graph is not None:
+                out.zero_()
+                graph.replay()
+                section.synchronize(here.device)
+            bad += [] if torch.equal(out, expected) else [number]
+    finally:
+        over.set()
+        thread.join(10.0)
+    here.check("nothing that it did failed", not errors, errors)
+    here.check("and it spoiled no capture", not bad, bad)
 
 
 @contextlib.contextmanager

@@ -75,11 +75,11 @@ def _in_one_process(here: Here) -> None:
     with contextlib.ExitStack() as stack:
         gpu = stack.enter_context(LazyGpu()) if here.dry else None
         for install in ("streaming", "staged"):
-            for late in (False, True):
-                _publish_in_one_process(here, gpu, install, late)
+            for late, undo in ((False, False), (False, True), (True, False)):
+                _publish_in_one_process(here, gpu, install, late, undo)
 
 
-def _publish_in_one_process(here: Here, gpu: LazyGpu | None, install: Any, late: bool) -> None:
+def _publish_in_one_process(here: Here, gpu: LazyGpu | None, install: Any, late: bool, undo: bool) -> None:
     names, rounds = [f"t{number}" for number in range(8)], here.size(5 if late else 20, 2)
     numel = here.size(4 * MIB, 2048)
 
@@ -94,7 +94,7 @@ def _publish_in_one_process(here: Here, gpu: LazyGpu | None, install: Any, late:
     slow = late and gpu is None
     trainer, served, bad = made(), made(), []
     engine = LocalEngine(ModuleEngine(served))
-    options = PublishOptions(install=install, bucket_size_bytes=numel * 4)
+    options = PublishOptions(install=install, undo=undo, bucket_size_bytes=numel * 4)
     if slow:
         peers.slow_down(SLOW_MS)
     try:
@@ -113,5 +113,5 @@ def _publish_in_one_process(here: Here, gpu: LazyGpu | None, install: Any, late:
         if slow:
             peers.slow_down(0)
         engine.close()
-    what = f"memory {install}{' late' * late}"
+    what = f"memory {install}{' with undo' * undo}{' late' * late}"
     here.check(f"{rounds} versions over {what} are right", not bad, bad[:10])

@@ -33,15 +33,18 @@ def run(here: Here) -> None:
     rounds, num_engines = here.size(200, 12), here.size(20, 2)
     with Peer(here, "engine", shapes) as engine:
         engine.ready()
-        # Made now, since imports take longest; what they have on the device is there before anything is compared.
-        victims = [Peer(here, "engine", shapes) for _ in range(num_engines)]
         trainer = TrainerCommands({"shapes": shapes, "device": str(here.device)})
-        for victim in victims:
-            victim.ready()
         with here.part(f"{rounds} publishes"):
             _many_publishes(here, trainer, engine, rounds)
+        engine.ask("empty_cache")
+        _empty(here)
+        before = section.used_bytes(here.device)
+        # All at once: imports take longest.
+        victims = [Peer(here, "engine", shapes) for _ in range(num_engines)]
+        for victim in victims:
+            victim.ready()
         with here.part(f"{num_engines} engines killed"):
-            _kill_engines(here, trainer, victims)
+            _kill_engines(here, trainer, victims, before)
         for victim in victims:
             victim.close()
         with here.part(f"{num_engines} publishers"):
@@ -77,8 +80,11 @@ def _many_publishes(here: Here, trainer: TrainerCommands, engine: Peer, rounds: 
     trainer.close_publisher()
 
 
-def _kill_engines(here: Here, trainer: TrainerCommands, victims: list[Peer]) -> None:
-    """Each one takes a version beside a publisher that stays, and is killed with the arena mapped."""
+def _kill_engines(here: Here, trainer: TrainerCommands, victims: list[Peer], before: int) -> None:
+    """Each one takes a version beside a publisher that stays, and is killed with the arena mapped.
+
+    `before`: bytes of the device that were in use before there were any of them.
+    """
     trainer.open([], install="streaming")
     publisher: Publisher = trainer.publisher
     bad: dict[int, Any] = {}
@@ -93,7 +99,11 @@ def _kill_engines(here: Here, trainer: TrainerCommands, victims: list[Peer]) -> 
         used.append(section.used_bytes(here.device) // MIB)
     here.check(f"{len(victims)} engines took their version before they were killed", not bad, bad)
     here.fact("device MiB used after each", used)
-    _close_and_compare(here, trainer, "after engines were killed", used[-1:])
+    trainer.close_publisher()
+    _empty(here)
+    back = section.within(1.0, lambda: abs(section.used_bytes(here.device) - before) <= 2 * MIB)
+    now = section.used_bytes(here.device)
+    here.check("all that they had is back, to 2 MiB", back, f"{before // MIB} MiB before, {now // MIB} MiB after")
 
 
 def _many_publishers(here: Here, trainer: TrainerCommands, engine: Peer, rounds: int) -> None:
@@ -155,18 +165,6 @@ def _own_memory(here: Here) -> None:
         if not here.dry:
             back = section.within(1.0, lambda: section.used_bytes(here.device) <= before + 2 * MIB)
             here.check("it is freed with its last tensor", back, section.used_bytes(here.device) - before)
-
-
-def _close_and_compare(here: Here, trainer: TrainerCommands, what: str, used: list[int]) -> None:
-    """Closing frees at least what slots take, whoever was killed with them mapped."""
-    with_slots = section.used_bytes(here.device)
-    trainer.close_publisher()
-    _empty(here)
-    if here.dry:
-        return
-    back = section.within(1.0, lambda: section.used_bytes(here.device) <= with_slots - 100 * MIB)
-    now = section.used_bytes(here.device)
-    here.check(f"the slots are freed at close {what}", back, f"{used} MiB before, {now // MIB} MiB after close")
 
 
 def _empty(here: Here) -> None:

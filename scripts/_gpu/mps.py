@@ -55,16 +55,17 @@ def _publishes(here: Here, environment: dict[str, str]) -> None:
         trainer.ready()
         engine.ready()
         version = 0
-        for late_ms in (0.0, 20.0):
-            with here.part(f"1 GB, streams {late_ms:g} ms late"):
+        for install, late_ms in (("streaming", 0.0), ("staged", 0.0), ("streaming", 20.0), ("staged", 20.0)):
+            what = f"1 GB {install}, streams {late_ms:g} ms late"
+            with here.part(what):
                 for peer in (trainer, engine):
                     peer.ask("slow", milliseconds=late_ms)
-                trainer.ask("open", engines=[engine.url], install="streaming")
+                trainer.ask("open", engines=[engine.url], install=install, undo=bool(late_ms))
                 seconds = []
-                for _ in range(here.size(10, 2)):
+                for _ in range(here.size(10 if install == "streaming" else 3, 2)):
                     version += 1
                     seconds.append(trainer.ask("publish", version=version)["report"]["seconds"]["total"])
                     found = engine.wrong(version)
                     here.check(f"version {version} is right", not found, found)
                 trainer.ask("close_publisher")
-                here.fact(f"1 GB, streams {late_ms:g} ms late: ms", round(statistics.median(seconds) * 1e3, 1))
+                here.fact(f"{what}: ms", round(statistics.median(seconds) * 1e3, 1))

@@ -6,6 +6,7 @@ On a CPU the pretended NCCL of `weightcast.testing` takes its place.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -55,10 +56,16 @@ def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
 
 def _group_of_one(here: Here, tensor: torch.Tensor) -> None:
     store, _ = serve_store("127.0.0.1", LONG_SECONDS)
+    environment = dict(os.environ)
     group, seconds = _timed(
         lambda: ProcessGroup("nccl", store, rank=0, size=1, timeout_seconds=LONG_SECONDS, device=here.device)
     )
     here.fact("making a group of one, s", round(seconds, 2))
+    here.check("the environment is as it was", dict(os.environ) == environment, sorted(os.environ))
+    if not here.dry:
+        options = group._group.options
+        found = options.config.max_ctas, options._timeout.total_seconds()
+        here.check("8 thread blocks at most, and the deadline", found == (8, LONG_SECONDS), found)
     _, seconds = _timed(lambda: group.wait(group.broadcast(tensor, root=0)))
     here.check("a broadcast is over", tensor.cpu().tolist() == list(map(float, range(1024))))
     here.fact("the first broadcast, s", round(seconds, 4))

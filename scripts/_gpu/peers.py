@@ -16,6 +16,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from _gpu import section
+from _gpu.forked import ADDRESS, Forked
 from _gpu.section import Here
 
 START_SECONDS = 90.0
@@ -41,9 +43,12 @@ class Peer:
         command = [sys.executable, "-u", "-c", "import sys, _gpu.peers; _gpu.peers.main(sys.argv[1])", json.dumps(job)]
         self.role = role
         self._received = b""
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **environment}
-        )
+        environment = {**os.environ, **environment}
+        self.process: Any
+        if ADDRESS in environment:
+            self.process = Forked("_gpu.peers", [json.dumps(job)], environment, 2)
+        else:
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
     def ready(self) -> Peer:
         self.url = str(self.hear(START_SECONDS).get("url", ""))
@@ -94,7 +99,8 @@ class Peer:
     def stop(self) -> None:
         """SIGSTOP, and wait until it has stopped."""
         os.kill(self.process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+        status = Path(f"/proc/{self.process.pid}/status")
+        section.within(10.0, lambda: "State:\tT" in status.read_text())
 
     def wake(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)

@@ -128,6 +128,15 @@ def _host(here: Here) -> None:
         _rate(here, f"host to device, {name}", size, lambda host=host: on_device.copy_(host))
         if registers and not here.dry:
             torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+            continue
+        # As a bucket's tensors go, through slots of pinned memory.
+        both = list(host.view(64, -1)), list(on_device.view(64, -1))
+        host.zero_()
+        _rate(here, f"device to host by copy_all, {name}", size, lambda both=both: copy_all(*both))
+        here.check(f"arrived by copy_all, {name}", torch.equal(host, on_device.cpu()))
+        on_device.zero_()
+        _rate(here, f"host to device by copy_all, {name}", size, lambda both=both: copy_all(*reversed(both)))
+        here.check(f"and went back, {name}", torch.equal(host, on_device.cpu()))
     size = here.size(8 * GIB, MIB)
     began = time.perf_counter()
     large = torch.empty(size, dtype=torch.uint8, pin_memory=not here.dry)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from _gpu import section
 from _gpu.peers import Peer
 from _gpu.section import MIB, Here
 from weightcast import EngineServer, ModuleEngine
+from weightcast.errors import ClosedError
+from weightcast.format.manifest import TensorSpec
 
 PINNED, ON_DEVICE, READ_AND_WRITE = 1, 1, 3
 """CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE."""
@@ -26,7 +30,8 @@ def run(here: Here) -> None:
     for number, (name, shape) in enumerate(shapes):
         part = flat[number * tensor_bytes : (number + 1) * tensor_bytes].view(torch.bfloat16).view(shape)
         weights.register_parameter(name, nn.Parameter(part, requires_grad=False))
-    with Peer(here, "trainer", shapes) as trainer, EngineServer(ModuleEngine(weights)) as server:
+    engine = Sleeper(weights)
+    with Peer(here, "trainer", shapes) as trainer, EngineServer(engine) as server:
         trainer.ready()
         version = 0
         for install in ("streaming", "staged"):
@@ -47,8 +52,31 @@ def run(here: Here) -> None:
                         here.check("the pages were given back", freed >= num_tensors * tensor_bytes, freed)
                     lost = section.wrong(weights, version)
                     here.check("what was there is lost, at the same addresses", len(lost) == num_tensors, lost)
+                with server.gate.exclusive():
+                    section.synchronize(here.device)
+                    memory.unmap()
+                    engine.is_asleep = True
+                refused = functools.partial(trainer.ask, "publish", version=version + 1)
+                here.raises(f"a publish while asleep is refused, {install}", RuntimeError, refused, "asleep")
+                with server.gate.exclusive():
+                    memory.map()
+                    engine.is_asleep = False
+                version += 2
+                trainer.ask("publish", version=version)
+                found = section.wrong(weights, version)
+                here.check(f"awake again it takes version {version}", not found, found)
                 trainer.ask("close_publisher")
-    here.skip("a publish while asleep (needs a vLLM server: scripts/test-vllm)")
+
+
+class Sleeper(ModuleEngine):
+    """Refuses offers while its weights' pages are away, as vLLM's and SGLang's engines do: nothing is written then."""
+
+    is_asleep = False
+
+    def specs(self) -> Sequence[TensorSpec]:
+        if self.is_asleep:
+            raise ClosedError("the weights' memory is asleep: wake it before an update")
+        return super().specs()
 
 
 class HostPages:
