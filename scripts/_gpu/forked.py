@@ -69,8 +69,9 @@ class Forked:
 def serve(address: str, *modules: str) -> None:
     """Import these and fork for whoever asks, until stdin ends."""
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
+    listener.bind(f"{address}.new")
     listener.listen(64)
+    os.rename(f"{address}.new", address)  # it is there once it can be connected to
     for module in modules:
         importlib.import_module(module)
     assert threading.active_count() == 1, "what is forked would lack these threads"
