@@ -12,7 +12,14 @@ from weightcast.seams.transport import Transport
 from weightcast.transports.collective.receiver import CollectiveReceiver
 from weightcast.transports.collective.sender import CollectiveSender
 
-NCCL = Transport(sender=CollectiveSender, receiver=CollectiveReceiver, same_host=False, origins="hosts")
+NCCL = Transport(
+    sender=CollectiveSender,
+    receiver=CollectiveReceiver,
+    same_host=False,
+    # Two or three of them lie in each engine's GPU memory, beside caches that have left little of it.
+    default_bucket_size_bytes={"cpu": 64 << 20, "cuda": 64 << 20},
+    origins="hosts",
+)
 GLOO = dataclasses.replace(NCCL, buckets_on_gpu="never")
 
 __all__ = ["GLOO", "NCCL", "CollectiveReceiver", "CollectiveSender"]

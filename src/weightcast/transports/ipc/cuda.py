@@ -3,7 +3,9 @@
 Invariants: it is opened once by each receiver; no stream of one process waits for another process, which may be killed:
 a bucket is announced when it was packed, and released when it was read. It is memory of the driver's own
 (`host.device_memory`). Where the driver has none, the fallback is a block of torch's, whose handles are those of
-torch's `_share_cuda_`: it stays until every receiver has let go of it.
+torch's `_share_cuda_`: it stays until every receiver has let go of it. Handles of memory of our own (`cuMemAlloc`,
+`cuIpcGetMemHandle`) count nobody: to free that while a receiver, which may stand still, has it open is undefined
+(`cuIpcOpenMemHandle` in the driver API's reference).
 """
 
 from __future__ import annotations
