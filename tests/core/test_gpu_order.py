@@ -424,10 +424,12 @@ def test_a_publisher_closes_all_that_it_has_although_its_gpu_has_failed(
         publisher.publish()
 
 
-def test_memory_that_the_device_has_not_is_an_error_of_ours(gpu: LazyGpu) -> None:
+@pytest.mark.parametrize(("transport", "is_capturing"), [("memory://", False), ("ipc://", False), ("ipc://", True)])
+def test_memory_that_the_device_has_not_is_an_error_of_ours(gpu: LazyGpu, transport: str, is_capturing: bool) -> None:
+    """Also while another thread captures a graph, and torch gives nothing back of what it keeps."""
     engine = OnGpu(gpu)
-    with published(gpu, "streaming", engine) as (publisher, _):
-        gpu.free_bytes = 4096
+    with published(gpu, "streaming", engine, transport=transport) as (publisher, _):
+        gpu.free_bytes, gpu.is_capturing = 4096, is_capturing
         with pytest.raises((InsufficientMemoryError, PublishError), match=r"cuda:0 has 4096 left"):
             publisher.publish()
 

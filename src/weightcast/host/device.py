@@ -149,9 +149,11 @@ def pinned(num_bytes: int) -> torch.Tensor:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give back to a GPU what torch keeps of what this process has freed there."""
+    """Give back to a GPU what torch keeps of what this process has freed there; not while a graph is captured."""
     if has_streams(device):
-        cuda.empty_cache()
+        # torch asserts that no thread captures (CUDACachingAllocator's synchronize_and_free_events).
+        with contextlib.suppress(RuntimeError):
+            cuda.empty_cache()
 
 
 def out_of_memory(num_bytes: int, device: torch.device, what: str, remedy: str) -> InsufficientMemoryError:

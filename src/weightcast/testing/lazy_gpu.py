@@ -214,6 +214,8 @@ class LazyGpu:
 
     def empty_cache(self) -> None:
         """Nothing is cached."""
+        if self.is_capturing:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
 
     def device_count(self) -> int:
         return self.device.index + 1
