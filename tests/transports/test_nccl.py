@@ -251,8 +251,9 @@ def test_connecting_ends_by_the_deadline_although_a_member_never_comes(hall: Hal
         ProcessGroup("nccl", store, rank=0, size=2, timeout_seconds=SHORT_SECONDS, device=hall.gpu.device)
     # Another store: in that one a member still waits for a second one.
     store, _ = serve_store("127.0.0.1", PATIENCE_SECONDS)
+    options: dict[str, Any] = {"timeout_seconds": PATIENCE_SECONDS, "device": hall.gpu.device}
     with pytest.raises(PeerDiedError, match="was left"):
-        ProcessGroup("nccl", store, rank=0, size=2, timeout_seconds=PATIENCE_SECONDS, is_left=lambda: True)
+        ProcessGroup("nccl", store, rank=0, size=2, **options, is_left=lambda: True)
 
 
 def test_the_first_broadcast_to_a_stock_server_that_never_joined_ends_by_the_deadline(hall: Hall) -> None:

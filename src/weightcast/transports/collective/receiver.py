@@ -35,10 +35,11 @@ from weightcast.transports.sending import MAX_REASON_CHARACTERS
 
 @dataclasses.dataclass(slots=True, eq=False)
 class BroadcastUpdate(PeerUpdate):
-    """`num_received` buckets are here, `num_released` of them may be overwritten."""
+    """`num_received` buckets are here, `num_released` of them may be overwritten. `stream`: what brings them."""
 
     num_received: int = 0
     num_released: int = 0
+    stream: BroadcastStream | None = None
 
 
 _receivers: weakref.WeakSet[CollectiveReceiver] = weakref.WeakSet()
@@ -98,7 +99,8 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
 
     def _leave(self, wanted: BroadcastUpdate) -> None:
         super()._leave(wanted)
-        if wanted.begun is not None and wanted.num_received < wanted.num_buckets:
+        # The sender may have invited to the next update's group, before this end has heard that this one was aborted.
+        if wanted.stream is self._stream and wanted.num_received < wanted.num_buckets:
             self._leave_group()
         self._buffers.end_reader()
 
@@ -152,6 +154,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
     # --- what the sender says, in the link's thread ---
 
     def _on_begun(self, wanted: BroadcastUpdate, begin: BeginUpdate, *, is_again: bool) -> None:
+        wanted.stream = self._stream
         if self._stream is not None and begin.first > wanted.num_received:
             raise ManifestError(f"the publisher goes on at bucket {begin.first}, {wanted.num_received} have come here")
         if self._buffers.reader is not None and not is_again:
