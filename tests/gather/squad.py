@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import signal
 import time
@@ -20,14 +21,16 @@ from msgspec import UNSET
 from publishers import publisher_of
 
 from weightcast.errors import PeerDiedError, PeersLostError
-from weightcast.format.bucket import narrow
+from weightcast.format.bucket import Layout, narrow
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held
 from weightcast.sources.module import ModuleSource
+from weightcast.trainer.packer import BlockDigests
 
 DEADLINE_SECONDS = 30.0
 
+_clear_gaps, _mark = Layout.clear_gaps, BlockDigests.mark
 _context = forking.preloaded(
     "torch", "torch.distributed", "weightcast.trainer.publisher", "weightcast.transports.memory"
 )
@@ -294,11 +297,14 @@ class Rank:
         group: Sequence[int] | None = None,
         is_apart: bool = False,
         hosts: int = 1,
+        late_seconds: float = 0.0,
         **options: Any,
     ) -> None:
         """`group`: the trainer ranks that publish; the first one does it for all.
 
         `is_apart`: this rank can't map another's memory, as in another container. `hosts`: the ranks are on so many.
+        `late_seconds`: so long it takes a rank to zero the bytes between tensors, and twice as long to say what it has
+        digested.
         """
         import torch.distributed as dist
         from core.direct import DirectEngine, RecordingEngine
@@ -309,6 +315,12 @@ class Rank:
         self.unmake()
         origins.host_identity = lambda: f"host {self.rank * hosts // self.size}"
         gather.map_shared = _nothing_mapped if is_apart else map_shared
+
+        for owner, name, call, seconds in (
+            (Layout, "clear_gaps", _clear_gaps, late_seconds),
+            (BlockDigests, "mark", _mark, 2 * late_seconds),
+        ):
+            setattr(owner, name, functools.partialmethod(_late, call, seconds))
         members = tuple(range(self.size)) if group is None else tuple(group)
         if group is not None:
             options["trainer_group"] = dist.new_group(list(group), backend="gloo")
@@ -594,6 +606,11 @@ class Rank:
         from faults.actors import footprint
 
         return footprint()
+
+
+def _late(owner: object, call: Callable[..., None], seconds: float, *args: Any) -> None:
+    time.sleep(seconds)
+    call(owner, *args)
 
 
 def _nothing_mapped(location: object) -> None:

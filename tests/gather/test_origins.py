@@ -46,6 +46,14 @@ def test_every_sharding_arrives_whole(ranks: Squad, cut: str, hosts: int, instal
         assert ranks[0].ask("check", content) == []
 
 
+def test_what_a_rank_digests_alone_has_no_bytes_of_former_buckets(ranks: Squad) -> None:
+    """Between its tensors, where the rank that leads the origin zeroes them, too, later than this one has digested."""
+    ranks.all("make", "table", "last_alone", hosts=2, late_seconds=0.02, **GLOO)
+    for content in (1, 2):
+        published(ranks.publish(content))
+        assert ranks[0].ask("check", content) == []
+
+
 def test_each_origin_gives_its_memory_back(ranks: Squad) -> None:
     ranks.all("make", "many", "rows", hosts=2, **GLOO)
     for content in (1, 2):

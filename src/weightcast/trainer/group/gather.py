@@ -125,6 +125,8 @@ class Contribution:
                 digests = self._mapped[1]
                 digests.begin(manifest.buckets[index])
                 payload = self._payload(index, offset_bytes)
+                # The leader does so, too, perhaps only after this rank has digested blocks that it fills alone.
+                self._layout.clear_gaps(index, payload)
                 self._part.pack(index, payload, digests if manifest.digest_kind == "xxh3-128" else None)
         elif num_bytes:
             with self._ranks.error_at_next_exchange():
