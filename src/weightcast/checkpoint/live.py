@@ -209,9 +209,12 @@ def is_memory(tensor: torch.Tensor) -> bool:
     """
     if tensor.layout != torch.strided or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return False
-    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    num_elements = tensor.numel()
+    last = num_elements - 1
+    if not tensor.is_contiguous():
+        last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     end = (int(tensor.storage_offset()) + last + 1) * tensor.itemsize
-    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() >= end
+    return num_elements == 0 or tensor.untyped_storage().nbytes() >= end
 
 
 def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:

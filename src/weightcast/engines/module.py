@@ -51,13 +51,14 @@ class ModuleEngine:
     @property
     def device(self) -> torch.device:
         """That of the module's weights; of several the first that is no host memory."""
-        devices = {tensor.device for tensor in self._model.state_dict().values()}
-        return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
+        if not (self._updating or self._is_fresh):
+            self._refresh()
+        return next((device for device in self._targets.devices if device.type != "cpu"), torch.device("cpu"))
 
     @property
     def devices(self) -> Collection[torch.device]:
         """All GPUs that weights of the module lie on."""
-        return self._targets.gpus
+        return [device for device in self._targets.devices if device.type == "cuda"]
 
     def specs(self) -> Sequence[TensorSpec]:
         if not self._updating:
@@ -223,7 +224,7 @@ class ModuleEngine:
             raise InstallError(f"copying {len(targets)} tensors into the module failed: {exc}", torn=True) from exc
 
     def _finish_copies(self) -> None:
-        for device in self._targets.gpus:
+        for device in self.devices:
             host_device.synchronize_stream(device)
 
 
@@ -270,7 +271,7 @@ class _ParameterTargets:
         self.views = list(live.views.values())
         self.shapes = [view.shape for view in self.views]
         self.dtypes = [view.dtype for view in self.views]
-        self.gpus = {view.device for view in self.views if view.is_cuda}
+        self.devices = list(dict.fromkeys(view.device for view in self.views))
         self._by_name = {name: number for number, spec in enumerate(live.specs) for name in spec.names}
 
     def parts(self, names: list[str], regions: list[Region]) -> _Parts:

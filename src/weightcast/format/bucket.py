@@ -155,8 +155,7 @@ class Buffers:
         self._buffers = {index: known for index, known in self._buffers.items() if index < num_buckets}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """One piece of a bucket: `tensor` is the record's index in the manifest."""
 
     tensor: int

@@ -58,7 +58,10 @@ def relative(region: Region, base: Region) -> Region:
 
 def is_inside(region: Region, shape: Sequence[int]) -> bool:
     """Whether a region, which may be empty, has the dims of a tensor of that shape and lies in it."""
-    return len(region.offsets) == len(region.sizes) == len(shape) and all(
+    if not len(region.offsets) == len(region.sizes) == len(shape):
+        return False
+    # Most regions are all of a tensor.
+    return (region.covers(shape) and min(shape, default=0) >= 0) or all(
         offset >= 0 and size >= 0 and offset + size <= limit
         for offset, size, limit in zip(region.offsets, region.sizes, shape, strict=True)
     )

@@ -263,13 +263,15 @@ def check_specs(specs: Iterable[TensorSpec]) -> None:
             raise malformed("dtype", f"{spec.name!r} has the dtype {spec.dtype[:40]!r}; known: {known}")
         if len(spec.shape) > MAX_DIMS:
             raise malformed("shape", f"{spec.name!r} has {len(spec.shape)} dims; the limit is {MAX_DIMS}")
-        if any(size < 0 or size > MAX_BYTES for size in spec.shape):
+        if spec.shape and not 0 <= min(spec.shape) <= max(spec.shape) <= MAX_BYTES:
             raise malformed("shape", f"{spec.name!r} has the shape {list(spec.shape)}: sizes must be 0 to {MAX_BYTES}")
-        if math.prod(max(size, 1) for size in spec.shape) * ITEMSIZE_BYTES[spec.dtype] > MAX_BYTES:
+        if math.prod(filter(None, spec.shape)) * ITEMSIZE_BYTES[spec.dtype] > MAX_BYTES:
             raise malformed("shape", f"{spec.name!r} of shape {list(spec.shape)} has over {MAX_BYTES} bytes")
 
 
 def _name_bytes(name: str) -> int:
+    if name.isascii():
+        return len(name)
     try:
         return len(name.encode())
     except UnicodeEncodeError as exc:

@@ -156,15 +156,16 @@ class LoadPlan:
         """Staged: keep a bucket until `load_all`, and copy its pieces of tensors that straddle origins."""
         staged.payloads[index] = payload
         # Made now, and kept, so that they need not be made while the engine is paused.
-        views = self.layout.views(index, payload)
-        if self._install_map is not None:
-            for name, view in self._whole(index, views):
-                if self._install_map.has(name):
-                    self._cut(self._install_map, name, view, None)
-            for position, entry in self._loads[index].partial:
-                for name in self._names(entry.record):
-                    if self._is_copied_in_pieces(name):
-                        self._cut(self._install_map, name, views[position], entry.piece.region)
+        with collector_paused():
+            views = self.layout.views(index, payload)
+            if self._install_map is not None:
+                for name, view in self._whole(index, views):
+                    if self._install_map.has(name):
+                        self._cut(self._install_map, name, view, None)
+                for position, entry in self._loads[index].partial:
+                    for name in self._names(entry.record):
+                        if self._is_copied_in_pieces(name):
+                            self._cut(self._install_map, name, views[position], entry.piece.region)
         found = [
             (position, entry) for position, entry in self._loads[index].partial if entry.record.name in self._straddling
         ]
@@ -464,7 +465,8 @@ def admit(manifest: Manifest, digest: str, engine: Engine, specs: Sequence[Tenso
     if isinstance(engine, Validating):
         engine.validate(manifest)
     try:
-        return LoadPlan(Layout(manifest), digest, engine, specs)
+        with collector_paused():
+            return LoadPlan(Layout(manifest), digest, engine, specs)
     except ValueError as exc:
         raise UnsupportedError(str(exc)) from exc
 

@@ -53,6 +53,7 @@ from weightcast.format.messages import (
 )
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.host import device as host_device
+from weightcast.host.collector import collector_paused
 from weightcast.host.memory import host_identity
 from weightcast.seams.engine import Engine, ExposesTensors, OnDevice, Undoable
 from weightcast.seams.transport import Share
@@ -397,7 +398,8 @@ class Worker:
         manifest = offer.manifest if known is None else known.layout.manifest
         if manifest is None:
             raise ManifestError("the offer has no manifest, and its digest is not one that this link has been sent")
-        manifest.check()
+        with collector_paused():
+            manifest.check()
         if known is None and manifest.digest() != offer.manifest_digest:
             raise ManifestError(f"the manifest's digest is {manifest.digest()}, the offer says {offer.manifest_digest}")
         session.require_origins(manifest)

@@ -6,12 +6,12 @@ it holds; on a CPU it is digested while it is in the cache, on a GPU nothing wai
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
+import msgspec
 import torch
 import xxhash
 
@@ -48,6 +48,7 @@ from weightcast.format.geometry import (
 )
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec, WeightVersion
 from weightcast.host import device as host_device
+from weightcast.host.collector import collector_paused
 from weightcast.host.copy import copy_all, copy_plain, is_plain
 from weightcast.seams.source import Held, Regions
 
@@ -144,7 +145,8 @@ class PackPlan:
     def packer(self, regions: Regions) -> Fill:
         """Raises IncompatibleWeightsError unless the regions, equal ones counted once, tile every tensor."""
         if self._packer is None or self._regions is None or self._regions.regions is not regions:
-            self.use(regions, Packer(self.layout, tiling(self.specs, regions)))
+            with collector_paused():
+                self.use(regions, Packer(self.layout, tiling(self.specs, regions)))
             assert self._packer is not None
         return self._packer
 
@@ -251,7 +253,7 @@ class BlockDigests:
         self._marks.release()
 
 
-class ShardSlice(NamedTuple):
+class ShardSlice(msgspec.Struct, frozen=True, gc=False):
     """What of one piece a part brings: `region` of the tensor, from part number `part`, at byte `start` of the payload.
 
     `entry`: the piece's number in its bucket. `is_run`: its elements follow one another there.
@@ -276,10 +278,13 @@ class ShardSlices:
             self._parts[part.tensor].append((number, part.region))
         self.sizes = [sum(cut.num_bytes for cut in self._found(index)) for index in range(len(layout.entries))]
         """Bytes of the rank's part of each bucket."""
+        self._last: tuple[int, list[ShardSlice]] | None = None
 
     def of(self, index: int) -> list[ShardSlice]:
-        """The cuts of bucket `index`, in the order of their places. Not kept: there may be many."""
-        return sorted(self._found(index), key=operator.attrgetter("start"))
+        """The cuts of bucket `index`, in the order of their places. Only the last bucket's are kept: all are many."""
+        if self._last is None or self._last[0] != index:
+            self._last = index, sorted(self._found(index), key=operator.attrgetter("start"))
+        return self._last[1]
 
     def _found(self, index: int) -> Iterator[ShardSlice]:
         for number, entry in enumerate(self._layout.entries[index]):
@@ -325,12 +330,13 @@ class PartPacker:
     @torch.no_grad()
     def pack(self, index: int, payload: torch.Tensor, digests: BlockDigests | None) -> None:
         """Copy this rank's part of bucket `index` into `payload`; `digests`: where those of its blocks are wanted."""
-        sources, targets = self.sources(index), self._views(index, payload)
+        with collector_paused():
+            sources, targets = self.sources(index), self._views(index, payload)
+            if digests is not None and index not in self._steps:
+                self._steps[index] = self._planned(index, targets)
         if digests is None:
             copy_all(targets, sources)
             return
-        if index not in self._steps:
-            self._steps[index] = self._planned(index, targets)
         is_on_host = all(map(operator.attrgetter("is_cpu"), sources))
         if not is_on_host:
             copy_all(targets, sources)
@@ -451,16 +457,14 @@ def typed_views(buffer: torch.Tensor, places: Iterable[tuple[ShardSlice, int, Se
 # --- what a rank holds ---
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HeldRegion:
+class HeldRegion(msgspec.Struct, frozen=True, gc=False):
     """A region of tensor number `tensor` of the specs."""
 
     tensor: int
     region: Region
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Shard(HeldRegion):
+class Shard(HeldRegion, frozen=True, gc=False):
     """A part that this rank holds, and its memory."""
 
     data: torch.Tensor
@@ -498,11 +502,13 @@ def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
         dtype = TORCH_DTYPES.get(spec.dtype)
         for region, data in regions.get(spec.name, ()):
             # Plain floating point is cast to plain floating point.
-            is_cast = dtype is not None and all(d.is_floating_point and d.itemsize > 1 for d in (dtype, data.dtype))
+            is_cast = data.dtype == dtype or (
+                dtype is not None and all(d.is_floating_point and d.itemsize > 1 for d in (dtype, data.dtype))
+            )
             sizes = tuple(data.shape)
             if len(sizes) > len(region.sizes):
                 sizes = (*sizes[:-2], sizes[-2] * sizes[-1])
-            is_fitting = sizes == region.sizes and (data.dtype == dtype or is_cast)
+            is_fitting = sizes == region.sizes and is_cast
             if not is_inside(region, spec.shape):
                 problems.append(
                     f"{spec.name!r}: found a region at {list(region.offsets)} of sizes {list(region.sizes)}, expected "

@@ -27,6 +27,7 @@ from weightcast.format.bucket import Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_ORIGINS, MAX_VERSION, DigestKind, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, plan
 from weightcast.host.closing import ClosedOnExit, on_failure
+from weightcast.host.collector import collector_paused
 from weightcast.host.deadline import number_of_seconds
 from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
@@ -428,8 +429,8 @@ class Publisher(ClosedOnExit):
             where, is_brought = self._transport.buckets_on_gpu, self._has_brought_senders
             is_on_gpu = is_brought or where == "always" or where == self._options.install == "streaming"
             kind: DigestKind = "sum-64x2" if device.type != "cpu" and is_on_gpu else "xxh3-128"
-            manifest = plan(specs, size, digest_kind=kind)
-            self._pack_plan = PackPlan(specs, Layout(manifest), size)
+            with collector_paused():
+                self._pack_plan = PackPlan(specs, Layout(plan(specs, size, digest_kind=kind)), size)
         return self._pack_plan
 
 
