@@ -274,6 +274,16 @@ def test_a_modules_gpus_are_those_of_its_weights(gpu: LazyGpu) -> None:
     assert list(ModuleEngine(model).devices) == [gpu.device]
 
 
+def test_an_engine_whose_module_moves_says_where_it_is_now(gpu: LazyGpu) -> None:
+    net = torch.nn.Linear(8, 8)
+    engine = ModuleEngine(net)
+    assert engine.device == torch.device("cpu")
+    for name, parameter in list(net.named_parameters()):
+        setattr(net, name, torch.nn.Parameter(gpu.tensor(parameter), requires_grad=False))
+    assert engine.device == gpu.device
+    assert list(engine.devices) == [gpu.device]
+
+
 def test_targets_of_several_dtypes_are_copied_in_batches_of_their_own(gpu: LazyGpu) -> None:
     dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
     targets = [gpu.tensor(torch.zeros(64, dtype=dtype)) for dtype in dtypes]

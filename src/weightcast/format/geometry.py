@@ -58,12 +58,14 @@ def relative(region: Region, base: Region) -> Region:
 
 def is_inside(region: Region, shape: Sequence[int]) -> bool:
     """Whether a region, which may be empty, has the dims of a tensor of that shape and lies in it."""
-    if not len(region.offsets) == len(region.sizes) == len(shape):
+    offsets, sizes = region.offsets, region.sizes
+    if not len(offsets) == len(sizes) == len(shape):
         return False
-    # Most regions are all of a tensor.
-    return (region.covers(shape) and min(shape, default=0) >= 0) or all(
+    if sizes == shape and not any(offsets):  # all of a tensor, as most are
+        return not sizes or min(sizes) >= 0
+    return all(
         offset >= 0 and size >= 0 and offset + size <= limit
-        for offset, size, limit in zip(region.offsets, region.sizes, shape, strict=True)
+        for offset, size, limit in zip(offsets, sizes, shape, strict=True)
     )
 
 

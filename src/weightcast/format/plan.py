@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from weightcast.errors import ManifestError
 from weightcast.format.geometry import ALIGNMENT_BYTES, Region, align, whole
@@ -64,7 +64,8 @@ def plan(
         filler = _Filler(capacity, first=len(sizes))
         for group in groups.values():
             found = [(spec, region) for spec in group for region in held.get(spec.name, ()) if region.numel]
-            filler.keep_together(sum(align(region.numel * ITEMSIZE_BYTES[spec.dtype]) for spec, region in found))
+            if len(found) > 1:
+                filler.keep_together(sum(align(region.numel * ITEMSIZE_BYTES[spec.dtype]) for spec, region in found))
             for spec, region in found:
                 pieces[spec.name] += filler.place(region, ITEMSIZE_BYTES[spec.dtype])
         filled = [size for size in filler.sizes if size]
@@ -96,13 +97,15 @@ class _Filler:
         if self._room() < num_bytes <= self._capacity:
             self.sizes.append(0)
 
-    def place(self, region: Region, itemsize: int) -> Iterator[Piece]:
+    def place(self, region: Region, itemsize: int) -> Iterable[Piece]:
         """One piece; or row-major blocks, if it is larger than a bucket."""
         num_bytes = region.numel * itemsize
-        if num_bytes <= self._capacity:
-            self.keep_together(align(num_bytes))
-            yield self._take(region, num_bytes)
-            return
+        if num_bytes > self._capacity:
+            return self._cut(region, itemsize, num_bytes)
+        self.keep_together(align(num_bytes))
+        return (self._take(region, num_bytes),)
+
+    def _cut(self, region: Region, itemsize: int, num_bytes: int) -> Iterator[Piece]:
         if num_bytes > MAX_PIECES_PER_TENSOR * self._capacity:
             raise ManifestError(
                 f"a region of {list(region.sizes)} needs more than {MAX_PIECES_PER_TENSOR} buckets of "
@@ -127,6 +130,6 @@ class _Filler:
         return self._capacity - self.sizes[-1]
 
     def _take(self, region: Region, num_bytes: int) -> Piece:
-        piece = Piece(bucket=self._first + len(self.sizes) - 1, offset_bytes=self.sizes[-1], region=region)
+        piece = Piece(self._first + len(self.sizes) - 1, self.sizes[-1], region)
         self.sizes[-1] += align(num_bytes)
         return piece

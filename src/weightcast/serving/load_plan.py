@@ -24,8 +24,8 @@ from weightcast.format.geometry import Region, is_run, row_major, start_elements
 from weightcast.format.manifest import Manifest, TensorRecord, TensorSpec
 from weightcast.host import device as host_device
 from weightcast.host import memory as host_memory
-from weightcast.host.collector import collector_paused
 from weightcast.host.copy import copy_all
+from weightcast.host.memory import collector_paused
 from weightcast.seams.engine import Casting, Engine, OnDevice, RegionLoader, Undoable, Validating
 from weightcast.serving.install_map import BlockCopies, InstallMap, Mapped
 

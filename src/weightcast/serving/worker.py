@@ -53,8 +53,7 @@ from weightcast.format.messages import (
 )
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.host import device as host_device
-from weightcast.host.collector import collector_paused
-from weightcast.host.memory import host_identity
+from weightcast.host.memory import collector_paused, host_identity
 from weightcast.seams.engine import Engine, ExposesTensors, OnDevice, Undoable
 from weightcast.seams.transport import Share
 from weightcast.serving.install_map import Mapped, held_weights

@@ -48,8 +48,8 @@ from weightcast.format.geometry import (
 )
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec, WeightVersion
 from weightcast.host import device as host_device
-from weightcast.host.collector import collector_paused
 from weightcast.host.copy import copy_all, copy_plain, is_plain
+from weightcast.host.memory import collector_paused
 from weightcast.seams.source import Held, Regions
 
 _STEP_BYTES = 512 << 10

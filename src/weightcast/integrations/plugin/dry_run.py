@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from weightcast.format.bucket import TORCH_DTYPES
 from weightcast.format.manifest import TensorSpec
-from weightcast.host.collector import collector_paused
+from weightcast.host.memory import collector_paused
 from weightcast.serving.install_map import RecordedCopy, StridedBlock, TargetForm
 
 MAX_FAULTS = 64
