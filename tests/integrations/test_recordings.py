@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from integrations.loader_model import specs, without_memory
 from weightcast.format.geometry import Region, whole
 from weightcast.format.tensor_digest import tensor_digest
-from weightcast.integrations.plugin.dry_run import dry_run
+from weightcast.integrations.plugin.dry_run import DryRunOutcome, dry_run
 from weightcast.serving.install_map import InstallMap, whole_digest
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -127,3 +127,72 @@ def test_what_is_held_is_read_back_as_regions(program: tuple[Program, dict[str, 
         assert placed.digest == tensor_digest(taken.contiguous(), region, part.shape)
         if region == whole(part.shape):
             assert whole_digest({0: tensor}) == tensor_digest(part)
+
+
+class Loader(nn.Module):
+    """Parameters `0` to `n - 1` of one shape, and a loader."""
+
+    def __init__(self, num_tensors: int, load: Callable[[Loader, Iterable[tuple[str, torch.Tensor]]], None]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(2, 3) for _ in range(num_tensors))
+        self._load = load
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._load(self, tensors)
+
+
+def tried(load: Callable[[Loader, Iterable[tuple[str, torch.Tensor]]], None], num_tensors: int = 40) -> DryRunOutcome:
+    offered = {f"weights.{number}": torch.zeros(2, 3) for number in range(num_tensors)}
+    return dry_run(Loader(num_tensors, load), without_memory, specs(offered))
+
+
+def test_a_loader_that_asks_for_nothing_uses_nothing() -> None:
+    outcome = tried(lambda model, tensors: None)
+    assert set(outcome.used.values()) == {(0, frozenset())}
+    assert len(outcome.used) == 40
+    assert all(target.num_unset == 6 for target in outcome.targets.values())
+
+
+def test_memory_of_the_loaders_own_is_not_taken_for_a_source_that_it_has_dropped() -> None:
+    def load(model: Loader, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for number, (name, tensor) in enumerate(tensors):
+            made = tensor if number < 8 else torch.empty(2, 3, device="meta")
+            model.get_parameter(name).data.copy_(made)
+
+    outcome = tried(load)
+    assert [(copy.name, copy.target) for copy in outcome.copies] == [(f"weights.{n}",) * 2 for n in range(8)]
+    assert [name for name, (num_used, _) in outcome.used.items() if num_used] == [f"weights.{n}" for n in range(8)]
+
+
+def test_sources_are_told_apart_when_all_are_taken_first() -> None:
+    def load(model: Loader, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in reversed(list(tensors)):
+            model.get_parameter(name).data.copy_(tensor)
+
+    outcome = tried(load)
+    assert {(copy.name, copy.target) for copy in outcome.copies} == {(f"weights.{n}",) * 2 for n in range(40)}
+    assert all(target.num_unset == 0 for target in outcome.targets.values())
+
+
+def test_a_block_that_is_set_twice_counts_once() -> None:
+    def load(model: Loader, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            weight = model.get_parameter(name).data
+            weight[:1].zero_()
+            weight[:1].copy_(tensor[:1])
+            weight[:1].copy_(tensor[:1])
+
+    assert all(target.num_unset == 3 for target in tried(load).targets.values())
+
+
+def test_what_a_source_was_changed_with_goes_with_it() -> None:
+    def load(model: Loader, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        (_, first), (_, second) = tensors
+        first.add_(second)
+        for weight in model.weights:
+            weight.data.copy_(first * 2)
+
+    outcome = tried(load, 2)
+    both = {"weights.0", "weights.1"}
+    assert outcome.together == {"weights.0": both, "weights.1": both}
+    assert set(outcome.opaque) == both

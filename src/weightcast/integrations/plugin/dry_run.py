@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,20 +39,34 @@ class DryRunTarget:
     """A parameter or buffer of the model in checkpoint form. `loaded`: the blocks that were set, and from which names.
 
     Names that one write has its values from, such as a concatenation, are one entry there. `padded`: blocks that the
-    loader filled with a constant.
+    loader filled with a constant. `num_set`: elements of all of them.
     """
 
     name: str
     form: TargetForm
     is_parameter: bool
-    loaded: dict[StridedBlock, set[str]] = dataclasses.field(default_factory=dict)
+    loaded: dict[StridedBlock, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     padded: set[StridedBlock] = dataclasses.field(default_factory=set)
+    num_set: int = 0
+
+    def load(self, block: StridedBlock, num_elements: int, names: str) -> None:
+        """A block was set from these names."""
+        known = self.loaded.get(block, ())
+        if not known and block not in self.padded:
+            self.num_set += num_elements
+        if names not in known:
+            self.loaded[block] = (*known, names)
+
+    def pad(self, block: StridedBlock, num_elements: int) -> None:
+        """A block was set to a constant."""
+        if block not in self.padded and block not in self.loaded:
+            self.num_set += num_elements
+        self.padded.add(block)
 
     @property
     def num_unset(self) -> int:
         """Elements that would keep whatever a new parameter holds."""
-        set_sizes = (math.prod(block.sizes) for block in self.padded | self.loaded.keys())
-        return max(0, math.prod(self.form.shape) - sum(set_sizes))
+        return max(0, math.prod(self.form.shape) - self.num_set)
 
 
 @dataclasses.dataclass
@@ -67,7 +82,7 @@ class DryRunOutcome:
 
     faults: dict[str, str]
     targets: dict[str, DryRunTarget]
-    used: dict[str, tuple[int, set[torch.dtype]]]
+    used: dict[str, tuple[int, frozenset[torch.dtype]]]
     copies: list[RecordedCopy]
     opaque: dict[str, str]
     beside: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -75,6 +90,7 @@ class DryRunOutcome:
     calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
+@collector_paused()
 def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRunOutcome:
     """Let `model.load_weights` load tensors of these names, shapes and dtypes, in this order, into nothing.
 
@@ -87,7 +103,7 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
     sees_all = False
     while True:
         fault = ""
-        with _without_memory(model, form) as (targets, is_explained), collector_paused():
+        with _without_memory(model, form) as (targets, is_explained):
             probe = _Probe(targets)
             sources = probe.sources([spec for spec in specs if spec.name not in faults])
             with probe if sees_all else _copies_seen_by(probe):
@@ -140,12 +156,14 @@ def _without_memory(model: nn.Module, form: Form) -> Iterator[tuple[dict[int, Dr
         if any(all(target.num_unset for target in of_one) for of_one in unset.values()):
             return False
         for layer, attributes in saved:
-            held = itertools.chain(layer._parameters.values(), layer._buffers.values())
-            if any(tensor is not None and tensor.is_meta and _address(tensor) not in targets for tensor in held):
-                return False
-            made = (value for name, value in vars(layer).items() if attributes.get(name) is not value)
-            if any(isinstance(value, torch.Tensor) for value in made):
-                return False
+            for tensor in (*layer._parameters.values(), *layer._buffers.values()):
+                if tensor is not None and tensor.is_meta and _address(tensor) not in targets:
+                    return False
+            # One that was deleted shifts the rest: then all of them count as made.
+            pairs = itertools.zip_longest(vars(layer).values(), attributes.values())
+            for made in [value for value, former in pairs if value is not former]:
+                if isinstance(made, torch.Tensor):
+                    return False
         return True
 
     try:
@@ -193,7 +211,7 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current = ""
         self.knows_all = True
         """Whether it knew where everything that was copied came from."""
-        self.used: dict[str, tuple[int, set[torch.dtype]]] = {}
+        self.used: dict[str, tuple[int, frozenset[torch.dtype]]] = {}
         self.copies: list[RecordedCopy] = []
         self.beside: list[torch.Tensor] = []
         self.together: dict[str, frozenset[str]] = {}
@@ -207,16 +225,16 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: list[torch.UntypedStorage] = []
 
     def sources(self, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors without memory, one at a time. All are made before the first one is asked for."""
-        tensors = [torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta") for spec in specs]
-        for spec, tensor in zip(specs, tensors, strict=True):
-            self.used[spec.name] = (0, set())
-            self._note(tensor, {spec.name})
-            self._sources[_address(tensor)] = spec.name
+        """Tensors without memory, each made when it is asked for."""
+        self.used = dict.fromkeys((spec.name for spec in specs), (0, frozenset()))
 
         def one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
-            for spec, tensor in zip(specs, tensors, strict=True):
+            for spec in specs:
                 self.current = spec.name
+                tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
+                storage = tensor.untyped_storage()
+                self._alive.append(storage)
+                self._sources[storage._cdata] = spec.name
                 yield spec.name, tensor
             self.current = ""
 
@@ -225,7 +243,7 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def opaque_names(self) -> dict[str, str]:
         """The names that are not only copied, each with what else is done with it."""
         found = dict(self._opaque)
-        for copy in self.copies:
+        for copy in self.copies if self._read else ():
             if copy.target in self._read:
                 found.setdefault(copy.name, f"other tensors are made from {copy.target} ({self._read[copy.target]})")
         return found
@@ -251,18 +269,25 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def written(self, part: torch.Tensor, source: torch.Tensor | None) -> None:
         """A copy of `source` to `part`, or of a constant. Raises RuntimeError for another shape."""
         target = self.targets.get(_address(part))
-        block = StridedBlock(int(part.storage_offset()), tuple(part.shape), part.stride())
+        sizes, num_elements = tuple(part.shape), part.numel()
+        block = StridedBlock(int(part.storage_offset()), sizes, part.stride())
         if source is None:
             if target is None:
                 self._note(part, set())
-            elif part.numel():
-                target.padded.add(block)
+            elif num_elements:
+                target.pad(block, num_elements)
             return
-        if source.shape != part.shape:
-            source = source.expand(part.shape)
+        if source.shape != sizes:
+            source = source.expand(sizes)
         address = _address(source)
         name = self._sources.get(address)
-        names = self._origins.get(address, set()) if name is None else {name}
+        if name is not None and target is not None and num_elements:
+            target.load(block, num_elements, name)
+            self._use(name, num_elements, target.form.dtype)
+            held = StridedBlock(int(source.storage_offset()), sizes, source.stride())
+            self.copies.append(RecordedCopy(name, held, target.name, block))
+            return
+        names = self._names(address)
         self.knows_all &= bool(names) and target is not None
         if len(names) > 1:
             group = frozenset(names).union(*(self.together.get(each, ()) for each in names))
@@ -271,27 +296,31 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(part, names)
             self._opaque |= dict.fromkeys(names - self._opaque.keys(), "it is copied to a tensor that is no parameter")
             return
-        if not part.numel():
+        if not num_elements:
             return
         if not names:
             if (read := self.targets.get(address)) is not None:
                 self._read.setdefault(read.name, f"a copy to {target.name}")
-            target.padded.add(block)
+            target.pad(block, num_elements)
             return
-        target.loaded.setdefault(block, set()).add(" with ".join(sorted(names)))
+        target.load(block, num_elements, " with ".join(sorted(names)))
         for each in names:
-            num_elements, dtypes = self.used[each]
-            dtypes.add(target.form.dtype)
-            self.used[each] = num_elements + part.numel(), dtypes
-        if name is not None:
-            held = StridedBlock(int(source.storage_offset()), block.sizes, source.stride())
-            self.copies.append(RecordedCopy(name, held, target.name, block))
-            return
+            self._use(each, num_elements, target.form.dtype)
         whole = self._whole(source)
         if whole is None or not {*whole.dtypes} <= {target.form.dtype}:
             self._opaque |= dict.fromkeys(names - self._opaque.keys(), f"{target.name} is computed from it")
         else:
             self.copies.append(RecordedCopy(whole.name, whole.block, target.name, block))
+
+    def _use(self, name: str, num_elements: int, dtype: torch.dtype) -> None:
+        """So many elements of a source were copied into a target of that dtype."""
+        former, dtypes = self.used[name]
+        self.used[name] = former + num_elements, _with(dtypes, dtype)
+
+    def _names(self, address: int) -> set[str]:
+        """The sources that what lies at this address is made of."""
+        name, others = self._sources.get(address), self._origins.get(address, set())
+        return others if name is None else {name, *others}
 
     def _whole(self, tensor: torch.Tensor) -> _Whole | None:
         """Which block of which source a tensor's elements are, if they are one; `dtypes` it was cast to."""
@@ -307,7 +336,7 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         taken = list(filter(torch.is_tensor, tree_leaves(args)))
         made = [tensor for tensor in filter(torch.is_tensor, tree_leaves(out)) if _address(tensor) not in self.targets]
         addresses = {_address(tensor) for tensor in taken}
-        names = set[str]().union(*(self._origins.get(address, ()) for address in addresses))
+        names = set[str]().union(*map(self._names, addresses))
         if all(_address(tensor) in addresses for tensor in made) and not func._schema.is_mutable:
             return  # views
         for address in addresses & self.targets.keys():
@@ -331,6 +360,12 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         origins |= names
 
 
+@functools.cache
+def _with(dtypes: frozenset[torch.dtype], dtype: torch.dtype) -> frozenset[torch.dtype]:
+    """One object for all that are equal: there may be as many as tensors."""
+    return dtypes | {dtype}
+
+
 _aten = torch.ops.aten
 _FILLS = frozenset({_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default})
 _COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
@@ -347,4 +382,5 @@ _VIEWS = frozenset(
 
 def _address(tensor: torch.Tensor) -> int:
     """Of the storage's record, which a tensor without memory has as well."""
-    return int(tensor.untyped_storage()._cdata)
+    address: int = tensor.untyped_storage()._cdata
+    return address
