@@ -228,7 +228,9 @@ class RolloutTransfer:
     def _forget(self) -> None:
         """Close all connections, and have the rollout workers wait no longer. The next update learns the specs."""
         self._disconnect()
-        workers = self._clients(_LAST_CALL_SECONDS)
+        # Rollout workers fail from here on. This rank's error says which of them are untouched: it must reach the
+        # framework while that still waits for it, though a worker stands still.
+        workers = self._clients(min(_LAST_CALL_SECONDS, self._options.deadline_seconds / 4))
         workers.shutdown()
         workers.close()
         self._source = IteratorSource()
