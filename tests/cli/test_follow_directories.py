@@ -6,7 +6,9 @@ import contextlib
 import functools
 import io
 import json
+import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -114,6 +116,20 @@ def test_that_nothing_complete_is_there_is_said(tmp_path: Path, monkeypatch: pyt
         words = ["follow", str(tmp_path), "--format", "prime-rl", "--engine", server.url, "--once"]
         assert cli.main(words) == exits.OK
     assert value_of(module) == 3
+
+
+def test_sigterm_ends_it_also_while_it_has_the_lock_of_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes where Event.wait has its lock; an Event can't be set from there."""
+
+    def wait(self: DirectoryFollower, timeout_seconds: float, *, stop: threading.Event) -> None:
+        with stop._cond:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.wait(LONG_SECONDS)
+
+    monkeypatch.setattr(DirectoryFollower, "wait", wait)
+    assert cli.main(["follow", str(tmp_path), "--format", "prime-rl", "--engine", "http://127.0.0.1:9"]) == exits.OK
 
 
 def test_hf_directories_and_a_cast(tmp_path: Path) -> None:

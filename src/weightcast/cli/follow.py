@@ -69,8 +69,13 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     stop, pause_seconds = threading.Event(), _FIRST_PAUSE_SECONDS
     look_seconds = _FIRST_LOOK_SECONDS
+
+    def end(number: int, frame: object) -> None:
+        # Not here: this interrupts the thread that waits for `stop`, perhaps while it has the lock of it.
+        threading.Thread(target=stop.set).start()
+
     with contextlib.ExitStack() as stack:
-        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda number, frame: stop.set()))
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, end))
         follower = _follower(args, stack)
         while not stop.is_set():
             try:
