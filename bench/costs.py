@@ -1,4 +1,4 @@
-"""Measures cost curves, and rows of `weightcast bench` beside what the cost model says of them; makes docs/costs.md.
+"""Measures cost curves, and rows of `weightcast bench` with the machine's parts before each; makes docs/costs.md.
 
     python bench/costs.py parts|rows|bytes|tensors|engines|ranks ...     measures these, into bench/costs.json
     python bench/costs.py page                                          makes the page and its picture of that
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from weightcast import LocalEngine, ModuleSource, Publisher
@@ -67,12 +68,6 @@ CURVES: dict[str, tuple[str, dict[int, dict[str, Any]]]] = {
         "trainer ranks, 256 MiB, 500 tensors",
         {x: UNIFORM | {"num_bytes": 256 * MIB, "trainer_ranks": x} for x in (1, 2, 4, 8)},
     ),
-}
-_PUBLISHES = "publishes of next to nothing over "
-_SECTION_FIELDS = {
-    "copies and digests": ("copy", "pack", "check", "install", "write", "read"),
-    "raw broadcasts": ("raw", "send_cpu", "receive_cpu"),
-    "two trainer ranks": ("rank",),
 }
 ENGINES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -123,34 +118,6 @@ def _descendants(pid: int) -> Iterator[ProcessMeter]:
         yield from _descendants(child)
 
 
-def quietest_parts() -> dict[str, Any]:
-    """This machine's parts; of each section that which was measured while others took least, now or before."""
-    known = json.loads(RESULTS.read_text()).get("parts/", {}).get("found", {}) if RESULTS.exists() else {}
-    others: dict[str, float] = {}
-    begun: list[tuple[str, Others]] = []
-
-    def note(section: str) -> None:
-        for former, meter in begun:
-            meter.__exit__()
-            others[former] = meter.cores
-        begun[:] = [(section, Others().__enter__())] if section else []
-
-    found: dict[str, Any] = json.loads(measure_parts(note).encode())
-    note("")
-    if "sections" not in known:
-        return found | {"sections": others}
-    for section, cores in others.items():
-        if cores >= known["sections"][section]:
-            continue
-        known["sections"][section] = cores
-        if section.startswith(_PUBLISHES):
-            name = section.removeprefix(_PUBLISHES)
-            known["stages"][name] = found["stages"][name]
-        for field in _SECTION_FIELDS.get(section, ()):
-            known[field] = found[field]
-    return known
-
-
 def bench(asked: dict[str, Any]) -> dict[str, Any]:
     """One row: medians of five publishes, their range, and what each stage took."""
     settings = BenchSettings(**asked, per_tensor=False)
@@ -171,6 +138,12 @@ def bench(asked: dict[str, Any]) -> dict[str, Any]:
         "memcpy": result.memcpy_seconds,
         "stages": {name: statistics.median(each) for name, each in stages.items()},
     }
+
+
+def with_parts(asked: dict[str, Any]) -> dict[str, Any]:
+    """One row, and as a text what this machine's parts cost in the minute before it."""
+    parts = measure_parts()
+    return bench(asked) | {"parts": msgspec.json.encode(parts).decode()}
 
 
 def with_stand_ins(num_engines: int, num_bytes: int) -> dict[str, Any]:
@@ -200,8 +173,8 @@ def with_stand_ins(num_engines: int, num_bytes: int) -> dict[str, Any]:
 
 def jobs() -> dict[str, Callable[[], Any]]:
     """By "kind/name", what is measured."""
-    found: dict[str, Callable[[], Any]] = {"parts/": quietest_parts}
-    found |= {f"rows/{name}": lambda asked=asked: bench(asked) for name, asked in ROWS.items()}  # type: ignore[misc]
+    found: dict[str, Callable[[], Any]] = {"parts/": lambda: {"parts": msgspec.json.encode(measure_parts()).decode()}}
+    found |= {f"rows/{name}": lambda asked=asked: with_parts(asked) for name, asked in ROWS.items()}  # type: ignore[misc]
     for curve, (_, points) in CURVES.items():
         found |= {f"{curve}/{x}": lambda asked=asked: bench(asked) for x, asked in points.items()}  # type: ignore[misc]
     for what, num_bytes in (("engines", 64 * MIB), ("small-engines", 64 * 4096)):
@@ -222,14 +195,11 @@ def main(words: Sequence[str]) -> None:
             return
         with Others() as others:
             found = job()
-        if sections := found.get("sections"):
-            others.cores = max(cores for section, cores in sections.items() if section != "starting engines")
-        if known is None or name == "parts/" or others.cores < known["others"]:
+        if known is None or others.cores < known["others"]:
             results[name] = {"others": others.cores, "load": os.getloadavg()[0], "found": found}
         results["machine"] = machine_name()
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        seconds = found.get("seconds", 0.0)
-        print(f"{name}: {seconds:.3f} s, others took {others.cores:.2f} cores", flush=True)
+        print(f"{name}: {found.get('seconds', 0.0):.3f} s, others took {others.cores:.2f} cores", flush=True)
 
 
 if __name__ == "__main__":
