@@ -29,7 +29,9 @@ boundary as an `ErrorRecord`: a name from the closed table above and a text, nev
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
+import traceback
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -205,6 +207,22 @@ def from_record(record: ErrorRecord) -> WeightcastError:
 def detached(error: BaseException) -> WeightcastError:
     """A copy without the traceback, whose frames would keep buffers, sockets and groups alive."""
     return from_record(to_record(error))
+
+
+def clear_frames(error: BaseException) -> None:
+    """Drop the locals of this package's frames in an error's tracebacks: who keeps the error keeps no buckets by it.
+
+    The frames of the caller's own code, such as a source's, are left as they are, for a debugger.
+    """
+    links: list[BaseException | None] = [error]
+    for link in links:
+        if link is None:
+            continue
+        for frame, _ in traceback.walk_tb(link.__traceback__):
+            if frame.f_globals.get("__name__", "").partition(".")[0] in ("weightcast", "torch"):
+                with contextlib.suppress(RuntimeError):  # it is running
+                    frame.clear()
+        links += [other for other in (link.__cause__, link.__context__) if other not in links]
 
 
 def malformed(fault: str, message: str) -> ManifestError:

@@ -18,6 +18,7 @@ from core.test_brought_sender import Bringing
 from weightcast import IteratorSource
 from weightcast.errors import IncompatibleWeightsError, InsufficientMemoryError, PublishError, UpdateAbortedError
 from weightcast.host import memory as host_memory
+from weightcast.testing.leftovers import nothing_left
 from weightcast.trainer import publisher as publisher_module
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -261,6 +262,19 @@ def test_an_engine_that_is_lost_in_a_broadcast_costs_the_version_and_nothing_els
         publisher.remove_engine(lost)
         source.use(exported(2))
         assert publisher.publish().ok
+
+
+@pytest.mark.parametrize("transport", ["ipc", "gloo"])
+def test_an_error_that_is_kept_keeps_no_memory_of_a_closed_publisher(tmp_path: Path, transport: str) -> None:
+    source = IteratorSource()
+    with nothing_left(), fleet(source, RecordingEngine(), transport=url(transport, tmp_path)) as (publisher, _):
+        source.use(exported(0))
+        publisher.publish()
+        source.use(exported(1, layer_4=fails))
+        with pytest.raises(RuntimeError, match="the exporter failed") as caught:
+            publisher.publish()
+    innermost = caught.traceback[-1].frame
+    assert innermost.f_locals["name"] == "layer.4", "the caller's own frames are left to a debugger"
 
 
 def test_engines_of_another_route_are_refused_by_name_before_anything_is_sent() -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from weightcast import registry
-from weightcast.errors import ClosedError, PublishError, from_record
+from weightcast.errors import ClosedError, PublishError, clear_frames, from_record
 from weightcast.format.amounts import count
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_ORIGINS, MAX_VERSION, DigestKind, TensorSpec
@@ -305,6 +305,9 @@ class Publisher(ClosedOnExit):
                 report = group.lead(self.run, last, inputs, run)
             else:
                 report = group.follow(last)
+        except BaseException as exc:
+            clear_frames(exc)
+            raise
         finally:
             self.version = max(last, run.number)
             if isinstance(self._source, StreamSource) and self._pack_plan is not None:
