@@ -7,7 +7,6 @@ process. Errors of torch become errors of weightcast here.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import datetime
 import functools
@@ -16,10 +15,9 @@ import re
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -33,8 +31,7 @@ from weightcast.errors import (
     WeightcastError,
     detached,
 )
-from weightcast.host.deadline import Deadline
-from weightcast.host.deadline import in_background as begin
+from weightcast.host.deadline import Deadline, in_background
 
 _MAX_NCCL_CHANNELS = 8
 """Thread blocks that a broadcast may take from the engine's own kernels."""
@@ -54,7 +51,6 @@ _NCCL_ENVIRONMENT = {
 Store: TypeAlias = Any
 """A c10d store: TCPStore, PrefixStore, ..."""
 _STORE_ATTEMPT_SECONDS = 3.0
-_EXIT_SECONDS = 5.0
 _CHATTER = re.compile(r"Exception raised from|This is typically caused by")
 """Where a message of torch goes on with a trace, or with advice that does not fit here."""
 _POLL_SECONDS = 0.0002
@@ -244,7 +240,7 @@ def in_time(
     Raises PeerTimeoutError after `seconds`, PeerDiedError once `is_left` says that nobody wants its result; the thread
     is left behind, and what it returns later is discarded.
     """
-    future, deadline = begin(call, name="weightcast-connect"), Deadline(seconds)
+    future, deadline = in_background(call, name="weightcast-connect"), Deadline(seconds)
     try:
         while not future.done() and not (deadline.has_passed or is_left()):
             futures.wait([future], min(_CONNECT_POLL_SECONDS, deadline.remaining_seconds))
@@ -320,41 +316,6 @@ def translated(what: str) -> Iterator[None]:
         reason = _CHATTER.split(text)[0].strip()[:400]
         is_late = "imed out" in text or "imeout" in text
         raise (PeerTimeoutError if is_late else PeerDiedError)(f"{what} failed: {reason}") from exc
-
-
-class Closable(Protocol):
-    """What has groups, and operations under way in them."""
-
-    def close(self) -> None: ...
-
-
-_open: weakref.WeakSet[Closable] = weakref.WeakSet()
-_background: set[threading.Thread] = set()
-os.register_at_fork(after_in_child=_open.clear)
-
-
-def close_at_exit(owner: Closable) -> None:
-    """Close it at the interpreter's end, if it is still open: an operation that ends later would abort the process."""
-    _open.add(owner)
-
-
-def in_background(call: Callable[[], None], name: str) -> threading.Thread:
-    """Run what may wait for gloo in a thread. The interpreter waits a while for it at its end, for the same reason."""
-    thread = threading.Thread(target=call, name=name, daemon=True)
-    _background.difference_update([other for other in list(_background) if not other.is_alive()])
-    thread.start()
-    _background.add(thread)
-    return thread
-
-
-@atexit.register
-def _see_off() -> None:
-    end = time.monotonic() + _EXIT_SECONDS
-    for owner in list(_open):
-        with contextlib.suppress(Exception):
-            owner.close()
-    for thread in list(_background):
-        thread.join(max(0.0, end - time.monotonic()))
 
 
 def require(backend: str) -> None:

@@ -1,17 +1,27 @@
-"""What has to be closed when something ends early: a call that fails, or a child that was forked.
+"""What has to be closed when something ends early: a call that fails, a child that was forked, the interpreter.
 
 A dead process is noticed by the end of its sockets and pipes. A child that a program forks (a DataLoader's worker)
 inherits them, and would keep a dead trainer alive in the eyes of its engines.
+
+A thread that is in torch when the interpreter ends, if only to free a tensor, aborts the process (exit status 134):
+Python ends the thread as it takes the GIL back, within C++ that does not allow it. So what has such threads is closed
+before.
 """
 
 from __future__ import annotations
 
 import abc
+import atexit
 import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Protocol, Self, TypeVar
+
+from weightcast.host.deadline import Deadline
+
+_EXIT_SECONDS = 5.0
 
 
 class Closeable(Protocol):
@@ -20,6 +30,8 @@ class Closeable(Protocol):
 
 C = TypeVar("C", bound=Closeable)
 _ours: weakref.WeakSet[Closeable] = weakref.WeakSet()
+_open: weakref.WeakSet[Closeable] = weakref.WeakSet()
+_threads: set[threading.Thread] = set()
 
 
 class ClosedOnExit(abc.ABC):
@@ -57,3 +69,28 @@ def _close_inherited() -> None:
 
 
 os.register_at_fork(after_in_child=_close_inherited)
+os.register_at_fork(after_in_child=_open.clear)
+
+
+def close_at_exit(thing: Closeable) -> None:
+    """Close it at the interpreter's end, if it is still there: its threads may be in torch, or in a torch group."""
+    _open.add(thing)
+
+
+def awaited_at_exit(call: Callable[[], None], name: str) -> threading.Thread:
+    """Run what may be in torch in a thread, which the interpreter waits a while for at its end."""
+    thread = threading.Thread(target=call, name=name, daemon=True)
+    _threads.difference_update([other for other in list(_threads) if not other.is_alive()])
+    thread.start()
+    _threads.add(thread)
+    return thread
+
+
+@atexit.register
+def _close_all() -> None:
+    deadline = Deadline(_EXIT_SECONDS)
+    for thing in list(_open):
+        with contextlib.suppress(Exception):
+            thing.close()
+    for thread in list(_threads):
+        thread.join(max(0.0, deadline.remaining_seconds))

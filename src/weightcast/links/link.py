@@ -27,7 +27,7 @@ from msgspec import UNSET
 from weightcast.errors import ErrorRecord, ManifestError, PeerDiedError, PeerTimeoutError, from_record
 from weightcast.format.manifest import PROTOCOL, decode, encode
 from weightcast.format.messages import MAX_LINK_MESSAGE_BYTES, Failed, Heartbeat, Hello, LinkMessage
-from weightcast.host.closing import close_in_child, on_failure
+from weightcast.host.closing import awaited_at_exit, close_in_child, on_failure
 from weightcast.host.deadline import Deadline
 
 _LENGTH = struct.Struct(">I")
@@ -133,8 +133,7 @@ class WorkerLink:
                 self.send(hello)
         except OSError as exc:
             raise PeerDiedError(f"no publisher answers at {address}: {exc}", peer="trainer") from exc
-        self._thread = threading.Thread(target=self._watch, name="weightcast-link", daemon=True)
-        self._thread.start()
+        self._thread = awaited_at_exit(self._watch, "weightcast-link")
 
     @property
     def local_host(self) -> str:

@@ -19,7 +19,7 @@ from weightcast.errors import ClosedError, RefusedError, WeightcastError, detach
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.format.messages import Hello, InitInfo, LinkMessage, ReleaseMemory, Secret, UpdateInfo
 from weightcast.host import device as host_device
-from weightcast.host.closing import on_failure
+from weightcast.host.closing import awaited_at_exit, on_failure
 from weightcast.host.memory import host_identity
 from weightcast.links.link import WorkerLink
 from weightcast.seams.transport import Bucket, Receiver, ReleasesMemory, Share
@@ -149,7 +149,7 @@ class PublisherSession:
     def _on_message(self, message: LinkMessage) -> None:
         if isinstance(message, ReleaseMemory):
             # Not in the link's thread: memory of a GPU goes once all that is queued there is over.
-            threading.Thread(target=self.release, name="weightcast-release", daemon=True).start()
+            awaited_at_exit(self.release, "weightcast-release")
 
     def release(self) -> None:
         """Give back memory that is kept for the next update, unless one is under way."""
@@ -190,8 +190,7 @@ class PublisherSession:
                 self._link.send(message)
 
     def receive_in_background(self, receive: Callable[[], None]) -> None:
-        self._receiving = threading.Thread(target=receive, name="weightcast-receive", daemon=True)
-        self._receiving.start()
+        self._receiving = awaited_at_exit(receive, "weightcast-receive")
 
     def end_update(self, error: WeightcastError) -> None:
         """Abort an update that is in progress, and see that its thread has left the receiver."""

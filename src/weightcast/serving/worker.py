@@ -53,6 +53,7 @@ from weightcast.format.messages import (
 )
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.host import device as host_device
+from weightcast.host.closing import close_at_exit
 from weightcast.host.memory import collector_paused, host_identity
 from weightcast.seams.engine import Engine, ExposesTensors, OnDevice, Undoable
 from weightcast.seams.transport import Share
@@ -109,6 +110,7 @@ class Worker:
         self._session: PublisherSession | None = None
         self._closed = False
         self.instance = secrets.token_hex(16)
+        close_at_exit(self)
 
     def info(self) -> WeightInfo:
         """What this engine is and does now."""

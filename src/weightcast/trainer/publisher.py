@@ -26,12 +26,11 @@ from weightcast.format.amounts import count
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_ORIGINS, MAX_VERSION, DigestKind, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, plan
-from weightcast.host.closing import ClosedOnExit, on_failure
+from weightcast.host.closing import Closeable, ClosedOnExit, on_failure
 from weightcast.host.deadline import number_of_seconds
 from weightcast.host.memory import collector_paused
 from weightcast.links.link import LinkListener
 from weightcast.links.watchdog import Watchdog
-from weightcast.process_group import Closable
 from weightcast.seams.client import BringsSender, EngineClient
 from weightcast.seams.source import Regions, Source, StreamSource, TensorStream
 from weightcast.seams.transport import Origins
@@ -109,7 +108,7 @@ class Publisher(ClosedOnExit):
         self._closed = False
         self._process = 0
         """The one that has the connections; 0 while there are none."""
-        self._owned: list[Closable] = [self._watchdog]
+        self._owned: list[Closeable] = [self._watchdog]
         """What has connections, threads or processes, in the order in which they are closed, the watchdog last.
 
         Nothing of the caller's, which may refer to this publisher.
@@ -468,7 +467,7 @@ def _device_of(regions: Regions) -> torch.device:
     return next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
-def _drop(owned: list[Closable], process: int) -> None:
+def _drop(owned: list[Closeable], process: int) -> None:
     """Close what a publisher had that was not closed. A forked child has a copy of it only, and does nothing."""
     if process != os.getpid() or sys.is_finalizing():
         return
@@ -483,7 +482,7 @@ def _drop(owned: list[Closable], process: int) -> None:
             closing.join(_DROPPED_SECONDS)
 
 
-def _close_all(owned: list[Closable]) -> None:
+def _close_all(owned: list[Closeable]) -> None:
     for part in owned:
         with contextlib.suppress(Exception):
             part.close()

@@ -20,7 +20,7 @@ from weightcast.engines.gate import Gate
 from weightcast.engines.transformers.batch import CausalModel, DecodeBatch
 from weightcast.engines.transformers.request import Completion, DecodeRow, Delta, Request, SamplingParams, Tokenizer
 from weightcast.errors import ClosedError, EngineTornError, PeerTimeoutError, WeightcastError
-from weightcast.host.closing import ClosedOnExit
+from weightcast.host.closing import ClosedOnExit, close_at_exit
 from weightcast.host.deadline import Deadline
 
 _POLL_SECONDS = 0.1
@@ -69,6 +69,7 @@ class TextGenerator(ClosedOnExit):
         gate.drain = self._drain
         self._thread = threading.Thread(target=self._run, name="weightcast-generator", daemon=True)
         self._thread.start()
+        close_at_exit(self)
 
     @property
     def is_alive(self) -> bool:

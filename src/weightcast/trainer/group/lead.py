@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import decode
-from weightcast.process_group import Closable
+from weightcast.host.closing import Closeable
 from weightcast.seams.source import Source
 from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks, in_round
 from weightcast.trainer.group.gather import mapped_again
@@ -173,7 +173,7 @@ class TrainerGroup:
                         own.wait()
 
     @property
-    def owned(self) -> list[Closable]:
+    def owned(self) -> list[Closeable]:
         """What `close` closes, without what the caller gave."""
         return [self._ranks, self._shares]
 

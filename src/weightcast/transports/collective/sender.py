@@ -28,6 +28,7 @@ from weightcast.errors import (
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
+from weightcast.host.closing import close_at_exit
 from weightcast.host.deadline import Deadline
 from weightcast.transports.collective import records
 from weightcast.transports.collective.group import BroadcastGroup, GroupMember, GroupSettings, engine_of
@@ -78,7 +79,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
         self._slots_are_lost = False
         """A broadcast of a group that was left may still be reading the slots."""
         self._num_questions = 0
-        process_group.close_at_exit(self)
+        close_at_exit(self)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Begin an update, or begin it again after a loss: wait for `peers` to be connected, and for their group.

@@ -1,0 +1,53 @@
+"""A program that ends without closing what has threads in torch ends with its own exit status."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from weightcast import ModuleSource, Publisher, PublishOptions
+from weightcast.errors import PublishError
+
+ENGINE = """
+import sys
+import threading
+
+import torch
+import weightcast
+
+torch.set_num_threads(1)
+began, matrix = threading.Event(), torch.ones(64, 64)
+
+
+class Busy(weightcast.ModuleEngine):
+    def load(self, tensors):
+        began.set()
+        # Each of these gives the GIL up within C++, and takes it again there.
+        for _ in range(3_000):
+            torch.mm(matrix, matrix)
+        super().load(tensors)
+
+
+server = weightcast.EngineServer(Busy(torch.nn.Linear(8, 8))).start()
+print(server.url, flush=True)
+assert began.wait(60)
+sys.exit(7)
+"""
+
+
+def test_an_engine_process_that_ends_while_a_version_streams_in() -> None:
+    with subprocess.Popen([sys.executable, "-c", ENGINE], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            options = PublishOptions(install="streaming")
+            source = ModuleSource(torch.nn.Linear(8, 8))
+            with Publisher(source, transport="ipc://", engines=[url], options=options) as publisher:
+                with pytest.raises(PublishError):
+                    publisher.publish()
+                assert process.wait(60) == 7
+        finally:
+            process.kill()
