@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -157,6 +158,45 @@ def wheel(folder: Path, name: str) -> None:
         file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         file.writestr(f"{info}/RECORD", "")
+
+
+def test_a_profile_has_no_fill_of_the_weights_in_it(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of calls at each end, as on a GPU. 60 GB that are filled are another 15 ms of a GPU."""
+    speed, peers, here_section = (importlib.import_module(f"_gpu.{name}") for name in ("speed", "peers", "section"))
+    calls = list[str]()
+    report = {"engines": {"e": {"install_seconds": 0.1}}, "seconds": {"total": 0.2}, "num_buckets": 3, "num_bytes": 9}
+    counted = {"launches": 6, "waits": 3, "busy_seconds": 0.05, "gap_seconds": [0.001, 0.003], "events": 9}
+
+    def noted(name: str, result: Any = None) -> Any:
+        return lambda *args, **kwargs: calls.append(name.format(*args)) or result
+
+    class SilentPublisher:
+        version = 0
+        publish = staticmethod(noted("publish", types.SimpleNamespace(to_json=lambda: json.dumps(report), ok=True)))
+
+    monkeypatch.setattr(here_section, "fill", noted("fill"))
+    monkeypatch.setattr(here_section, "synchronize", noted("synchronize"))
+    monkeypatch.setattr(peers, "start_profile", noted("profile_start"))
+    monkeypatch.setattr(peers, "stop_profile", noted("profile_stop", counted))
+    trainer = peers.TrainerCommands({"shapes": [["t", [2, 2]]], "device": "cpu"})
+    trainer.publisher = SilentPublisher
+    here = here_section.Here(tmp_path / "results", dry=False)
+    speed._profiled(here, "60 GB", trainer, types.SimpleNamespace(ask=noted("{0}", counted)))
+    one_end = ["fill", "synchronize", "profile_start", "publish", "profile_stop"]
+    assert calls == one_end * 2
+    lines = {line["name"]: line for line in map(json.loads, (tmp_path / "results").read_text().splitlines())}
+    assert "2 gaps of 4.0 ms together, the longest 3.00 ms" in lines["60 GB, trainer: GPU busy"]["value"]
+    assert lines["60 GB: the GPU is busy for at most 0.15 s"]["ok"]
+
+
+def test_busy_time_and_gaps_of_a_trace(program: ModuleType) -> None:
+    peers = importlib.import_module("_gpu.peers")
+    spans = [(10e6, 2e6), (1e6, 3e6), (2e6, 1e6), (4e6, 1e6), (11.5e6, 1e6)]
+    assert peers.union_seconds(spans) == 6.5
+    assert peers.gaps_seconds(spans) == [5.0]
+    assert peers.gaps_seconds([]) == []
 
 
 @pytest.mark.cluster
