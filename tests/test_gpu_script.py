@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
+import struct
 import subprocess
 import sys
 import types
@@ -199,6 +201,47 @@ def test_busy_time_and_gaps_of_a_trace(program: ModuleType) -> None:
     assert peers.gaps_seconds([]) == []
 
 
+@pytest.mark.parametrize(
+    ("pid", "code", "found"),
+    [(7, 0, 3 << 20), (8, 0, None), (9, 0, None), (7, 999, None)],
+    ids=["told", "of another process", "not available", "an error"],
+)
+def test_what_the_driver_counts_as_a_processs_memory(
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch, pid: int, code: int, found: int | None
+) -> None:
+    """NVML by the structure that nvml.h declares: 24 bytes for each process."""
+    here_section = importlib.import_module("_gpu.section")
+
+    def by_uuid(name: bytes, device: Any) -> int:
+        assert name == b"GPU-0123"
+        return 0
+
+    def processes(device: Any, count: Any, infos: Any) -> int:
+        assert count._obj.value == len(infos)
+        records = struct.pack("IxxxxQII", 7, 3 << 20, 0, 0) + struct.pack("IxxxxQII", 9, (1 << 64) - 1, 0, 0)
+        ctypes.memmove(infos, records, len(records))
+        count._obj.value = 2
+        return code
+
+    nvml = types.SimpleNamespace(
+        nvmlInit_v2=lambda: 0, nvmlDeviceGetHandleByUUID=by_uuid, nvmlDeviceGetComputeRunningProcesses_v3=processes
+    )
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libnvidia-ml.so.1": nvml}[name])
+    assert here_section.process_bytes(pid, "0123") == here_section.process_bytes(pid, "GPU-0123") == found
+
+
+FACTS = {
+    "primitives": "registering 8 GiB, s",
+    "end_to_end": "ipc staged with undo late: median ms",
+    "memory": "after 12 publishes",
+    "faults": "an update that is given up while a bucket is half loaded, s",
+    "consumers": "a wait for the whole device beside a capture",
+    "nccl": "close after an error, s",
+    "speed": "1 GB, 64 MiB x 4 slots",
+}
+"""Of each of these sections, something that only its last parts report."""
+
+
 @pytest.mark.cluster
 @pytest.mark.timeout(1600)
 def test_every_section_runs_dry(tmp_path: Path) -> None:
@@ -215,4 +258,6 @@ def test_every_section_runs_dry(tmp_path: Path) -> None:
     assert len({result["section"] for result in results}) == len(results) == NUM_SECTIONS
     assert all(result["num_checks"] for result in results)
     assert {result["status"] for result in results} <= {"passed", "skipped"}
+    facts = {result["section"]: result["facts"] for result in results}
+    assert all(fact in facts[section] for section, fact in FACTS.items()), facts
     assert "proves the sections' own logic, and nothing about a GPU" in done.stdout

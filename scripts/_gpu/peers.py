@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -218,6 +218,15 @@ class Commands:
             said = f"{type(exc).__name__}: {exc}"
         return {"said": said, "seconds": round(time.monotonic() - began, 2)}
 
+    def join_gloo(self, port: int, rank: int, size: int, seconds: float) -> dict[str, Any]:
+        """Make a group with the others of that store, in host memory, and stay in it."""
+        from weightcast.process_group import ProcessGroup, join_store
+
+        store = join_store("127.0.0.1", port, seconds)
+        options: dict[str, Any] = {"timeout_seconds": seconds, "host": "127.0.0.1"}
+        self._group = ProcessGroup("gloo", store, rank=rank, size=size, **options)
+        return {}
+
     def meters(self) -> dict[str, Any]:
         return section.meters(self.device)
 
@@ -274,6 +283,23 @@ class EngineCommands(Commands):
 
     def greeting(self) -> dict[str, Any]:
         return {"url": self.server.url}
+
+    def hold_next_load(self, milliseconds: float) -> dict[str, Any]:
+        """The next bucket is loaded by half, then "held" is said, and the rest comes after a kernel of that length."""
+        load = self.engine.load
+
+        def held(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            self.engine.load = load
+            whole = list(tensors)
+            load(whole[: len(whole) // 2])
+            section.hold(self.device, milliseconds)
+            print(json.dumps({"held": len(whole) // 2}), flush=True)
+            if self.device.type == "cpu":
+                time.sleep(milliseconds / 1e3)
+            load(whole[len(whole) // 2 :])
+
+        self.engine.load = held
+        return {}
 
     def held(self) -> dict[str, Any]:
         """Of each tensor of a sink: the number of elements, the smallest and the largest."""
@@ -351,7 +377,7 @@ def start_profile(device: torch.device) -> Any:
 
 
 def stop_profile(made: Any, device: torch.device) -> dict[str, Any]:
-    """What the trace has: launches, waits of the host, seconds in which kernels or copies ran, and gaps between them."""
+    """What the trace has: launches, waits of the host, seconds in which kernels or copies ran, the gaps between."""
     import tempfile
 
     section.synchronize(device)

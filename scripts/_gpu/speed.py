@@ -32,8 +32,10 @@ def run(here: Here) -> None:
     with here.part("60 GB in 18867 tensors"):
         shapes = section.experts(*((48, 128, 2048) if not here.dry else (2, 4, 64)))
         _model(here, rate, f"60 GB in {len(shapes)} tensors", shapes)
-    with here.part("8 GB, buckets and slots"):
-        _sweep(here, rate, section.even(here.size(128, 8), here.size(64 * MIB, 64 << 10)))
+    # The largest bucket is half of the one model, and a sixteenth of the other.
+    for name, num_tensors in (("1 GB", 16), ("8 GB", 128)):
+        with here.part(f"{name}, buckets and slots"):
+            _sweep(here, rate, name, section.even(here.size(num_tensors, 8), here.size(64 * MIB, 64 << 10)))
     with here.part("16 GB, staged"):
         shapes = section.even(here.size(256, 8), here.size(64 * MIB, 64 << 10))
         needed = 2 * sum(2 * rows * columns for _, (rows, columns) in shapes)
@@ -145,7 +147,7 @@ def _profiled(here: Here, name: str, trainer: TrainerCommands, engine: Peer) -> 
         here.check(f"{name}: the GPU is busy for at most {BUSY_SECONDS:g} s", both <= BUSY_SECONDS, f"{both:.3f} s")
 
 
-def _sweep(here: Here, rate: float, shapes: Any) -> None:
+def _sweep(here: Here, rate: float, name: str, shapes: Any) -> None:
     defaults = getattr(IpcSender.__init__, "__kwdefaults__", None) or {}
     former = defaults.get("num_slots")
     gc.collect()
@@ -161,13 +163,15 @@ def _sweep(here: Here, rate: float, shapes: Any) -> None:
                     try:
                         _fill(trainer, 1)
                         _publish(trainer)
-                        _rounds(here, rate, f"8 GB, {mib} MiB x {slots} slots", trainer, ROUNDS if not here.dry else 1)
+                        _rounds(
+                            here, rate, f"{name}, {mib} MiB x {slots} slots", trainer, ROUNDS if not here.dry else 1
+                        )
                     except InsufficientMemoryError as exc:
-                        here.fact(f"8 GB, {mib} MiB x {slots} slots", str(exc))
+                        here.fact(f"{name}, {mib} MiB x {slots} slots", str(exc))
                     finally:
                         last = trainer_version(trainer)
                         trainer.close_publisher()
-            here.check("8 GB: right", not (found := engine.wrong(last)), found)
+            here.check(f"{name}, buckets and slots: right", not (found := engine.wrong(last)), found)
         finally:
             if former is not None:
                 defaults["num_slots"] = former
