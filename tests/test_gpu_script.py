@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
+import struct
 import subprocess
 import sys
+import types
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -159,6 +162,86 @@ def wheel(folder: Path, name: str) -> None:
         file.writestr(f"{info}/RECORD", "")
 
 
+def test_a_profile_has_no_fill_of_the_weights_in_it(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of calls at each end, as on a GPU. 60 GB that are filled are another 15 ms of a GPU."""
+    speed, peers, here_section = (importlib.import_module(f"_gpu.{name}") for name in ("speed", "peers", "section"))
+    calls = list[str]()
+    report = {"engines": {"e": {"install_seconds": 0.1}}, "seconds": {"total": 0.2}, "num_buckets": 3, "num_bytes": 9}
+    counted = {"launches": 6, "waits": 3, "busy_seconds": 0.05, "gap_seconds": [0.001, 0.003], "events": 9}
+
+    def noted(name: str, result: Any = None) -> Any:
+        return lambda *args, **kwargs: calls.append(name.format(*args)) or result
+
+    class SilentPublisher:
+        version = 0
+        publish = staticmethod(noted("publish", types.SimpleNamespace(to_json=lambda: json.dumps(report), ok=True)))
+
+    monkeypatch.setattr(here_section, "fill", noted("fill"))
+    monkeypatch.setattr(here_section, "synchronize", noted("synchronize"))
+    monkeypatch.setattr(peers, "start_profile", noted("profile_start"))
+    monkeypatch.setattr(peers, "stop_profile", noted("profile_stop", counted))
+    trainer = peers.TrainerCommands({"shapes": [["t", [2, 2]]], "device": "cpu"})
+    trainer.publisher = SilentPublisher
+    here = here_section.Here(tmp_path / "results", dry=False)
+    speed._profiled(here, "60 GB", trainer, types.SimpleNamespace(ask=noted("{0}", counted)))
+    one_end = ["fill", "synchronize", "profile_start", "publish", "profile_stop"]
+    assert calls == one_end * 2
+    lines = {line["name"]: line for line in map(json.loads, (tmp_path / "results").read_text().splitlines())}
+    assert "2 gaps of 4.0 ms together, the longest 3.00 ms" in lines["60 GB, trainer: GPU busy"]["value"]
+    assert lines["60 GB: the GPU is busy for at most 0.15 s"]["ok"]
+
+
+def test_busy_time_and_gaps_of_a_trace(program: ModuleType) -> None:
+    peers = importlib.import_module("_gpu.peers")
+    spans = [(10e6, 2e6), (1e6, 3e6), (2e6, 1e6), (4e6, 1e6), (11.5e6, 1e6)]
+    assert peers.union_seconds(spans) == 6.5
+    assert peers.gaps_seconds(spans) == [5.0]
+    assert peers.gaps_seconds([]) == []
+
+
+@pytest.mark.parametrize(
+    ("pid", "code", "found"),
+    [(7, 0, 3 << 20), (8, 0, None), (9, 0, None), (7, 999, None)],
+    ids=["told", "of another process", "not available", "an error"],
+)
+def test_what_the_driver_counts_as_a_processs_memory(
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch, pid: int, code: int, found: int | None
+) -> None:
+    """NVML by the structure that nvml.h declares: 24 bytes for each process."""
+    here_section = importlib.import_module("_gpu.section")
+
+    def by_uuid(name: bytes, device: Any) -> int:
+        assert name == b"GPU-0123"
+        return 0
+
+    def processes(device: Any, count: Any, infos: Any) -> int:
+        assert count._obj.value == len(infos)
+        records = struct.pack("IxxxxQII", 7, 3 << 20, 0, 0) + struct.pack("IxxxxQII", 9, (1 << 64) - 1, 0, 0)
+        ctypes.memmove(infos, records, len(records))
+        count._obj.value = 2
+        return code
+
+    nvml = types.SimpleNamespace(
+        nvmlInit_v2=lambda: 0, nvmlDeviceGetHandleByUUID=by_uuid, nvmlDeviceGetComputeRunningProcesses_v3=processes
+    )
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libnvidia-ml.so.1": nvml}[name])
+    assert here_section.process_bytes(pid, "0123") == here_section.process_bytes(pid, "GPU-0123") == found
+
+
+FACTS = {
+    "primitives": "registering 8 GiB, s",
+    "end_to_end": "ipc staged with undo late: median ms",
+    "memory": "after 12 publishes",
+    "faults": "an update that is given up while a bucket is half loaded, s",
+    "consumers": "a wait for the whole device beside a capture",
+    "nccl": "close after an error, s",
+    "speed": "1 GB, 64 MiB x 4 slots",
+}
+"""Of each of these sections, something that only its last parts report."""
+
+
 @pytest.mark.cluster
 @pytest.mark.timeout(1600)
 def test_every_section_runs_dry(tmp_path: Path) -> None:
@@ -175,4 +258,6 @@ def test_every_section_runs_dry(tmp_path: Path) -> None:
     assert len({result["section"] for result in results}) == len(results) == NUM_SECTIONS
     assert all(result["num_checks"] for result in results)
     assert {result["status"] for result in results} <= {"passed", "skipped"}
+    facts = {result["section"]: result["facts"] for result in results}
+    assert all(fact in facts[section] for section, fact in FACTS.items()), facts
     assert "proves the sections' own logic, and nothing about a GPU" in done.stdout

@@ -1,6 +1,6 @@
 """The kernel of `sum-64x2`, in Triton's interpreter, against torch's own sums: bit for bit.
 
-Needs triton (280 MB), which vLLM's environment has: `scripts/test-vllm` runs it there.
+Needs triton (280 MB), which vLLM's environment has: `scripts/test-vllm` runs it there, and it must not be skipped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+IS_ELSEWHERE = all(importlib.util.find_spec(name) is None for name in ("triton", "vllm"))
+pytestmark = pytest.mark.skipif(IS_ELSEWHERE, reason="triton is not installed, nor vLLM, which brings it")
 
 CHECK = """
 import torch

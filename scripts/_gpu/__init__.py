@@ -8,16 +8,16 @@ from __future__ import annotations
 
 LIMITS = {
     "machine": 60,
-    "primitives": 75,
+    "primitives": 85,
     "bytes": 75,
-    "end_to_end": 110,
-    "memory": 130,
+    "end_to_end": 120,
+    "memory": 140,
     "faults": 150,
     "allocators": 90,
-    "consumers": 110,
+    "consumers": 125,
     "sleep": 60,
-    "nccl": 75,
-    "speed": 200,
+    "nccl": 95,
+    "speed": 215,
     "mps": 75,
 }
 """The sections -> seconds after which one is ended. All together have `--seconds`."""

@@ -10,7 +10,7 @@ import contextlib
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ from _gpu.peers import Peer
 from _gpu.section import MIB, Here
 from weightcast import EngineServer, ModuleEngine
 from weightcast.host import device as host_device
+from weightcast.process_group import ProcessGroup, serve_store
 
 P99_RATIO = 1.5
+GROUP_SECONDS = 10.0
 
 
 def run(here: Here) -> None:
@@ -33,11 +35,16 @@ def run(here: Here) -> None:
         with here.part("a CUDA graph over the parameters"):
             _graph(here, trainer, server, weights)
         with here.part("graphs captured beside a receiving thread"):
-            _capture(here, weights)
+            _capture_beside_receiving(here, weights)
         with here.part("decoding while updates arrive"):
             _decode(here, trainer, server, weights)
         with here.part("torch.compile while updates arrive"):
             _compile(here, trainer, server, weights)
+        with here.part("graphs captured beside a group that is made and aborted"):
+            _capture_beside_group(here, weights)
+        # Last: what it spoils may stay so.
+        with here.part("a graph captured beside a wait for the whole device"):
+            _capture_beside_device_wait(here, weights)
 
 
 def _extremes(weights: nn.Module) -> torch.Tensor:
@@ -85,45 +92,96 @@ def _graph(here: Here, trainer: Peer, server: EngineServer, weights: nn.Module) 
     here.check("every parameter is where it was", now == addresses)
 
 
-def _capture(here: Here, weights: nn.Module) -> None:
-    """A thread does what receiving ones do, allocate, record and ask, while this one captures in torch's own mode."""
-    over, errors, rounds, held = threading.Event(), list[Exception](), [0], list[torch.Tensor]()
+def _capture_beside_receiving(here: Here, weights: nn.Module) -> None:
+    """A thread does what receiving ones do: allocate, record and ask."""
+    held = list[torch.Tensor]()
 
     def receive() -> None:
-        try:
-            with host_device.own_stream(here.device):
-                while not over.is_set():
-                    # Kept for a while, so that the driver allocates and not torch's cache.
-                    held.append(host_device.empty(here.size(32 * MIB, 4096), here.device, "a trial", "wait").fill_(1))
-                    if len(held) == 128:
-                        held.clear()
-                    if here.device.type == "cuda":
-                        read = host_device.recorded(here.device)
-                        while not read.query():
-                            time.sleep(0.0001)
-                    rounds[0] += 1
-        except Exception as exc:
-            errors.append(exc)
+        # Kept for a while, so that the driver allocates and not torch's cache.
+        held.append(host_device.empty(here.size(32 * MIB, 4096), here.device, "a trial", "wait").fill_(1))
+        if len(held) == 128:
+            held.clear()
+        if here.device.type == "cuda":
+            read = host_device.recorded(here.device)
+            while not read.query():
+                time.sleep(0.0001)
 
-    expected, bad = _extremes(weights), []
-    thread = threading.Thread(target=receive, daemon=True)
-    thread.start()
-    try:
-        for number in range(here.size(10, 2)):
-            graph: Any = None if here.dry else torch.cuda.CUDAGraph()
-            with contextlib.nullcontext() if here.dry else torch.cuda.graph(graph):
-                out, before = _extremes(weights), rounds[0]
-                here.check(f"capture {number}: it went on", section.within(5.0, lambda n=before: rounds[0] > n + 2))
-            if graph is not None:
-                out.zero_()
-                graph.replay()
-                section.synchronize(here.device)
-            bad += [] if torch.equal(out, expected) else [number]
-    finally:
-        over.set()
-        thread.join(10.0)
+    errors, bad = _captured_beside(here, weights, receive, here.size(10, 2))
     here.check("nothing that it did failed", not errors, errors)
     here.check("and it spoiled no capture", not bad, bad)
+
+
+def _capture_beside_group(here: Here, weights: nn.Module) -> None:
+    """A thread does what members of nccl:// do: make a group, broadcast, leave it at once. A dry run has gloo."""
+    if not here.dry and not torch.distributed.is_nccl_available():
+        here.skip("NCCL (this torch has none)")
+        return
+
+    def take_part() -> None:
+        store, _ = serve_store("127.0.0.1", GROUP_SECONDS)
+        backend = "gloo" if here.dry else "nccl"
+        group = ProcessGroup(
+            backend, store, rank=0, size=1, timeout_seconds=GROUP_SECONDS, host="127.0.0.1", device=here.device
+        )
+        group.wait(group.broadcast(torch.ones(1024, device=here.device), root=0))
+        group.close()
+
+    errors, bad = _captured_beside(here, weights, take_part, 2)
+    here.check("groups are made and aborted beside a capture", not errors, errors)
+    here.check("and they spoiled no capture", not bad, bad)
+
+
+def _capture_beside_device_wait(here: Here, weights: nn.Module) -> None:
+    """A fact only: CUDA calls it invalid, and weightcast waits so where docs/gpu.md says that nobody may capture."""
+    errors, bad = _captured_beside(here, weights, lambda: host_device.synchronize(here.device), 1)
+    found = {"the wait raised": str(errors[:1]), "the capture was spoiled": bool(bad)}
+    here.fact("a wait for the whole device beside a capture", found)
+
+
+def _captured_beside(
+    here: Here, weights: nn.Module, work: Callable[[], None], num_captures: int
+) -> tuple[list[Exception], list[Any]]:
+    """Capture while a thread as weightcast's are does its work again and again, in torch's own capture mode.
+
+    What that thread raised, and the captures that failed or whose replay is wrong.
+    """
+    over, errors, rounds, bad = threading.Event(), list[Exception](), [0], list[Any]()
+
+    def go_on() -> None:
+        with host_device.own_stream(here.device):
+            while not over.is_set():
+                try:
+                    work()
+                except Exception as exc:
+                    errors.append(exc)
+                    return
+                rounds[0] += 1
+
+    expected = _extremes(weights)
+    thread = threading.Thread(target=go_on, daemon=True)
+    thread.start()
+    try:
+        for number in range(num_captures):
+            graph: Any = None if here.dry else torch.cuda.CUDAGraph()
+            try:
+                with contextlib.nullcontext() if here.dry else torch.cuda.graph(graph):
+                    out, before = _extremes(weights), rounds[0]
+                    # One was begun before it, one was made within it.
+                    section.within(GROUP_SECONDS, lambda n=before: bool(errors) or rounds[0] > n + 2)
+                    if not errors and rounds[0] <= before + 2:
+                        errors.append(TimeoutError(f"beside capture {number} it stood still"))
+                if graph is not None:
+                    out.zero_()
+                    graph.replay()
+                    section.synchronize(here.device)
+            except RuntimeError as exc:
+                bad.append((number, str(exc)))
+                break
+            bad += [] if torch.equal(out, expected) else [(number, out.tolist())]
+    finally:
+        over.set()
+        thread.join(GROUP_SECONDS)
+    return errors, bad
 
 
 @contextlib.contextmanager

@@ -20,6 +20,13 @@ from weightcast import LocalEngine, ModuleEngine, ModuleSource, Publisher, Publi
 from weightcast.testing import LazyGpu
 
 SLOW_MS = 50.0
+LATE = (
+    ("ipc", "streaming", False),
+    ("ipc", "streaming", True),
+    ("ipc", "staged", False),
+    ("ipc", "staged", True),
+    ("file", "staged", False),
+)
 
 
 def run(here: Here) -> None:
@@ -34,10 +41,11 @@ def run(here: Here) -> None:
             for undo in (False, True):
                 with here.part(f"{transport}, {install}, undo {undo}"):
                     number = _publishes(here, trainer, engine, number, transport, install, undo)
-        with here.part("late streams"):
-            peers.slow_down(SLOW_MS)
-            engine.ask("slow", milliseconds=SLOW_MS)
-            number = _publishes(here, trainer, engine, number, "ipc", "streaming", False, late=True)
+        peers.slow_down(SLOW_MS)
+        engine.ask("slow", milliseconds=SLOW_MS)
+        for transport, install, undo in LATE:
+            with here.part(f"late streams: {transport}, {install}, undo {undo}"):
+                number = _publishes(here, trainer, engine, number, transport, install, undo, late=True)
         peers.slow_down(0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,6 +50,8 @@ def run(here: Here) -> None:
             _engine_is_full(here, trainer, lively, options)
         with here.part("close from another thread"):
             _close_from_another_thread(here, trainer, lively, options)
+        with here.part("an update that is given up while a bucket is half loaded"):
+            _given_up_in_mid_bucket(here, trainer, lively, options)
         with here.part("a manifest that grows"):
             _manifest_grows(here, sink)
     finally:
@@ -138,11 +141,14 @@ def _trainer_is_killed(here: Here, trainer: TrainerCommands, orphan: Peer, doome
 
 
 def _source_fails(here: Here, lively: Peer, trainer: TrainerCommands) -> None:
-    """The source raises while buckets before are on their way: a streaming engine is torn, and healed by the next."""
+    """The source raises while buckets before are on their way: a streaming engine is torn, and healed by the next.
 
-    def tensors(fails: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    Once when a bucket has just been filled, once when one is half full.
+    """
+
+    def tensors(fails_at: int | None) -> Iterator[tuple[str, torch.Tensor]]:
         for number, (name, parameter) in enumerate(trainer.weights.named_parameters()):
-            if fails and number == 20:
+            if number == fails_at:
                 raise RuntimeError("this source was told to fail")
             yield name, parameter.data
 
@@ -150,14 +156,15 @@ def _source_fails(here: Here, lively: Peer, trainer: TrainerCommands) -> None:
     options = PublishOptions(install="streaming", bucket_size_bytes=4 * next(trainer.weights.parameters()).nbytes)
     with Publisher(source, engines=[lively.url], trainer_group=None, options=options) as publisher:
         section.fill(trainer.weights, 30)
-        source.use(tensors(False))
+        source.use(tensors(None))
         publisher.publish()
-        section.fill(trainer.weights, 31)
-        source.use(tensors(True))
-        here.raises("the source's own error", RuntimeError, publisher.publish, "told to fail")
-        source.use(tensors(False))
-        publisher.publish()
-    here.check("the next publish heals", not (found := lively.wrong(31)), found)
+        for version, fails_at in ((31, 20), (32, 22)):
+            section.fill(trainer.weights, version)
+            source.use(tensors(fails_at))
+            here.raises(f"the source's own error, at {fails_at}", RuntimeError, publisher.publish, "told to fail")
+            source.use(tensors(None))
+            publisher.publish()
+            here.check(f"the next publish heals, {version}", not (found := lively.wrong(version)), found)
 
 
 def _no_room_for_the_arena(here: Here, trainer: TrainerCommands, lively: Peer, options: Any) -> None:
@@ -224,6 +231,29 @@ def _close_from_another_thread(here: Here, trainer: TrainerCommands, lively: Pee
     here.check("close returns", closed.wait(HEALED_SECONDS), "it still waits")
     trainer.open([lively.url], **options)
     _heals(here, trainer, 61, lively)
+    trainer.close_publisher()
+
+
+def _given_up_in_mid_bucket(here: Here, trainer: TrainerCommands, lively: Peer, options: Any) -> None:
+    """The trainer gives up when half of a bucket is in the model, and a kernel stands before the other half."""
+    trainer.open([lively.url], **options | {"bucket_size_bytes": 4 * options["bucket_size_bytes"]})
+    _heals(here, trainer, 62, lively)
+    lively.ask("hold_next_load", milliseconds=here.size(2000, 500))
+    seen = list[Any]()
+
+    def give_up(done: int, total: int) -> None:
+        seen.append(lively.hear())
+        raise RuntimeError("this trainer gives up")
+
+    section.fill(trainer.weights, 63)
+    began = time.monotonic()
+    call = functools.partial(trainer.publisher.publish, on_progress=give_up)
+    here.raises("the trainer's own error", RuntimeError, call, "this trainer gives up")
+    here.fact("an update that is given up while a bucket is half loaded, s", round(time.monotonic() - began, 2))
+    here.check("half a bucket was loaded", [each.get("held") for each in seen] == [2], seen)
+    kernel = lively.ask("kernel", seconds=2 * HEALED_SECONDS)
+    here.check("the engine's default stream is free", kernel["ok"], kernel)
+    _heals(here, trainer, 64, lively)
     trainer.close_publisher()
 
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -218,6 +218,15 @@ class Commands:
             said = f"{type(exc).__name__}: {exc}"
         return {"said": said, "seconds": round(time.monotonic() - began, 2)}
 
+    def join_gloo(self, port: int, rank: int, size: int, seconds: float) -> dict[str, Any]:
+        """Make a group with the others of that store, in host memory, and stay in it."""
+        from weightcast.process_group import ProcessGroup, join_store
+
+        store = join_store("127.0.0.1", port, seconds)
+        options: dict[str, Any] = {"timeout_seconds": seconds, "host": "127.0.0.1"}
+        self._group = ProcessGroup("gloo", store, rank=rank, size=size, **options)
+        return {}
+
     def meters(self) -> dict[str, Any]:
         return section.meters(self.device)
 
@@ -275,6 +284,23 @@ class EngineCommands(Commands):
     def greeting(self) -> dict[str, Any]:
         return {"url": self.server.url}
 
+    def hold_next_load(self, milliseconds: float) -> dict[str, Any]:
+        """The next bucket is loaded by half, then "held" is said, and the rest comes after a kernel of that length."""
+        load = self.engine.load
+
+        def held(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            self.engine.load = load
+            whole = list(tensors)
+            load(whole[: len(whole) // 2])
+            section.hold(self.device, milliseconds)
+            print(json.dumps({"held": len(whole) // 2}), flush=True)
+            if self.device.type == "cpu":
+                time.sleep(milliseconds / 1e3)
+            load(whole[len(whole) // 2 :])
+
+        self.engine.load = held
+        return {}
+
     def held(self) -> dict[str, Any]:
         """Of each tensor of a sink: the number of elements, the smallest and the largest."""
         tensors = self.engine.held.items()
@@ -313,6 +339,14 @@ class TrainerCommands(Commands):
 
         `hold_after`: after so many reports of progress say "held" and have the packing stream run a long kernel.
         """
+        section.fill(self.weights, version, constant)
+        answer = self.publish_filled(hold_after, hold_ms)
+        if spoil:
+            section.fill(self.weights, version + 5037, constant)
+        return answer
+
+    def publish_filled(self, hold_after: int = 0, hold_ms: float = 0) -> dict[str, Any]:
+        """Publish the weights as they are, which gives the GPU nothing else to do."""
         num_reports = 0
 
         def on_progress(done: int, total: int) -> None:
@@ -324,10 +358,7 @@ class TrainerCommands(Commands):
                 if self.device.type == "cpu":
                     time.sleep(hold_ms / 1e3)
 
-        section.fill(self.weights, version, constant)
         report = self.publisher.publish(on_progress=on_progress)
-        if spoil:
-            section.fill(self.weights, version + 5037, constant)
         return {"report": json.loads(report.to_json()), "ok": report.ok}
 
     def close_publisher(self) -> dict[str, Any]:
@@ -346,7 +377,7 @@ def start_profile(device: torch.device) -> Any:
 
 
 def stop_profile(made: Any, device: torch.device) -> dict[str, Any]:
-    """What the trace has: launches, waits of the host, seconds in which kernels or copies ran."""
+    """What the trace has: launches, waits of the host, seconds in which kernels or copies ran, the gaps between."""
     import tempfile
 
     section.synchronize(device)
@@ -356,12 +387,14 @@ def stop_profile(made: Any, device: torch.device) -> dict[str, Any]:
         with open(file.name) as text:
             events = [event for event in json.load(text)["traceEvents"] if event.get("ph") == "X"]
     on_device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    spans = [(float(e["ts"]), float(e["dur"])) for e in on_device]
     calls = [str(e.get("name")) for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     return {
         "launches": len(on_device),
         "kernels": sum(event["cat"] == "kernel" for event in on_device),
         "waits": sum("Synchronize" in name for name in calls),
-        "busy_seconds": round(union_seconds([(float(e["ts"]), float(e["dur"])) for e in on_device]), 6),
+        "busy_seconds": round(union_seconds(spans), 6),
+        "gap_seconds": [round(seconds, 6) for seconds in gaps_seconds(spans)],
         "events": len(events),
     }
 
@@ -373,6 +406,17 @@ def union_seconds(spans: list[tuple[float, float]]) -> float:
         total += max(begin + length - max(begin, end), 0.0)
         end = max(end, begin + length)
     return total / 1e6
+
+
+def gaps_seconds(spans: list[tuple[float, float]]) -> list[float]:
+    """Of the same, between the first and the last: the seconds of each gap that none of them covers, in their order."""
+    found, spans = list[float](), sorted(spans)
+    end = spans[0][0] if spans else 0.0
+    for begin, length in spans:
+        if begin > end:
+            found.append((begin - end) / 1e6)
+        end = max(end, begin + length)
+    return found
 
 
 def main(text: str) -> None:

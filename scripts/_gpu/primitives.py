@@ -25,6 +25,7 @@ from _gpu import section
 from _gpu.peers import Peer
 from _gpu.section import GIB, MIB, Here
 from weightcast.format.bucket import device_sums
+from weightcast.host import memory as host_memory
 from weightcast.host.copy import copy_all, copy_plain
 from weightcast.testing import LazyGpu
 
@@ -127,7 +128,7 @@ def _host(here: Here) -> None:
         here.check(f"arrived, {name}", torch.equal(host[-4096:], on_device[-4096:].cpu()))
         _rate(here, f"host to device, {name}", size, lambda host=host: on_device.copy_(host))
         if registers and not here.dry:
-            torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+            _unregister(here, host)
             continue
         # As a bucket's tensors go, through slots of pinned memory.
         both = list(host.view(64, -1)), list(on_device.view(64, -1))
@@ -138,17 +139,46 @@ def _host(here: Here) -> None:
         _rate(here, f"host to device by copy_all, {name}", size, lambda both=both: copy_all(*reversed(both)))
         here.check(f"and went back, {name}", torch.equal(host, on_device.cpu()))
     size = here.size(8 * GIB, MIB)
+    _register_much(here, size)
     began = time.perf_counter()
     large = torch.empty(size, dtype=torch.uint8, pin_memory=not here.dry)
     here.fact("8 GiB of pinned memory, s", round(time.perf_counter() - began, 2))
     del large
 
 
+def _register_much(here: Here, size: int) -> None:
+    """Page-lock memory that is there, as much as a small model has: the pages' tables cost, not the bytes."""
+    if (free := host_memory.available_bytes()) < 2 * size:
+        here.skip(f"registering {size >> 30} GiB: twice as much host memory (this machine has {free >> 30} GiB free)")
+        return
+    host = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    host.zero_()  # its pages are there
+    began = time.perf_counter()
+    if not _register(here, host, "8 GiB"):
+        return
+    here.fact("registering 8 GiB, s", round(time.perf_counter() - began, 3))
+    on_device = torch.full((MIB,), 7, dtype=torch.uint8, device=here.device)
+    host[-MIB:].copy_(on_device, non_blocking=True)
+    section.synchronize(here.device)
+    here.check("its last pages can be written by the device", bool((host[-MIB:] == 7).all()))
+    began = time.perf_counter()
+    _unregister(here, host)
+    here.fact("and giving it back, s", round(time.perf_counter() - began, 3))
+
+
 def _register(here: Here, host: torch.Tensor, name: str) -> bool:
+    """Whether it is page-locked now; a dry run has nothing that could."""
+    if here.dry:
+        return True
     error = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), PORTABLE))
     if error:
         here.fact(f"{name}: cudaHostRegister", f"error {error}")
     return error == 0
+
+
+def _unregister(here: Here, host: torch.Tensor) -> None:
+    if not here.dry:
+        torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
 
 def _ring(here: Here) -> None:

@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from forking import in_child
 from transports.test_nccl import MANIFEST, Hall, expected, pair
 
 from core.direct import fleet
@@ -20,9 +23,12 @@ from weightcast import TensorSource, process_group
 from weightcast.errors import IntegrityError, PeerDiedError, PeerTimeoutError, PublishError, UpdateAbortedError
 from weightcast.format.bucket import check_bucket, root_digest
 from weightcast.host import device as host_device
+from weightcast.host import device_memory
 from weightcast.host.deadline import Deadline
+from weightcast.host.device_memory import DeviceMemory
 from weightcast.process_group import Broadcast, ProcessGroup
 from weightcast.testing import lazy_nccl
+from weightcast.testing.fake_libcuda import PAGE_BYTES
 from weightcast.testing.lazy_gpu import POISON, LazyEvent, LazyGpu
 from weightcast.testing.lazy_nccl import LazyNccl
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, Background, Reader, send, version
@@ -244,3 +250,75 @@ def test_b3_what_receives_and_the_engines_kernels_wait_for_each_other(
     sending.result()
     assert reader.result() == expected(1)
     assert (gpu.default_stream.num_given > num_given) is as_it_was
+
+
+def test_a9_a_child_that_the_trainer_forks_keeps_the_arena(
+    gpu: LazyGpu, as_it_was: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if as_it_was:
+        monkeypatch.setattr(device_memory, "close_in_child", lambda memory: memory)
+    memory = DeviceMemory.allocate(PAGE_BYTES, gpu.device, "a test")
+
+    def kept() -> str:
+        """A DataLoader's worker, after its parent's arena has gone: descriptors of the driver's memory that it has."""
+        names = []
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                names.append(os.readlink(f"/proc/self/fd/{number}"))
+        return str(sum("memfd:fake-libcuda" in name for name in names))
+
+    found = in_child(kept)
+    memory.close()
+    assert found == ("1" if as_it_was else "0")
+
+
+def test_a9_what_a_view_reads_is_unmapped_with_the_arena(
+    gpu: LazyGpu, as_it_was: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Place:
+        """Says where the memory is, and does not keep it."""
+
+        def __init__(self, memory: DeviceMemory) -> None:
+            self.__cuda_array_interface__ = memory.__cuda_array_interface__
+            self.size_bytes = memory.size_bytes
+
+    if as_it_was:
+        monkeypatch.setattr(host_device, "tensor_of", lambda memory: gpu._tensor_of(Place(memory)))  # type: ignore[arg-type]
+    memory = DeviceMemory.allocate(PAGE_BYTES, gpu.device, "a test")
+    view = memory.tensor()[-8:]
+    view.fill_(7)
+    gpu.synchronize(gpu.device)
+    memory.close()
+    del memory
+    assert bool(gpu.libcuda.mapped) is not as_it_was
+    # Nothing, or what was mapped there since.
+    found = in_child(lambda: quietly(lambda: str(gpu.read(view).tolist())))
+    assert (found == str([7] * 8)) is not as_it_was
+
+
+def test_a9_an_engine_can_write_into_the_trainers_bucket(
+    gpu: LazyGpu, as_it_was: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if as_it_was:
+        monkeypatch.setattr(device_memory, "_READ", device_memory._READ_AND_WRITE)
+    with contextlib.closing(DeviceMemory.allocate(PAGE_BYTES, gpu.device, "a test")) as memory:
+        # Few bytes: a child that was forked has none of the threads that torch shares large ones out to.
+        bucket = memory.tensor()[:8]
+        bucket.fill_(7)
+        gpu.synchronize(gpu.device)
+        assert memory.descriptor is not None
+        engines = DeviceMemory.opened(memory.descriptor, PAGE_BYTES, gpu.device).tensor()[:8]
+
+        def write() -> str:
+            engines.fill_(0)
+            gpu.synchronize(gpu.device)
+            return "written"
+
+        assert in_child(lambda: quietly(write)) == ("written" if as_it_was else "")
+        assert set(gpu.read(bucket).tolist()) == {0 if as_it_was else 7}
+
+
+def quietly(call: Callable[[], str]) -> str:
+    """Where an access to memory that is not there ends the process, as it ends a GPU's context: without a report."""
+    faulthandler.disable()
+    return call()

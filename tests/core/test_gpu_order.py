@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib.machinery
 import sys
+import threading
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -515,44 +516,77 @@ def test_the_kernel_is_tried_with_and_without_tables_before_it_is_used(
         assert kernel(gpu.device) is (None if broken else launch)
 
 
-@pytest.mark.parametrize("has_kernel", [True, False], ids=["triton", "torch"])
-def test_how_often_a_byte_is_read_and_written_and_how_much_is_launched(gpu: LazyGpu, has_kernel: bool) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "num_kernels"),
+    [
+        ([], 0),
+        ([1] * 64, 1),
+        ([1] * 65, 2),
+        ([320 << 16], 1),
+        ([(320 << 16) + 1], 2),
+        ([300 << 16, 30 << 16, 5], 2),
+        ([1 << 20] * 256, 13),
+        ([1 << 16] * 130, 3),
+    ],
+)
+def test_of_how_many_kernels_torch_makes_a_batch_of_copies(sizes: list[int], num_kernels: int) -> None:
+    """64 tensors or 320 chunks of 65,536 elements each: 13 for the 512 MiB of bfloat16 that a bucket has."""
+    assert lazy_gpu.num_chunked_kernels(sizes) == num_kernels
+
+
+@pytest.mark.parametrize(
+    ("has_kernel", "gap_elements"), [(True, 0), (True, 2), (False, 0)], ids=["triton", "triton, gaps", "torch"]
+)
+def test_how_often_a_byte_is_read_and_written_and_how_much_is_launched(
+    gpu: LazyGpu, has_kernel: bool, gap_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the kernel: read to pack, to check and to load, written into the bucket and the model. Per bucket and side
-    four calls, and one more for gaps; a batch of copies is one of torch's, of which a GPU makes some 13 kernels.
+    at most five calls that launch; of a batch of copies, which is one of them, torch makes several kernels.
     """
     gpu.has_kernel = has_kernel
+    launch, trainer, own = gpu.launch, threading.current_thread(), [0]
+
+    def noted(call: Callable[[], object], num_kernels: int = 1) -> None:
+        own[0] += threading.current_thread() is trainer
+        launch(call, num_kernels)
+
+    monkeypatch.setattr(gpu, "launch", noted)
     size = 1 << 20
-    specs = [TensorSpec(name, "float32", (size // 4,)) for name in NAMES]
+    specs = [TensorSpec(name, "float32", (size // 4 - gap_elements,)) for name in NAMES]
     weights = {spec.name: gpu.tensor(torch.randn(spec.shape)) for spec in specs}
-    reads, writes, launches, waits = [], [], [], []
+    reads, writes, launches, owns, kernels, waits = [], [], [], [], [], []
+
+    def counts_now() -> tuple[int, ...]:
+        launched = gpu.num_launches, own[0], gpu.num_kernels
+        return gpu.num_read_bytes, gpu.num_written_bytes, *launched, gpu.num_waits
+
     # Each tensor in a bucket of its own, and all in one: the difference is of buckets alone.
     for bucket_bytes in (size, 8 * size):
         engine = OnGpu(gpu)
-        engine.weights = {name: gpu.tensor(torch.zeros(size // 4)) for name in NAMES}
+        engine.weights = {spec.name: gpu.tensor(torch.zeros(spec.shape)) for spec in specs}
         engine.specs = lambda: specs  # type: ignore[method-assign]
         options = {"transport": "ipc://", "install": "streaming", "bucket_size_bytes": bucket_bytes}
         with fleet(TensorSource(weights), engine, **options) as (publisher, _):
             publisher.publish()
             gpu.synchronize(gpu.device)
-            before = gpu.num_read_bytes, gpu.num_written_bytes, gpu.num_launches, gpu.num_waits
+            before = counts_now()
             assert publisher.publish().num_buckets == (6 if bucket_bytes == size else 1)
             gpu.synchronize(gpu.device)
         for counts, now, then in zip(
-            (reads, writes, launches, waits),
-            (gpu.num_read_bytes, gpu.num_written_bytes, gpu.num_launches, gpu.num_waits),
-            before,
-            strict=True,
+            (reads, writes, launches, owns, kernels, waits), counts_now(), before, strict=True
         ):
             counts.append(now - then)
         for name, tensor in weights.items():
             assert torch.equal(gpu.read(engine.weights[name]), gpu.read(tensor)), name
     num_bytes = size * len(NAMES)
     per_byte = [round(max(reads) / num_bytes, 1), round(max(writes) / num_bytes, 1)]
-    per_bucket = (launches[0] - launches[1]) / 5
+    trainers = (owns[0] - owns[1]) / 5
+    engines = (launches[0] - launches[1]) / 5 - trainers
     assert (waits[0] - waits[1]) / 5 <= 1
     if has_kernel:
         assert per_byte == [3, 2]
-        assert per_bucket <= 8, "four on each side"
+        assert (trainers, engines) == (5 if gap_elements else 4, 4)
+        assert kernels == launches, "tensors of 1 MiB are one kernel"
     else:
         # torch's own sums read twice, on each side.
         assert per_byte[0] > 6

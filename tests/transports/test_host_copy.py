@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+
 import pytest
 import torch
 
 from weightcast.host import copy as host_copy
-from weightcast.host.copy import PLAIN_BYTES, copy_all, is_plain
+from weightcast.host.copy import PLAIN_BYTES, CopyTeam, copy_all, is_plain
+from weightcast.testing import LazyGpu
+from weightcast.testing.transport_kit import PATIENCE_SECONDS
 
 LARGE = PLAIN_BYTES
 
@@ -70,3 +75,55 @@ def test_nothing_to_copy_and_unequal_lists() -> None:
         copy_all([torch.zeros(3)], [])
     with pytest.raises((ValueError, RuntimeError)):
         copy_all([torch.zeros(LARGE)], [torch.zeros(LARGE), torch.zeros(3)])
+
+
+@pytest.mark.parametrize("to_host", [True, False], ids=["to the host", "to the GPU"])
+def test_slots_of_pinned_memory_are_copied_by_four_threads_of_one_team(
+    to_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes are a 64th of the real ones. Every four pieces wait for each other, which one thread could not do."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
+    for name in ("_BYTES_PER_THREAD", "_SLOT_BYTES_PER_THREAD", "_PINNED_SLOT_BYTES", "_PIECE_BYTES"):
+        monkeypatch.setattr(host_copy, name, getattr(host_copy, name) >> 6)
+    all_four, move, threads = threading.Barrier(4), host_copy._move, set[threading.Thread]()
+
+    def move_together(parts: list[tuple[int, int, int]]) -> None:
+        threads.add(threading.current_thread())
+        all_four.wait(PATIENCE_SECONDS)
+        move(parts)
+
+    monkeypatch.setattr(host_copy, "_move", move_together)
+    with LazyGpu() as gpu:
+        values = [_random((host_copy._PINNED_SLOT_BYTES // 2,)) for _ in range(4)]
+        on_device = [gpu.tensor(value if to_host else torch.zeros_like(value)) for value in values]
+        if to_host:
+            copies = [torch.zeros_like(value) for value in values]
+            copy_all(copies, on_device)
+        else:
+            copy_all(on_device, values)
+            gpu.synchronize(gpu.device)
+            copies = [gpu.read(tensor) for tensor in on_device]
+    assert all(map(_same, copies, values))
+    assert len(threads) == 4
+    assert [thread for thread in threads if thread.is_alive()] == [threading.current_thread()]
+
+
+def test_an_error_of_a_helper_is_the_callers_and_the_team_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    both, caller, numbers = threading.Barrier(2), threading.current_thread(), [torch.ones(3)]
+
+    def fail_beside(number: torch.Tensor) -> None:
+        both.wait(PATIENCE_SECONDS)
+        if threading.current_thread() is not caller:
+            raise RuntimeError("an error of a helper")
+
+    with CopyTeam(2) as team:
+        with pytest.raises(RuntimeError, match="an error of a helper") as caught:
+            team.run([lambda number=numbers[0]: fail_beside(number)] * 2)  # type: ignore[misc]
+        seen = weakref.ref(numbers.pop())
+        del caught
+        done = list[int]()
+        team.run([lambda: done.append(1), lambda: done.append(2)])
+        assert sorted(done) == [1, 2]
+        assert seen() is None, "what failed is kept"
+    assert not [thread for thread in threading.enumerate() if thread.name == "weightcast-copy"]

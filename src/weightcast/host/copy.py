@@ -5,7 +5,7 @@ share its cores, and each barrier waits for a thread that has none: a copy of ma
 Here the calling thread copies; a copy as large as an install is shared out, in pieces, with one wait at its end.
 
 Between host memory and a GPU torch waits for each tensor, which the driver copies through a small buffer of its own.
-Here they go in groups through two slots of pinned memory: one is written while the other is read.
+Here they go in groups through two slots of pinned memory: one is written while the other is read, by several threads.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import functools
 import itertools
 import operator
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
@@ -23,6 +24,7 @@ from typing import TypeAlias
 import torch
 
 from weightcast.host import device as host_device
+from weightcast.host.closing import ClosedOnExit, on_failure
 
 PLAIN_BYTES = 64 << 10
 """From here on a plain copy is worth a call of its own; below, torch uses no team and batches."""
@@ -35,6 +37,8 @@ _BYTES_PER_THREAD = 64 << 20
 _MAX_THREADS = 4
 """Fewer than these fill a memory channel's bandwidth, and other ranks copy beside them."""
 _PINNED_SLOTS, _PINNED_SLOT_BYTES = 2, 64 << 20
+_SLOT_BYTES_PER_THREAD = 8 << 20
+"""A GPU waits for each slot, and one thread copies more slowly than a GPU does."""
 _TYPES = (torch.Tensor, torch.nn.Parameter)
 _num_bytes = operator.attrgetter("nbytes")
 _is_cpu = operator.attrgetter("is_cpu")
@@ -117,9 +121,12 @@ class PreparedCopies:
 
     def run(self) -> None:
         """Copy. Raises RuntimeError as torch does."""
-        # Not torch's number of threads, which an engine may have set to one: it computes nothing while it is copied to.
-        num_cores = len(os.sched_getaffinity(0))
-        _run(iter(self._jobs), min(num_cores, _MAX_THREADS, self._num_bytes // _BYTES_PER_THREAD))
+        with CopyTeam(self._num_bytes // _BYTES_PER_THREAD) as team:
+            self.run_by(team)
+
+    def run_by(self, team: CopyTeam) -> None:
+        """As `run`, by threads that make other copies, too."""
+        team.run(self._jobs)
 
 
 def _copy_batch(
@@ -174,28 +181,29 @@ def _copy_by_pinned_slots(loads: Sequence[list[Pair]]) -> None:
         done, targets, parts = under_way.popleft()
         done.synchronize()
         if is_to_host:
-            PreparedCopies(targets, parts).run()
+            PreparedCopies(targets, parts).run_by(team)
 
     largest = max((sum(itertools.starmap(_slot_bytes, load)) for load in loads), default=0)
-    for number, load in enumerate(loads):
-        if len(slots) < _PINNED_SLOTS:
-            slots.append(host_device.pinned(largest))
-        else:
+    with CopyTeam(largest // _SLOT_BYTES_PER_THREAD) as team:
+        for number, load in enumerate(loads):
+            if len(slots) < _PINNED_SLOTS:
+                slots.append(host_device.pinned(largest))
+            else:
+                finish()
+            targets, sources = map(list, zip(*load, strict=True))
+            parts, start = list[torch.Tensor](), 0
+            for target, source in load:
+                part = slots[number % _PINNED_SLOTS][start : start + _slot_bytes(target, source)]
+                typed = part.view((target if is_to_host else source).dtype)
+                parts.append(typed[: target.numel()].view(target.shape))
+                start += part.numel()
+            if not is_to_host:
+                PreparedCopies(parts, sources).run_by(team)
+            _copy_batch(*((parts, sources) if is_to_host else (targets, parts)), non_blocking=True)
+            on_device = sources[0] if is_to_host else targets[0]
+            under_way.append((host_device.recorded(on_device.device), targets, parts))
+        while is_to_host and under_way:
             finish()
-        targets, sources = map(list, zip(*load, strict=True))
-        parts, start = list[torch.Tensor](), 0
-        for target, source in load:
-            part = slots[number % _PINNED_SLOTS][start : start + _slot_bytes(target, source)]
-            typed = part.view((target if is_to_host else source).dtype)
-            parts.append(typed[: target.numel()].view(target.shape))
-            start += part.numel()
-        if not is_to_host:
-            PreparedCopies(parts, sources).run()
-        _copy_batch(*((parts, sources) if is_to_host else (targets, parts)), non_blocking=True)
-        on_device = sources[0] if is_to_host else targets[0]
-        under_way.append((host_device.recorded(on_device.device), targets, parts))
-    while is_to_host and under_way:
-        finish()
 
 
 def _batches(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Iterator[Job]:
@@ -224,28 +232,60 @@ def _move(parts: Sequence[tuple[int, int, int]]) -> None:
         ctypes.memmove(target, source, size_bytes)
 
 
-def _run(jobs: Iterator[Job], num_threads: int) -> None:
-    """Run every job, in this thread and in helpers that take the next one each; raise what one of them raised."""
-    lock, errors = threading.Lock(), list[BaseException]()
+class CopyTeam(ClosedOnExit):
+    """The thread that calls `run`, and helpers that are started at once and wait for the next `run` in between.
 
-    def work() -> None:
-        while True:
-            with lock:
-                job = None if errors else next(jobs, None)
-            if job is None:
-                return
-            try:
-                job()
-            except BaseException as exc:
-                errors.append(exc)
+    For one `with` block of one thread. A process that is forked within the block must not use it.
+    """
 
-    helpers = [threading.Thread(target=work, name="weightcast-copy", daemon=True) for _ in range(num_threads - 1)]
-    for helper in helpers:
-        helper.start()
-    work()
-    for helper in helpers:
-        helper.join()
-    if errors:
-        # Not kept here too: an error that this frame refers to would keep its frames, and the tensors in them.
-        del errors[1:]
-        raise errors.pop()
+    def __init__(self, num_threads: int) -> None:
+        """Of at most so many threads; of no more than there are cores."""
+        # Not torch's number of threads, which an engine may have set to one: it computes nothing while it is copied to.
+        num_threads = min(num_threads, _MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._calls = queue.SimpleQueue[Job | None]()
+        self._helpers: list[threading.Thread] = []
+        with on_failure(self.close):
+            for _ in range(num_threads - 1):
+                helper = threading.Thread(target=_help, args=[self._calls], name="weightcast-copy", daemon=True)
+                helper.start()
+                self._helpers.append(helper)
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Run every job, each thread the next one; raise what one of them raised, once none runs any more."""
+        left, lock, errors, ended = iter(jobs), threading.Lock(), list[BaseException](), threading.Semaphore(0)
+
+        def work() -> None:
+            while True:
+                with lock:
+                    job = None if errors else next(left, None)
+                if job is None:
+                    ended.release()
+                    return
+                try:
+                    job()
+                except BaseException as exc:
+                    errors.append(exc)
+
+        helpers = self._helpers[: max(len(jobs) - 1, 0)]
+        for _ in helpers:
+            self._calls.put(work)
+        work()
+        for _ in range(len(helpers) + 1):
+            ended.acquire()
+        if errors:
+            # Not kept here too: an error that this frame refers to would keep its frames, and the tensors in them.
+            del errors[1:]
+            raise errors.pop()
+
+    def close(self) -> None:
+        """Wait until the helpers have ended."""
+        for _ in self._helpers:
+            self._calls.put(None)
+        for helper in self._helpers:
+            helper.join()
+
+
+def _help(calls: queue.SimpleQueue[Job | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # with its tensors

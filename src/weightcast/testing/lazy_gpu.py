@@ -23,7 +23,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -41,6 +41,8 @@ PATIENCE_SECONDS = 10.0
 """A wait of the host that takes longer is taken for one that would never end."""
 BATCH_ELEMENTS = 1 << 31
 """Where counting in 32 bits ends."""
+_CHUNK_ELEMENTS, _KERNEL_CHUNKS, _KERNEL_TENSORS = 1 << 16, 320, 64
+"""Of a batch's tensors, what one kernel of torch's takes (MultiTensorApply.cuh, two lists)."""
 _POLL_SECONDS = 0.001
 _FACTORIES = ("empty", "zeros", "arange")
 _WAITING = ("item", "tolist", "equal", "__bool__", "__int__", "__float__")
@@ -96,8 +98,9 @@ class LazyEvent:
 
 
 class LazyGpu:
-    """The device, and what is asked in place of torch.cuda. `num_launches`: operations that streams were given.
+    """The device, and what is asked in place of torch.cuda. `num_launches`: calls that gave a stream something to do.
 
+    `num_kernels`: of how many kernels and transfers torch makes these, since a batch of copies is one call.
     `num_waits`: how often the host has waited. `num_read_bytes`, `num_written_bytes`: of its memory, by what was
     launched. `pinned_bytes`: of host memory that it reads and writes itself, given out so far. `has_kernel`: Triton is
     installed. `free_bytes`: larger allocations fail. `libcuda`: its driver. `index`: a thread's current device is 0 at
@@ -111,6 +114,7 @@ class LazyGpu:
         self.streams: list[LazyStream] = []
         self.free_bytes = 1 << 40
         self.num_launches = 0
+        self.num_kernels = 0
         self.num_waits = 0
         self.num_read_bytes = 0
         self.num_written_bytes = 0
@@ -255,7 +259,7 @@ class LazyGpu:
                 break
         raise AssertionError("a wait for the GPU, without a deadline, for what does not come")
 
-    def launch(self, call: Callable[[], object]) -> None:
+    def launch(self, call: Callable[[], object], num_kernels: int = 1) -> None:
         """Give the thread's stream an operation that is done whenever it is run."""
 
         def operation() -> bool:
@@ -263,6 +267,7 @@ class LazyGpu:
             return True
 
         self.num_launches += 1
+        self.num_kernels += num_kernels
         self.current_stream(self.device).give(operation)
 
     def copy_and_sum(
@@ -427,7 +432,8 @@ class _Queue(TorchDispatchMode):
             # What lies in host memory is read now.
             args = tree_map(lambda a: a.clone() if isinstance(a, torch.Tensor) and not gpu.has(a) else a, args)
         is_batch = schema.name == "aten::_foreach_copy_"
-        gpu.launch(functools.partial(_copy_as_old_torch if is_batch else func, *args, **kwargs))
+        num_kernels = _num_batch_kernels(args[0], args[1]) if is_batch else 1
+        gpu.launch(functools.partial(_copy_as_old_torch if is_batch else func, *args, **kwargs), num_kernels)
         if host and "non_blocking" in named and not named["non_blocking"]:
             # From the host: torch waits as well, once for each tensor.
             for _ in host:
@@ -438,6 +444,33 @@ class _Queue(TorchDispatchMode):
         """Of what lies in this device's memory."""
         leaves = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
         return sum(leaf.nbytes for leaf in leaves if self._gpu.has(leaf))
+
+
+def _num_batch_kernels(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> int:
+    """Of how many kernels or transfers torch makes a batch of copies: one for each tensor, unless all are alike."""
+    gpu = _open[0]
+    is_fast = (
+        all(map(gpu.has, (*targets, *sources)))
+        and len({(target.dtype, source.dtype) for target, source in zip(targets, sources, strict=True)}) == 1
+        and all(t.stride() == s.stride() and t.shape == s.shape for t, s in zip(targets, sources, strict=True))
+    )
+    sizes = [target.numel() for target in targets if target.numel()]
+    return num_chunked_kernels(sizes) if is_fast else len(sizes)
+
+
+def num_chunked_kernels(sizes: Sequence[int]) -> int:
+    """Kernels of a batch of alike tensors of so many elements, as torch's multi_tensor_apply launches them."""
+    num_kernels = num_chunks = num_tensors = 0
+    for size in sizes:
+        num_tensors += 1
+        for start in range(0, size, _CHUNK_ELEMENTS):
+            num_chunks += 1
+            is_last = start + _CHUNK_ELEMENTS >= size
+            if num_chunks == _KERNEL_CHUNKS or (is_last and num_tensors == _KERNEL_TENSORS):
+                num_kernels += 1
+                # A tensor that is not whole yet goes on in the next one.
+                num_chunks, num_tensors = 0, 0 if is_last else 1
+    return num_kernels + bool(num_chunks)
 
 
 def _copy_as_old_torch(targets: list[torch.Tensor], sources: list[torch.Tensor], non_blocking: bool = False) -> None:
