@@ -8,6 +8,7 @@ The format is written down in `docs/wire-format.md`. Nothing here needs torch.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import math
@@ -122,7 +123,7 @@ class TensorRecord(TensorSpec, frozen=True, omit_defaults=True):
         return TensorSpec(self.name, self.dtype, self.shape, aliases=self.aliases, group=self.group)
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class Manifest(msgspec.Struct, frozen=True, dict=True):
     """All tensors of an update and the plan of its buckets (`buckets[i]`: raw payload bytes of bucket i).
 
     `origins`: how many buckets leave from each origin, the first ones from origin 0; empty if all leave from one.
@@ -136,7 +137,7 @@ class Manifest(msgspec.Struct, frozen=True):
     tensors: tuple[TensorRecord, ...]
     origins: tuple[int, ...] = ()
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
         """Bytes of tensor data, without padding and headers."""
         return sum(t.num_bytes for t in self.tensors)

@@ -6,6 +6,7 @@ it holds; on a CPU it is digested while it is in the cache, on a GPU nothing wai
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -474,14 +475,21 @@ class SeenRegions:
     """Regions that a source gave, and where the memory of their views was."""
 
     def __init__(self, regions: Regions) -> None:
-        self.regions, self._addresses = regions, _addresses(regions)
+        self.regions, self._held = regions, list(itertools.chain.from_iterable(regions.values()))
+        self._views = [view for _, view in self._held]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._views))
 
     def is_of(self, regions: Regions) -> bool:
         """Whether the source gives the same object again. Raises IncompatibleWeightsError if its views have moved."""
         if regions is not self.regions:
             return False
-        if (addresses := _addresses(regions)) != self._addresses:
-            names = [name for name, held in regions.items() for _ in held]
+        held = list(itertools.chain.from_iterable(regions.values()))
+        views = self._views
+        if len(held) != len(views) or not all(map(operator.is_, held, self._held)):
+            views = [view for _, view in held]
+        addresses = list(map(torch.Tensor.data_ptr, views))
+        if addresses != self._addresses:
+            names = [name for name, parts in regions.items() for _ in parts]
             moved = [
                 f"{name!r}: found a view at {address:#x}, expected it at {former:#x}"
                 for name, address, former in zip(names, addresses, self._addresses, strict=False)
@@ -554,10 +562,6 @@ def require_tiling(specs: Sequence[TensorSpec], found: Sequence[Mapping[Region, 
             problems.append(f"{spec.name!r} of shape {list(spec.shape)} from the regions {where}: {exc}")
     if problems:
         raise _misfit(problems, remedy)
-
-
-def _addresses(regions: Regions) -> list[int]:
-    return [data.data_ptr() for held in regions.values() for _, data in held]
 
 
 def _misfit(problems: Sequence[str], remedy: str) -> IncompatibleWeightsError:

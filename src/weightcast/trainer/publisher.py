@@ -363,9 +363,14 @@ class Publisher(ClosedOnExit):
             regions = self._source.regions()
         elif again is None:
             stream = self._source.stream()
-        device = _device_of(regions) if stream is None else stream.device
-        device = device if self._connections is None else self._connections.device
-        pack_plan = self._ready_pack_plan(regions, device)
+        pack_plan, connections = self._pack_plan, self._connections
+        is_known = pack_plan is not None and pack_plan.is_of(regions)
+        if connections is None or not is_known:
+            device = _device_of(regions) if stream is None else stream.device
+        if connections is not None:
+            device = connections.device
+        if pack_plan is None or not is_known:
+            pack_plan = self._ready_pack_plan(device)
         if isinstance(self._source, StreamSource):
             pack_plan.use(regions, StreamPacker(pack_plan.layout, None if stream is None else stream.tensors))
         elif self._group is None:
@@ -416,10 +421,8 @@ class Publisher(ClosedOnExit):
     def _has_brought_senders(self) -> bool:
         return any(isinstance(member.client, BringsSender) for member in self._fleet)
 
-    def _ready_pack_plan(self, regions: Regions, device: torch.device) -> PackPlan:
+    def _ready_pack_plan(self, device: torch.device) -> PackPlan:
         """The plan for the source's specs: made once, and again when they have changed."""
-        if self._pack_plan is not None and self._pack_plan.is_of(regions):
-            return self._pack_plan
         specs = self._source.specs()
         if self._pack_plan is None or self._pack_plan.specs is not specs:
             _require_specs(specs)
