@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,17 +160,16 @@ def test_an_interrupt_ends_the_wait_at_once() -> None:
 
 def test_an_engine_that_is_away_in_between_is_waited_for_again() -> None:
     model, port = torch.nn.Linear(4, 4), free_port()
-    servers: list[EngineServer] = []
+    servers: queue.SimpleQueue[EngineServer] = queue.SimpleQueue()
 
     def start() -> None:
         # A server of another thread of this process: the one that waits must not be the one that starts it.
-        threading.Thread(target=lambda: servers.append(EngineServer(ModuleEngine(model), port=port).start())).start()
+        threading.Thread(target=lambda: servers.put(EngineServer(ModuleEngine(model), port=port).start())).start()
 
     start()
     source, options = ModuleSource(torch.nn.Linear(4, 4)), PublishOptions(deadline_seconds=20.0)
     with Publisher(source, engines=[f"http://127.0.0.1:{port}"], options=options) as publisher, on_waiting(start):
         assert publisher.publish(wait_ready_seconds=60.0).ok
-        servers.pop(0).close()
+        servers.get(timeout=60.0).close()
         assert publisher.publish(wait_ready_seconds=60.0).ok
-    for server in servers:
-        server.close()
+    servers.get(timeout=60.0).close()
