@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import signal
 import socket
 import subprocess
 import sys
-import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path

@@ -90,7 +90,8 @@ def awaited_at_exit(call: Callable[[], None], name: str) -> threading.Thread:
 def _close_all() -> None:
     deadline = Deadline(_EXIT_SECONDS)
     for thing in list(_open):
-        with contextlib.suppress(Exception):
-            thing.close()
+        if not deadline.has_passed:
+            with contextlib.suppress(Exception):
+                thing.close()
     for thread in list(_threads):
         thread.join(max(0.0, deadline.remaining_seconds))
