@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -244,3 +244,34 @@ def test_b3_what_receives_and_the_engines_kernels_wait_for_each_other(
     sending.result()
     assert reader.result() == expected(1)
     assert (gpu.default_stream.num_given > num_given) is as_it_was
+
+
+def test_c1_a_bucket_is_received_over_the_one_that_is_still_being_loaded(
+    hall: Hall, as_it_was: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it was: the slot counts as free once the load is queued, and NCCL writes to it on another stream."""
+    gpu, third = hall.gpu, ((0, 1), 3)
+
+    def load_late() -> bool:
+        """Runs until both ends have begun to broadcast bucket 3, and that has gone on as far as it can."""
+        if is_running or not hall.nccl.groups[0].communicator.begun.get(third, set()).issuperset(third[0]):
+            return False
+        is_running.append(True)
+        for rank in third[0]:
+            LazyEvent(hall.member(rank).stream).query()
+        return True
+
+    class Engine(OnGpu):
+        def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            if not self.streams:
+                gpu.current_stream(gpu.device).give(load_late)
+            super().load(tensors)
+
+    if as_it_was:
+        monkeypatch.setattr(host_device, "queue_behind", lambda event, device: None)
+    is_running: list[bool] = []
+    engine, source = Engine(gpu), TensorSource({name: gpu.tensor(tensor) for name, tensor in values(1).items()})
+    with fleet(source, engine, transport="nccl://127.0.0.1:0", install="streaming") as (publisher, _):
+        publisher.publish()
+    assert is_running
+    assert torch.equal(engine.committed["t0"], values(1)["t3" if as_it_was else "t0"])
