@@ -186,8 +186,9 @@ def test_a_bucket_is_loaded_while_the_trainer_is_late_with_the_next(
     assert torch.equal(engine.committed["t5"], values(1)["t5"])
 
 
+@pytest.mark.parametrize("undo", [False, True])
 def test_an_engine_gives_an_update_up_although_the_trainer_stands_still(
-    gpu: LazyGpu, nccl: LazyNccl, monkeypatch: pytest.MonkeyPatch
+    gpu: LazyGpu, nccl: LazyNccl, undo: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What runs on its device then ends by its own abort, which comes before the wait for that device."""
     loaded = threading.Event()
@@ -197,6 +198,10 @@ def test_an_engine_gives_an_update_up_although_the_trainer_stands_still(
             super().load(tensors)
             loaded.set()
 
+        def snapshot(self) -> object:
+            copies = {name: tensor.cpu() for name, tensor in self.weights.items()}
+            return lambda: [self.weights[name].copy_(copy) for name, copy in copies.items()]
+
     def pack_until_the_engine_has_ended(*args: Any) -> Any:
         if args[4] == 3:
             assert loaded.wait(PATIENCE_SECONDS)
@@ -205,20 +210,32 @@ def test_an_engine_gives_an_update_up_although_the_trainer_stands_still(
             gpu.wait_until(lambda: all(work.is_completed() for work in trainers._works))
             gpu.wait_until(lambda: not all(work.is_completed() for work in engines._works))
             client.worker.shutdown()
-            assert client.gate.torn
-            assert "restoring the former version failed" not in client.gate.torn
+            torn.append(client.gate.torn)
             assert not client.gate.is_paused
         return pack(*args)
 
-    monkeypatch.setattr("weightcast.trainer.publish_run.pack", pack_until_the_engine_has_ended)
+    torn: list[str] = []
     weights = {name: gpu.tensor(tensor) for name, tensor in values(1).items()}
-    options: dict[str, Any] = {"transport": NCCL, "install": "streaming"}
-    with fleet(TensorSource(weights), Engine(gpu), **options) as (publisher, [client]):
-        with pytest.raises(PublishError):
-            publisher.publish()
+    options: dict[str, Any] = {"transport": NCCL, "install": "streaming", "undo": undo}
+    with fleet(TensorSource(weights), engine := Engine(gpu), **options) as (publisher, [client]):
+        publisher.publish()
         loaded.clear()
-        monkeypatch.undo()
+        for name, tensor in values(2).items():
+            weights[name].copy_(tensor)
+        with monkeypatch.context() as late:
+            late.setattr("weightcast.trainer.publish_run.pack", pack_until_the_engine_has_ended)
+            with pytest.raises(PublishError):
+                publisher.publish()
+        gpu.synchronize(gpu.device)
+        [reason] = torn
+        if undo:
+            assert not reason
+            assert all(torch.equal(gpu.read(engine.weights[name]), tensor) for name, tensor in values(1).items())
+        else:
+            assert "given up half-way" in reason
+            assert "restoring the former version failed" not in reason
         assert publisher.publish().ok
+    assert torch.equal(engine.committed["t5"], values(2)["t5"])
 
 
 def test_the_trainers_stream_goes_on_after_packing(gpu: LazyGpu) -> None:
