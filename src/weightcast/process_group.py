@@ -31,6 +31,7 @@ from weightcast.errors import (
     WeightcastError,
     detached,
 )
+from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline, in_background
 
 _MAX_NCCL_CHANNELS = 8
@@ -138,8 +139,11 @@ class ProcessGroup:
         self.backend = backend
         self.rank, self.size = rank, size
         self._store = store  # NCCL looks into it later on
+        self._device = device or torch.device("cuda" if backend == "nccl" else "cpu")
         self._timeout_seconds = timeout_seconds
         self._closing = threading.Lock()
+        self._met: set[int] = set()
+        """The ranks with which NCCL has a connection for transfers between two."""
         timeout = datetime.timedelta(seconds=timeout_seconds)
         torch_groups: Any = dist
         with translated("the process group"):
@@ -157,21 +161,36 @@ class ProcessGroup:
                 self._group: Any = gloo(store, rank, size, options)
             else:
                 connect = functools.partial(make_nccl, store, rank, size, timeout, device)
-                self._group = in_time(connect, timeout_seconds, "connecting the group", is_left, _abort)
+                discard = functools.partial(_abort, device=self._device)
+                self._group = in_time(connect, self._device, timeout_seconds, "connecting the group", is_left, discard)
 
     def broadcast(self, tensor: torch.Tensor, *, root: int) -> Work:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
+        if self.backend == "nccl":
+            # A group that was made without one has connected nothing before.
+            self._device = tensor.device
         with translated("a broadcast"):
             return cast(Work, self._group.broadcast([tensor], options))
 
     def send(self, tensor: torch.Tensor, rank: int) -> Work:
+        """To one rank. With NCCL the first transfer with each may wait for it, at most for the group's timeout."""
         with translated("a send"):
-            return cast(Work, self._group.send([tensor], rank, 0))
+            return self._transfer(functools.partial(self._group.send, [tensor], rank, 0), rank)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> Work:
+        """From one rank; otherwise as `send`."""
         with translated("a receive"):
-            return cast(Work, self._group.recv([tensor], rank, 0))
+            return self._transfer(functools.partial(self._group.recv, [tensor], rank, 0), rank)
+
+    def _transfer(self, begin_transfer: Callable[[], Work], rank: int) -> Work:
+        if self.backend != "nccl" or rank in self._met:
+            return begin_transfer()
+        # Depending on torch's version, NCCL connects each two ranks by themselves only now.
+        what = f"connecting with rank {rank} of the group"
+        work = in_time(begin_transfer, self._device, self._timeout_seconds, what, lambda: self._group is None)
+        self._met.add(rank)
+        return work
 
     def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Work:
         with translated("an all-gather"):
@@ -207,7 +226,7 @@ class ProcessGroup:
         with self._closing:
             group, self._group = self._group, None
             if group is not None and self.backend == "nccl":
-                _abort(group)
+                _abort(group, self._device)
             del group
 
 
@@ -223,13 +242,18 @@ def _nccl_error(work: Work) -> str:
         return "torch's log says how" if result.done() and result.value() != 0 else ""
 
 
-def _abort(nccl: Any) -> None:
-    with contextlib.suppress(RuntimeError):
-        nccl.abort()
+def _abort(nccl: Any, device: torch.device) -> None:
+    """Call it in a thread of ours. Also after an error of the GPU, which the thread may then not have as its own."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(RuntimeError):
+            stack.enter_context(host_device.own_thread(device))
+        with contextlib.suppress(RuntimeError):
+            nccl.abort()
 
 
 def in_time(
     call: Callable[[], T],
+    device: torch.device,
     seconds: float,
     what: str,
     is_left: Callable[[], bool] = lambda: False,
@@ -237,10 +261,16 @@ def in_time(
 ) -> T:
     """Make a call of NCCL's that connects, and so may wait for ever and can't be ended, in a thread of its own.
 
-    Raises PeerTimeoutError after `seconds`, PeerDiedError once `is_left` says that nobody wants its result; the thread
-    is left behind, and what it returns later is discarded.
+    What it queues on `device` goes to the caller's stream. Raises PeerTimeoutError after `seconds`, PeerDiedError once
+    `is_left` says that nobody wants its result; the thread is left behind, and what it returns later is discarded.
     """
-    future, deadline = in_background(call, name="weightcast-connect"), Deadline(seconds)
+    stream = host_device.current_stream(device)
+
+    def run() -> T:
+        with host_device.own_thread(device), host_device.on(stream):
+            return call()
+
+    future, deadline = in_background(run, name="weightcast-connect"), Deadline(seconds)
     try:
         while not future.done() and not (deadline.has_passed or is_left()):
             futures.wait([future], min(_CONNECT_POLL_SECONDS, deadline.remaining_seconds))
@@ -257,7 +287,8 @@ def in_time(
 class Broadcast:
     """A broadcast of rank 0's under way. `error`: how it failed, once `is_over`.
 
-    On a CPU `condition` is notified of its end; on a GPU it has to be asked.
+    On a CPU `condition` is notified of its end; on a GPU it has to be asked. Of a GPU that has failed nobody can say
+    whether it still reads the buffer: there it has an error, and is not over.
     """
 
     def __init__(self, group: ProcessGroup, buffer: torch.Tensor, condition: threading.Condition) -> None:
@@ -272,7 +303,14 @@ class Broadcast:
 
     @property
     def is_over(self) -> bool:
-        return self._has_landed or (self._is_polled and self._work.is_completed())
+        if not self._is_polled:
+            return self._has_landed
+        try:
+            with translated("a broadcast"):
+                return self._work.is_completed()
+        except WeightcastError as exc:
+            self._error = detached(exc)
+            return False
 
     @property
     def error(self) -> WeightcastError | None:

@@ -9,7 +9,7 @@ import contextlib
 import faulthandler
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -108,6 +108,8 @@ def test_a1_a_trainer_that_dies_leaves_a_thread_and_a_kernel_and_the_engine_bloc
     assert comes(LazyEvent(hall.gpu.default_stream).query, as_it_was) is not as_it_was
     names = [thread.name for thread in threading.enumerate()]
     assert "weightcast-collective" in names or not as_it_was
+    # Nothing else ends the thread that waits there.
+    hall.gpu._has_gone = as_it_was
 
 
 def test_a2_the_root_is_made_of_digests_that_are_not_there_yet(
@@ -322,3 +324,34 @@ def quietly(call: Callable[[], str]) -> str:
     """Where an access to memory that is not there ends the process, as it ends a GPU's context: without a report."""
     faulthandler.disable()
     return call()
+
+
+def test_c1_a_bucket_is_received_over_the_one_that_is_still_being_loaded(
+    hall: Hall, as_it_was: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it was: the slot counts as free once the load is queued, and NCCL writes to it on another stream."""
+    gpu, third = hall.gpu, ((0, 1), 3)
+
+    def load_late() -> bool:
+        """Runs until both ends have begun to broadcast bucket 3, and that has gone on as far as it can."""
+        if is_running or not hall.nccl.groups[0].communicator.begun.get(third, set()).issuperset(third[0]):
+            return False
+        is_running.append(True)
+        for rank in third[0]:
+            LazyEvent(hall.member(rank).stream).query()
+        return True
+
+    class Engine(OnGpu):
+        def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            if not self.streams:
+                gpu.current_stream(gpu.device).give(load_late)
+            super().load(tensors)
+
+    if as_it_was:
+        monkeypatch.setattr(host_device, "queue_behind", lambda event, device: None)
+    is_running: list[bool] = []
+    engine, source = Engine(gpu), TensorSource({name: gpu.tensor(tensor) for name, tensor in values(1).items()})
+    with fleet(source, engine, transport="nccl://127.0.0.1:0", install="streaming") as (publisher, _):
+        publisher.publish()
+    assert is_running
+    assert torch.equal(engine.committed["t0"], values(1)["t3" if as_it_was else "t0"])

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from publishers import publisher_of
 
 from core.direct import fleet
+from core.parallel import ParallelEngine
 from weightcast import ModuleEngine, TensorSource
 from weightcast.errors import ClosedError, InsufficientMemoryError, PeerTimeoutError, PublishError
 from weightcast.format import device_sums
@@ -26,13 +28,22 @@ from weightcast.host.copy import copy_all
 from weightcast.host.deadline import Deadline
 from weightcast.testing import lazy_gpu
 from weightcast.testing.lazy_gpu import POISON, LazyGpu
-from weightcast.testing.transport_kit import PATIENCE_SECONDS, TransportEnds, send, version
+from weightcast.testing.lazy_nccl import LazyNccl, LazyWork
+from weightcast.testing.transport_kit import (
+    PATIENCE_SECONDS,
+    SHORT_SECONDS,
+    Background,
+    TransportEnds,
+    send,
+    version,
+)
 from weightcast.trainer.group import gather
 from weightcast.trainer.group.exchange import RankStatus
-from weightcast.trainer.packer import Shard, bucket_views, typed_views
+from weightcast.trainer.packer import Shard, bucket_views, pack, typed_views
 from weightcast.trainer.publish_run import Connections
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
+NCCL = "nccl://127.0.0.1:0"
 NAMES = [f"t{number}" for number in range(6)]
 SPECS = [TensorSpec(name, "float32", (700,)) for name in NAMES]
 
@@ -63,6 +74,12 @@ class OnGpu:
 @pytest.fixture
 def gpu() -> Iterator[LazyGpu]:
     with LazyGpu() as made:
+        yield made
+
+
+@pytest.fixture
+def nccl(gpu: LazyGpu) -> Iterator[LazyNccl]:
+    with LazyNccl(gpu) as made:
         yield made
 
 
@@ -108,24 +125,117 @@ def test_what_nobody_has_waited_for_is_not_there(gpu: LazyGpu) -> None:
     assert a.cpu().sum() == 0
 
 
-@pytest.mark.parametrize("transport", ["memory://", "ipc://"])
+@pytest.mark.parametrize("transport", ["memory://", "ipc://", NCCL])
 @pytest.mark.parametrize("install", ["streaming", "staged"])
 def test_every_version_is_whole_although_the_trainer_goes_on_at_once(
-    gpu: LazyGpu, install: str, transport: str
+    gpu: LazyGpu, nccl: LazyNccl, install: str, transport: str
 ) -> None:
     """The digests are those of what was packed, and the next step does not write what is still to be packed."""
     engine = OnGpu(gpu)
     with published(gpu, install, engine, transport=transport) as (publisher, weights):
-        for number in (2, 3, 4):
-            for name, tensor in values(number).items():
-                weights[name].copy_(tensor)
-            assert publisher.publish().ok
-            for tensor in weights.values():
-                tensor.fill_(-1.0)
-            gpu.synchronize(gpu.device)
+        every_version_is_whole(gpu, publisher, weights, engine)
+
+
+@pytest.mark.parametrize(("install", "num_members"), [("streaming", 3), ("staged", 2)])
+def test_every_version_is_whole_in_two_workers_of_one_engine(
+    gpu: LazyGpu, nccl: LazyNccl, install: str, num_members: int
+) -> None:
+    """Staged, one of them receives for both."""
+    engines = OnGpu(gpu), OnGpu(gpu)
+    weights = {name: gpu.tensor(tensor) for name, tensor in values(1).items()}
+    with contextlib.closing(ParallelEngine("wide", engines)) as client:
+        options: dict[str, Any] = {"transport": NCCL, "install": install, "bucket_size_bytes": 4096}
+        with publisher_of(TensorSource(weights), engines=[client], **options) as publisher:
+            every_version_is_whole(gpu, publisher, weights, *engines)
+    assert len(nccl.groups) == num_members
+
+
+def every_version_is_whole(gpu: LazyGpu, publisher: Any, weights: dict[str, torch.Tensor], *engines: OnGpu) -> None:
+    for number in (2, 3, 4):
+        for name, tensor in values(number).items():
+            weights[name].copy_(tensor)
+        assert publisher.publish().ok
+        for tensor in weights.values():
+            tensor.fill_(-1.0)
+        gpu.synchronize(gpu.device)
+        for engine in engines:
             for name, tensor in values(number).items():
                 assert torch.equal(engine.committed[name], tensor), name
                 assert torch.equal(gpu.read(engine.weights[name]), tensor), name
+
+
+def test_a_bucket_is_loaded_while_the_trainer_is_late_with_the_next(
+    gpu: LazyGpu, nccl: LazyNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's device is busy with broadcasts of buckets that are not packed yet: nothing may wait for it."""
+    loaded = threading.Event()
+
+    class Engine(OnGpu):
+        def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            super().load(tensors)
+            loaded.set()
+
+    def pack_late(*args: Any) -> Any:
+        if args[4] == 1:
+            assert loaded.wait(PATIENCE_SECONDS)
+        return pack(*args)
+
+    monkeypatch.setattr("weightcast.trainer.publish_run.pack", pack_late)
+    with published(gpu, "streaming", engine := Engine(gpu), transport=NCCL) as (publisher, _):
+        assert publisher.publish().ok
+    assert torch.equal(engine.committed["t5"], values(1)["t5"])
+
+
+@pytest.mark.parametrize("undo", [False, True])
+def test_an_engine_gives_an_update_up_although_the_trainer_stands_still(
+    gpu: LazyGpu, nccl: LazyNccl, undo: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs on its device then ends by its own abort, which comes before the wait for that device."""
+    loaded = threading.Event()
+
+    class Engine(OnGpu):
+        def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            super().load(tensors)
+            loaded.set()
+
+        def snapshot(self) -> object:
+            copies = {name: tensor.cpu() for name, tensor in self.weights.items()}
+            return lambda: [self.weights[name].copy_(copy) for name, copy in copies.items()]
+
+    def pack_until_the_engine_has_ended(*args: Any) -> Any:
+        if args[4] == 3:
+            assert loaded.wait(PATIENCE_SECONDS)
+            trainers, engines = sorted(nccl.groups, key=lambda group: group.rank)
+            # Here the device is the trainer's as well, who has nothing under way.
+            gpu.wait_until(lambda: all(work.is_completed() for work in trainers._works))
+            gpu.wait_until(lambda: not all(work.is_completed() for work in engines._works))
+            client.worker.shutdown()
+            torn.append(client.gate.torn)
+            assert not client.gate.is_paused
+        return pack(*args)
+
+    torn: list[str] = []
+    weights = {name: gpu.tensor(tensor) for name, tensor in values(1).items()}
+    options: dict[str, Any] = {"transport": NCCL, "install": "streaming", "undo": undo}
+    with fleet(TensorSource(weights), engine := Engine(gpu), **options) as (publisher, [client]):
+        publisher.publish()
+        loaded.clear()
+        for name, tensor in values(2).items():
+            weights[name].copy_(tensor)
+        with monkeypatch.context() as late:
+            late.setattr("weightcast.trainer.publish_run.pack", pack_until_the_engine_has_ended)
+            with pytest.raises(PublishError):
+                publisher.publish()
+        gpu.synchronize(gpu.device)
+        [reason] = torn
+        if undo:
+            assert not reason
+            assert all(torch.equal(gpu.read(engine.weights[name]), tensor) for name, tensor in values(1).items())
+        else:
+            assert "given up half-way" in reason
+            assert "restoring the former version failed" not in reason
+        assert publisher.publish().ok
+    assert torch.equal(engine.committed["t5"], values(2)["t5"])
 
 
 def test_the_trainers_stream_goes_on_after_packing(gpu: LazyGpu) -> None:
@@ -171,11 +281,12 @@ def test_a_slot_is_packed_again_only_once_it_was_read(gpu: LazyGpu) -> None:
         assert not sender._names_reading(0)
 
 
-def test_the_last_step_of_generation_reads_the_former_weights(gpu: LazyGpu) -> None:
+@pytest.mark.parametrize("transport", ["memory://", NCCL])
+def test_the_last_step_of_generation_reads_the_former_weights(gpu: LazyGpu, nccl: LazyNccl, transport: str) -> None:
     """It may still run when the engine has left it: its kernels are on another stream."""
     engine = OnGpu(gpu)
     client_gate: list[torch.Tensor] = []
-    with published(gpu, "streaming", engine) as (publisher, weights):
+    with published(gpu, "streaming", engine, transport=transport) as (publisher, weights):
         publisher.publish()
         with gpu.stream(gpu.Stream(gpu.device)):
             client_gate += [tensor.clone() for tensor in engine.weights.values()]
@@ -435,6 +546,25 @@ def test_a_publisher_closes_all_that_it_has_although_its_gpu_has_failed(
         publisher.publish()
 
 
+def test_a_publisher_closes_all_that_it_has_although_its_gpu_has_failed_in_a_broadcast(
+    gpu: LazyGpu, nccl: LazyNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failed(work: LazyWork) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def pack_and_fail(*args: Any) -> Any:
+        if args[4] == 2:
+            monkeypatch.setattr(LazyWork, "is_completed", failed)
+        return pack(*args)
+
+    monkeypatch.setattr("weightcast.trainer.publish_run.pack", pack_and_fail)
+    with published(gpu, "streaming", OnGpu(gpu), transport=NCCL) as (publisher, _):
+        with pytest.raises(PublishError, match="illegal memory access"):
+            publisher.publish()
+        publisher.close()
+    gpu.wait_until(lambda: all(group.is_aborted for group in nccl.groups))
+
+
 @pytest.mark.parametrize(("transport", "is_capturing"), [("memory://", False), ("ipc://", False), ("ipc://", True)])
 def test_memory_that_the_device_has_not_is_an_error_of_ours(gpu: LazyGpu, transport: str, is_capturing: bool) -> None:
     """Also while another thread captures a graph, and torch gives nothing back of what it keeps."""
@@ -482,6 +612,34 @@ def test_release_gives_the_arena_back_at_both_ends_and_the_next_publish_takes_an
                 assert torch.equal(engine.committed["t1"], values(number)["t1"])
     with pytest.raises(ClosedError):
         publisher.release()
+
+
+def test_memory_is_given_back_once_an_update_that_is_given_up_reads_nothing(
+    gpu: LazyGpu, nccl: LazyNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loads may still be queued when it counts as given up."""
+
+    class Failing(OnGpu):
+        def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            super().load(tensors)
+            raise RuntimeError("this loader was told to fail")
+
+        def discard(self) -> None:
+            session = client.worker._session
+            release = session.receiver.release
+            monkeypatch.setattr(session.receiver, "release", lambda: (has_begun.set(), release()))
+            releasing.append(Background(session.release))
+            is_early.append(releasing[0].is_done_within(SHORT_SECONDS) or has_begun.is_set())
+
+    has_begun, releasing, is_early = threading.Event(), list[Background[None]](), list[bool]()
+    weights = {name: gpu.tensor(tensor) for name, tensor in values(1).items()}
+    options: dict[str, Any] = {"transport": NCCL, "install": "streaming"}
+    with fleet(TensorSource(weights), Failing(gpu), **options) as (publisher, [client]):
+        with pytest.raises(PublishError, match="told to fail"):
+            publisher.publish()
+        releasing[0].result()
+        assert has_begun.is_set()
+    assert is_early == [False]
 
 
 @pytest.mark.parametrize("install", ["streaming", "staged"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -247,3 +248,21 @@ def test_a_client_that_can_pause_in_part_is_refused_when_it_is_added() -> None:
 
     with pytest.raises(TypeError, match=r"Halfway has pause\(\) .* derive it from .*ServesTraffic"):
         Publisher(TensorSource(TENSORS), engines=[Halfway()])  # type: ignore[abstract]
+
+
+def test_close_closes_every_part_whatever_another_one_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    with fleet(TensorSource(TENSORS), RecordingEngine()) as (publisher, _):
+        publisher.publish()
+        for name in ("_connections", "_fleet", "_watchdog"):
+            part = getattr(publisher, name)
+
+            def close(name: str = name, close: Callable[[], None] = part.close) -> None:
+                closed.append(name)
+                close()
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+            monkeypatch.setattr(part, "close", close)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            publisher.close()
+    assert closed == ["_connections", "_fleet", "_watchdog"]

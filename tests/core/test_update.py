@@ -11,7 +11,14 @@ import torch
 from core.direct import DirectEngine, RecordingEngine, fleet
 from weightcast import TensorSource
 from weightcast.engines.gate import Gate
-from weightcast.errors import ClosedError, IncompatibleWeightsError, IncompleteUpdateError, IntegrityError, PublishError
+from weightcast.errors import (
+    ClosedError,
+    IncompatibleWeightsError,
+    IncompleteUpdateError,
+    IntegrityError,
+    PublishError,
+    UpdateAbortedError,
+)
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import InitInfo, Offer, Seal
 from weightcast.format.plan import plan
@@ -92,6 +99,40 @@ def test_an_update_that_is_given_up_with_a_bucket_in_hand_keeps_no_frame_of_it(
             update.receive()
         assert isinstance(update.error, ClosedError)
         assert update.error.__traceback__ is None
+
+
+def test_an_update_that_is_given_up_while_a_step_of_generation_ends_opens_no_receiver(
+    ends: TransportEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would end it."""
+    receiver, digest, gate = ends.receiver(ends.sender()), MANIFEST.digest(), Gate()
+    load_plan = admit(MANIFEST, digest, RecordingEngine(), None)
+    offer = Offer(RUN, 1, digest, install="streaming")
+    update = Update(offer, load_plan, receiver=receiver, gate=gate, deadline_seconds=60.0)
+    begin_writing = gate.begin_writing
+
+    def given_up_meanwhile(writer: str, *, deadline_seconds: float) -> None:
+        update.abort(ClosedError("the publisher has gone"))
+        begin_writing(writer, deadline_seconds=deadline_seconds)
+
+    monkeypatch.setattr(gate, "begin_writing", given_up_meanwhile)
+    update.open()
+    with pytest.raises(UpdateAbortedError, match="no update is open"):
+        next(iter(receiver))
+    assert not gate.is_paused
+
+
+def test_an_update_that_is_given_up_leaves_the_receiver_before_another_one_can_open_it(
+    ends: TransportEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who finds it given up goes on to the next one."""
+    with update_of(ends, RecordingEngine()) as update:
+        receiver, was_writing = update._receiver, []
+        end = receiver.end
+        monkeypatch.setattr(receiver, "end", lambda: (was_writing.append(update.is_writing), end()))
+        update.abort(ClosedError("the publisher has gone"))
+    assert was_writing
+    assert all(was_writing)
 
 
 def test_a_seal_of_other_bytes_is_refused(ends: TransportEnds) -> None:

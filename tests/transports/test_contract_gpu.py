@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from weightcast.testing import LazyGpu, TransportContract
+from weightcast.testing.lazy_nccl import LazyNccl
 from weightcast.testing.leftovers import nothing_left
 
 
@@ -31,3 +32,14 @@ class TestMemoryOnGpu(TransportContract):
 
 class TestIpcOnGpu(TestMemoryOnGpu):
     url = "ipc://"
+
+
+class TestNcclOnGpu(TransportContract):
+    url = "nccl://127.0.0.1:0"
+
+    @pytest.fixture(autouse=True)
+    def _close_what_was_made(self) -> Iterator[None]:
+        with LazyGpu() as gpu, LazyNccl(gpu), nothing_left():
+            self.device = gpu.device
+            with contextlib.ExitStack() as self.stack:
+                yield

@@ -57,7 +57,7 @@ class Hall:
 def hall(request: pytest.FixtureRequest) -> Iterator[Hall]:
     reports_errors, has_exceptions = request.param != "silent", request.param == "reported"
     with (
-        LazyGpu() as gpu,
+        LazyGpu(index=1) as gpu,
         LazyNccl(gpu, reports_errors=reports_errors, has_exceptions=has_exceptions) as nccl,
         contextlib.ExitStack() as stack,
     ):
@@ -102,17 +102,62 @@ def test_of_several_origins_an_engine_has_one_broadcast_under_way_each(
     assert [member.max_under_way for member in members] == [num_at_once] * num_origins
 
 
-def test_an_update_is_prepared_while_a_graph_is_captured(hall: Hall) -> None:
-    """In the thread of the offer, which the engine may go on with, and in the link's, which joins the group."""
+def test_an_update_is_prepared_and_ended_while_a_graph_is_captured(hall: Hall) -> None:
+    """In the thread of the offer, which the engine may go on with, in the link's, and in those that connect and end."""
     sender = hall.sender()
     receiver = hall.receiver(sender, "a")
     hall.gpu.is_capturing = True
-    receiver.open(MANIFEST, version(1), staged=False)
+    reader = Reader(receiver, MANIFEST, version(1), staged=False)
     sender.open(MANIFEST, version(1), peers=["a"], staged=False)
     assert receiver._buffers._memory.size_bytes
     assert not hall.gpu.libcuda.is_relaxed, "the engine's thread has its own mode again"
     with pytest.raises(RuntimeError, match="capturing"):
         torch.empty(8, device=hall.gpu.device)
+    # Packing and reading are not of the transport.
+    hall.gpu.is_capturing = False
+    for index in range(len(MANIFEST.buckets)):
+        send(sender, MANIFEST, 1, index)
+    assert reader.result() == expected(1)
+    hall.gpu.is_capturing = True
+    receiver.close()
+    sender.close()
+    wait_until(lambda: hall.member(0).is_aborted and hall.member(1).is_aborted)
+
+
+def test_the_first_transfer_between_two_ranks_ends_by_the_deadline(hall: Hall) -> None:
+    """torch may connect each two only then, and NCCL would wait for ever."""
+    hall.nccl.connects_pairs = True
+    with contextlib.closing(pair(hall, SHORT_SECONDS)) as both:
+        for begin in (both.groups[0].send, both.groups[0].receive):
+            with pytest.raises(PeerTimeoutError, match="connecting with rank 1"):
+                begin(hall.gpu.tensor(torch.zeros(8)), 1)
+
+
+def test_the_first_transfer_between_two_ranks_comes_after_what_was_queued(hall: Hall) -> None:
+    with contextlib.closing(pair(hall, PATIENCE_SECONDS)) as both:
+        message, received = hall.gpu.tensor(torch.zeros(8)), hall.gpu.tensor(torch.zeros(8))
+        with hall.gpu.stream(hall.gpu.Stream(hall.gpu.device)):
+            message.fill_(7.0)
+            works = both.groups[0].send(message, 1), both.groups[1].receive(received, 0)
+        for group, work in zip(both.groups, works, strict=True):
+            group.wait(work)
+        assert hall.gpu.read(received).tolist() == [7.0] * 8
+
+
+def test_an_update_of_no_buckets_leaves_the_group_as_it_is(hall: Hall) -> None:
+    """The receiver may have gone on when it hears that the sender has begun it."""
+    sender = hall.sender()
+    receiver = hall.receiver(sender, "a")
+    for number in (1, 3):
+        reader = Reader(receiver, MANIFEST, version(number), staged=False)
+        sender.open(MANIFEST, version(number), peers=["a"], staged=False)
+        for index in range(len(MANIFEST.buckets)):
+            send(sender, MANIFEST, number, index)
+        assert reader.result() == expected(number)
+        receiver.end()
+        sender.open(plan([], 4096), version(number + 1), peers=["a"], staged=False)
+        wait_until(lambda: receiver._incoming.begin.num_buckets == 0)
+    assert sender.num_groups == 1
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["streaming", "staged"])

@@ -32,6 +32,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Wait until it is."""
 
+    def wait(self, stream: Any) -> None:
+        """Have a stream wait until it is; the thread does not."""
+
 
 def has_streams(device: torch.device) -> bool:
     """Whether work on that device is queued, and over later."""
@@ -43,11 +46,21 @@ def stream(device: torch.device) -> Any:
     return cuda.Stream(device) if has_streams(device) else None
 
 
+def current_stream(device: torch.device) -> Any:
+    """This thread's on a GPU, else None."""
+    return cuda.current_stream(device) if has_streams(device) else None
+
+
 def recorded(device: torch.device) -> Event:
     """An event behind all that this thread's stream of a GPU has been given."""
     event: Event = cuda.Event()
     event.record(cuda.current_stream(device))  # type: ignore[attr-defined]
     return event
+
+
+def queue_behind(event: Event, device: torch.device) -> None:
+    """Have this thread's stream of a GPU wait for an event of this process before what it is given next."""
+    event.wait(cuda.current_stream(device))
 
 
 def synchronize(device: torch.device) -> None:
@@ -88,18 +101,25 @@ def beside(side: Any, device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_stream(device: torch.device) -> Iterator[None]:
-    """For a thread of ours: make `device` its current one, with a stream of its own, also while a graph is captured.
-
-    Waits for nothing: what the engine has written before is in order only after `synchronize`.
-    """
+def own_thread(device: torch.device) -> Iterator[None]:
+    """For a thread of ours: make `device` its current one, also while a graph is captured."""
     if not has_streams(device):
         yield
         return
-    if device.index is not None:
-        # "cuda" alone is the present one, which torch does not take here.
-        cuda.set_device(device)
-    with _relaxed_capture(), cuda.stream(cuda.Stream(device)):
+    with _relaxed_capture():
+        if device.index is not None:
+            # "cuda" alone is the present one, which torch does not take here.
+            cuda.set_device(device)
+        yield
+
+
+@contextlib.contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """The same, with a stream of the thread's own.
+
+    Waits for nothing: what the engine has written before is in order only after `synchronize`.
+    """
+    with own_thread(device), on(stream(device)):
         yield
 
 

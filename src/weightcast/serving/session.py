@@ -154,7 +154,7 @@ class PublisherSession:
     def release(self) -> None:
         """Give back memory that is kept for the next update, unless one is under way."""
         receiver: object = self.receiver
-        if self.update is not None and not self.update.has_ended:
+        if self.update is not None and not self.update.has_ended():
             return
         # Which relaxes the thread's capture mode: memory of a GPU goes while an engine may capture a graph.
         with host_device.own_stream(self.device), contextlib.suppress(WeightcastError):

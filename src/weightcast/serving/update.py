@@ -47,6 +47,9 @@ class State(enum.Enum):
     ABORTED = "aborted"
 
 
+_ENDED = (State.INSTALLED, State.ABORTED)
+
+
 class Update:
     """One version's way into one engine. `receive` has a thread of its own; the other calls come from the worker."""
 
@@ -109,10 +112,10 @@ class Update:
         """Whether the engine is being written, or installs, as of now."""
         return self._writing.locked()
 
-    @property
     def has_ended(self) -> bool:
-        """Whether it was installed, or given up."""
-        return self.state in (State.INSTALLED, State.ABORTED)
+        """Whether it was installed, or given up; waits for what is being done to the engine for that."""
+        with self._writing:
+            return self.state in _ENDED
 
     @contextlib.contextmanager
     def aborted_on_failure(self) -> Iterator[None]:
@@ -133,11 +136,16 @@ class Update:
             self._load_plan.require_memory(self._num_workers)
         if self._streaming or (self._share and not self._receiver.share(self._manifest, self._share)):
             self._share = None
-        self._receiver.open(self._manifest, self.version, staged=not self._streaming)
         if self._streaming:
             self._gate.begin_writing(self._writer, deadline_seconds=self._deadline_seconds)
-            if self.state is State.ABORTED:  # before the writing had begun that an abort ends
+            # The kernels of the last step may still run, and read the weights. Waited for before the receiver is open:
+            # with NCCL the device is then busy until the publisher has sent.
+            self._await_device()
+        with self._writing:
+            if self.state is State.ABORTED:  # before there was anything here that an abort ends
                 self._gate.end_writing(self._writer)
+            else:
+                self._receiver.open(self._manifest, self.version, staged=not self._streaming)
 
     def receive(self) -> str:
         """Receive and check every bucket, in the order of the manifest's rounds; return the root digest.
@@ -209,8 +217,8 @@ class Update:
     def _touch(self) -> None:
         """From here on the live weights change. Call while no step of generation runs."""
         if not self._touched:
-            # The kernels of the last step may still run, and read the weights.
-            self._await_device()
+            if not self._streaming:  # else `open` has waited
+                self._await_device()
             if self._undo:
                 assert isinstance(self._engine, Undoable)
                 self._restore = self._engine.snapshot()
@@ -308,13 +316,16 @@ class Update:
         Frees everything; a thread that is receiving is woken and raises.
         """
         with self._writing:
-            if self.has_ended:
+            if self.state in _ENDED:
                 return False
             self.error, self.state = error, State.ABORTED
-            self._go_back(f"version {self.version.number} was given up half-way: {error}")
-            # Before another call that aborts it can return: the publisher resumes the engine then.
-            self._gate.end_writing(self._writer)
-        self._release()
+            try:
+                # First, since going back waits for the device: a broadcast that runs there ends with its group only.
+                self._receiver.end()
+            finally:
+                self._go_back(f"version {self.version.number} was given up half-way: {error}")
+                # Before another call that aborts it can return: the publisher resumes the engine then.
+                self._release()
         return True
 
     def _go_back(self, reason: str) -> bool:

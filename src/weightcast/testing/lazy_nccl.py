@@ -3,7 +3,8 @@
 Invariants, which are those of torch's ProcessGroupNCCL: `Work.wait` returns at once and has the thread's stream wait;
 an operation runs on a stream of the group's own, behind what the caller's stream was given; a member that has died
 wakes nobody: kernels of the others run on, and every stream that waits for them, until their own `abort`;
-`is_completed` is true after an error too; making a group waits for every member, without a deadline.
+`is_completed` is true after an error too; making a group waits for every member, without a deadline; connecting and
+aborting are not allowed while another thread captures a graph, and happen on the thread's current device.
 
     with LazyGpu() as gpu, LazyNccl(gpu) as nccl:
         ...                                      # nccl:// in this process
@@ -16,6 +17,7 @@ import contextlib
 import dataclasses
 import datetime
 import secrets
+import threading
 from collections import Counter
 from typing import Any, TypeAlias
 
@@ -51,13 +53,22 @@ class LazyNccl:
     """Stands in for NCCL while it is open. `groups`: every member that was made, in order.
 
     `reports_errors`: a broken broadcast is completed with an error at the others, as over a network; its kernel runs on
-    all the same. `has_exceptions`: they can be asked for, as from torch 2.13 on.
+    all the same. `has_exceptions`: they can be asked for, as from torch 2.13 on. `connects_pairs`: of each two members,
+    at their first transfer, without a deadline.
     """
 
-    def __init__(self, gpu: LazyGpu, *, reports_errors: bool = False, has_exceptions: bool = True) -> None:
+    def __init__(
+        self,
+        gpu: LazyGpu,
+        *,
+        reports_errors: bool = False,
+        has_exceptions: bool = True,
+        connects_pairs: bool = False,
+    ) -> None:
         self.gpu = gpu
         self.reports_errors = reports_errors
         self.has_exceptions = has_exceptions
+        self.connects_pairs = connects_pairs
         self.groups: list[LazyNcclGroup] = []
         self.has_gone = False
         self._communicators: dict[bytes, _Communicator] = {}
@@ -70,9 +81,19 @@ class LazyNccl:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Whoever waits for a member still is told that it has gone."""
+        """Whoever waits for a member still is told that it has gone; groups that are being closed end first."""
         self.has_gone = True
+        deadline = Deadline(PATIENCE_SECONDS)
+        for thread in threading.enumerate():
+            if thread.name.startswith(("weightcast-group", "weightcast-collective")):
+                thread.join(max(0.0, deadline.remaining_seconds))
         self._undo.close()
+
+    def require_own_thread(self) -> None:
+        """The thread makes or ends a communicator now."""
+        assert self.gpu.current_index == self.gpu.device.index, "NCCL would use another device"
+        if self.gpu.is_capturing and not self.gpu.libcuda.is_relaxed:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     def kill(self, group: LazyNcclGroup) -> None:
         """The member's process dies: it takes part in nothing any more, and tells nobody."""
@@ -112,12 +133,16 @@ class LazyNcclGroup:
         self.communicator = communicator
         self.stream = LazyStream(nccl.gpu)
         self.max_under_way = 0
+        self._is_connected = False
         self._works: list[LazyWork] = []
         self._num_begun: Counter[tuple[int, ...]] = Counter()
 
     def connect(self) -> None:
         """Wait until all members are there. Without a device the first operation does."""
-        self.nccl.wait_for(lambda: len(self.communicator.members) == self.size)
+        if not self._is_connected:
+            self.nccl.require_own_thread()
+            self.nccl.wait_for(lambda: len(self.communicator.members) == self.size)
+            self._is_connected = True
 
     def broadcast(self, tensors: list[torch.Tensor], options: object) -> LazyWork:
         """Rank 0's tensor to all. Queued."""
@@ -135,7 +160,11 @@ class LazyNcclGroup:
         self.connect()
         operation = ranks, self._num_begun[ranks]
         self._num_begun[ranks] += 1
-        self.communicator.begun.setdefault(operation, set()).add(self.rank)
+        begun = self.communicator.begun.setdefault(operation, set())
+        begun.add(self.rank)
+        if self.nccl.connects_pairs and len(ranks) == 2 and not operation[1]:
+            self.nccl.require_own_thread()
+            self.nccl.wait_for(lambda: begun.issuperset(ranks))
         work = LazyWork(self, operation, tensor)
         self._works = [*(other for other in self._works if not other.is_completed()), work]
         self.max_under_way = max(self.max_under_way, len(self._works))
@@ -143,6 +172,7 @@ class LazyNcclGroup:
 
     def abort(self) -> None:
         """End this member's kernels. The others' run on."""
+        self.nccl.require_own_thread()
         self.is_dead = self.is_aborted = True
         self.stream.synchronize()
 

@@ -188,15 +188,18 @@ class Publisher(ClosedOnExit):
                 return
             self._closed = True
             self._drop.detach()
-            if self._group is not None:
-                self._group.close()
-            if self._connections is not None:
-                self._connections.close()
-            if self._pack_plan is not None:
-                # An exception that the caller keeps may refer to the packer, whose views would keep the arena mapped.
-                self._pack_plan.forget_views()
-            self._fleet.close()
-            self._watchdog.close()
+            with contextlib.ExitStack() as stack:
+                # Each, whatever another one's GPU raises; what is named last is closed first.
+                stack.callback(self._watchdog.close)
+                stack.callback(self._fleet.close)
+                if self._pack_plan is not None:
+                    # An exception that the caller keeps may refer to the packer, whose views would keep the arena
+                    # mapped.
+                    stack.callback(self._pack_plan.forget_views)
+                if self._connections is not None:
+                    stack.callback(self._connections.close)
+                if self._group is not None:
+                    stack.callback(self._group.close)
 
     @property
     def _is_following(self) -> bool:

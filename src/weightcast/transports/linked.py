@@ -59,9 +59,11 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
         self.address = Address(scheme, host, self._listener.port, self._listener.secret).url
 
     def close(self) -> None:
-        super().close()
-        # Not under the condition, which the listener's thread takes.
-        self._listener.close()
+        try:
+            super().close()
+        finally:
+            # Not under the condition, which the listener's thread takes.
+            self._listener.close()
 
     def _post(self, peer: L, record: msgspec.Struct, *, wait: bool = True) -> bool:
         """A link never waits for room: a peer that reads no more has ended."""

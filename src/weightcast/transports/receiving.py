@@ -351,7 +351,8 @@ class PeerReceiver(ReceivingEnd[V]):
         is_of_former = given_up.version == wanted.version.number and incoming.begin.num_given_up < given_up.times
         if incoming.begin.version != wanted.version.number or incoming.aborted is not None or is_of_former:
             self._be_done(incoming)
-            if incoming.aborted is None:
+            # One of no buckets was whole at once, wherever it was wanted: the sender has gone on.
+            if incoming.aborted is None and incoming.begin.num_buckets:
                 self._on_over()
             return
         wanted.begun = incoming

@@ -36,10 +36,14 @@ from weightcast.transports.sending import MAX_REASON_CHARACTERS
 
 @dataclasses.dataclass(slots=True, eq=False)
 class BroadcastUpdate(PeerUpdate):
-    """`num_received` buckets are here, `num_released` of them may be overwritten. `stream`: what brings them."""
+    """`num_received` buckets are here, `num_released` of them may be overwritten. `stream`: what brings them.
+
+    `reads`: streaming to a GPU, by slot, what was queued when its bucket was released, and may still read it.
+    """
 
     num_received: int = 0
     num_released: int = 0
+    reads: dict[int, host_device.Event] = dataclasses.field(default_factory=dict)
     stream: BroadcastStream | None = None
 
 
@@ -144,7 +148,11 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         return Bucket(index, self._buffers.buffer(index)) if wanted.num_received > index else None
 
     def _release(self, wanted: BroadcastUpdate, index: int) -> None:
+        is_queued = not wanted.staged and host_device.has_streams(self._device)
+        read = host_device.recorded(self._device) if is_queued else None
         with self._condition:
+            if read is not None:
+                wanted.reads[index % NUM_SLOTS] = read
             wanted.num_released = index + 1
             self._condition.notify_all()
 
@@ -208,7 +216,10 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
     # --- what the stream does, in its own thread ---
 
     def next_target(self, stream: BroadcastStream, *, wait: bool) -> BucketTarget | None:
-        """Where the next bucket goes; None if none can be received now. With `wait` only once the stream was left."""
+        """Where the next bucket goes; None if none can be received now. With `wait` only once the stream was left.
+
+        On a GPU the thread's own stream waits for what still reads the bucket that was there.
+        """
         with self._condition:
             if wait:
                 self._condition.wait_for(lambda: stream.is_left or self._has_room(stream))
@@ -219,6 +230,9 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
                 return None
             stream.position = index + 1
             is_here = index < wanted.num_received
+            read = wanted.reads.get(index % NUM_SLOTS)
+        if read is not None:
+            host_device.queue_behind(read, self._device)
         return self._buffers.target(wanted.number, wanted.manifest, wanted.version, index, is_here=is_here)
 
     @property

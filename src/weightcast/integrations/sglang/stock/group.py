@@ -100,7 +100,8 @@ class StockGroup:
             return
         # The first one connects the members, which NCCL waits for without a deadline.
         begin = functools.partial(group.broadcast, flat, root=0)
-        group.wait(in_time(begin, self._deadline_seconds, f"a broadcast in {self.name}", self._was_cut), self._was_cut)
+        what = f"a broadcast in {self.name}"
+        group.wait(in_time(begin, flat.device, self._deadline_seconds, what, self._was_cut), self._was_cut)
 
     def _was_cut(self) -> bool:
         return self._group is None
