@@ -12,14 +12,14 @@ One update. P: the publisher, on the trainer. W: a worker, in the engine's proce
 
 Where P's calls raise PeersLostError: P Sender.open(...) again, same version, for the survivors; buckets go on from the
 one that it returns; a receiver takes that for the same update. Any other failure: P Sender.abort(reason); W
-Receiver.end(). Optional abilities are Protocols, asked with `isinstance`.
+Receiver.end().
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 import torch
 
@@ -70,6 +70,13 @@ class Sender(Protocol):
 
     def connected(self, peers: Sequence[str]) -> Sequence[str]:
         """Those of these peers whose receivers are connected now. Does not wait."""
+
+    def release(self) -> None:
+        """Between updates: give back memory that is kept for the next one, which takes it again.
+
+        What a tensor refers to stays. Waits until readers have released it, with the sender's deadline.
+        """
+        return
 
     def abort(self, reason: str) -> None:
         """End the update: every peer's receiver raises UpdateAbortedError with this reason. Idempotent."""
@@ -128,22 +135,15 @@ class Receiver(Protocol):
         """Have a bucket that an engine has written into show the sender's bytes again; False where that can't be."""
         return False
 
+    def release(self) -> None:
+        """Between updates: give back memory that is kept for the next one. Does nothing during an update."""
+        return
+
     def end(self) -> None:
         """Release every bucket; wakes an iteration, which raises UpdateAbortedError. Idempotent, from any thread."""
 
     def close(self) -> None:
         """Disconnect and free everything; wakes an iteration that waits. Idempotent, from any thread."""
-
-
-@runtime_checkable
-class ReleasesMemory(Protocol):
-    """A sender or receiver that keeps memory from one update for the next."""
-
-    def release(self) -> None:
-        """Between updates: give it back; the next update takes it again. A receiver does nothing during an update.
-
-        What a tensor refers to stays. A sender waits until its readers have released it, with its deadline.
-        """
 
 
 Origins = Literal["one", "hosts", "devices"]

@@ -22,7 +22,7 @@ from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
 from weightcast.links.link import WorkerLink
-from weightcast.seams.transport import Bucket, Receiver, ReleasesMemory, Share
+from weightcast.seams.transport import Bucket, Receiver, Share
 from weightcast.seams.versions import VersionedReceiver
 from weightcast.serving.load_plan import LoadPlan
 from weightcast.serving.update import Update
@@ -153,15 +153,14 @@ class PublisherSession:
 
     def release(self) -> None:
         """Give back memory that is kept for the next update, unless one is under way."""
-        receiver: object = self.receiver
         if self.update is not None and not self.update.has_ended:
             return
         # Which relaxes the thread's capture mode: memory of a GPU goes while an engine may capture a graph.
         with host_device.own_stream(self.device), contextlib.suppress(WeightcastError):
             if self.load_plan is not None:
                 self.load_plan.forget_views()
-            if isinstance(receiver, ReleasesMemory):
-                receiver.release()
+            if self.receiver is not None:
+                self.receiver.release()
 
     def require_receiver(self) -> Receiver:
         """The connected receiver. Raises why the session has ended, ClosedError if it is still connecting."""
@@ -256,7 +255,7 @@ class OriginReceivers(Receiver):
         _for_all([receiver.end for receiver in self._receivers])
 
     def release(self) -> None:
-        _for_all([receiver.release for receiver in self._receivers if isinstance(receiver, ReleasesMemory)])
+        _for_all([receiver.release for receiver in self._receivers])
 
     def close(self) -> None:
         _for_all([receiver.close for receiver in self._receivers])

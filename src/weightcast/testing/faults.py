@@ -81,7 +81,7 @@ class Kill(Fault):
 SenderFault: TypeAlias = Corrupt | Drop | Duplicate | Stall | Kill
 
 
-class FaultySender:
+class FaultySender(Sender):
     """A `Sender` that passes everything on to another one, but for `fault`, which may be set again between updates."""
 
     def __init__(self, inner: Sender, fault: SenderFault | None = None) -> None:
@@ -123,6 +123,9 @@ class FaultySender:
     def connected(self, peers: Sequence[str]) -> Sequence[str]:
         return self.inner.connected(peers)
 
+    def release(self) -> None:
+        self.inner.release()
+
     def abort(self, reason: str) -> None:
         self.inner.abort(reason)
 
@@ -132,7 +135,7 @@ class FaultySender:
         self.inner.close()
 
 
-class FaultyReceiver:
+class FaultyReceiver(Receiver):
     """A `Receiver` that passes everything on from another one, but for `fault`, which may be set again."""
 
     def __init__(self, inner: Receiver, fault: Fault | None = None) -> None:
@@ -175,6 +178,9 @@ class FaultyReceiver:
 
     def reread(self, bucket: Bucket) -> bool:
         return self.inner.reread(bucket)
+
+    def release(self) -> None:
+        self.inner.release()
 
     def end(self) -> None:
         self.inner.end()

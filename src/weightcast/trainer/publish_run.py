@@ -47,7 +47,7 @@ from weightcast.links.link import LinkListener, frame
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, ClientSender, Fingerprint, SenderContext
 from weightcast.seams.source import Regions
-from weightcast.seams.transport import Origins, ReleasesMemory, Sender
+from weightcast.seams.transport import Origins, Sender
 from weightcast.seams.versions import VersionedSender
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
@@ -100,8 +100,7 @@ class Connections:
 
     def release(self) -> None:
         """Give back the transport's memory, and have workers do so."""
-        if isinstance(self.sender, ReleasesMemory):
-            self.sender.release()
+        self.sender.release()
         message = frame(ReleaseMemory())
         for link in self.listener.links():
             # Without room for it, that worker is stopped: its memory stays for now, and its link.

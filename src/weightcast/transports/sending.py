@@ -25,6 +25,7 @@ from weightcast.format.bucket import HEADER_BYTES, ArenaLayout, BucketBuffer, Bu
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
+from weightcast.seams.transport import Sender
 from weightcast.transports.records import (
     ArenaClosed,
     BeginUpdate,
@@ -112,7 +113,7 @@ U = TypeVar("U", bound=SentUpdate)
 P = TypeVar("P", bound=ConnectedPeer)
 
 
-class SendingEnd(abc.ABC, Generic[U, P]):
+class SendingEnd(Sender, abc.ABC, Generic[U, P]):
     """Opens, aborts and closes; knows the peers and who fails. A transport says how records travel, and bytes."""
 
     address: str
@@ -447,7 +448,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
                     self._readers.setdefault(slot, set()).add(name)
 
     def release(self) -> None:
-        """As `ReleasesMemory`. Where a reader has not released it by the deadline, the arena is left to that one."""
+        """As `Sender.release`. Where a reader has not released it by the deadline, the arena is left to that one."""
         with self.condition:
             self._require_open()
             self._await_released()

@@ -27,7 +27,7 @@ from weightcast.errors import (
 from weightcast.format.bucket import BucketBuffer, header_digest, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host.memory import CommonMemory
-from weightcast.seams.transport import Bucket, Share, Transport
+from weightcast.seams.transport import Bucket, Sender, Share, Transport
 from weightcast.seams.versions import StoredVersion
 from weightcast.store.address import MAX_BUFFERS, StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader
@@ -43,7 +43,7 @@ _LONGEST_PAUSE_SECONDS = 0.05
 W = TypeVar("W", StoreWriter, OriginWriter)
 
 
-class _BufferedSender(Generic[W]):
+class _BufferedSender(Sender, Generic[W]):
     """What the senders of all origins do alike: a ring of buffers, written by one thread or several.
 
     Memory: one bucket; with several threads one more for each, but no more than there are, and at most `MAX_BUFFERS`.

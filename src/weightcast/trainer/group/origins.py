@@ -24,7 +24,7 @@ from weightcast.format.bucket import RAW, BucketBuffer, Digest, as_bytes, slot_s
 from weightcast.format.manifest import Manifest, WeightVersion, encode
 from weightcast.host import device as host_device
 from weightcast.host.memory import SealedMemory, host_identity
-from weightcast.seams.transport import Origins, ReleasesMemory, Sender
+from weightcast.seams.transport import Origins, Sender
 from weightcast.seams.versions import JoiningSender, SharedSender
 from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks, in_round
 from weightcast.trainer.group.gather import OriginPacker, SharedBuffers, mapped_again
@@ -260,11 +260,10 @@ class OriginSender:
         return was_open
 
     def release(self) -> None:
-        """As `ReleasesMemory`, after what is under way."""
+        """As `Sender.release`, after what is under way."""
         self._buffer = None
-        if isinstance(self._sender, ReleasesMemory):
-            self._packer.forget_views()
-            self._pool.submit(self._sender.release).result()
+        self._packer.forget_views()
+        self._pool.submit(self._sender.release).result()
 
     def close(self) -> None:
         """Free everything; waits for what is under way."""
@@ -405,7 +404,7 @@ class GroupPacker:
         raise PeersLostError(f"another trainer rank's sender has lost {lost}", sorted(set.intersection(*of_each)))
 
 
-class OriginsSender:
+class OriginsSender(Sender):
     """Implements `Sender` for all origins, on the publishing rank. `own` closes with it, others with their ranks."""
 
     def __init__(self, own: Sender) -> None:
@@ -482,9 +481,8 @@ class OriginsSender:
         self._own.abort(reason)
 
     def release(self) -> None:
-        """As `ReleasesMemory`, of the publishing rank's own."""
-        if isinstance(self._own, ReleasesMemory):
-            self._own.release()
+        """Give back the memory of the publishing rank's own."""
+        self._own.release()
 
     def close(self) -> None:
         """Free the publishing rank's own. Idempotent."""

@@ -83,7 +83,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         return reader is not None and reader.reread(bucket)
 
     def release(self) -> None:
-        """As `ReleasesMemory`; not what workers of an engine share with each other."""
+        """As `Receiver.release`; not what workers of an engine share with each other."""
         with self._condition:
             if not self._closed and self._wanted is None:
                 self._buffers.free()
