@@ -7,7 +7,7 @@ One update. P: the publisher, on the trainer. W: a worker, in the engine's proce
     P  for each bucket k                 Sender.buffer(k), fill, encode, Sender.send(k, n)
     W                                    next(Receiver) -> Bucket k
     W  Receiver.end()                    when it has installed the version, or given it up
-    P  VersionedSender.commit()          if an engine has installed it, or there are none; else Sender.abort(reason)
+    P  Sender.commit()                   if an engine has installed it, or there are none; else Sender.abort(reason)
     P  Sender.close()                    only at the end of the publisher's life; W likewise Receiver.close()
 
 Where P's calls raise PeersLostError: P Sender.open(...) again, same version, for the survivors; buckets go on from the
@@ -26,6 +26,7 @@ import torch
 from weightcast.errors import WeightcastError
 from weightcast.format.bucket import BucketBuffer
 from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.seams.versions import VersionReader, VersionWriter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,13 +37,14 @@ class Bucket:
     buffer: BucketBuffer
 
 
-class Sender(Protocol):
+class Sender(VersionWriter, Protocol):
     """The publisher's end of a transport. One thread calls it. Every wait inside has a deadline.
 
-    `address` is the URL for receivers. `failures` has the error of each peer that was lost (that died, stalled or left)
-    since the version was opened. Where a loss disturbs others, `open`, `buffer` or `send` raises PeersLostError: each
-    time with fewer survivors, or once in a row with the same ones, if nobody is to blame for what has broken. With
-    `staged`, what was sent stays readable until every peer has ended the update.
+    `address` is the URL for receivers, "" for a sender that joins another one. `failures` has the error of each peer
+    that was lost (that died, stalled or left) since the version was opened. Where a loss disturbs others, `open`,
+    `buffer` or `send` raises PeersLostError: each time with fewer survivors, or once in a row with the same ones, if
+    nobody is to blame for what has broken. With `staged`, what was sent stays readable until every peer has ended the
+    update.
     """
 
     address: str
@@ -107,7 +109,7 @@ class Share:
         return cls(frozenset(own), memory)
 
 
-class Receiver(Protocol):
+class Receiver(VersionReader, Protocol):
     """A worker's end of a transport. It connects when it is made (in the background thread of `init`)."""
 
     def common_memory(self) -> str:
@@ -178,9 +180,11 @@ class Transport:
         default_factory=lambda: {"cpu": 64 << 20, "cuda": 512 << 20}
     )
     origins: Origins = "one"
+    keeps_versions: bool = False
+    """Whether its ends are a `VersionWriter` and a `VersionReader` that keep versions for readers that come later."""
     joined_sender: MakeSender | None = None
-    """Makes the senders of other ranks' origins, which are `JoiningSender`s, where all write to one place. They have no
-    addresses: a receiver gets all from the publishing rank's."""
+    """Makes the senders of other ranks' origins, where all write to one place. They have no addresses: a receiver gets
+    all from the publishing rank's."""
     buckets_on_gpu: Literal["never", "streaming", "always"] = "always"
     """When buckets of weights that are on a GPU lie there as well, by the way of installing: it decides what digests
     them. Of buckets in host memory xxh3-128 is twice as fast as what a GPU computes."""

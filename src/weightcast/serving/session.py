@@ -23,7 +23,6 @@ from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
 from weightcast.links.link import WorkerLink
 from weightcast.seams.transport import Bucket, Receiver, Share
-from weightcast.seams.versions import VersionedReceiver
 from weightcast.serving.load_plan import LoadPlan
 from weightcast.serving.update import Update
 
@@ -55,6 +54,7 @@ class PublisherSession:
         self.load_plan: LoadPlan | None = None
         """Of the layout that was offered last."""
         self.receiver: Receiver | None = None
+        self._keeps_versions = registry.transport(info.transport).keeps_versions
         self._link: WorkerLink | None = None
         self._began_at = datetime.datetime.now(datetime.UTC)
         self._began = time.monotonic()
@@ -173,7 +173,8 @@ class PublisherSession:
 
     def require_origins(self, manifest: Manifest) -> None:
         """Raises ManifestError unless there is an address for each origin, or one of all: of a place of versions."""
-        if isinstance(self.require_receiver(), VersionedReceiver):
+        self.require_receiver()
+        if self._keeps_versions:
             return
         found, known = len(manifest.spans), 1 + len(self.info.origins)
         if found > known:

@@ -17,6 +17,7 @@ from weightcast.errors import WeightcastError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.seams.transport import Bucket, Receiver, Sender, Share, Transport
+from weightcast.seams.versions import StoredVersion
 
 SCHEME = "faulty"
 
@@ -123,6 +124,21 @@ class FaultySender(Sender):
     def connected(self, peers: Sequence[str]) -> Sequence[str]:
         return self.inner.connected(peers)
 
+    def newest_version(self) -> int:
+        return self.inner.newest_version()
+
+    def share(self, manifest: Manifest, version: WeightVersion) -> str:
+        return self.inner.share(manifest, version)
+
+    def join(self, manifest: Manifest, origin: int, place: str) -> None:
+        self.inner.join(manifest, origin, place)
+
+    def seal(self, others: Sequence[bytes]) -> None:
+        self.inner.seal(others)
+
+    def commit(self) -> None:
+        self.inner.commit()
+
     def release(self) -> None:
         self.inner.release()
 
@@ -175,6 +191,12 @@ class FaultyReceiver(Receiver):
                     yield bucket
         if held is not None:
             yield held
+
+    def newest(self, known: WeightVersion | None) -> StoredVersion | None:
+        return self.inner.newest(known)
+
+    def renew(self) -> None:
+        self.inner.renew()
 
     def reread(self, bucket: Bucket) -> bool:
         return self.inner.reread(bucket)

@@ -162,7 +162,7 @@ class _BufferedSender(Sender, Generic[W]):
 
 
 class StoreSender(_BufferedSender[StoreWriter]):
-    """Implements `Sender`, `VersionedSender` and `SharedSender`. All calls come from one thread.
+    """Implements `Sender`, of a transport that keeps versions. All calls come from one thread.
 
     It takes the store when it is made. The store's files besides: see `StoreWriter`.
     """
@@ -234,12 +234,18 @@ class StoreSender(_BufferedSender[StoreWriter]):
 
 
 class JoinedStoreSender(_BufferedSender[OriginWriter]):
-    """Implements `Sender` and `JoiningSender`: writes the files of one origin, beside another rank's `StoreSender`.
+    """Implements `Sender` for one origin: writes its files beside another rank's `StoreSender`, which it joins.
 
     Nothing is opened before it has joined.
     """
 
     writer_type = OriginWriter
+
+    def __init__(
+        self, url: str, *, run: str, deadline_seconds: float = 60.0, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__(url, run=run, deadline_seconds=deadline_seconds, device=device)
+        self.address = ""
 
     def join(self, manifest: Manifest, origin: int, place: str) -> None:
         """Open the origin's files where the publishing rank's `share` has begun. Raises as `OriginWriter.begin`."""
@@ -274,7 +280,7 @@ class StoreUpdate(WantedUpdate[PinnedVersion]):
 
 
 class StoreReceiver(ReceivingEnd[StoreUpdate]):
-    """A `Receiver` that is a `VersionedReceiver`.
+    """Implements `Receiver`, of a transport that keeps versions.
 
     Memory, kept between updates: staged, the whole version, in every process that reads, but once for the ranks of an
     engine on one host; streaming, one bucket, with several threads one more for each, but no more than there are, and
@@ -501,6 +507,7 @@ def _allocate(size_bytes: int) -> torch.Tensor:
 TRANSPORT = Transport(
     sender=StoreSender,
     receiver=StoreReceiver,
+    keeps_versions=True,
     joined_sender=JoinedStoreSender,
     origins="hosts",
     # Packed, digested and written while it is in a core's cache.
