@@ -41,7 +41,7 @@ class OnGpu:
 
     def __init__(self, gpu: LazyGpu) -> None:
         self.gpu = gpu
-        self.device = gpu.device
+        self.devices = [gpu.device]
         self.weights = {name: gpu.tensor(torch.zeros(700)) for name in NAMES}
         self.streams: set[object] = set()
 
@@ -49,7 +49,7 @@ class OnGpu:
         return SPECS
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.streams.add(self.gpu.current_stream(self.device))
+        self.streams.add(self.gpu.current_stream(self.gpu.device))
         pairs = [(self.weights[name], tensor) for name, tensor in tensors]
         copy_all(*map(list, zip(*pairs, strict=True)))
 
@@ -200,7 +200,7 @@ def test_a_module_is_loaded_when_its_engine_commits(gpu: LazyGpu) -> None:
     for name, parameter in list(net.named_parameters()):
         setattr(net, name, torch.nn.Parameter(gpu.tensor(parameter), requires_grad=False))
     engine = ModuleEngine(net)
-    assert engine.device == gpu.device
+    assert list(engine.devices) == [gpu.device]
     update = {name: torch.full_like(tensor.cpu(), 3.0) for name, tensor in engine.tensors()}
     with gpu.stream(gpu.Stream(gpu.device)):
         engine.load({name: gpu.tensor(tensor) for name, tensor in update.items()}.items())
@@ -211,7 +211,7 @@ def test_a_module_is_loaded_when_its_engine_commits(gpu: LazyGpu) -> None:
 
 def test_an_engine_may_call_its_gpu_by_no_index(gpu: LazyGpu) -> None:
     engine = OnGpu(gpu)
-    engine.device = torch.device("cuda")
+    engine.devices = [torch.device("cuda")]
     with published(gpu, "streaming", engine) as (publisher, _):
         assert publisher.publish().ok
 
@@ -255,32 +255,32 @@ def test_an_install_waits_for_every_gpu_of_the_engine(
     monkeypatch.setattr(gpu, "synchronize", lambda device: (waited.append(device), synchronize(device)))
 
     class OnTwo(OnGpu):
-        devices = gpu.device, torch.device("cuda", 1)
         load_after: list[torch.device] | None = None
 
         def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             self.load_after = self.load_after or list(waited)
             super().load(tensors)
 
-    with published(gpu, install, engine := OnTwo(gpu)) as (publisher, _):
+    engine = OnTwo(gpu)
+    engine.devices = [gpu.device, torch.device("cuda", 1)]
+    with published(gpu, install, engine) as (publisher, _):
         publisher.publish()
-    assert engine.load_after == list(OnTwo.devices)
+    assert engine.load_after == engine.devices
 
 
-def test_a_modules_gpus_are_those_of_its_weights(gpu: LazyGpu) -> None:
+def test_a_modules_devices_are_those_of_its_weights(gpu: LazyGpu) -> None:
     model = torch.nn.Module()
     model.register_buffer("a", gpu.tensor(torch.zeros(8)))
     model.register_buffer("b", torch.zeros(8))
-    assert list(ModuleEngine(model).devices) == [gpu.device]
+    assert list(ModuleEngine(model).devices) == [gpu.device, torch.device("cpu")]
 
 
 def test_an_engine_whose_module_moves_says_where_it_is_now(gpu: LazyGpu) -> None:
     net = torch.nn.Linear(8, 8)
     engine = ModuleEngine(net)
-    assert engine.device == torch.device("cpu")
+    assert list(engine.devices) == [torch.device("cpu")]
     for name, parameter in list(net.named_parameters()):
         setattr(net, name, torch.nn.Parameter(gpu.tensor(parameter), requires_grad=False))
-    assert engine.device == gpu.device
     assert list(engine.devices) == [gpu.device]
 
 

@@ -18,7 +18,6 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
-import torch
 from msgspec import UNSET
 
 from weightcast import registry
@@ -54,10 +53,10 @@ from weightcast.format.messages import (
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.host import device as host_device
 from weightcast.host.memory import collector_paused, host_identity
-from weightcast.seams.engine import Engine, ExposesTensors, OnDevice, Undoable
+from weightcast.seams.engine import Engine, ExposesTensors, Undoable
 from weightcast.seams.transport import Share
 from weightcast.serving.install_map import Mapped, held_weights
-from weightcast.serving.load_plan import LoadPlan, admit, check_undo, require_engine
+from weightcast.serving.load_plan import LoadPlan, admit, check_undo, device_of_weights, require_engine
 from weightcast.serving.session import PublisherSession
 from weightcast.serving.update import State, Update
 
@@ -147,7 +146,7 @@ class Worker:
         except (ValueError, ImportError) as exc:
             raise UnsupportedError(f"this engine has no such transport: {exc}") from exc
         with self._init_lock:
-            device = self.engine.device if isinstance(self.engine, OnDevice) else torch.device("cpu")
+            device = device_of_weights(self.engine)
             former, session = (
                 self._session,
                 PublisherSession(info, self.engine_rank, device, self._on_end, is_alone=self.world_size == 1),

@@ -67,7 +67,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         if self._backend == "nccl" and (device is None or device.type != "cuda"):
             raise UnsupportedError(
                 "nccl moves memory of GPUs, and this engine does not say that its weights are on one: give the engine "
-                "a property `device` (see weightcast.seams.engine.OnDevice), or publish over gloo://"
+                "a property `devices` (see weightcast.seams.engine.OnDevice), or publish over gloo://"
             )
         self._device = torch.device("cpu") if device is None or self._backend != "nccl" else device
         self._buffers = ReceiveBuffers(run, peer, self._device, deadline_seconds)
