@@ -16,7 +16,7 @@ from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, I
 from weightcast.format.bucket import DTYPE_NAMES, TORCH_DTYPES, narrow
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import WeightVersion
-from weightcast.seams.engine import Engine, ExposesTensors, RegionLoader, Undoable, Validating
+from weightcast.seams.engine import Casting, Engine, ExposesTensors, RegionLoader, Undoable
 
 VERSION = WeightVersion("0" * 32, 7)
 
@@ -52,7 +52,7 @@ def update_of(engine: ModuleEngine, seed: int = 1) -> dict[str, torch.Tensor]:
 
 def test_it_has_every_ability() -> None:
     engine = ModuleEngine(make_net())
-    for ability in (Engine, RegionLoader, Undoable, ExposesTensors, Validating):
+    for ability in (Engine, RegionLoader, Undoable, ExposesTensors, Casting):
         assert isinstance(engine, ability)
 
 

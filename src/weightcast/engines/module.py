@@ -14,12 +14,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from weightcast.checkpoint.comparison import require_fit
 from weightcast.checkpoint.live import CASTABLE, Buffers, LiveCheckpoint, Names
 from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError, ManifestError, listed
 from weightcast.format.bucket import DTYPE_NAMES, narrow
 from weightcast.format.geometry import Region, check_tiling, is_inside
-from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
+from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.host import copy as host_copy
 from weightcast.host import device as host_device
 
@@ -61,10 +60,6 @@ class ModuleEngine:
             self._refresh()
             self._is_fresh = True
         return self._live.specs
-
-    def validate(self, manifest: Manifest) -> None:
-        """Raises IncompatibleWeightsError unless this is a complete update, in dtypes that `can_cast` allows."""
-        require_fit(manifest.tensors, self._live.specs, can_cast=self.can_cast)
 
     def can_cast(self, offered: str, held: str) -> bool:
         """Whether `load` takes dtype `offered` for a tensor of dtype `held`."""
@@ -225,7 +220,8 @@ class ModuleEngine:
 
     def _finish_copies(self) -> None:
         for device in self._targets.devices:
-            host_device.synchronize_stream(device)
+            if device.type == "cuda":
+                host_device.synchronize_stream(device)
 
 
 def _is_whole(spec: TensorSpec, regions: Sequence[Region] | None) -> bool:

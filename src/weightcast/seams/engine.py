@@ -57,12 +57,18 @@ class RegionLoader(Protocol):
 
 
 @runtime_checkable
+class Casting(Protocol):
+    """An engine that was asked to take other dtypes than its own; `offered` and `held` are dtype names."""
+
+    def can_cast(self, offered: str, held: str) -> bool: ...
+
+
+@runtime_checkable
 class Validating(Protocol):
     """An engine that can try an offer without touching its model, where `specs` can't say all that it accepts.
 
-    `validate` takes the place of a comparison with `specs`. It raises IncompatibleWeightsError, whose problems name
-    every tensor that is unknown, unfit or missing (`checkpoint.comparison.require_fit` does so for an engine that takes
-    other dtypes than its own). Called in the thread of the offer, once per manifest and object of `specs`.
+    `validate` raises IncompatibleWeightsError, whose problems name every tensor that is unknown, unfit or missing.
+    Called in the thread of the offer, once per manifest and object of `specs`.
     """
 
     def validate(self, manifest: Manifest) -> None: ...

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from weightcast.checkpoint.comparison import compare_specs
 from weightcast.errors import IncompleteUpdateError, WeightcastError
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import WeightVersion
 from weightcast.seams.engine import Engine, ExposesTensors, RegionLoader, Undoable
+from weightcast.serving.load_plan import compare_specs
 from weightcast.testing.payloads import OverPayloads, Payload, random_tensor, raw_bytes
 
 ONE, TWO = (WeightVersion("5a" * 16, number) for number in (1, 2))

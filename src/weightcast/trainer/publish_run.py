@@ -304,7 +304,8 @@ class PublishRun:
                 if isinstance(fill, StreamPacker):
                     self._fail_other_routes()
                 sender, keeps_versions = self._connections.sender, self._connections.keeps_versions
-                newest = max((sender.newest_version(), *(member.newest_version for member in self._fleet)))
+                kept = sender.newest_version() if keeps_versions else -1
+                newest = max((kept, *(member.newest_version for member in self._fleet)))
                 if again is not None:
                     self.number = again.number
                     fleet.each(lambda member: member.notice(again.number))

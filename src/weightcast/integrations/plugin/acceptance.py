@@ -22,12 +22,12 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from weightcast.checkpoint.comparison import dtype_remedies, misfit_error
 from weightcast.errors import UnsupportedError, listed
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import Manifest, TensorSpec
 from weightcast.integrations.plugin.dry_run import DryRunOutcome
 from weightcast.serving.install_map import InstallMap
+from weightcast.serving.load_plan import dtype_remedies, misfit_error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from weightcast import registry
-from weightcast.checkpoint.comparison import require_fit
 from weightcast.checkpoint.live import CASTABLE
 from weightcast.control.client import HttpRoutes
 from weightcast.errors import (
@@ -42,6 +41,7 @@ from weightcast.integrations.vllm.http import RESUME, VllmConfig, VllmRoutes, We
 from weightcast.integrations.vllm.plugin import OPTION
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import EngineClient, ServesTraffic
+from weightcast.serving.load_plan import require_fit
 from weightcast.sources.tensors import TensorSource
 from weightcast.store.address import StoreAddress
 from weightcast.trainer.export import export

@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from weightcast.checkpoint.comparison import require_fit
 from weightcast.errors import (
     IncompleteUpdateError,
     InstallError,
@@ -33,6 +32,7 @@ from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.sglang.stock.routes import Checksums, ModelInfo, ServerInfo, SglangPause, SglangRoutes
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import ClientSender, EngineClient, Fingerprint, SenderContext, ServesTraffic
+from weightcast.serving.load_plan import require_fit
 
 INCOMPLETE = "incomplete, was "
 MAX_PARALLEL = 64
