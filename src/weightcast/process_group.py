@@ -338,7 +338,7 @@ def close_at_exit(owner: Closable) -> None:
     _open.add(owner)
 
 
-def awaited_at_exit(call: Callable[[], None], name: str) -> threading.Thread:
+def in_background(call: Callable[[], None], name: str) -> threading.Thread:
     """Run what may wait for gloo in a thread. The interpreter waits a while for it at its end, for the same reason."""
     thread = threading.Thread(target=call, name=name, daemon=True)
     _background.difference_update([other for other in list(_background) if not other.is_alive()])

@@ -554,7 +554,7 @@ def test_nccl_without_a_gpu_is_refused_with_the_reason() -> None:
 def test_a_group_that_is_closed_before_its_thread_connects_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     """A member that dies just then has the group closed; without its store torch would end the process (SIGSEGV)."""
     held: list[Callable[[], None]] = []
-    monkeypatch.setattr(collective_group, "awaited_at_exit", lambda call, name: held.append(call))
+    monkeypatch.setattr(collective_group, "in_background", lambda call, name: held.append(call))
     settings = GroupSettings("gloo", "127.0.0.1", torch.device("cpu"), DEADLINE_SECONDS, threading.Condition())
     group = BroadcastGroup(1, settings, {})
     group.connect()

@@ -28,7 +28,7 @@ from weightcast.errors import (
     to_record,
 )
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode, encode
-from weightcast.process_group import ProcessGroup, awaited_at_exit, wait
+from weightcast.process_group import ProcessGroup, in_background, wait
 from weightcast.trainer.group.rendezvous import Rendezvous, late, named
 
 _MAX_FAILURE_BYTES = 4 << 20
@@ -387,7 +387,7 @@ class TrainerRanks:
         """Disconnect, without a word. Idempotent."""
         for backend, group in self._groups.items():
             # An abort of NCCL's may wait for its watchdog.
-            group.close() if backend == "gloo" else awaited_at_exit(group.close, "weightcast-group-end")
+            group.close() if backend == "gloo" else in_background(group.close, "weightcast-group-end")
         self._groups.clear()
 
     @contextlib.contextmanager

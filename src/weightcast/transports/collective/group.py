@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from weightcast.errors import PeerDiedError, WeightcastError, detached
-from weightcast.process_group import Broadcast, ProcessGroup, Store, awaited_at_exit, serve_store
+from weightcast.process_group import Broadcast, ProcessGroup, Store, in_background, serve_store
 from weightcast.transports.collective import records
 from weightcast.transports.linked import LinkedPeer
 
@@ -105,7 +105,7 @@ class BroadcastGroup:
         for member in self.joined:
             member.link.send(records.Connect(self.number))
         # The store is handed over: `close` drops it, and torch's group crashes without one.
-        awaited_at_exit(functools.partial(self._connect, self._store), "weightcast-group")
+        in_background(functools.partial(self._connect, self._store), "weightcast-group")
 
     @property
     def is_connected(self) -> bool:
@@ -160,4 +160,4 @@ class BroadcastGroup:
         self._store = None
         self._broadcasts.clear()
         if group is not None:
-            awaited_at_exit(group.close, "weightcast-group-end")
+            in_background(group.close, "weightcast-group-end")

@@ -23,7 +23,7 @@ from weightcast.errors import ManifestError, UnsupportedError, WeightcastError, 
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.copy import copy_all
-from weightcast.process_group import ProcessGroup, awaited_at_exit, join_store
+from weightcast.process_group import ProcessGroup, in_background, join_store
 from weightcast.seams.transport import Bucket, Receiver
 from weightcast.transports.collective import records
 from weightcast.transports.collective.buffers import NUM_SLOTS, NUM_UNDER_WAY, BucketTarget, ReceiveBuffers
@@ -290,13 +290,13 @@ class BroadcastStream:
     def start(self) -> None:
         """Connect, and take what is broadcast. Idempotent."""
         if self._thread is None:
-            self._thread = awaited_at_exit(self._run, "weightcast-collective")
+            self._thread = in_background(self._run, "weightcast-collective")
 
     def leave(self) -> None:
         """Nothing that comes counts any more. With NCCL, a broadcast that is waited for ends; gloo's can't be ended."""
         self.is_left = True
         if self._group is not None and self._backend == "nccl":
-            awaited_at_exit(self._group.close, "weightcast-group-end")
+            in_background(self._group.close, "weightcast-group-end")
 
     def has_ended(self, seconds: float) -> bool:
         """Wait that long for it to end; whether it has."""

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from weightcast.errors import PeerDiedError, WeightcastError, from_record, to_record
 from weightcast.host.closing import close_in_child
 from weightcast.links.watchdog import Watchdog
-from weightcast.process_group import ProcessGroup, Store, awaited_at_exit, in_time, serve_shared_store, translated, wait
+from weightcast.process_group import ProcessGroup, Store, in_background, in_time, serve_shared_store, translated, wait
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -119,7 +119,7 @@ class StockGroup:
             self._watchdog.fail(self.name)
         if group is not None:
             # With gloo this may wait for a broadcast of ours that a peer has kept busy.
-            awaited_at_exit(group.close, "weightcast-stock-group")
+            in_background(group.close, "weightcast-stock-group")
 
     def end(self) -> None:
         """The same, where every member has answered: no rank joins it any more. Idempotent."""
