@@ -12,6 +12,7 @@ from core.direct import DirectEngine
 from weightcast import TensorSource, registry
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import PublishError
+from weightcast.host.deadline import Deadline
 from weightcast.testing import Corrupt, Drop, Duplicate, FaultyTransport, Kill, Reorder, Stall
 from weightcast.testing.faults import SCHEME, Fault, SenderFault
 from weightcast.trainer.options import PublishOptions
@@ -66,7 +67,8 @@ class Fleet:
         return {v for t in self.modules[name].buffers() for v in t.unique().tolist()}
 
     def can_generate(self, name: str) -> bool:
-        return next(e for e in self.engines if e.name == name).gate.wait_open(5.0)
+        gate = next(e for e in self.engines if e.name == name).gate
+        return any(gate.is_open for _ in Deadline(5.0).polls(0.001, 0.05))
 
     def close(self) -> None:
         self.publisher.close()

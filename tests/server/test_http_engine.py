@@ -17,7 +17,7 @@ import torch
 from server.stock_vllm import StockVllm
 
 import weightcast
-from weightcast.control.client import HttpEngine, SelfPausingEngine
+from weightcast.control.client import HttpEngine
 from weightcast.control.server.app import EngineServer
 from weightcast.control.worker_rpc import marked, unmarked
 from weightcast.engines.module import ModuleEngine
@@ -37,7 +37,7 @@ from weightcast.errors import (
 )
 from weightcast.format.messages import InitInfo
 from weightcast.integrations.vllm.http import VllmStockServer
-from weightcast.seams.client import PausesItself, ServesTraffic
+from weightcast.seams.client import ServesTraffic
 from weightcast.trainer.fleet import Fleet, FleetMember
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -274,17 +274,12 @@ def test_a_server_that_closes_a_connection_after_an_error_lives() -> None:
         serving.result(10)
 
 
-@pytest.mark.parametrize(
-    ("abilities", "kind"), [((), HttpEngine), (("lease",), HttpEngine), (("install", "undo"), SelfPausingEngine)]
-)
-def test_who_pauses_an_engine_is_asked_of_the_client_that_connect_gives(
-    raw: Serve, abilities: tuple[str, ...], kind: type
-) -> None:
+@pytest.mark.parametrize("abilities", [(), ("lease",), ("install", "undo")])
+def test_who_pauses_an_engine_is_known_once_the_client_has_connected(raw: Serve, abilities: tuple[str, ...]) -> None:
     engine = raw(reply("200 OK", {"weight_version": "7", "protocol": 2, "abilities": abilities}))
-    client = engine.connect()
-    assert type(client) is kind
-    assert isinstance(client, ServesTraffic), "also one that pauses itself is paused for what is streamed"
-    assert isinstance(client, PausesItself) is ("install" in abilities)
+    assert engine.connect() is engine
+    assert isinstance(engine, ServesTraffic), "also one that pauses itself is paused for what is streamed"
+    assert (engine.paused_seconds is None) is ("install" not in abilities)
     assert bool(engine.recovery_requests("a" * 32)) is ("lease" not in abilities)
 
 
@@ -294,7 +289,7 @@ def test_a_publisher_closes_its_connections_to_an_engine_that_pauses_by_itself()
         info = server.worker.info
         server.worker.info = lambda: msgspec.structs.replace(info(), abilities=("install",))  # type: ignore[method-assign]
         client = member.client = member.client.connect()
-        assert isinstance(client, SelfPausingEngine)
+        assert client.paused_seconds is not None
         assert client.info().weight_version == "default"
         fleet = Fleet()
         fleet.add(member)
@@ -303,23 +298,36 @@ def test_a_publisher_closes_its_connections_to_an_engine_that_pauses_by_itself()
             client.info()
 
 
-def test_an_engine_that_pauses_by_itself_says_for_how_long(raw: Serve) -> None:
-    client = SelfPausingEngine(raw(reply("200 OK", {"message": "installed", "pause_seconds": 86400})))
+@pytest.fixture
+def pausing(raw: Serve) -> Serve:
+    """A client of a server that pauses itself for an install, and answers that in this way."""
+
+    def serve(answer: bytes) -> HttpEngine:
+        client = raw(answer)
+        client.paused_seconds = 0.0  # as `connect` found
+        return client
+
+    return serve
+
+
+def test_an_engine_that_pauses_by_itself_says_for_how_long(pausing: Serve) -> None:
+    client = pausing(reply("200 OK", {"message": "installed", "pause_seconds": 86400}))
     client.finish(1)
     assert client.paused_seconds == 86400
 
 
-def test_where_it_does_not_say_it_is_the_whole_request(raw: Serve) -> None:
-    client = SelfPausingEngine(raw(reply("200 OK", {"message": "installed", "weight_version": "1"})))
+def test_where_it_does_not_say_it_is_the_whole_request(pausing: Serve) -> None:
+    client = pausing(reply("200 OK", {"message": "installed", "weight_version": "1"}))
     client.finish(1)
+    assert client.paused_seconds is not None
     assert 0 < client.paused_seconds < 86400
 
 
-def test_where_the_answer_is_lost_it_is_the_whole_request(raw: Serve) -> None:
-    client = SelfPausingEngine(raw(reply("500 Oops", {"message": "gone"})))
+def test_where_the_answer_is_lost_it_is_the_whole_request(pausing: Serve) -> None:
+    client = pausing(reply("500 Oops", {"message": "gone"}))
     with pytest.raises(ControlError):
         client.finish(1)
-    assert client.paused_seconds > 0
+    assert client.paused_seconds
 
 
 def test_an_answer_that_never_ends_is_cut_at_the_deadline() -> None:

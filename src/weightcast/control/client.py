@@ -78,12 +78,9 @@ class HttpEngine(EngineClient, ServesTraffic):
         self._negotiated: EngineClient | None = None
         self._run = ""
         self._has_lease = False
-        self._said_seconds: float | None = None
-        """For how long the engine was paused for the last install, if it has said so."""
 
     def connect(self) -> EngineClient:
-        """Ask what answers here now; return the client that speaks to it: this one, one that pauses nothing where the
-        engine does that by itself, or one of a registered dialect.
+        """Ask what answers here now; return the client that speaks to it: this one, or one of a registered dialect.
 
         Raises PeerDiedError if nothing answers yet, ControlError if it is no engine server or lacks what it
         names, other PeerErrors.
@@ -91,7 +88,8 @@ class HttpEngine(EngineClient, ServesTraffic):
         info = self._routes.probe("/weight_info", _AnyInfo)
         if info is not None and info.protocol is not None:
             self._has_lease = "lease" in info.abilities
-            return SelfPausingEngine(self) if "install" in info.abilities else self
+            self.paused_seconds = 0.0 if "install" in info.abilities else None
+            return self
         asked = []
         for kind, detect in registry.http_dialects():
             client = detect(self._routes, self._pause_mode)
@@ -125,12 +123,14 @@ class HttpEngine(EngineClient, ServesTraffic):
 
         An engine with the ability "install" pauses for it by itself, in the mode that is named here.
         """
-        self._said_seconds = None
         body, run = _encode({"weight_version": str(version)}), f"&run={self._run}" if self._run else ""
-        path = f"/finish_weight_update?mode={self._pause_mode}{run}"
-        self._said_seconds = self._routes.decoded(
-            path, self._routes.request("POST", path, body)[1], _Finished
-        ).pause_seconds
+        path, start, said_seconds = f"/finish_weight_update?mode={self._pause_mode}{run}", time.perf_counter(), None
+        try:
+            content = self._routes.request("POST", path, body)[1]
+            said_seconds = self._routes.decoded(path, content, _Finished).pause_seconds
+        finally:
+            if self.paused_seconds is not None:
+                self.paused_seconds = time.perf_counter() - start if said_seconds is None else said_seconds
 
     def pause(self, run: str) -> None:
         """POST /pause; the pause ends with the run's lease where the engine has that ability."""
@@ -223,53 +223,6 @@ class HttpEngine(EngineClient, ServesTraffic):
         if self._negotiated is not None:
             self._negotiated.close()
         self._routes.close()
-
-
-class SelfPausingEngine(EngineClient, ServesTraffic):
-    """Implements `PausesItself`, by the calls of an `HttpEngine`. A pause of its own is for what is streamed."""
-
-    def __init__(self, engine: HttpEngine) -> None:
-        self.name = engine.name
-        self.paused_seconds = 0.0
-        self._engine = engine
-
-    def info(self) -> WeightInfo:
-        return self._engine.info()
-
-    def init(self, info: InitInfo) -> None:
-        self._engine.init(info)
-
-    def update(self, info: UpdateInfo) -> None:
-        self._engine.update(info)
-
-    def finish(self, version: int) -> None:
-        start = time.perf_counter()
-        try:
-            self._engine.finish(version)
-        finally:
-            said = self._engine._said_seconds
-            self.paused_seconds = time.perf_counter() - start if said is None else said
-
-    def pause(self, run: str) -> None:
-        self._engine.pause(run)
-
-    def resume(self, run: str) -> None:
-        self._engine.resume(run)
-
-    def recovery_requests(self, run: str) -> list[RecoveryRequest]:
-        return self._engine.recovery_requests(run)
-
-    def fingerprint(self) -> Fingerprint | None:
-        return self._engine.fingerprint()
-
-    def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
-        return self._engine.held(names)
-
-    def quarantine(self, reason: str) -> None:
-        self._engine.quarantine(reason)
-
-    def close(self) -> None:
-        """Nothing: the engine's client closes its connections."""
 
 
 class _AnyInfo(msgspec.Struct):

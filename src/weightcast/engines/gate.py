@@ -73,12 +73,6 @@ class Gate:
                 self._num_steps -= 1
                 self._condition.notify_all()
 
-    def wait_open(self, timeout_seconds: float) -> bool:
-        """Wait until a step could begin; False after the timeout or if torn."""
-        with self._condition:
-            self._condition.wait_for(lambda: self.is_open or self.torn, timeout_seconds)
-            return self.is_open
-
     def pause(self, mode: str = "keep", *, owner: str = "", deadline_seconds: float = 60.0) -> None:
         """Close the gate: `keep` after the current step, `wait` after the running requests, `abort` ends those.
 
@@ -163,13 +157,7 @@ class Gate:
             self._condition.notify_all()
 
     def tear(self, reason: str) -> None:
-        """The weights are of no whole version: refuse every step until `set_version` or `mend`."""
+        """The weights are of no whole version: refuse every step until `set_version`."""
         with self._condition:
             self.torn = reason
-            self._condition.notify_all()
-
-    def mend(self) -> None:
-        """The former version has been restored whole."""
-        with self._condition:
-            self.torn = ""
             self._condition.notify_all()

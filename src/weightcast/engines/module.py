@@ -49,16 +49,11 @@ class ModuleEngine:
         return sum(spec.num_bytes for spec in self._live.specs)
 
     @property
-    def device(self) -> torch.device:
-        """That of the module's weights; of several the first that is no host memory."""
+    def devices(self) -> Collection[torch.device]:
+        """All devices that weights of the module lie on."""
         if not (self._updating or self._is_fresh):
             self._refresh()
-        return next((device for device in self._targets.devices if device.type != "cpu"), torch.device("cpu"))
-
-    @property
-    def devices(self) -> Collection[torch.device]:
-        """All GPUs that weights of the module lie on."""
-        return [device for device in self._targets.devices if device.type == "cuda"]
+        return self._targets.devices
 
     def specs(self) -> Sequence[TensorSpec]:
         if not self._updating:
@@ -224,8 +219,9 @@ class ModuleEngine:
             raise InstallError(f"copying {len(targets)} tensors into the module failed: {exc}", torn=True) from exc
 
     def _finish_copies(self) -> None:
-        for device in self.devices:
-            host_device.synchronize_stream(device)
+        for device in self._targets.devices:
+            if device.type == "cuda":
+                host_device.synchronize_stream(device)
 
 
 def _is_whole(spec: TensorSpec, regions: Sequence[Region] | None) -> bool:

@@ -80,7 +80,6 @@ class DeviceMemory:
                 access.flags = _READ_AND_WRITE
                 _call("cuMemSetAccess", address, size, ctypes.byref(access), ctypes.c_size_t(1))
             undo.pop_all()
-        self.is_read_only = access.flags == _READ
         self.address = address.value
         weakref.finalize(self, _unmap, driver, address, size, device, os.getpid()).atexit = False
 

@@ -45,6 +45,12 @@ class EngineClient(Protocol):
     """
 
     name: str
+    paused_seconds: float | None = None
+    """None: the publisher pauses the engine for an install. Else the engine does so by itself, and was paused for this
+    long in the last `finish`: as it says, or for as long as the call took, also where the answer was lost.
+
+    A version that is streamed is loaded before that: the publisher pauses the engine for it, if it `ServesTraffic`.
+    """
 
     def connect(self) -> EngineClient:
         """The client to call from now on: this one, or that of the server found, where several kinds may answer.
@@ -117,18 +123,6 @@ class BringsSender(Protocol):
     """
 
     def sender(self, known: Sequence[ClientSender], context: SenderContext) -> ClientSender: ...
-
-
-@runtime_checkable
-class PausesItself(Protocol):
-    """A client whose engine pauses by itself when `finish` has it install, and resumes then: nobody else pauses it.
-
-    A version that is streamed is loaded before that: the engine is paused for it, if the client `ServesTraffic`.
-    """
-
-    @property
-    def paused_seconds(self) -> float:
-        """For the last `finish`, as the engine says; else how long that call took, also where its answer was lost."""
 
 
 @runtime_checkable

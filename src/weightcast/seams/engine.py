@@ -83,15 +83,10 @@ class Undoable(Protocol):
 
 @runtime_checkable
 class OnDevice(Protocol):
-    """An engine that says where its weights are, so that receivers use this device; of any other: host memory."""
+    """An engine that says where its weights are; of any other: host memory.
 
-    @property
-    def device(self) -> torch.device: ...
-
-
-@runtime_checkable
-class SpansDevices(OnDevice, Protocol):
-    """One whose weights lie on several GPUs: an install waits for the kernels of all of them."""
+    Receivers use the first of these devices that is a GPU, and an install waits for the kernels of all of them.
+    """
 
     @property
     def devices(self) -> Collection[torch.device]: ...

@@ -7,25 +7,26 @@ One update. P: the publisher, on the trainer. W: a worker, in the engine's proce
     P  for each bucket k                 Sender.buffer(k), fill, encode, Sender.send(k, n)
     W                                    next(Receiver) -> Bucket k
     W  Receiver.end()                    when it has installed the version, or given it up
-    P  VersionedSender.commit()          if an engine has installed it, or there are none; else Sender.abort(reason)
+    P  Sender.commit()                   if an engine has installed it, or there are none; else Sender.abort(reason)
     P  Sender.close()                    only at the end of the publisher's life; W likewise Receiver.close()
 
 Where P's calls raise PeersLostError: P Sender.open(...) again, same version, for the survivors; buckets go on from the
 one that it returns; a receiver takes that for the same update. Any other failure: P Sender.abort(reason); W
-Receiver.end(). Optional abilities are Protocols, asked with `isinstance`.
+Receiver.end().
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 import torch
 
 from weightcast.errors import WeightcastError
 from weightcast.format.bucket import BucketBuffer
 from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.seams.versions import VersionReader, VersionWriter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,13 +37,14 @@ class Bucket:
     buffer: BucketBuffer
 
 
-class Sender(Protocol):
+class Sender(VersionWriter, Protocol):
     """The publisher's end of a transport. One thread calls it. Every wait inside has a deadline.
 
-    `address` is the URL for receivers. `failures` has the error of each peer that was lost (that died, stalled or left)
-    since the version was opened. Where a loss disturbs others, `open`, `buffer` or `send` raises PeersLostError: each
-    time with fewer survivors, or once in a row with the same ones, if nobody is to blame for what has broken. With
-    `staged`, what was sent stays readable until every peer has ended the update.
+    `address` is the URL for receivers, "" for a sender that joins another one. `failures` has the error of each peer
+    that was lost (that died, stalled or left) since the version was opened. Where a loss disturbs others, `open`,
+    `buffer` or `send` raises PeersLostError: each time with fewer survivors, or once in a row with the same ones, if
+    nobody is to blame for what has broken. With `staged`, what was sent stays readable until every peer has ended the
+    update.
     """
 
     address: str
@@ -70,6 +72,13 @@ class Sender(Protocol):
 
     def connected(self, peers: Sequence[str]) -> Sequence[str]:
         """Those of these peers whose receivers are connected now. Does not wait."""
+
+    def release(self) -> None:
+        """Between updates: give back memory that is kept for the next one, which takes it again.
+
+        What a tensor refers to stays. Waits until readers have released it, with the sender's deadline.
+        """
+        return
 
     def abort(self, reason: str) -> None:
         """End the update: every peer's receiver raises UpdateAbortedError with this reason. Idempotent."""
@@ -100,7 +109,7 @@ class Share:
         return cls(frozenset(own), memory)
 
 
-class Receiver(Protocol):
+class Receiver(VersionReader, Protocol):
     """A worker's end of a transport. It connects when it is made (in the background thread of `init`)."""
 
     def common_memory(self) -> str:
@@ -128,22 +137,15 @@ class Receiver(Protocol):
         """Have a bucket that an engine has written into show the sender's bytes again; False where that can't be."""
         return False
 
+    def release(self) -> None:
+        """Between updates: give back memory that is kept for the next one. Does nothing during an update."""
+        return
+
     def end(self) -> None:
         """Release every bucket; wakes an iteration, which raises UpdateAbortedError. Idempotent, from any thread."""
 
     def close(self) -> None:
         """Disconnect and free everything; wakes an iteration that waits. Idempotent, from any thread."""
-
-
-@runtime_checkable
-class ReleasesMemory(Protocol):
-    """A sender or receiver that keeps memory from one update for the next."""
-
-    def release(self) -> None:
-        """Between updates: give it back; the next update takes it again. A receiver does nothing during an update.
-
-        What a tensor refers to stays. A sender waits until its readers have released it, with its deadline.
-        """
 
 
 Origins = Literal["one", "hosts", "devices"]
@@ -178,9 +180,11 @@ class Transport:
         default_factory=lambda: {"cpu": 64 << 20, "cuda": 512 << 20}
     )
     origins: Origins = "one"
+    keeps_versions: bool = False
+    """Whether its ends are a `VersionWriter` and a `VersionReader` that keep versions for readers that come later."""
     joined_sender: MakeSender | None = None
-    """Makes the senders of other ranks' origins, which are `JoiningSender`s, where all write to one place. They have no
-    addresses: a receiver gets all from the publishing rank's."""
+    """Makes the senders of other ranks' origins, where all write to one place. They have no addresses: a receiver gets
+    all from the publishing rank's."""
     buckets_on_gpu: Literal["never", "streaming", "always"] = "always"
     """When buckets of weights that are on a GPU lie there as well, by the way of installing: it decides what digests
     them. Of buckets in host memory xxh3-128 is twice as fast as what a GPU computes."""

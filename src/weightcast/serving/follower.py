@@ -23,14 +23,12 @@ from weightcast.format.messages import Offer, Seal
 from weightcast.host.closing import ClosedOnExit
 from weightcast.host.deadline import Deadline, number_of_seconds
 from weightcast.seams.engine import Engine
-from weightcast.seams.transport import Receiver
-from weightcast.seams.versions import StoredVersion, VersionedReceiver
+from weightcast.seams.versions import StoredVersion
 from weightcast.serving.load_plan import LoadPlan, admit, check_undo, require_engine
 from weightcast.serving.update import Update
 
 FIRST_PAUSE_SECONDS = 0.001
 LONGEST_PAUSE_SECONDS = 0.25
-_NOT_KEPT = "{url} keeps no versions to follow: give a store, file:///dir"
 
 OnError = Literal["raise", "skip"]
 logger = logging.getLogger(__name__)
@@ -78,21 +76,15 @@ class Follower(ClosedOnExit):
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error is {on_error!r}; it must be 'raise' or 'skip'")
         require_engine(engine)
-        make = registry.transport(url).receiver
-        # Receivers of other transports can't be made: their URLs need what a publisher adds.
-        if isinstance(make, type) and not issubclass(make, VersionedReceiver):
-            raise ValueError(_NOT_KEPT.format(url=url))
-        # Versions are staged, in host memory.
-        device, deadline_seconds = torch.device("cpu"), install_deadline_seconds
-        receiver = make(url, run="", peer=label, device=device, deadline_seconds=deadline_seconds)
-        if not isinstance(receiver, VersionedReceiver):
-            receiver.close()
-            raise ValueError(_NOT_KEPT.format(url=url))
+        transport = registry.transport(url)
+        if not transport.keeps_versions:
+            raise ValueError(f"{url} keeps no versions to follow: give a store, file:///dir")
         self.gate = gate or Gate()
         self._url = url
         self._engine = engine
-        self._receiver: Receiver = receiver
-        self._versions: VersionedReceiver = receiver
+        # Versions are staged, in host memory.
+        device, deadline_seconds = torch.device("cpu"), install_deadline_seconds
+        self._receiver = transport.receiver(url, run="", peer=label, device=device, deadline_seconds=deadline_seconds)
         self._undo = undo
         self._on_error = on_error
         self._install_deadline_seconds = install_deadline_seconds
@@ -107,7 +99,7 @@ class Follower(ClosedOnExit):
         IncompatibleWeightsError, InsufficientMemoryError, InstallError.
         """
         try:
-            start, kept = time.perf_counter(), self._versions.newest(self._seen)
+            start, kept = time.perf_counter(), self._receiver.newest(self._seen)
             if kept is None:
                 return None
             if self._on_error == "skip":
@@ -144,7 +136,7 @@ class Follower(ClosedOnExit):
 
     def renew(self) -> None:
         """Read into other memory from now on: the engine keeps tensors of the last version, past its `load`."""
-        self._versions.renew()
+        self._receiver.renew()
         if self._load_plan is not None:
             self._load_plan.forget_views()
 

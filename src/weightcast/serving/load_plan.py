@@ -88,7 +88,7 @@ class LoadPlan:
         self.layout = layout
         self.manifest_digest = manifest_digest
         self.engine = engine
-        self.device = engine.device if isinstance(engine, OnDevice) else torch.device("cpu")
+        self.device = device_of_weights(engine)
         self.specs = specs
         self._primary = None if specs is None else {name: spec.name for spec in specs for name in spec.names}
         takes_regions = isinstance(engine, RegionLoader)
@@ -443,6 +443,12 @@ def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -
     for entry, piece in parts:
         narrow(tensor, entry.piece.region).copy_(piece)
     return tensor
+
+
+def device_of_weights(engine: Engine) -> torch.device:
+    """The first GPU that the engine says it has weights on, else host memory."""
+    devices = engine.devices if isinstance(engine, OnDevice) else ()
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _spanning_groups(records: Iterable[TensorRecord]) -> set[str]:

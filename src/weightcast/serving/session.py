@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import hmac
 import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from msgspec import UNSET
@@ -22,8 +24,7 @@ from weightcast.host import device as host_device
 from weightcast.host.closing import awaited_at_exit, on_failure
 from weightcast.host.memory import host_identity
 from weightcast.links.link import WorkerLink
-from weightcast.seams.transport import Bucket, Receiver, ReleasesMemory, Share
-from weightcast.seams.versions import VersionedReceiver
+from weightcast.seams.transport import Bucket, Receiver, Share
 from weightcast.serving.load_plan import LoadPlan
 from weightcast.serving.update import Update
 
@@ -55,6 +56,7 @@ class PublisherSession:
         self.load_plan: LoadPlan | None = None
         """Of the layout that was offered last."""
         self.receiver: Receiver | None = None
+        self._keeps_versions = registry.transport(info.transport).keeps_versions
         self._link: WorkerLink | None = None
         self._began_at = datetime.datetime.now(datetime.UTC)
         self._began = time.monotonic()
@@ -64,6 +66,11 @@ class PublisherSession:
         self.device = device
         self._connected = threading.Event()
         self._receiving: threading.Thread | None = None
+
+    @functools.cached_property
+    def stream(self) -> Any:
+        """Of its receiving threads, one after another: torch has few streams, and gives each of them out again."""
+        return host_device.stream(self.device)
 
     @property
     def is_abandoned(self) -> bool:
@@ -153,15 +160,14 @@ class PublisherSession:
 
     def release(self) -> None:
         """Give back memory that is kept for the next update, unless one is under way."""
-        receiver: object = self.receiver
         if self.update is not None and not self.update.has_ended():
             return
         # Which relaxes the thread's capture mode: memory of a GPU goes while an engine may capture a graph.
         with host_device.own_stream(self.device), contextlib.suppress(WeightcastError):
             if self.load_plan is not None:
                 self.load_plan.forget_views()
-            if isinstance(receiver, ReleasesMemory):
-                receiver.release()
+            if self.receiver is not None:
+                self.receiver.release()
 
     def require_receiver(self) -> Receiver:
         """The connected receiver. Raises why the session has ended, ClosedError if it is still connecting."""
@@ -174,7 +180,8 @@ class PublisherSession:
 
     def require_origins(self, manifest: Manifest) -> None:
         """Raises ManifestError unless there is an address for each origin, or one of all: of a place of versions."""
-        if isinstance(self.require_receiver(), VersionedReceiver):
+        self.require_receiver()
+        if self._keeps_versions:
             return
         found, known = len(manifest.spans), 1 + len(self.info.origins)
         if found > known:
@@ -255,7 +262,7 @@ class OriginReceivers(Receiver):
         _for_all([receiver.end for receiver in self._receivers])
 
     def release(self) -> None:
-        _for_all([receiver.release for receiver in self._receivers if isinstance(receiver, ReleasesMemory)])
+        _for_all([receiver.release for receiver in self._receivers])
 
     def close(self) -> None:
         _for_all([receiver.close for receiver in self._receivers])

@@ -31,7 +31,7 @@ from weightcast.format.messages import Offer, Seal
 from weightcast.host import device as host_device
 from weightcast.host.closing import on_failure
 from weightcast.host.memory import host_identity
-from weightcast.seams.engine import SpansDevices, Undoable
+from weightcast.seams.engine import OnDevice, Undoable
 from weightcast.seams.transport import Bucket, Receiver, Share
 from weightcast.serving.load_plan import LoadPlan, StagedBuckets
 
@@ -349,7 +349,7 @@ class Update:
     def _await_device(self) -> None:
         if self._device.type == "cuda":
             engine = self._engine
-            for device in engine.devices if isinstance(engine, SpansDevices) else (self._device,):
+            for device in engine.devices if isinstance(engine, OnDevice) else ():
                 host_device.synchronize(device)
 
     def _release(self) -> None:

@@ -18,7 +18,6 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
-import torch
 from msgspec import UNSET
 
 from weightcast import registry
@@ -55,10 +54,10 @@ from weightcast.format.tensor_digest import tensor_digest
 from weightcast.host import device as host_device
 from weightcast.host.closing import close_at_exit
 from weightcast.host.memory import collector_paused, host_identity
-from weightcast.seams.engine import Engine, ExposesTensors, OnDevice, Undoable
+from weightcast.seams.engine import Engine, ExposesTensors, Undoable
 from weightcast.seams.transport import Share
 from weightcast.serving.install_map import Mapped, held_weights
-from weightcast.serving.load_plan import LoadPlan, admit, check_undo, require_engine
+from weightcast.serving.load_plan import LoadPlan, admit, check_undo, device_of_weights, require_engine
 from weightcast.serving.session import PublisherSession
 from weightcast.serving.update import State, Update
 
@@ -149,7 +148,7 @@ class Worker:
         except (ValueError, ImportError) as exc:
             raise UnsupportedError(f"this engine has no such transport: {exc}") from exc
         with self._init_lock:
-            device = self.engine.device if isinstance(self.engine, OnDevice) else torch.device("cpu")
+            device = device_of_weights(self.engine)
             former, session = (
                 self._session,
                 PublisherSession(info, self.engine_rank, device, self._on_end, is_alone=self.world_size == 1),
@@ -410,9 +409,9 @@ class Worker:
     def _receive(self, session: PublisherSession, update: Update) -> None:
         number, device = update.version.number, session.device
         # On a stream of its own: what waits for buckets keeps no kernel of the engine waiting.
-        own_stream = host_device.own_stream(device) if device.type == "cuda" else contextlib.nullcontext()
+        own_thread, own_stream = host_device.own_thread(device), host_device.on(session.stream)
         try:
-            with self._observed("receive"), update.aborted_on_failure(), own_stream:
+            with self._observed("receive"), update.aborted_on_failure(), own_thread, own_stream:
                 root = update.receive()
         except Exception as exc:
             record = to_record(exc)

@@ -110,6 +110,17 @@ class StoreReader:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         return None
 
+    def pin_newest(self, known: WeightVersion | None) -> PinnedVersion | None:
+        """Hold the newest version; None if it is `known`, or there is none. Raises as `pin`."""
+        commit = self.commit()
+        if commit is None or commit.newest.version == known:
+            return None
+        pinned = self.pin()
+        if pinned is not None and pinned.stored.version == known:
+            pinned.close()
+            return None
+        return pinned
+
     def _commit_of(self, version: WeightVersion | None) -> Commit | None:
         if version is None:
             return self.commit()

@@ -17,6 +17,7 @@ from weightcast.errors import WeightcastError
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.seams.transport import Bucket, Receiver, Sender, Share, Transport
+from weightcast.seams.versions import StoredVersion
 
 SCHEME = "faulty"
 
@@ -81,7 +82,7 @@ class Kill(Fault):
 SenderFault: TypeAlias = Corrupt | Drop | Duplicate | Stall | Kill
 
 
-class FaultySender:
+class FaultySender(Sender):
     """A `Sender` that passes everything on to another one, but for `fault`, which may be set again between updates."""
 
     def __init__(self, inner: Sender, fault: SenderFault | None = None) -> None:
@@ -123,6 +124,24 @@ class FaultySender:
     def connected(self, peers: Sequence[str]) -> Sequence[str]:
         return self.inner.connected(peers)
 
+    def newest_version(self) -> int:
+        return self.inner.newest_version()
+
+    def share(self, manifest: Manifest, version: WeightVersion) -> str:
+        return self.inner.share(manifest, version)
+
+    def join(self, manifest: Manifest, origin: int, place: str) -> None:
+        self.inner.join(manifest, origin, place)
+
+    def seal(self, others: Sequence[bytes]) -> None:
+        self.inner.seal(others)
+
+    def commit(self) -> None:
+        self.inner.commit()
+
+    def release(self) -> None:
+        self.inner.release()
+
     def abort(self, reason: str) -> None:
         self.inner.abort(reason)
 
@@ -132,7 +151,7 @@ class FaultySender:
         self.inner.close()
 
 
-class FaultyReceiver:
+class FaultyReceiver(Receiver):
     """A `Receiver` that passes everything on from another one, but for `fault`, which may be set again."""
 
     def __init__(self, inner: Receiver, fault: Fault | None = None) -> None:
@@ -173,8 +192,17 @@ class FaultyReceiver:
         if held is not None:
             yield held
 
+    def newest(self, known: WeightVersion | None) -> StoredVersion | None:
+        return self.inner.newest(known)
+
+    def renew(self) -> None:
+        self.inner.renew()
+
     def reread(self, bucket: Bucket) -> bool:
         return self.inner.reread(bucket)
+
+    def release(self) -> None:
+        self.inner.release()
 
     def end(self) -> None:
         self.inner.end()

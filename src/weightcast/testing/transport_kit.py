@@ -105,7 +105,7 @@ def pack_and_send(sender: Sender, fill: Fill, manifest: Manifest, version: Weigh
     sender.send(index, num_bytes)
 
 
-class RecoveringSender:
+class RecoveringSender(Sender):
     """Passes everything on to another sender; where that loses peers it opens the update again, as a publish run does.
 
     It keeps copies of what was sent, to send it again: tests send bucket by bucket, and need not know of losses.

@@ -34,7 +34,7 @@ from weightcast.format.manifest import MAX_VERSION, PROTOCOL
 from weightcast.format.messages import Accepted, Failed, InitInfo, Installed, LocalRanks, Offer, Received, WeightInfo
 from weightcast.links.link import Link, LinkListener
 from weightcast.links.watchdog import Watchdog
-from weightcast.seams.client import ClientSender, EngineClient, PausesItself, ServesTraffic, TwoPhaseInstall
+from weightcast.seams.client import ClientSender, EngineClient, ServesTraffic, TwoPhaseInstall
 from weightcast.trainer.report import EngineResult
 
 _MAX_PARALLEL = 64
@@ -255,7 +255,7 @@ class FleetMember:
         paused for, and its recovery requests are asked for again.
         """
         try:
-            if not isinstance(self.client, PausesItself):
+            if self.client.paused_seconds is None:
                 self.pause()
             try:
                 try:
@@ -263,7 +263,7 @@ class FleetMember:
                 except (PeerTimeoutError, PeerDiedError):
                     if not self._serves():
                         raise
-                if isinstance(self.client, PausesItself):
+                if self.client.paused_seconds is not None:
                     self.result.pause_seconds = self.client.paused_seconds
                 for link in self.links:
                     self._await_installed(link)

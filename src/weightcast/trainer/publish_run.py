@@ -47,8 +47,7 @@ from weightcast.links.link import LinkListener, frame
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, ClientSender, Fingerprint, SenderContext
 from weightcast.seams.source import Regions
-from weightcast.seams.transport import Origins, ReleasesMemory, Sender
-from weightcast.seams.versions import VersionedSender
+from weightcast.seams.transport import Origins, Sender
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import Fill, PackPlan, pack
@@ -69,10 +68,12 @@ _LAST_WORD_SECONDS = 1.0
 class Connections:
     """What connects a publisher with its engines: with their workers, and what their clients bring besides."""
 
-    def __init__(self, sender: Sender, listener: LinkListener, device: torch.device) -> None:
+    def __init__(
+        self, sender: Sender, listener: LinkListener, device: torch.device, *, keeps_versions: bool = False
+    ) -> None:
+        """`keeps_versions`: as of `Transport`."""
         self.sender = sender
-        self.versions = sender if isinstance(sender, VersionedSender) else None
-        """The publishing rank's own sender, if it keeps versions, whatever else `sender` may speak for."""
+        self.keeps_versions = keeps_versions
         self.listener = listener
         self.device = device
         self.client_senders: list[ClientSender] = []
@@ -100,8 +101,7 @@ class Connections:
 
     def release(self) -> None:
         """Give back the transport's memory, and have workers do so."""
-        if isinstance(self.sender, ReleasesMemory):
-            self.sender.release()
+        self.sender.release()
         message = frame(ReleaseMemory())
         for link in self.listener.links():
             # Without room for it, that worker is stopped: its memory stays for now, and its link.
@@ -303,8 +303,8 @@ class PublishRun:
                 self._join(newcomers)
                 if isinstance(fill, StreamPacker):
                     self._fail_other_routes()
-                sender, versions = self._connections.sender, self._connections.versions
-                kept = -1 if versions is None else versions.newest_version()
+                sender, keeps_versions = self._connections.sender, self._connections.keeps_versions
+                kept = sender.newest_version() if keeps_versions else -1
                 newest = max((kept, *(member.newest_version for member in self._fleet)))
                 if again is not None:
                     self.number = again.number
@@ -323,7 +323,7 @@ class PublishRun:
                     sender,
                     is_staged=options.install == "staged",
                     is_brought=False,
-                    keeps_versions=versions is not None,
+                    keeps_versions=keeps_versions,
                 )
                 if not route.is_staged and (is_stored or self._is_unchanged(route, fill)):
                     route.pause()
@@ -358,10 +358,10 @@ class PublishRun:
                     brought.install(self._fingerprints, self._sent)
                 finally:
                     brought.resume()
-            if versions is not None and not is_stored:
+            if keeps_versions and not is_stored:
                 with self._timed("seal"):
                     if not len(self._fleet) or any(member.result.ok for member in self._fleet):
-                        versions.commit()
+                        sender.commit()
                         is_stored = True
                     else:
                         sender.abort(f"no engine has installed version {self.number}")

@@ -385,13 +385,15 @@ class Publisher(ClosedOnExit):
             with on_failure(sender.close):
                 host = None if self._transport.same_host else registry.host(self._url)
                 listener = LinkListener(self.run, host=host, heartbeat_seconds=self._options.lease_seconds / 4)
-            self._connections, self._process = Connections(sender, listener, device), os.getpid()
+            keeps_versions = self._transport.keeps_versions
+            self._connections = Connections(sender, listener, device, keeps_versions=keeps_versions)
+            self._process = os.getpid()
             self._owned.insert(-1, self._connections)
             # Again: this process may have been forked since this publisher was made.
             self._drop.detach()
             self._drop = weakref.finalize(self, _drop, self._owned, os.getpid())
             self._drop.atexit = False
-        if not len(self._fleet) and self._connections.versions is None:
+        if not len(self._fleet) and not self._transport.keeps_versions:
             raise ValueError(
                 f"there is no engine to publish to, and {self._url} keeps nothing for later: pass engines=[...], or "
                 "call add_engine first (a store, file:///DIR, needs none)"

@@ -67,7 +67,7 @@ class MemorySender(ArenaSender[MemoryPeer, MemoryArena]):
         self.address = f"{_SCHEME}{secrets.token_hex(16)}"
         _senders[self.address] = self
 
-    def join(self, name: str) -> MemoryPeer:
+    def let_in(self, name: str) -> MemoryPeer:
         """Let a receiver in; one of the same name is replaced."""
         with self.condition:
             peer = MemoryPeer(name)
@@ -126,7 +126,7 @@ class MemoryReceiver(ArenaReceiver):
             raise StaleVersionError(f"the receiver is of run {run}, the publisher of {sender.run}: init again")
         super().__init__(run, deadline_seconds, sender.condition)
         self._sender = sender
-        self._peer = sender.join(peer)
+        self._peer = sender.let_in(peer)
 
     def _listen(self) -> None:
         self._ended = self._peer.gone

@@ -399,7 +399,7 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
             return self._arena is not None and self._arena.reread(bucket.buffer)
 
     def release(self) -> None:
-        """As `ReleasesMemory`: it is the sender's, who may have closed it since."""
+        """As `Receiver.release`: the memory is the sender's, who may have closed it since."""
         with self._condition:
             if not self._closed and self._wanted is None:
                 self._listen()

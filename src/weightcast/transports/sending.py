@@ -25,6 +25,7 @@ from weightcast.format.bucket import HEADER_BYTES, ArenaLayout, BucketBuffer, Bu
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
+from weightcast.seams.transport import Sender
 from weightcast.transports.records import (
     ArenaClosed,
     BeginUpdate,
@@ -108,11 +109,33 @@ def check_length(manifest: Manifest, index: int, num_bytes: int) -> None:
         raise ValueError(f"{num_bytes} bytes of bucket {index} were to be sent, expected {HEADER_BYTES} to {largest}")
 
 
+class RunSender(Sender):
+    """Sends versions of one run, each of their buckets in its turn, until it is closed."""
+
+    _closed = False
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+
+    def _require_open(self, version: WeightVersion | None = None) -> None:
+        """Raises ClosedError, ValueError for a version of another run."""
+        if self._closed:
+            raise ClosedError("this sender was closed")
+        if version is not None and version.run != self._run:
+            raise ValueError(f"version {version.number} is of run {version.run}, this sender of run {self._run}")
+
+
+def check_next(index: int, following: int, num_buckets: int) -> None:
+    """Raises ValueError unless bucket `index` is the one to follow, and not behind the last one."""
+    if index != following or index >= num_buckets:
+        raise ValueError(f"bucket {index} of {num_buckets}: bucket {following} is the next")
+
+
 U = TypeVar("U", bound=SentUpdate)
 P = TypeVar("P", bound=ConnectedPeer)
 
 
-class SendingEnd(abc.ABC, Generic[U, P]):
+class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
     """Opens, aborts and closes; knows the peers and who fails. A transport says how records travel, and bytes."""
 
     address: str
@@ -120,7 +143,7 @@ class SendingEnd(abc.ABC, Generic[U, P]):
     def __init__(self, run: str, deadline_seconds: float, condition: threading.Condition | None = None) -> None:
         self.condition = condition or threading.Condition()
         """Held in every call; a transport whose peers are other processes needs nobody else to hold it."""
-        self._run = run
+        super().__init__(run)
         self._deadline_seconds = deadline_seconds
         self._sign_seconds = sign_seconds(deadline_seconds)
         self._peers: dict[str, P] = {}
@@ -131,7 +154,6 @@ class SendingEnd(abc.ABC, Generic[U, P]):
         self._failures: dict[str, WeightcastError] = {}
         self._update: U | None = None
         self._num_updates = 0
-        self._closed = False
 
     @property
     def failures(self) -> Mapping[str, WeightcastError]:
@@ -272,9 +294,7 @@ class SendingEnd(abc.ABC, Generic[U, P]):
 
         Raises ClosedError, ValueError for a version of another run.
         """
-        self._require_open()
-        if version.run != self._run:
-            raise ValueError(f"version {version.number} is of run {version.run}, this sender of run {self._run}")
+        self._require_open(version)
         self._waiting, former = tuple(peers), self._update
         is_interrupted = former is not None and former.is_open and former.is_interrupted
         # If nobody was left, peers that are named now connected later: the version is begun for them.
@@ -315,18 +335,13 @@ class SendingEnd(abc.ABC, Generic[U, P]):
                 self._peers[name].declined = None
         return {name for name in names if name not in self._failures}
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ClosedError("this sender was closed")
-
     def _require_update(self, index: int) -> U:
         """The update in progress, of which bucket `index` must be the next. Raises UpdateAbortedError, ValueError."""
         self._require_open()
         update = self._update
         if update is None or not update.is_open or update.is_interrupted:
             raise UpdateAbortedError("no update is open: it was aborted or lost peers, or open() was not called")
-        if index != update.next or update.is_whole:
-            raise ValueError(f"bucket {index} of {update.num_buckets}: bucket {update.next} is the next")
+        check_next(index, update.next, update.num_buckets)
         return update
 
     def _timed_out(self, name: str, what: str) -> PeerTimeoutError:
@@ -447,7 +462,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
                     self._readers.setdefault(slot, set()).add(name)
 
     def release(self) -> None:
-        """As `ReleasesMemory`. Where a reader has not released it by the deadline, the arena is left to that one."""
+        """As `Sender.release`. Where a reader has not released it by the deadline, the arena is left to that one."""
         with self.condition:
             self._require_open()
             self._await_released()

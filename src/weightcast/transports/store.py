@@ -17,7 +17,6 @@ from typing import Generic, TypeVar
 import torch
 
 from weightcast.errors import (
-    ClosedError,
     ManifestError,
     PeerDiedError,
     StaleVersionError,
@@ -34,7 +33,7 @@ from weightcast.store.reading import PinnedVersion, StoreReader
 from weightcast.store.writing import OriginWriter, StoreWriter
 from weightcast.transports.kept_memory import FilledTogether, KeptMemory, allocate, allocate_to_send
 from weightcast.transports.receiving import PUBLISHER, ReceivingEnd, WantedUpdate
-from weightcast.transports.sending import check_length
+from weightcast.transports.sending import RunSender, check_length, check_next
 
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.05
@@ -43,7 +42,7 @@ _LONGEST_PAUSE_SECONDS = 0.05
 W = TypeVar("W", StoreWriter, OriginWriter)
 
 
-class _BufferedSender(Generic[W]):
+class _BufferedSender(RunSender, Generic[W]):
     """What the senders of all origins do alike: a ring of buffers, written by one thread or several.
 
     Memory: one bucket; with several threads one more for each, but no more than there are, and at most `MAX_BUFFERS`.
@@ -58,7 +57,7 @@ class _BufferedSender(Generic[W]):
         address = StoreAddress.parse(url)
         num_threads = address.num_threads
         self.address = url
-        self._run = run
+        super().__init__(run)
         self._max_buffers = 1 if num_threads == 1 else min(num_threads + 1, MAX_BUFFERS)
         self._num_buffers = 1
         # It starts a thread only for a bucket that no other one is free for.
@@ -72,7 +71,6 @@ class _BufferedSender(Generic[W]):
         self._plan: Manifest | None = None
         self._digests: list[bytes] = []
         self._writes = collections.deque[Future[None]]()
-        self._closed = False
         self._writer: W = self.writer_type(address, run, deadline_seconds=deadline_seconds)
 
     @property
@@ -145,24 +143,17 @@ class _BufferedSender(Generic[W]):
             # In no variable: it has the error, whose traceback would keep this frame, and with it the ring.
             self._writes.popleft().result()
 
-    def _require_open(self, version: WeightVersion | None = None) -> None:
-        if self._closed:
-            raise ClosedError("this sender was closed")
-        if version is not None and version.run != self._run:
-            raise ValueError(f"version {version.number} is of run {version.run}, this sender of run {self._run}")
-
     def _require_update(self, index: int) -> Manifest:
         self._require_open()
         plan = self._plan
         if plan is None:
             raise UpdateAbortedError("no update is open: it was committed or aborted, or open() was not called")
-        if index != len(self._digests):
-            raise ValueError(f"bucket {index} of {len(plan.buckets)}: bucket {len(self._digests)} is the next")
+        check_next(index, len(self._digests), len(plan.buckets))
         return plan
 
 
 class StoreSender(_BufferedSender[StoreWriter]):
-    """Implements `Sender`, `VersionedSender` and `SharedSender`. All calls come from one thread.
+    """Implements `Sender`, of a transport that keeps versions. All calls come from one thread.
 
     It takes the store when it is made. The store's files besides: see `StoreWriter`.
     """
@@ -234,12 +225,18 @@ class StoreSender(_BufferedSender[StoreWriter]):
 
 
 class JoinedStoreSender(_BufferedSender[OriginWriter]):
-    """Implements `Sender` and `JoiningSender`: writes the files of one origin, beside another rank's `StoreSender`.
+    """Implements `Sender` for one origin: writes its files beside another rank's `StoreSender`, which it joins.
 
     Nothing is opened before it has joined.
     """
 
     writer_type = OriginWriter
+
+    def __init__(
+        self, url: str, *, run: str, deadline_seconds: float = 60.0, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__(url, run=run, deadline_seconds=deadline_seconds, device=device)
+        self.address = ""
 
     def join(self, manifest: Manifest, origin: int, place: str) -> None:
         """Open the origin's files where the publishing rank's `share` has begun. Raises as `OriginWriter.begin`."""
@@ -274,7 +271,7 @@ class StoreUpdate(WantedUpdate[PinnedVersion]):
 
 
 class StoreReceiver(ReceivingEnd[StoreUpdate]):
-    """A `Receiver` that is a `VersionedReceiver`.
+    """Implements `Receiver`, of a transport that keeps versions.
 
     Memory, kept between updates: staged, the whole version, in every process that reads, but once for the ranks of an
     engine on one host; streaming, one bucket, with several threads one more for each, but no more than there are, and
@@ -321,13 +318,8 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         """The newest version, unless it is `known` or there is none, pinned until `end`. Raises IntegrityError."""
         with self._condition:
             self._require_open()
-            commit = self._reader.commit()
-            if commit is None or commit.newest.version == known:
-                return None
-            pinned = self._reader.pin()
-            if pinned is None or pinned.stored.version == known:
-                if pinned is not None:
-                    pinned.close()
+            pinned = self._reader.pin_newest(known)
+            if pinned is None:
                 return None
             self._let_go()
             self._newest, stored = pinned, pinned.stored
@@ -501,6 +493,7 @@ def _allocate(size_bytes: int) -> torch.Tensor:
 TRANSPORT = Transport(
     sender=StoreSender,
     receiver=StoreReceiver,
+    keeps_versions=True,
     joined_sender=JoinedStoreSender,
     origins="hosts",
     # Packed, digested and written while it is in a core's cache.

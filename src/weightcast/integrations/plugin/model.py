@@ -94,6 +94,10 @@ class LoaderEngine(abc.ABC):
     def _drop_caches(self) -> None:  # noqa: B027  (nothing to do where the engine's caller drops them)
         """Forget what was computed with the former weights. Raises InstallError."""
 
+    @property
+    def devices(self) -> list[torch.device]:
+        return [self.device]
+
     def specs(self) -> None:  # noqa: B027  (it is what it says)
         """What it accepts is no list: `validate` says."""
 

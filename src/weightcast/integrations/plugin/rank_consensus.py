@@ -34,7 +34,7 @@ class Attempt:
         if not isinstance(error, Exception):
             return False
         if not isinstance(error, WeightcastError):
-            logger.error("a step of an update failed", exc_info=error)
+            logger.error("a step of weightcast failed on this rank", exc_info=error)
         self.error = to_record(error)
         return True
 

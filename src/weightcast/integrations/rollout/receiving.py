@@ -49,7 +49,8 @@ class RolloutEngine:
         """`batch_bytes`: how large a batch is at least, if there is so much; 0: one tensor. `deadline_option`: what
         errors call the option that sets `deadline_seconds`.
         """
-        self.device = device
+        self.devices = [device]
+        self._device = device
         self._batch_bytes, self._deadline_option = batch_bytes, deadline_option
         self.worker = RolloutWorker(self, gate=Gate(), install_deadline_seconds=deadline_seconds)
         self._deadline_seconds = deadline_seconds
@@ -149,7 +150,7 @@ class RolloutEngine:
         batch: list[Named] = []
         num_bytes = 0
         for name, tensor in tensors:
-            batch.append((name, tensor.to(self.device)))
+            batch.append((name, tensor.to(self._device)))
             num_bytes += tensor.nbytes
             if num_bytes >= self._batch_bytes:
                 yield batch

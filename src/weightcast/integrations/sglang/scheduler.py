@@ -19,7 +19,7 @@ from weightcast.control.worker_rpc import RankReply
 from weightcast.errors import ClosedError, ErrorRecord, PeerError, to_record
 from weightcast.format.messages import WeightInfo
 from weightcast.integrations.plugin import TOKEN_VARIABLE
-from weightcast.integrations.plugin.rank_consensus import RankConsensus
+from weightcast.integrations.plugin.rank_consensus import Attempt, RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
 from weightcast.integrations.sglang import internals
 from weightcast.integrations.sglang.model import SglangModel
@@ -34,15 +34,12 @@ def made(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After a scheduler was made: prepare its rank, while nothing is served yet. Calls are answered with a failure."""
     rank: SchedulerRank | None = None
     error: ErrorRecord | None = None
-    try:
+    with Attempt() as exchange:
         ranks = RankConsensus([internals.parallel().tp_group.cpu_group])
-        try:
+        with Attempt() as making:
             rank = SchedulerRank(scheduler, ranks)
-        except Exception as exc:
-            error = to_record(exc)
-        error = ranks.common_error(error)
-    except Exception as exc:
-        error = to_record(exc)
+        error = ranks.common_error(making.error)
+    error = exchange.error or error
     if error is not None:
         logger.warning("this SGLang can't be updated by weightcast: %s", error.message)
     setattr(scheduler, _RANK, rank if error is None else error)

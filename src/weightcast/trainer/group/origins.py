@@ -24,8 +24,7 @@ from weightcast.format.bucket import RAW, BucketBuffer, Digest, as_bytes, slot_s
 from weightcast.format.manifest import Manifest, WeightVersion, encode
 from weightcast.host import device as host_device
 from weightcast.host.memory import SealedMemory, host_identity
-from weightcast.seams.transport import Origins, ReleasesMemory, Sender
-from weightcast.seams.versions import JoiningSender, SharedSender
+from weightcast.seams.transport import Origins, Sender
 from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks, in_round
 from weightcast.trainer.group.gather import OriginPacker, SharedBuffers, mapped_again
 from weightcast.trainer.packer import Shard, finish
@@ -44,7 +43,7 @@ class RankPlace(msgspec.Struct, frozen=True):
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """The publishing rank to all: an update begins, or goes on, for these peers. `place`: see `SharedSender.share`."""
+    """The publishing rank to all: an update begins, or goes on, for these peers. `place`: see `Sender.share`."""
 
     version: int
     peers: tuple[str, ...]
@@ -130,7 +129,7 @@ class OriginSender:
     ) -> None:
         self.run = run
         self.device = device
-        self.address = "" if isinstance(sender, JoiningSender) else sender.address
+        self.address = sender.address
         self._ranks = ranks
         self._sender = sender
         self._deadline_seconds = deadline_seconds
@@ -181,7 +180,7 @@ class OriginSender:
 
         def open_sender() -> None:
             peers, is_staged = opening.peers, opening.staged
-            if isinstance(self._sender, JoiningSender):
+            if opening.place:
                 self._sender.join(self._manifest, self._origin, opening.place)
             self._next = self._sender.open(self._plan, self._version, peers=peers, staged=is_staged)
             self._ready()
@@ -260,11 +259,10 @@ class OriginSender:
         return was_open
 
     def release(self) -> None:
-        """As `ReleasesMemory`, after what is under way."""
+        """As `Sender.release`, after what is under way."""
         self._buffer = None
-        if isinstance(self._sender, ReleasesMemory):
-            self._packer.forget_views()
-            self._pool.submit(self._sender.release).result()
+        self._packer.forget_views()
+        self._pool.submit(self._sender.release).result()
 
     def close(self) -> None:
         """Free everything; waits for what is under way."""
@@ -405,7 +403,7 @@ class GroupPacker:
         raise PeersLostError(f"another trainer rank's sender has lost {lost}", sorted(set.intersection(*of_each)))
 
 
-class OriginsSender:
+class OriginsSender(Sender):
     """Implements `Sender` for all origins, on the publishing rank. `own` closes with it, others with their ranks."""
 
     def __init__(self, own: Sender) -> None:
@@ -415,6 +413,7 @@ class OriginsSender:
         self._num_buckets = 0
         self._num_sent = 0
         self._is_whole = False
+        self._place = ""
 
     def use(self, packer: GroupPacker) -> None:
         """At the beginning of a publish: speak for the origins of this packer, whose ranks are connected."""
@@ -439,8 +438,8 @@ class OriginsSender:
         """Begin an update on every origin, or go on with it. Raises what any of their ranks raises."""
         group, plan = self._group, manifest.of_origin(0)
         self._is_whole = False
-        shared = self._own.share(manifest, version) if isinstance(self._own, SharedSender) else ""
-        group.open(Opening(version.number, tuple(peers), staged, shared))
+        self._place = self._own.share(manifest, version)
+        group.open(Opening(version.number, tuple(peers), staged, self._place))
         if not 0 < self._num_buckets == self._num_sent:
             # Else this origin has sent all, and another one has lost peers since.
             self._num_buckets = len(plan.buckets)
@@ -466,7 +465,7 @@ class OriginsSender:
         group = self._group
         group.fill_others(range(max((self._num_buckets, *group.next_rounds.values())), group.num_rounds))
         group.opened()
-        if isinstance(self._own, SharedSender):
+        if self._place:
             self._own.seal(group.others())
         self._is_whole = True
 
@@ -476,15 +475,22 @@ class OriginsSender:
         found = self._own.connected(peers)
         return [name for name in found if all(name in report.connected for report in self._group.reports.values())]
 
+    def newest_version(self) -> int:
+        """That of the publishing rank's own, which alone decides what version is kept."""
+        return self._own.newest_version()
+
+    def commit(self) -> None:
+        """Keep the version that all origins have sent."""
+        self._own.commit()
+
     def abort(self, reason: str) -> None:
         """End the update here. The other origins end it when they learn how the publish ended."""
         self._is_whole = False
         self._own.abort(reason)
 
     def release(self) -> None:
-        """As `ReleasesMemory`, of the publishing rank's own."""
-        if isinstance(self._own, ReleasesMemory):
-            self._own.release()
+        """Give back the memory of the publishing rank's own."""
+        self._own.release()
 
     def close(self) -> None:
         """Free the publishing rank's own. Idempotent."""

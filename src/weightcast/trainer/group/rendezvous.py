@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from weightcast.errors import PeerDiedError, PeerTimeoutError
 from weightcast.host.closing import on_failure
-from weightcast.host.deadline import Deadline
+from weightcast.host.deadline import Deadline, in_background
 from weightcast.process_group import ProcessGroup, translated
 
 _POLL_SECONDS = 0.02
@@ -55,7 +55,8 @@ class Rendezvous:
         self._announced = -1
         self._has_left = False
         self._is_unwanted = False
-        self._background: threading.Thread | None = None
+        self._background: futures.Future[Any] | None = None
+        """A call whose result nobody waits for any more."""
 
     def join(self) -> ProcessGroup:
         """Connect with all other ranks; waits for them, at most for two deadlines.
@@ -153,32 +154,26 @@ class Rendezvous:
         It has `seconds` (with `arrived`: until that is set, and as many again); what it returns later is discarded.
         """
         patience = seconds + _GRACE_SECONDS
-        if self._background is not None:
-            self._background.join(patience)
-            if self._background.is_alive():
-                raise PeerTimeoutError(_SILENT_STORE, peer="trainer")
+        former = self._background
+        if former is not None and not futures.wait([former], patience).done:
+            raise PeerTimeoutError(_SILENT_STORE, peer="trainer")
         self._is_unwanted = False
-        future: futures.Future[T] = futures.Future()
-        self._background = threading.Thread(target=_run, args=(call, future), name="weightcast-meeting", daemon=True)
-        self._background.start()
+        future = in_background(call, name="weightcast-meeting")
+
+        def discard_result(done: futures.Future[T]) -> None:
+            self._background = None  # its error's traceback has frames of this object's
+            if done.exception() is None:
+                discard(done.result())
 
         def abandon() -> None:
-            self._is_unwanted = True
-            future.add_done_callback(lambda done: None if done.exception() else discard(done.result()))
+            self._is_unwanted, self._background = True, future
+            future.add_done_callback(discard_result)
 
         with on_failure(abandon):
             has_arrived = arrived is None or arrived.wait(patience)
             if not (has_arrived and futures.wait([future], patience).done):
                 raise PeerTimeoutError(_SILENT_STORE, peer="trainer")
         return future.result()
-
-
-def _run(call: Callable[[], T], future: futures.Future[T]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as exc:
-        future.set_exception(exc)
-    del future  # the error's traceback has this frame, which would keep the error
 
 
 def late(ranks: Sequence[int], seconds: float) -> PeerTimeoutError:

@@ -72,7 +72,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         if self._backend == "nccl" and (device is None or device.type != "cuda"):
             raise UnsupportedError(
                 "nccl moves memory of GPUs, and this engine does not say that its weights are on one: give the engine "
-                "a property `device` (see weightcast.seams.engine.OnDevice), or publish over gloo://"
+                "a property `devices` (see weightcast.seams.engine.OnDevice), or publish over gloo://"
             )
         self._device = torch.device("cpu") if device is None or self._backend != "nccl" else device
         self._buffers = ReceiveBuffers(run, peer, self._device, deadline_seconds)
@@ -88,7 +88,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         return reader is not None and reader.reread(bucket)
 
     def release(self) -> None:
-        """As `ReleasesMemory`; not what workers of an engine share with each other."""
+        """As `Receiver.release`; not what workers of an engine share with each other."""
         with self._condition:
             if not self._closed and self._wanted is None:
                 self._buffers.free()

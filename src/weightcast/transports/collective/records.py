@@ -12,8 +12,6 @@ import msgspec
 from weightcast.format.messages import Count, ShortText
 from weightcast.transports.linked import FromLinked, ToLinked
 
-BACKENDS = ("gloo", "nccl")
-
 Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 
 

@@ -155,7 +155,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
             update.peers.clear()
 
     def release(self) -> None:
-        """As `ReleasesMemory`; not what a group that was left may still read."""
+        """As `Sender.release`; not what a group that was left may still read."""
         with self.condition:
             self._require_open()
             if not self._slots_are_lost:

@@ -23,6 +23,7 @@ from weightcast.integrations.sglang.stock.route_distributed import DistributedRo
 from weightcast.integrations.sglang.stock.route_tensor import TensorRoute
 from weightcast.integrations.sglang.stock.server import MAX_PARALLEL, Servers, SglangStockServer
 from weightcast.seams.client import ClientSender, SenderContext
+from weightcast.seams.transport import Sender
 
 _ROUTES: Mapping[str, Any] = {
     "gloo": DistributedRoute,
@@ -50,7 +51,7 @@ class Route(Protocol):
     def close(self, servers: Servers) -> None: ...
 
 
-class StockSender:
+class StockSender(Sender):
     """A `ClientSender`. Memory: one of the publisher's buckets, two flattened ones."""
 
     def __init__(self, context: SenderContext) -> None:
