@@ -320,3 +320,9 @@ def test_outside_of_nemo_rls_environment_the_sentence_says_so(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ModuleNotFoundError, match=r"nemo_rl.*run this in NeMo-RL's own environment"):
         importlib.import_module("weightcast.integrations.nemo_rl")
+
+
+def test_a_misspelt_class_is_answered_with_the_right_one(make_engine: Callable[..., Any]) -> None:
+    module = importlib.import_module("weightcast.integrations.nemo_rl")
+    with pytest.raises(AttributeError, match=r"refit_transport: 'weightcast\.integrations\.nemo_rl:NemoCheckpointEngine'"):
+        _ = module.NemoCheckpointEngin

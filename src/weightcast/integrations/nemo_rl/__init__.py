@@ -12,3 +12,10 @@ except ModuleNotFoundError as exc:
     raise with_extra(exc) from exc
 
 __all__ = ["NemoCheckpointEngine"]
+
+
+def __getattr__(name: str) -> object:
+    raise AttributeError(
+        f"module {__name__!r} has no {name!r}: the class is {__all__[0]}; write "
+        f"policy.generation.refit_transport: '{__name__}:{__all__[0]}', and the same as the key in refit_cfg"
+    )
