@@ -44,6 +44,8 @@ CONSTANTS = {
     "src/weightcast/integrations/sglang/internals.py": "SGLang",
     "src/weightcast/integrations/trl/transfer.py": "TRL",
     "src/weightcast/integrations/verl/__init__.py": "verl",
+    "src/weightcast/integrations/torchrl/scheme.py": "TorchRL",
+    "src/weightcast/sources/megatron/source.py": "Megatron-core",
 }
 """Modules with a `TESTED_WITH`, and whose versions these are."""
 BY_FILES = {("src/weightcast/integrations/vllm/trainer_engine.py", "0.33")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 
 import msgspec
@@ -113,3 +114,27 @@ def test_the_largest_record_fits_a_link_message() -> None:
     record = to_record(RefusedError("; ".join(problems), problems))
     assert len(encode(Failed(version=1, error=record))) <= MAX_LINK_MESSAGE_BYTES
     assert len(record.problems) <= MAX_LISTED_PROBLEMS
+
+
+@pytest.mark.parametrize(
+    ("found", "is_named"),
+    [
+        ("0.32.0", False),
+        ("0.32", False),
+        ("0.32.1+cpu", False),
+        ("0.33.0rc1", False),
+        ("0.320.0", True),
+        ("1.0.32", True),
+        ("0.31.9", True),
+        ("unknown", True),
+    ],
+)
+def test_a_version_that_was_not_tested_is_named_with_its_remedy(
+    found: str, is_named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors.warn_if_untested(logging.getLogger("weightcast"), "vLLM", found, "0.32", "0.33")
+    sentence = (
+        f"weightcast was tested with vLLM 0.32 and 0.33, and this is vLLM {found}: if updates fail, install a tested "
+        "one: pip install 'vllm==0.32.*'"
+    )
+    assert caplog.messages == ([sentence] if is_named else [])

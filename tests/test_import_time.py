@@ -87,7 +87,7 @@ print(torch.distributed.is_available() and torch.distributed.is_initialized(), t
         ("starlette", "import weightcast; weightcast.EngineServer", "serve"),
         ("torchrl", "import weightcast.integrations.torchrl", "torchrl"),
         ("trl", "import weightcast.integrations.trl", "trl"),
-        ("ray", "import weightcast.integrations.nemo_rl", "ray"),
+        ("ray", "sys.modules['nemo_rl'] = sys; import weightcast.integrations.nemo_rl", "ray"),
         ("vllm", "from weightcast.integrations.vllm import WeightcastTrainerInitInfo", ""),
         ("nemo_rl", "import weightcast.integrations.nemo_rl", ""),
     ],

@@ -365,6 +365,11 @@ def an_engine_that_was_not_started(folder: Path) -> None:
     publish(ModuleSource(linear()), NOBODY, transport="ipc://")
 
 
+@gives(PeerDiedError, "; check the host's name; start it first, or wait for it: publish(wait_ready")
+def a_host_that_has_no_address(folder: Path) -> None:
+    publish(ModuleSource(linear()), "http://no-such-host.invalid:8000", transport="ipc://")
+
+
 @gives(ValueError, "http://127.0.0.1:9 is in the fleet already")
 def an_engine_named_twice(folder: Path) -> None:
     publisher(engines=[NOBODY, f"{NOBODY}/"])

@@ -31,6 +31,8 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
+import logging
+import re
 import traceback
 from collections.abc import Mapping, Sequence
 
@@ -245,6 +247,20 @@ def with_extra(error: ModuleNotFoundError) -> ModuleNotFoundError:
     if remedy is None:
         return error
     return ModuleNotFoundError(f"{error}; {remedy}", name=error.name)
+
+
+def warn_if_untested(
+    logger: logging.Logger, name: str, found: str, *tested: str, symptom: str = "updates fail"
+) -> None:
+    """Log a warning, with its remedy, if the version `found` of a framework belongs to none of the `tested` releases.
+
+    0.32.1 belongs to the release "0.32". pip knows the framework by its `name` in small letters.
+    """
+    if not any(re.match(rf"{re.escape(release)}(?![0-9])", found) for release in tested):
+        logger.warning(
+            "weightcast was tested with %s %s, and this is %s %s: if %s, install a tested one: pip install '%s==%s.*'",
+            *(name, " and ".join(tested), name, found, symptom, name.lower(), tested[0]),
+        )
 
 
 def _tree(cls: type[WeightcastError]) -> dict[str, type[WeightcastError]]:

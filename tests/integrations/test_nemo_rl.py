@@ -311,3 +311,18 @@ def test_wrong_options_are_refused_where_the_engine_is_made(make_engine: Callabl
         TypeError, match=r"has no 'dedline_seconds'; known: transport, install, deadline_seconds, host, "
     ):
         make_engine(dedline_seconds=3)
+
+
+def test_outside_of_nemo_rls_environment_the_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that some other package is missing, which would be no help."""
+    monkeypatch.delitem(sys.modules, "weightcast.integrations.nemo_rl", raising=False)
+    monkeypatch.setitem(sys.modules, "nemo_rl", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ModuleNotFoundError, match=r"nemo_rl.*run this in NeMo-RL's own environment"):
+        importlib.import_module("weightcast.integrations.nemo_rl")
+
+
+def test_a_misspelt_class_is_answered_with_the_right_one(make_engine: Callable[..., Any]) -> None:
+    module = importlib.import_module("weightcast.integrations.nemo_rl")
+    with pytest.raises(AttributeError, match=r"refit_transport: 'weightcast\.integrations\.nemo_rl:NemoCheckpointEng"):
+        _ = module.NemoCheckpointEngin

@@ -10,6 +10,7 @@ import torch
 
 from weightcast.errors import UnsupportedError
 from weightcast.integrations.sglang import internals
+from weightcast.integrations.sglang.engine import require_one_key
 
 PLAIN = {name: values[0] for name, values in internals._OFF.items()}
 MODEL = torch.nn.Sequential(torch.nn.Linear(2, 2))
@@ -59,3 +60,23 @@ def test_another_sglang_is_refused_by_the_arguments_that_it_lacks() -> None:
     internals.require_arguments(flush_cache, "timeout")
     with pytest.raises(UnsupportedError, match=r"flush_cache\(empty_cache\)"):
         internals.require_arguments(flush_cache, "timeout", "empty_cache")
+
+
+@pytest.mark.parametrize(
+    ("admin", "api", "option"),
+    [("other", "secret", "--admin-api-key"), ("other", None, "--admin-api-key"), (None, "other", "--api-key")],
+)
+def test_two_keys_for_one_route_are_refused_where_the_server_starts(
+    admin: str | None, api: str | None, option: str
+) -> None:
+    keys = types.SimpleNamespace(admin_api_key=admin, api_key=api)
+    with pytest.raises(ValueError, match=f"SGLang's {option} and WEIGHTCAST_TOKEN differ.*give the two the same"):
+        require_one_key(keys, "secret")
+
+
+@pytest.mark.parametrize(
+    ("admin", "api", "token"),
+    [(None, None, "secret"), ("secret", "other", "secret"), (None, "secret", "secret"), ("other", None, None)],
+)
+def test_one_key_is_taken(admin: str | None, api: str | None, token: str | None) -> None:
+    require_one_key(types.SimpleNamespace(admin_api_key=admin, api_key=api), token)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,3 +236,25 @@ def test_a_language_part_is_published_with_a_vision_tower_that_is_not_trained() 
         held = engine.engine.held
         assert {name: tuple(tensor.shape) for name, tensor in held.items()} == every
         assert torch.equal(held["model.language_model.norm.weight"], model.decoder.final_layernorm.weight)
+
+
+def test_a_missing_megatron_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    hf_config, _, model = make()
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    with pytest.raises(ValueError, match=r"can't be imported here .*: pip install 'megatron-core==0\.16\.\*', or give"):
+        MegatronSource(model, hf_config)
+
+
+@pytest.mark.parametrize(("version", "is_named"), [("0.16.2", False), ("0.17.0", True)])
+def test_a_megatron_that_was_not_tested_is_named_with_the_one_that_was(
+    version: str, is_named: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf_config, _, model = make()
+    megatron, core = ModuleType("megatron"), ModuleType("megatron.core")
+    megatron.core, core.__version__ = core, version  # type: ignore[attr-defined]
+    core.parallel_state = SimpleNamespace(model_parallel_is_initialized=lambda: False)  # type: ignore[attr-defined]
+    for module in (megatron, core):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(ValueError, match="call initialize_model_parallel first"):
+        MegatronSource(model, hf_config)
+    assert (f"this is Megatron-core {version}" in caplog.text) is is_named

@@ -284,6 +284,39 @@ def test_pieces_lie_where_torch_puts_them() -> None:
             dist.destroy_process_group()
 
 
+class SkyrlClient:
+    """What SkyRL hands to vLLM's factory: vLLM's four calls, and nothing that says where its servers are."""
+
+    def __getattr__(self, name: str) -> Any:
+        assert name not in ("init_weight_transfer_engine", "start_weight_update", "update_weights")
+        assert name != "finish_weight_update"
+        raise AttributeError(name)
+
+
+def test_skyrls_way_to_an_engine_with_our_init_info(sink: TensorSink) -> None:
+    """Its contract, as it is on its main branch: `build_trainer_engine` makes an init info, and asks vLLM's factory.
+
+    The page has `_build_init_info` replaced, which is all that is ours here.
+    """
+    tensors, urls = tensors_of(0), ["http://127.0.0.1:8000", "http://127.0.0.1:8001"]
+
+    def build_trainer_engine(build_init_info: Any, *, rank: int, server_urls: Sequence[str], source: Any) -> Any:
+        init_info = build_init_info(rank=rank, server_urls=server_urls)
+        return WeightTransferTrainerFactory.trainer_init(init_info, client=SkyrlClient(), source=source)
+
+    def by_url(*, rank: int, server_urls: Sequence[str]) -> WeightcastTrainerInitInfo:
+        return WeightcastTrainerInitInfo(rank=rank, engines=server_urls)
+
+    def into_sink(*, rank: int, server_urls: Sequence[str]) -> WeightcastTrainerInitInfo:
+        return WeightcastTrainerInitInfo(rank=rank, **into(sink))
+
+    build_trainer_engine(by_url, rank=0, server_urls=urls, source=Source(tensors)).shutdown()
+    engine = build_trainer_engine(into_sink, rank=0, server_urls=urls, source=Source(tensors))
+    engine.send_weights()
+    engine.shutdown()
+    assert_has(sink, tensors)
+
+
 # --- mistakes ---
 
 

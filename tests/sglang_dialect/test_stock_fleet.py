@@ -112,6 +112,18 @@ def test_two_servers_take_each_version(start: Start, transport: str, tmp_path: P
     assert not one.state()["groups"]
 
 
+def test_a_server_without_weightcast_is_named_with_what_it_lacks(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start()
+    with publisher(Trained().step(1), server) as made:
+        made.publish()
+        made.publish()
+        [line] = [line for line in caplog.messages if "is stock SGLang" in line]
+        assert line.startswith(f"{server.url} is stock SGLang: each update pauses it for the whole transfer")
+        assert "install weightcast beside it (if SGLANG_PLUGINS is set there, it must name weightcast)" in line
+
+
 def test_the_calls_come_in_their_order(start: Start) -> None:
     server, source = start(), Trained()
     with publisher(source.step(1), server) as made:

@@ -15,6 +15,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torchrl
 import torchrl.weight_update.llm as stock
 import tqdm
 from tensordict import TensorDict
@@ -321,6 +322,17 @@ def test_the_prefix_cache_is_reset_with_one_retry(
         assert scheme.create_receiver(taken.engine).poll_and_apply(timeout=0)
     assert order == [1] * num_calls, "after the load"
     assert bool(caplog.records) is warns
+
+
+def test_a_torchrl_that_was_not_tested_is_named_with_the_one_that_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Scheme(str(tmp_path))
+    assert not caplog.records
+    monkeypatch.setattr(torchrl, "__version__", "0.15.0")
+    Scheme(str(tmp_path))
+    assert "tested with TorchRL 0.14, and this is TorchRL 0.15.0" in caplog.text
+    assert "pip install 'torchrl==0.14.*'" in caplog.text
 
 
 def test_torchrls_own_case_of_a_receiver_with_an_engine_only() -> None:

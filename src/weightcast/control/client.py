@@ -303,7 +303,9 @@ class HttpRoutes:
         try:
             status, content = self.request("GET", path, expected=(200, 404, 405, *_NOT_READY))
         except PeerDiedError as exc:
-            raise PeerDiedError(f"{exc}; {_START_FIRST}", peer=self.name) from exc
+            has_no_address = isinstance(exc.__cause__, socket.gaierror)
+            remedy = f"check the host's name; {_START_FIRST}" if has_no_address else _START_FIRST
+            raise PeerDiedError(f"{exc}; {remedy}", peer=self.name) from exc
         if status in _NOT_READY:
             error = self._error(path, status, content)
             if isinstance(error, ControlError):

@@ -5,8 +5,17 @@ from __future__ import annotations
 from weightcast.errors import with_extra
 
 try:
+    import nemo_rl as _nemo_rl  # noqa: F401  # first: where it is missing, whatever else is missing is no help
+
     from weightcast.integrations.nemo_rl.checkpoint_engine import NemoCheckpointEngine
 except ModuleNotFoundError as exc:
     raise with_extra(exc) from exc
 
 __all__ = ["NemoCheckpointEngine"]
+
+
+def __getattr__(name: str) -> object:
+    raise AttributeError(
+        f"module {__name__!r} has no {name!r}: the class is {__all__[0]}; write "
+        f"policy.generation.refit_transport: '{__name__}:{__all__[0]}', and the same as the key in refit_cfg"
+    )

@@ -37,16 +37,31 @@ _GENERATION = (
 
 
 def attach(app: FastAPI, manager: Any) -> None:
-    """Add the routes to a server that does not run yet. Raises UnsupportedError if this SGLang lacks what they need."""
+    """Add the routes to a server that does not run yet.
+
+    Raises UnsupportedError if this SGLang lacks what they need, ValueError if they would ask for two different keys.
+    """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     engine = SglangEngine(manager)
     token = os.environ.get(TOKEN_VARIABLE) or None
+    require_one_key(manager.server_args, token)
     for method, path, handler in EngineRoutes(lambda: engine).handlers():
         endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(guarded(handler, token=token, on_error=log))
         app.add_api_route(path, endpoint, methods=[method])
     app.add_middleware(TornGuard, why_torn=engine.why_torn, generation=_GENERATION)
     manager.continue_generation = functools.partial(_continue, engine)
+
+
+def require_one_key(server_args: Any, token: str | None) -> None:
+    """Raises ValueError if SGLang's key of its weight routes is not the token: no caller could give both."""
+    options = {"--admin-api-key": server_args.admin_api_key, "--api-key": server_args.api_key}
+    option, key = next(((option, key) for option, key in options.items() if key), ("", token))
+    if token is not None and key != token:
+        raise ValueError(
+            f"SGLang's {option} and {TOKEN_VARIABLE} differ, and weight routes ask for both: give the two the same "
+            f"value, or unset {TOKEN_VARIABLE}"
+        )
 
 
 async def _continue(engine: SglangEngine, request: Any) -> None:
@@ -65,8 +80,9 @@ class SglangEngine(PluginEngine):
             manager,
             *("auto_create_handle_loop", "update_weights_from_tensor_communicator", "is_pause", "is_pause_cond"),
             *("model_update_lock", "pause_generation", "continue_generation", "abort_request", "update_weight_version"),
-            "config_value",
+            *("config_value", "server_args"),
         )
+        internals.require(manager.server_args, "admin_api_key", "api_key")
         super().__init__("SGLang", ServerMutex.of_one(), deadline_seconds)
         self._manager = manager
         self._continue = manager.continue_generation

@@ -79,13 +79,17 @@ def require_arguments(function: Callable[..., Any], *names: str) -> None:
     _refuse_if([f"{function.__name__}({name})" for name in names if name not in known])
 
 
+def version() -> str:
+    """The version of the SGLang that runs here."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("sglang")
+    return "unknown"
+
+
 def _refuse_if(lacking: list[str]) -> None:
     if lacking:
-        version = "unknown"
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            version = importlib.metadata.version("sglang")
         raise UnsupportedError(
-            f"SGLang {version} lacks {len(lacking)} of the names that weightcast leans on; use SGLang {TESTED_WITH}, "
+            f"SGLang {version()} lacks {len(lacking)} of the names that weightcast leans on; use SGLang {TESTED_WITH}, "
             f"or a weightcast for this one: {', '.join(lacking)}",
             lacking,
         )

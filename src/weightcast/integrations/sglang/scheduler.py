@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from weightcast.control.worker_rpc import RankReply
-from weightcast.errors import ClosedError, ErrorRecord, PeerError, to_record
+from weightcast.errors import ClosedError, ErrorRecord, PeerError, to_record, warn_if_untested
 from weightcast.format.messages import WeightInfo
 from weightcast.integrations.plugin import TOKEN_VARIABLE
 from weightcast.integrations.plugin.rank_consensus import Attempt, RankConsensus
@@ -69,6 +69,8 @@ class SchedulerRank:
         self._scheduler, self._ranks = scheduler, ranks
         runner, parallel = scheduler.tp_worker.model_runner, internals.parallel()
         self._engine_rank = parallel.tp_rank
+        if parallel.tp_rank == 0:
+            warn_if_untested(logger, "SGLang", internals.version(), internals.TESTED_WITH)
         unsupported = internals.unsupported(scheduler.server_args, runner.model)
         self._rank = RankWorker(
             lambda agree: SglangModel(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import secrets
 import weakref
 from typing import Any, Literal
 
+import torchrl
 from torchrl.weight_update.utils import _resolve_model
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy, WeightSyncScheme
 
 from weightcast.checkpoint.adapters import Merging
-from weightcast.errors import InstallError
+from weightcast.errors import InstallError, warn_if_untested
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host.closing import on_failure
@@ -21,6 +23,10 @@ from weightcast.integrations.torchrl.transport import THREADED_BUCKET_BYTES, VLL
 from weightcast.integrations.torchrl.weights import WeightsSource, extract, named_tensors
 from weightcast.seams.engine import Undoable
 from weightcast.serving.follower import Followed, Follower
+
+logger = logging.getLogger(__name__)
+
+TESTED_WITH = "0.14"
 
 
 class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
@@ -40,6 +46,7 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         strategy: Literal["tensordict", "state_dict"] = "tensordict",
     ) -> None:
         super().__init__()
+        warn_if_untested(logger, "TorchRL", torchrl.__version__, TESTED_WITH)
         self.remote_addr = remote_addr
         self.local_addr = remote_addr if local_addr is None else local_addr
         self.num_threads = num_threads

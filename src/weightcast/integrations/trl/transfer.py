@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import trl
 
-from weightcast.errors import PublishError
+from weightcast.errors import PublishError, warn_if_untested
 from weightcast.host.deadline import number_of_seconds
 from weightcast.seams.client import EngineClient
 from weightcast.sources.tensors import TensorSource
@@ -68,13 +68,8 @@ class WeightcastTransfer:
             number_of_seconds("wait_ready_seconds", wait_ready_seconds)
         if options is not None and getattr(options, "on_failure", "raise") != "raise":
             raise ValueError("options.on_failure is 'report': pass on_failure='skip' to WeightcastTransfer instead")
-        version = trl.__version__
-        if version.split(".")[:2] != TESTED_WITH.split("."):
-            logger.warning(
-                "weightcast was tested with TRL %s, and this is TRL %s: if updates fail, or the logs have no metrics "
-                "of weightcast, install the tested one: pip install 'trl==%s.*'",
-                *(TESTED_WITH, version, TESTED_WITH),
-            )
+        symptom = "updates fail, or the logs have no metrics of weightcast"
+        warn_if_untested(logger, "TRL", trl.__version__, TESTED_WITH, symptom=symptom)
         self.report: PublishReport | None = None
         self._skips = on_failure == "skip"
         self._wait_ready_seconds = wait_ready_seconds

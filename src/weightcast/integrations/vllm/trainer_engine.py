@@ -16,6 +16,7 @@ import torch.distributed as dist
 import vllm
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
+from weightcast.errors import warn_if_untested
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import TensorSpec
@@ -66,13 +67,7 @@ class WeightcastTrainerEngine(TrainerWeightTransferEngine[WeightcastTrainerInitI
         self.rank = init_info.rank
         self.report: PublishReport | None = None
         """Of the last `send_weights` that engines took, on a rank that publishes."""
-        version = ".".join(vllm.__version__.split(".")[:2])
-        if version not in TESTED_WITH:
-            logger.warning(
-                "weightcast's trainer backend was tested with vLLM %s, and this is vLLM %s: if send_weights fails, "
-                "install a tested one",
-                *(" and ".join(TESTED_WITH), vllm.__version__),
-            )
+        warn_if_untested(logger, "vLLM", vllm.__version__, *TESTED_WITH, symptom="send_weights fails")
         self._weights = _RankParts(source, self.rank)
         self._stream = None if self._weights.are_published_together else IteratorSource(self._weights.specs())
         self._publisher: Publisher | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,13 +22,15 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
 from weightcast.control.worker_rpc import Init, Leave, UpdateCall, marked
-from weightcast.errors import ClosedError, ManifestError, UnsupportedError, WeightcastError
+from weightcast.errors import ClosedError, ManifestError, UnsupportedError, WeightcastError, warn_if_untested
 from weightcast.format.messages import InitInfo, Offer, UpdateInfo
 from weightcast.integrations.plugin import TOKEN_VARIABLE
 from weightcast.integrations.plugin.rank_consensus import Attempt, RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.model import VllmModel
+
+logger = logging.getLogger(__name__)
 
 _CALLS = {
     "init_weight_transfer_engine": "init_transfer_engine",
@@ -57,6 +60,8 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
         first_rank = parallel.data_parallel_index * parallel.world_size
         groups = [get_tp_group().cpu_group, get_pp_group().cpu_group]
         self._is_last = parallel.rank == parallel.world_size - 1
+        if self._is_last:
+            warn_if_untested(logger, "vLLM", internals.version(), internals.TESTED_WITH)
         are_asleep = functools.partial(internals.weights_sleep, vllm_config, device)
 
         def require_awake() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from weightcast.checkpoint.live import TensorChangeDetector, cast_target, require_here
-from weightcast.errors import listed
+from weightcast.errors import listed, warn_if_untested
 from weightcast.format.amounts import count
 from weightcast.format.bucket import narrow, split_like
 from weightcast.format.geometry import Region
@@ -19,6 +20,10 @@ from weightcast.sources.megatron.families import FAMILIES
 from weightcast.sources.megatron.layouts import Axis
 from weightcast.sources.megatron.mapping import Chunk, Parallel, PlacedRegion, TensorMapping, read_config
 from weightcast.sources.megatron.rules import Family
+
+logger = logging.getLogger(__name__)
+
+TESTED_WITH = "0.16"
 
 _SAME_FIELDS = {
     "num_layers": "layers",
@@ -205,9 +210,14 @@ def _parallel_state() -> Parallel:
     Raises ValueError where Megatron is missing, or its model parallel groups were not made.
     """
     try:
+        from megatron import core
         from megatron.core import parallel_state as state
     except ImportError as exc:
-        raise ValueError("megatron.core can't be imported here: give this rank's place as `parallel`") from exc
+        raise ValueError(
+            f"megatron.core can't be imported here ({exc}): pip install 'megatron-core=={TESTED_WITH}.*', or give this "
+            "rank's place as `parallel`"
+        ) from exc
+    warn_if_untested(logger, "Megatron-core", core.__version__, TESTED_WITH, symptom="the source fails")
     if not state.model_parallel_is_initialized():
         raise ValueError("Megatron's parallel_state is not initialized: call initialize_model_parallel first")
     return Parallel(

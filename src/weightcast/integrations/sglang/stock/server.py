@@ -65,6 +65,11 @@ class SglangStockServer(EngineClient, ServesTraffic):
         self._server = server
         self._pause_mode: SglangPause = pause
         self._join = join
+        logger.warning(
+            "%s is stock SGLang: each update pauses it for the whole transfer, and has no undo. For a pause of the "
+            "install alone, install weightcast beside it (if SGLANG_PLUGINS is set there, it must name weightcast)",
+            self.name,
+        )
         self._held: Sequence[TensorSpec] | None = reference(model.model_path, revision=None, cache_dir=None)
         """The server's checkpoint, or else (with a warning in the log) the first complete offer."""
         self._label = model.weight_version
