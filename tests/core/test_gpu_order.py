@@ -308,7 +308,7 @@ def test_buckets_arrive_on_a_stream_of_their_own_beside_a_captured_graph(gpu: La
 
 
 def test_all_versions_are_loaded_on_one_stream(gpu: LazyGpu) -> None:
-    """torch has few, and gives each out again: a new one for each version would be the engine's own, or NCCL's, one day."""
+    """torch has few, and gives each out again: one for each version would be the engine's own, or NCCL's, one day."""
     engine = OnGpu(gpu)
     with published(gpu, "streaming", engine) as (publisher, _):
         for _ in range(3):

@@ -287,11 +287,14 @@ class _Timing:
 
         self.parallel: dict[str, float] = {}
         """What goes on at the same time, each by itself."""
-        pack = largest * at(parts.pack, trainer_threads) / it.ranks_per_host
-        check = wire * at(parts.check, engine_threads)
+        packing, loading = parts.pack, None
+        if it.is_cached(max(manifest.buckets, default=0)):
+            packing, loading = parts.cached_pack or packing, parts.cached_load
+        pack = largest * at(packing, trainer_threads) / it.ranks_per_host
+        check = wire * at(loading or parts.check, engine_threads)
         if it.is_staged and it.transport in ("ipc", "file") and len(wires) == 1:
             check /= min(it.workers_per_engine, self._workers)  # ranks of a host share it
-        if not it.is_staged:
+        if not it.is_staged and loading is None:
             check += manifest.num_bytes / it.workers_per_engine * at(parts.copy, engine_threads)
         checking = "check" if it.is_staged else "check and load"
         self._works = [self._work("pack", pack, trainer_cores=it.ranks_per_host)]

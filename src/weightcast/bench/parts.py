@@ -42,6 +42,7 @@ from weightcast.trainer.report import PublishReport
 _BYTES = 256 << 20
 _BUCKET_BYTES = 64 << 20
 _STORE_BUCKET_BYTES = 2 << 20
+_CACHED_BUCKET_BYTES = 8 << 20
 _FEW = shapes.named("uniform", num_tensors=64, num_bytes=64 * 4096)
 _MANY = shapes.named("uniform", num_tensors=20_000, num_bytes=20_000 * 64)
 _LARGE = shapes.named("uniform", num_tensors=64, num_bytes=_BYTES)
@@ -77,10 +78,12 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     """What a machine's parts cost; the JSON of `weightcast plan --measure`.
 
     copy: one memcpy. pack: copy and digest of what lies in large tensors, block by block. check: the digest of a
-    bucket. install: the copy of large tensors into a model, with as many threads as torch has; its seconds are of the
-    whole call. write, read: a file of `directory`, in the page cache. raw: the broadcast of flat buffers by gloo from
-    one process to another one on this host, in seconds until it has all of it; `send_cpu`, `receive_cpu`: the CPU
-    seconds that it takes at either end, alone and beside copies.
+    bucket. cached_pack: as `pack`, into two buckets in turn that fit into the cache; cached_load: the digest of such a
+    bucket right after, and the copy out of it; None: not measured, larger ones stand for them. install: the copy of
+    large tensors into a model, with as many threads as torch has; its seconds are of the whole call. write, read: a
+    file of `directory`, in the page cache. raw: the broadcast of flat buffers by gloo from one process to another one
+    on this host, in seconds until it has all of it; `send_cpu`, `receive_cpu`: the CPU seconds that it takes at either
+    end, alone and beside copies.
     stages: by "transport install", then by stage. rank: what each further trainer rank of a host adds to them.
     """
 
@@ -100,6 +103,8 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     receive_cpu: PerByte
     stages: dict[str, dict[str, StageCosts]]
     rank: dict[str, StageCosts]
+    cached_pack: PerByte | None = None
+    cached_load: PerByte | None = None
 
     def encode(self) -> bytes:
         """The JSON, indented."""
@@ -270,13 +275,39 @@ def _rates(num_cores: int, directory: Path) -> dict[str, PerByte]:
             len(starts),
         ),
     }
+    cached = Layout(plan(_LARGE, _CACHED_BUCKET_BYTES))
+    cached_packer = Packer(cached, tiling(_LARGE, source.regions()))
+    slots = [torch.zeros(_CACHED_BUCKET_BYTES, dtype=torch.uint8) for _ in range(2)]
+
+    def streamed() -> dict[str, float]:
+        """What one bucket after the other takes at either end, of a stream through two slots."""
+        seconds: dict[str, list[float]] = {"cached_pack": [], "cached_load": []}
+        for _ in range(_NUM_ROUNDS):
+            packing, loading, start = 0.0, 0.0, time.perf_counter()
+            for index, size in enumerate(cached.manifest.buckets):
+                slot = slots[index % 2][:size]
+                cached_packer.fill(index, slot, version)
+                packed = time.perf_counter()
+                payload_digest(slot, "xxh3-128")
+                target = targets[index * _CACHED_BUCKET_BYTES // _BUCKET_BYTES]
+                first = index * _CACHED_BUCKET_BYTES % _BUCKET_BYTES
+                numpy.copyto(target[first : first + size], slot.numpy())
+                packing, loading, start = (
+                    packing + packed - start,
+                    loading + time.perf_counter() - packed,
+                    time.perf_counter(),
+                )
+            seconds["cached_pack"].append(packing)
+            seconds["cached_load"].append(loading)
+        return {name: statistics.median(found[1:]) / _BYTES for name, found in seconds.items()}
+
     try:
-        alone = {name: _per_byte(work) for name, work in works.items()}
+        alone = {name: _per_byte(work) for name, work in works.items()} | streamed()
         with _crowd(num_cores - 1):
-            crowded = {name: _per_byte(work) for name, work in works.items()}
+            crowded = {name: _per_byte(work) for name, work in works.items()} | streamed()
     finally:
         os.close(descriptor)
-    return {name: PerByte(alone[name], max(alone[name], crowded[name])) for name in works}
+    return {name: PerByte(alone[name], max(alone[name], crowded[name])) for name in alone}
 
 
 def _per_byte(work: Callable[[], object]) -> float:

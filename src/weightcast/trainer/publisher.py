@@ -431,13 +431,13 @@ class Publisher(ClosedOnExit):
         specs = self._source.specs()
         if self._pack_plan is None or self._pack_plan.specs is not specs:
             _require_specs(specs)
-            largest = self._transport.default_bucket_size_bytes[device.type]
-            size = self._options.bucket_size_bytes
+            size, install = self._options.bucket_size_bytes, self._options.install
             if size is None:
+                largest = self._transport.largest_bucket_bytes(device.type, install, is_alone=self._group is None)
                 size = fitting_bucket_size(sum(spec.num_bytes for spec in specs), largest)
             # A client's own sender may have its buckets on the GPU, whatever the transport does.
             where, is_brought = self._transport.buckets_on_gpu, self._has_brought_senders
-            is_on_gpu = is_brought or where == "always" or where == self._options.install == "streaming"
+            is_on_gpu = is_brought or where == "always" or where == install == "streaming"
             kind: DigestKind = "sum-64x2" if device.type != "cpu" and is_on_gpu else "xxh3-128"
             with collector_paused():
                 self._pack_plan = PackPlan(specs, Layout(plan(specs, size, digest_kind=kind)), size)

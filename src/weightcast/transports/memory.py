@@ -147,4 +147,10 @@ class MemoryReceiver(ArenaReceiver):
         super()._disconnect()
 
 
-TRANSPORT = Transport(sender=MemorySender, receiver=MemoryReceiver, same_host=True, buckets_on_gpu="streaming")
+TRANSPORT = Transport(
+    sender=MemorySender,
+    receiver=MemoryReceiver,
+    same_host=True,
+    cached_bucket_size_bytes=8 << 20,
+    buckets_on_gpu="streaming",
+)

@@ -10,7 +10,12 @@ from weightcast.transports.ipc.receiver import IpcReceiver
 from weightcast.transports.ipc.sender import IpcSender
 
 TRANSPORT = Transport(
-    sender=IpcSender, receiver=IpcReceiver, same_host=True, origins="devices", buckets_on_gpu="streaming"
+    sender=IpcSender,
+    receiver=IpcReceiver,
+    same_host=True,
+    cached_bucket_size_bytes=8 << 20,
+    origins="devices",
+    buckets_on_gpu="streaming",
 )
 
 __all__ = ["TRANSPORT", "IpcReceiver", "IpcSender"]
