@@ -10,7 +10,7 @@ import msgspec
 from weightcast import registry
 from weightcast.bench.result import BenchSettings
 from weightcast.format.messages import InstallMode
-from weightcast.format.plan import fitting_bucket_size
+from weightcast.format.plan import fitting_bucket_size, largest_bucket_size
 
 Scheme = Literal["memory", "ipc", "gloo", "nccl", "file"]
 Sharding = Literal["whole", "fsdp", "hsdp", "tp", "pp"]
@@ -82,13 +82,14 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_cached(self, bucket_size_bytes: int) -> bool:
         """Whether a bucket of that size, which streams, is read where it was packed while it is in the cache."""
-        most = registry.transport(f"{self.transport}://").cached_bucket_size_bytes
-        return most is not None and not self.is_staged and bucket_size_bytes <= most
+        most = registry.transport(f"{self.transport}://").default_bucket_size_bytes.get("cache", 0)
+        return not self.is_staged and bucket_size_bytes <= most
 
     def bucket_size_for(self, num_bytes: int) -> int:
         """What was asked for, or what a publisher of weights in host memory chooses."""
-        transport, is_alone = registry.transport(f"{self.transport}://"), self.trainer_hosts * self.ranks_per_host == 1
-        default = transport.largest_bucket_bytes("cpu", self.install, is_alone=is_alone)
+        sizes = registry.transport(f"{self.transport}://").default_bucket_size_bytes
+        is_alone = self.trainer_hosts * self.ranks_per_host == 1
+        default = largest_bucket_size(sizes, "cpu", self.install, is_alone=is_alone)
         return self.bucket_size_bytes or fitting_bucket_size(num_bytes, default)
 
     @classmethod

@@ -11,7 +11,7 @@ import msgspec
 
 from weightcast import registry
 from weightcast.format.messages import InstallMode
-from weightcast.format.plan import fitting_bucket_size
+from weightcast.format.plan import fitting_bucket_size, largest_bucket_size
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,8 +72,8 @@ class BenchSettings(Asked, frozen=True, kw_only=True):
 
     def bucket_size_for(self, num_bytes: int) -> int:
         """The bucket size that was asked for, or what a publisher of `num_bytes` chooses by itself."""
-        transport, is_alone = registry.transport(self.transport_url), self.trainer_ranks == 1
-        default = transport.largest_bucket_bytes(self.device, self.install, is_alone=is_alone)
+        sizes, is_alone = registry.transport(self.transport_url).default_bucket_size_bytes, self.trainer_ranks == 1
+        default = largest_bucket_size(sizes, self.device, self.install, is_alone=is_alone)
         return self.bucket_size_bytes or fitting_bucket_size(num_bytes, default)
 
 

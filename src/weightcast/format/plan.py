@@ -32,9 +32,19 @@ MIN_BUCKET_BYTES = 1 << 20
 def fitting_bucket_size(num_bytes: int, largest_bytes: int) -> int:
     """A bucket size for an update of `num_bytes`: enough buckets for packing, moving and checking to overlap.
 
-    An eighth of the whole, from MIN_BUCKET_BYTES up to `largest_bytes`, which is the transport's choice.
+    An eighth of the whole, from MIN_BUCKET_BYTES up to `largest_bytes`.
     """
     return min(largest_bytes, max(MIN_BUCKET_BYTES, num_bytes // 8))
+
+
+def largest_bucket_size(sizes: Mapping[str, int], device_type: str, install: str, *, is_alone: bool) -> int:
+    """Which of a transport's default bucket sizes counts: that of the device type, or of the "cache", if it has one.
+
+    That is for weights on a CPU that one trainer rank (`is_alone`) streams: engines read a bucket from the cache that
+    it was packed into. Several ranks exchange messages for each bucket, which has to be worth them.
+    """
+    is_cached = is_alone and install == "streaming" and device_type == "cpu" and "cache" in sizes
+    return sizes["cache" if is_cached else device_type]
 
 
 def plan(

@@ -114,12 +114,12 @@ def own_thread(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_stream(device: torch.device) -> Iterator[None]:
-    """The same, with a stream of the thread's own.
+def own_stream(device: torch.device, side: Any = None) -> Iterator[None]:
+    """The same, with a stream of the thread's own: `side`, or another one.
 
     Waits for nothing: what the engine has written before is in order only after `synchronize`.
     """
-    with own_thread(device), on(stream(device)):
+    with own_thread(device), on(side or stream(device)):
         yield
 
 

@@ -26,7 +26,6 @@ import torch
 from weightcast.errors import WeightcastError
 from weightcast.format.bucket import BucketBuffer
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.format.messages import InstallMode
 from weightcast.seams.versions import VersionReader, VersionWriter
 
 
@@ -177,12 +176,10 @@ class Transport:
     sender: MakeSender
     receiver: MakeReceiver
     same_host: bool  # whether both ends must share one
-    default_bucket_size_bytes: Mapping[str, int] = dataclasses.field(  # by device type
+    default_bucket_size_bytes: Mapping[str, int] = dataclasses.field(
         default_factory=lambda: {"cpu": 64 << 20, "cuda": 512 << 20}
     )
-    cached_bucket_size_bytes: int | None = None
-    """In its place where one trainer rank streams weights on a CPU: engines read each bucket where it was packed, from
-    the cache that the cores share. Several ranks exchange messages for each bucket, which has to be worth them."""
+    """By device type. "cache", where engines read buckets in place: see `largest_bucket_size`."""
     origins: Origins = "one"
     keeps_versions: bool = False
     """Whether its ends are a `VersionWriter` and a `VersionReader` that keep versions for readers that come later."""
@@ -192,9 +189,3 @@ class Transport:
     buckets_on_gpu: Literal["never", "streaming", "always"] = "always"
     """When buckets of weights that are on a GPU lie there as well, by the way of installing: it decides what digests
     them. Of buckets in host memory xxh3-128 is twice as fast as what a GPU computes."""
-
-    def largest_bucket_bytes(self, device_type: str, install: InstallMode, *, is_alone: bool) -> int:
-        """How large a bucket may be by default. `is_alone`: one trainer rank publishes."""
-        if is_alone and install == "streaming" and device_type == "cpu" and self.cached_bucket_size_bytes is not None:
-            return self.cached_bucket_size_bytes
-        return self.default_bucket_size_bytes[device_type]

@@ -409,9 +409,11 @@ class Worker:
     def _receive(self, session: PublisherSession, update: Update) -> None:
         number, device = update.version.number, session.device
         # On a stream of its own: what waits for buckets keeps no kernel of the engine waiting.
-        own_thread, own_stream = host_device.own_thread(device), host_device.on(session.stream)
+        own_stream = (
+            contextlib.nullcontext() if device.type == "cpu" else host_device.own_stream(device, session.stream)
+        )
         try:
-            with self._observed("receive"), update.aborted_on_failure(), own_thread, own_stream:
+            with self._observed("receive"), update.aborted_on_failure(), own_stream:
                 root = update.receive()
         except Exception as exc:
             record = to_record(exc)

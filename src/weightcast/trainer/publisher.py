@@ -25,7 +25,7 @@ from weightcast.errors import ClosedError, PublishError, clear_frames, from_reco
 from weightcast.format.amounts import count
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_ORIGINS, MAX_VERSION, DigestKind, TensorSpec
-from weightcast.format.plan import fitting_bucket_size, plan
+from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
 from weightcast.host.closing import Closeable, ClosedOnExit, on_failure
 from weightcast.host.deadline import number_of_seconds
 from weightcast.host.memory import collector_paused
@@ -433,7 +433,8 @@ class Publisher(ClosedOnExit):
             _require_specs(specs)
             size, install = self._options.bucket_size_bytes, self._options.install
             if size is None:
-                largest = self._transport.largest_bucket_bytes(device.type, install, is_alone=self._group is None)
+                sizes, is_alone = self._transport.default_bucket_size_bytes, self._group is None
+                largest = largest_bucket_size(sizes, device.type, install, is_alone=is_alone)
                 size = fitting_bucket_size(sum(spec.num_bytes for spec in specs), largest)
             # A client's own sender may have its buckets on the GPU, whatever the transport does.
             where, is_brought = self._transport.buckets_on_gpu, self._has_brought_senders

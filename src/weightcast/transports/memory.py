@@ -151,6 +151,6 @@ TRANSPORT = Transport(
     sender=MemorySender,
     receiver=MemoryReceiver,
     same_host=True,
-    cached_bucket_size_bytes=8 << 20,
+    default_bucket_size_bytes={"cpu": 64 << 20, "cuda": 512 << 20, "cache": 8 << 20},
     buckets_on_gpu="streaming",
 )

@@ -13,7 +13,7 @@ TRANSPORT = Transport(
     sender=IpcSender,
     receiver=IpcReceiver,
     same_host=True,
-    cached_bucket_size_bytes=8 << 20,
+    default_bucket_size_bytes={"cpu": 64 << 20, "cuda": 512 << 20, "cache": 8 << 20},
     origins="devices",
     buckets_on_gpu="streaming",
 )
