@@ -147,6 +147,29 @@ def test_a_loader_that_writes_to_what_it_is_given_gets_all_of_it(write: str, ins
                 assert models[1].weight.eq(number).all()
 
 
+@pytest.mark.parametrize("operation", ["mul_", "div_"])
+def test_arithmetic_on_what_was_copied_is_seen_before_zeros_could_prove_the_copy(operation: str) -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.size, self.num_loads = 1, 0
+            self.weight = torch.nn.Parameter(torch.zeros(8, 8), requires_grad=False)
+
+        def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for _, tensor in tensors:
+                self.weight.data.copy_(tensor)
+                getattr(self.weight.data, operation)(4)
+
+    model, tensors = Scaled(), {"weight": torch.zeros(8, 8)}
+    engine = ModelEngine(model, reference=tensors)  # type: ignore[arg-type]
+    with fleet(TensorSource(tensors), engine) as (publisher, _):
+        for number in (0, 1, 2):
+            tensors["weight"].fill_(number)
+            publisher.publish(number)
+            assert model.weight.eq(4 * number if operation == "mul_" else number / 4).all()
+    assert torch.ones(2, device="meta").mul_(3).is_meta
+
+
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_parameters_with_other_memory_are_found(number: int) -> None:
     """As an engine does it that wakes up: other memory behind the same parameters, whatever was kept."""

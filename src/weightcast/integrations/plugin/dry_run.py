@@ -136,7 +136,10 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
 
 @contextlib.contextmanager
 def _copies_seen_by(probe: _Probe) -> Iterator[None]:
-    """Have a probe see what is copied or filled into tensors without memory, in whichever thread, and nothing else."""
+    """Have a probe see what is copied or filled into tensors without memory, in whichever thread.
+
+    Also whether what lies there is computed with in place, which values such as zeros would not show, and nothing else.
+    """
 
     def copied(part: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         probe.written(part, source)
@@ -146,10 +149,16 @@ def _copies_seen_by(probe: _Probe) -> Iterator[None]:
         probe.written(part, None)
         return part
 
+    def computed(part: torch.Tensor, *operands: Any, **options: Any) -> torch.Tensor:
+        probe.knows_all = False
+        return part
+
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("copy_", copied, "Meta")
         for name in ("fill_.Scalar", "fill_.Tensor", "zero_"):
             library.impl(name, filled, "Meta")
+        for name in _ARITHMETIC:
+            library.impl(name, computed, "Meta")
         yield
 
 
@@ -399,6 +408,7 @@ def _with(dtypes: frozenset[torch.dtype], dtype: torch.dtype) -> frozenset[torch
 
 _aten = torch.ops.aten
 _FILLS = frozenset({_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default})
+_ARITHMETIC = ("add_.Tensor", "sub_.Tensor", "mul_.Tensor", "div_.Tensor")
 _COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
 _FORMS = frozenset(
     {_aten.empty_like.default, _aten.new_empty.default, _aten.new_zeros.default, _aten.zeros_like.default}
