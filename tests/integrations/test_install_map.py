@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -114,6 +115,59 @@ def test_a_loader_that_lies_to_the_recording_is_found_by_the_proof(caplog: pytes
     assert "'norm.weight' can't be installed by copies" in caplog.text
     assert engine.install_map is not None
     assert "norm.weight" in engine.install_map.opaque
+
+
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+@pytest.mark.parametrize("write", ["zero_", "mul_", "data.mul_"])
+def test_a_loader_that_writes_to_what_it_is_given_gets_all_of_it(write: str, install: str) -> None:
+    """As gpt-oss's does on every rank but the first; the other engines read the same buckets."""
+
+    class Writing(torch.nn.Module):
+        def __init__(self, *, is_first: bool) -> None:
+            super().__init__()
+            self.size, self.num_loads, self.is_first = 1, 0, is_first
+            self.weight = torch.nn.Parameter(torch.zeros(8, 8), requires_grad=False)
+
+        def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for _, tensor in tensors:
+                if not self.is_first:
+                    held = tensor.data if write.startswith("data") else tensor
+                    _ = held.zero_() if write == "zero_" else held.mul_(2)
+                self.weight.data.copy_(tensor)
+
+    models = [Writing(is_first=False), Writing(is_first=True)]
+    tensors = {"weight": torch.zeros(8, 8)}
+    engines = [ModelEngine(model, reference=tensors) for model in models]  # type: ignore[arg-type]
+    with fleet(TensorSource(tensors), *engines, install=install) as (publisher, _):
+        for number in (1, 2, 3):
+            tensors["weight"].fill_(number)
+            publisher.publish(number)
+            assert models[0].weight.eq(0 if write == "zero_" else 2 * number).all()
+            if not write.startswith("data"):  # which is not seen before the first install
+                assert models[1].weight.eq(number).all()
+
+
+@pytest.mark.parametrize("operation", ["mul_", "div_"])
+def test_arithmetic_on_what_was_copied_is_seen_before_zeros_could_prove_the_copy(operation: str) -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.size, self.num_loads = 1, 0
+            self.weight = torch.nn.Parameter(torch.zeros(8, 8), requires_grad=False)
+
+        def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for _, tensor in tensors:
+                self.weight.data.copy_(tensor)
+                getattr(self.weight.data, operation)(4)
+
+    model, tensors = Scaled(), {"weight": torch.zeros(8, 8)}
+    engine = ModelEngine(model, reference=tensors)  # type: ignore[arg-type]
+    with fleet(TensorSource(tensors), engine) as (publisher, _):
+        for number in (0, 1, 2):
+            tensors["weight"].fill_(number)
+            publisher.publish(number)
+            assert model.weight.eq(4 * number if operation == "mul_" else number / 4).all()
+    assert torch.ones(2, device="meta").mul_(3).is_meta
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from core.direct import fleet
+from publishers import publisher_of
 
 from integrations.loader_model import FUSED, HIDDEN, Model, ModelEngine, checkpoint
-from weightcast import ModuleEngine, TensorSource
-from weightcast.errors import EngineTornError, PublishError, UnsupportedError
+from weightcast import LocalEngine, ModuleEngine, ModuleSource, TensorSource
+from weightcast.errors import EngineTornError, PeerDiedError, PublishError, UnsupportedError
 from weightcast.format.geometry import Region
-from weightcast.format.manifest import TensorSpec
+from weightcast.format.manifest import TensorSpec, WeightVersion
+from weightcast.format.messages import HeldWeights
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.serving.install_map import HeldTensor, PlacedDigest, whole_digest
 
@@ -140,6 +142,56 @@ def test_a_module_in_process_is_proven_too() -> None:
     (result,) = report.engines.values()
     assert result.error is not None
     assert "'weight'" in result.error.message
+
+
+def test_a_run_that_has_taken_the_engine_over_is_not_taken_for_a_corruption() -> None:
+    """Between an install and its proof, or between two pages of it."""
+    module, clients = torch.nn.Linear(4, 3), list[LocalEngine]()
+
+    class TakenOver(LocalEngine):
+        def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
+            if not clients:
+                second = LocalEngine(ModuleEngine(torch.nn.Linear(4, 3)), name="second")
+                second.worker.close()
+                second.worker = self.worker
+                clients.append(second)
+                with publisher_of(ModuleSource(torch.nn.Linear(4, 3)), engines=clients, takeover=True) as other:
+                    assert other.publish(7).ok
+            return super().held(names)
+
+    engine = TakenOver(ModuleEngine(module))
+    try:
+        with (
+            publisher_of(ModuleSource(torch.nn.Linear(4, 3)), engines=[engine], verify="installed") as publisher,
+            pytest.raises(PublishError, match="serves version 7 of run"),
+        ):
+            publisher.publish(1)
+        assert engine.info().torn == ""
+    finally:
+        engine.close()
+
+
+def test_an_engine_that_cannot_be_told_to_refuse_has_failed_for_what_it_holds() -> None:
+    module = torch.nn.Linear(4, 3)
+
+    class Faulty(ModuleEngine):
+        def commit(self, version: WeightVersion) -> None:
+            super().commit(version)
+            module.weight.data[1, 2] += 1
+
+    class Gone(LocalEngine):
+        def quarantine(self, reason: str) -> None:
+            raise PeerDiedError("gone", peer=self.name)
+
+    engine = Gone(Faulty(module))
+    try:
+        with (
+            publisher_of(ModuleSource(torch.nn.Linear(4, 3)), engines=[engine], verify="installed") as publisher,
+            pytest.raises(PublishError, match=r"live memory is not what was sent: 'weight'; .*not reached .* gone"),
+        ):
+            publisher.publish(1)
+    finally:
+        engine.close()
 
 
 def test_engines_that_cannot_be_read_are_named() -> None:

@@ -101,6 +101,23 @@ def test_a_torn_llm_is_not_resumed_until_it_is_healed(llm: OfflineLLM) -> None:
     assert "sleep 0 abort" in llm.log
 
 
+def test_a_quarantined_llm_is_not_freed_by_an_update_that_fails(llm: OfflineLLM) -> None:
+    engine = LLMEngine(llm)
+    with filled_publisher(3.0, engine, undo=True) as publisher:
+        assert publisher.publish().ok
+        engine.quarantine("a bit has changed")
+        assert engine.info().torn.startswith("a bit has changed")
+        assert not llm.is_scheduling
+        llm.engine.is_broken = True
+        with pytest.raises(PublishError, match="the loader broke"):
+            publisher.publish()
+        assert engine.info().torn
+        assert not llm.is_scheduling
+        llm.engine.is_broken = False
+        assert publisher.publish().ok
+    assert (engine.info().torn, llm.is_scheduling) == ("", True)
+
+
 def test_an_engine_process_that_hangs_is_late(leaves_nothing: None) -> None:
     with contextlib.closing(OfflineLLM(is_inside=False)) as llm:
         llm.hangs_at = "ask"

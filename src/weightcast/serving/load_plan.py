@@ -209,9 +209,10 @@ class LoadPlan:
             install = self._mapped_install(install_map, views, staged)
         assert isinstance(self.engine, Mapped)
         self.has_lent_views = bool(install.rest)
+        to_prove = _came(install_map, install.to_prove)
         self.engine.load_mapped(install.rest, install.names, install.copies.run)
-        if install.to_prove:
-            install_map.prove((name, install_map.cut(name, tensor)) for name, tensor in install.to_prove)
+        if to_prove:
+            install_map.prove(to_prove.items())
 
     def _mapped_install(
         self, install_map: InstallMap, views: Mapping[int, list[torch.Tensor]], staged: StagedBuckets
@@ -318,9 +319,8 @@ class LoadPlan:
         self.has_lent_views |= bool(parts.rest)
         # Without pieces also where the model is no longer the one that was recorded: the loader gets all of it.
         run = parts.copies().run if parts.copied else lambda: None
+        assembly.to_prove |= _came(parts.install_map, parts.to_prove)
         engine.load_mapped(parts.rest, assembly.copied, run, is_last=index is None)
-        for name, tensor in parts.to_prove:
-            assembly.to_prove[name] = parts.install_map.digests(name, parts.install_map.cut(name, tensor))
 
     def _whole(self, index: int, views: Sequence[torch.Tensor]) -> Iterator[Named]:
         """The tensors that are views of this bucket."""
@@ -425,6 +425,11 @@ class Assembly:
         self._missing[key] -= 1
         if self._missing[key] == 0:
             yield from self._begun.pop(key).values()
+
+
+def _came(install_map: InstallMap, to_prove: Iterable[Named]) -> dict[str, list[str]]:
+    """The digests of what is to be proven, as it came: a loader may write into the tensors that it is given."""
+    return {name: install_map.digests(name, install_map.cut(name, tensor)) for name, tensor in to_prove}
 
 
 def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -> torch.Tensor:

@@ -18,6 +18,7 @@ from msgspec import UNSET, UnsetType
 
 from weightcast.errors import (
     ClosedError,
+    ControlError,
     EngineBusyError,
     EngineTornError,
     IntegrityError,
@@ -31,7 +32,17 @@ from weightcast.errors import (
     to_record,
 )
 from weightcast.format.manifest import MAX_VERSION, PROTOCOL
-from weightcast.format.messages import Accepted, Failed, InitInfo, Installed, LocalRanks, Offer, Received, WeightInfo
+from weightcast.format.messages import (
+    Accepted,
+    Failed,
+    HeldWeights,
+    InitInfo,
+    Installed,
+    LocalRanks,
+    Offer,
+    Received,
+    WeightInfo,
+)
 from weightcast.links.link import Link, LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import ClientSender, EngineClient, ServesTraffic, TwoPhaseInstall
@@ -215,10 +226,21 @@ class FleetMember:
             self._is_guarded = True
             self._watchdog.hold(self.name, requests)
 
+    def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
+        """What it holds of the version that was offered. Raises ControlError if it serves another one by now."""
+        held = self.client.held(names)
+        if held is not None and (held.run, held.weight_version) != (self._run, str(self.version)):
+            found = f"version {held.weight_version} of run {held.run or 'none'}"
+            raise ControlError(f"{self.name} serves {found} by now: what was sent can't be proven", peer=self.name)
+        return held
+
     def quarantine(self, reason: str) -> None:
         """It holds other weights than it should."""
         self.fail(IntegrityError(reason))
-        self.client.quarantine(reason)
+        try:
+            self.client.quarantine(reason)
+        except WeightcastError as exc:
+            raise IntegrityError(f"{reason}; it may serve that, since it was not reached to refuse it: {exc}") from exc
 
     def resume(self) -> None:
         """Lift the pause, but for an engine that can't refuse to serve what an install has left torn.

@@ -54,7 +54,7 @@ class SentDigests:
 
         `sent`: what `by_name` returns, which is the same for all members.
         """
-        held = member.client.held()
+        held = member.held()
         if held is None:
             member.result.unproven = dict.fromkeys(sent, "this engine's weights can't be read")
             return
@@ -80,7 +80,7 @@ class SentDigests:
 
     def _located(self, member: FleetMember, names: Sequence[str]) -> dict[str, str]:
         """Which ranks and blocks of an engine differ, in words, as far as this rank holds the same elements."""
-        held = member.client.held(names)
+        held = member.held(names)
         found: dict[str, str] = {}
         for name, blocks in () if held is None else held.blocks.items():
             wrong = [block for block in blocks if self._digest(name, block.region) not in (None, block.digest)]

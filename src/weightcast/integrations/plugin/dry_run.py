@@ -77,7 +77,8 @@ class DryRunOutcome:
     copies, in their order; `opaque`: the names that the loader does more with than to copy them, and what. `beside`:
     the live tensors that it would have written in place besides these, such as MLA's absorbed weights. `together`: by
     name, all names that a value is made of with it; the loader has to get these in one call. `calls`: how often the
-    loaders of a module were called, by the module's name, where an engine counts that.
+    loaders of a module were called, by the module's name, where an engine counts that. `overwritten`: the names whose
+    tensors the loader writes to; they are opaque.
     """
 
     faults: dict[str, str]
@@ -88,6 +89,7 @@ class DryRunOutcome:
     beside: list[torch.Tensor] = dataclasses.field(default_factory=list)
     together: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
     calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    overwritten: frozenset[str] = frozenset()
 
 
 @collector_paused()
@@ -111,6 +113,7 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
                     loader.load_weights(sources)
                 except Exception as exc:
                     fault = f"{type(exc).__name__}: {exc}"
+            probe.look_for_writes()
             if not sees_all and (fault or not probe.knows_all or not is_explained()):
                 sees_all = True
                 continue
@@ -118,14 +121,25 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
             faults[probe.current] = fault
         if not fault or not probe.current or len(faults) == MAX_FAULTS:
             by_name = {target.name: target for target in targets.values()}
+            opaque, overwritten = probe.opaque_names(), frozenset(probe.overwritten)
             return DryRunOutcome(
-                faults, by_name, probe.used, probe.copies, probe.opaque_names(), probe.beside, probe.together
+                faults,
+                by_name,
+                probe.used,
+                probe.copies,
+                opaque,
+                probe.beside,
+                probe.together,
+                overwritten=overwritten,
             )
 
 
 @contextlib.contextmanager
 def _copies_seen_by(probe: _Probe) -> Iterator[None]:
-    """Have a probe see what is copied or filled into tensors without memory, in whichever thread, and nothing else."""
+    """Have a probe see what is copied or filled into tensors without memory, in whichever thread.
+
+    Also whether what lies there is computed with in place, which values such as zeros would not show, and nothing else.
+    """
 
     def copied(part: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         probe.written(part, source)
@@ -135,10 +149,16 @@ def _copies_seen_by(probe: _Probe) -> Iterator[None]:
         probe.written(part, None)
         return part
 
+    def computed(part: torch.Tensor, *operands: Any, **options: Any) -> torch.Tensor:
+        probe.knows_all = False
+        return part
+
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("copy_", copied, "Meta")
         for name in ("fill_.Scalar", "fill_.Tensor", "zero_"):
             library.impl(name, filled, "Meta")
+        for name in _ARITHMETIC:
+            library.impl(name, computed, "Meta")
         yield
 
 
@@ -215,11 +235,13 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.copies: list[RecordedCopy] = []
         self.beside: list[torch.Tensor] = []
         self.together: dict[str, frozenset[str]] = {}
+        self.overwritten: set[str] = set()
         self._opaque: dict[str, str] = {}
         self._read: dict[str, str] = {}
         """Targets that something is computed from, and by which operation."""
         self._origins: dict[int, set[str]] = {}
         self._sources: dict[int, str] = {}
+        self._given: list[tuple[str, torch.Tensor]] = []
         self._wholes: dict[int, _Whole] = {}
         # A storage that is freed leaves its address to the next.
         self._alive: list[torch.UntypedStorage] = []
@@ -231,7 +253,10 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
             for spec in specs:
                 self.current = spec.name
-                tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
+                # Not of inference mode: `look_for_writes` needs the count of writes that other tensors have.
+                with torch.inference_mode(False):
+                    tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
+                self._given.append((spec.name, tensor))
                 storage = tensor.untyped_storage()
                 self._alive.append(storage)
                 self._sources[storage._cdata] = spec.name
@@ -239,6 +264,17 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.current = ""
 
         return one_by_one()
+
+    def look_for_writes(self) -> None:
+        """After the loader: what it wrote to sources by operations that were not seen."""
+        for name, tensor in self._given:
+            if tensor._version:
+                self._overwrite(name)
+
+    def _overwrite(self, name: str) -> None:
+        """The loader writes to a source: what it copies from it is not what came."""
+        self.overwritten.add(name)
+        self._opaque.setdefault(name, "the loader writes to it")
 
     def opaque_names(self) -> dict[str, str]:
         """The names that are not only copied, each with what else is done with it."""
@@ -269,6 +305,8 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def written(self, part: torch.Tensor, source: torch.Tensor | None) -> None:
         """A copy of `source` to `part`, or of a constant. Raises RuntimeError for another shape."""
         target = self.targets.get(_address(part))
+        if (overwritten := self._sources.get(_address(part))) is not None:
+            self._overwrite(overwritten)
         sizes, num_elements = tuple(part.shape), part.numel()
         block = StridedBlock(int(part.storage_offset()), sizes, part.stride())
         if source is None:
@@ -344,6 +382,8 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._read.setdefault(self.targets[address].name, str(func))
         whole = self._whole(taken[0]) if func in _COPIES and taken else None
         for tensor in made:
+            if func._schema.is_mutable and (overwritten := self._sources.get(_address(tensor))) is not None:
+                self._overwrite(overwritten)
             if names:
                 self._note(tensor, names)
         if whole is not None:
@@ -368,6 +408,7 @@ def _with(dtypes: frozenset[torch.dtype], dtype: torch.dtype) -> frozenset[torch
 
 _aten = torch.ops.aten
 _FILLS = frozenset({_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default})
+_ARITHMETIC = ("add_.Tensor", "sub_.Tensor", "mul_.Tensor", "div_.Tensor")
 _COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
 _FORMS = frozenset(
     {_aten.empty_like.default, _aten.new_empty.default, _aten.new_zeros.default, _aten.zeros_like.default}

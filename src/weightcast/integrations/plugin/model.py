@@ -174,7 +174,8 @@ class LoaderEngine(abc.ABC):
                     f"{name!r} is tied to other weights in this engine, but came with values of its own", torn=True
                 )
             if name in load.due and name not in mapped:
-                load.waiting[name] = tensor
+                # What is written to a bucket would be there for others that read the same memory.
+                load.waiting[name] = tensor.clone() if name in accepted.overwritten else tensor
                 group = accepted.together.get(name, {name})
                 if group <= load.waiting.keys():
                     load.due -= group

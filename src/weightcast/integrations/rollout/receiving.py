@@ -26,6 +26,7 @@ from weightcast.errors import (
     detached,
 )
 from weightcast.format.manifest import WeightVersion
+from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
 from weightcast.serving.worker import Worker
 
@@ -71,7 +72,11 @@ class RolloutEngine:
         self._change(offered=True)
 
     def load(self, tensors: Iterable[Named]) -> None:
-        """Have the framework take these. Raises PeerTimeoutError, or why it takes no more."""
+        """Have the framework take these. Raises PeerTimeoutError, or why it takes no more.
+
+        On a GPU the framework has another stream than the worker: each waits for what the other has queued.
+        """
+        host_device.synchronize_stream(self._device)
         with self._condition:
             self._tensors, self._progress_at = tensors, time.monotonic()
             self._condition.notify_all()
@@ -136,6 +141,7 @@ class RolloutEngine:
                         raise UpdateAbortedError("the update was given up while the rollout took its tensors")
                     self._progress_at = time.monotonic()
                     yield batch
+                host_device.synchronize(self._device)
                 with self._condition:
                     self._tensors = None
                     self._condition.notify_all()
@@ -150,7 +156,7 @@ class RolloutEngine:
         batch: list[Named] = []
         num_bytes = 0
         for name, tensor in tensors:
-            batch.append((name, tensor.to(self._device)))
+            batch.append((name, tensor if tensor.device == self._device else tensor.to(self._device)))
             num_bytes += tensor.nbytes
             if num_bytes >= self._batch_bytes:
                 yield batch

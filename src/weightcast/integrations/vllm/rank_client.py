@@ -19,6 +19,7 @@ from weightcast.control.worker_rpc import (
     Install,
     Leave,
     Prove,
+    Quarantine,
     RankCall,
     Settle,
     UpdateCall,
@@ -143,16 +144,22 @@ class RankClient(EngineClient, ServesTraffic):
                     self._control.set_label(replies.info.weight_version)
                 self._control.resume()
         except WeightcastError as exc:
-            self.quarantine(f"it could not be resumed: {exc}")
+            self._refuse(f"it could not be resumed: {exc}")
             raise
         if replies.torn:
-            self.quarantine(replies.torn)
+            self._refuse(replies.torn)
             logger.warning("%s stays paused until a complete update heals it: %s", self.name, replies.torn)
         elif self._refusal is not None:
             self._refusal.end()
 
     def quarantine(self, reason: str) -> None:
-        """Have requests refused, where the engine is an object of this process, until it is resumed."""
+        """Have requests refused, where the engine is an object of this process; elsewhere they wait in a pause."""
+        self._refuse(reason)
+        # Before the pause: what resumes the engine asks its ranks first.
+        self._required(Quarantine(reason[:4096]))
+        self._control.pause("keep")
+
+    def _refuse(self, reason: str) -> None:
         if self._refusal is not None:
             self._refusal.begin(reason)
 
