@@ -129,7 +129,9 @@ def test_sigterm_ends_it_also_while_it_has_the_lock_of_what_it_waits_for(
         assert stop.wait(LONG_SECONDS)
 
     monkeypatch.setattr(DirectoryFollower, "wait", wait)
-    assert cli.main(["follow", str(tmp_path), "--format", "prime-rl", "--engine", "http://127.0.0.1:9"]) == exits.OK
+    words = ["follow", str(tmp_path), "--format", "prime-rl", "--engine", "http://127.0.0.1:9"]
+    assert cli.main(words) == exits.OK
+    assert cli.main([*words, "--once"]) == exits.NEGATIVE, "no version was sent"
 
 
 def test_hf_directories_and_a_cast(tmp_path: Path) -> None:
