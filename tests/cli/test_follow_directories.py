@@ -218,6 +218,7 @@ def test_a_damaged_one_leaves_the_one_before(tmp_path: Path, damage: str) -> Non
         else:
             file.rename(directory / "adapter_model.safetensors")
             (directory / "adapter_config.json").touch()
+        (directory / "STABLE").touch()
         with pytest.raises(IntegrityError, match="step_2 is left out until it changes: "):
             follower.poll()
         assert follower.poll() is not None
