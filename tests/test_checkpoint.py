@@ -442,6 +442,16 @@ def test_new_memory_is_noticed_and_specs_stay(change: Callable[[Net], None]) -> 
     assert not live.refresh()
 
 
+def test_another_view_of_the_same_memory_is_noticed() -> None:
+    net, memory = Net(), torch.arange(64.0).view(8, 8)
+    net.head.weight.data = memory[:4, :4]
+    live = LiveCheckpoint(net)
+    net.head.weight.data = memory[:4, :4].t()
+    assert live.refresh()
+    assert torch.equal(live.views["head.weight"], memory[:4, :4].t())
+    assert not live.refresh()
+
+
 def to_half(net: Net) -> None:
     net.half()
 

@@ -107,6 +107,19 @@ def test_prime_rl_marks_what_is_complete(tmp_path: Path, marker: str) -> None:
     assert directories.newest() is not None, "at once"
 
 
+def test_a_marked_directory_that_is_written_again_is_not_complete(tmp_path: Path) -> None:
+    """As by a loop that resumed from an earlier step: the marker is there still, of the former content."""
+    directory = save(tmp_path / "step_3", 1, marker="STABLE")
+    patient = CheckpointDirectories(tmp_path, "prime-rl", settle_seconds=1e6)
+    known = patient.newest()
+    assert known is not None
+    os.utime(directory / SINGLE_FILE, (2, 2))
+    assert newest(patient, known) is None
+    assert newest(of(tmp_path, "prime-rl"), known) is not None, "marked by a copy, say, in another order"
+    os.utime(directory / "STABLE", (2, 2))
+    assert patient.newest(known) is not None, "at once"
+
+
 def test_a_marker_of_the_callers(tmp_path: Path) -> None:
     directories = CheckpointDirectories(tmp_path, "hf", marker="DONE")
     directory = save(tmp_path / "step_3", 1)

@@ -129,7 +129,9 @@ def test_sigterm_ends_it_also_while_it_has_the_lock_of_what_it_waits_for(
         assert stop.wait(LONG_SECONDS)
 
     monkeypatch.setattr(DirectoryFollower, "wait", wait)
-    assert cli.main(["follow", str(tmp_path), "--format", "prime-rl", "--engine", "http://127.0.0.1:9"]) == exits.OK
+    words = ["follow", str(tmp_path), "--format", "prime-rl", "--engine", "http://127.0.0.1:9"]
+    assert cli.main(words) == exits.OK
+    assert cli.main([*words, "--once"]) == exits.NEGATIVE, "no version was sent"
 
 
 def test_hf_directories_and_a_cast(tmp_path: Path) -> None:
@@ -216,6 +218,7 @@ def test_a_damaged_one_leaves_the_one_before(tmp_path: Path, damage: str) -> Non
         else:
             file.rename(directory / "adapter_model.safetensors")
             (directory / "adapter_config.json").touch()
+        (directory / "STABLE").touch()
         with pytest.raises(IntegrityError, match="step_2 is left out until it changes: "):
             follower.poll()
         assert follower.poll() is not None

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from contracts.modules import module_of
 
-from weightcast.format.geometry import Region
+from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Held, Regions, Source
 from weightcast.sources.joined import JoinedSource
@@ -76,6 +76,34 @@ def test_a_joined_source_follows_its_sources() -> None:
         joined.specs()
     with pytest.raises(TypeError, match="IteratorSource streams its tensors"):
         JoinedSource(first, IteratorSource())
+
+
+class Changing:
+    """A source that puts other tensors into the mapping that it has given before."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._specs = TensorSource({"a": tensor}).specs()
+        self._regions: dict[str, Sequence[Held]] = {}
+        self.put(tensor)
+
+    def put(self, tensor: torch.Tensor) -> None:
+        self._regions["a"] = ((whole(tensor.shape), tensor),)
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return self._specs
+
+    def regions(self) -> Regions:
+        return self._regions
+
+
+def test_a_joined_source_follows_what_is_put_into_a_mapping_that_it_was_given() -> None:
+    changing = Changing(torch.zeros(2))
+    joined = JoinedSource(changing, TensorSource({"b": torch.zeros(3)}))
+    before = joined.regions()
+    assert joined.regions() is before
+    changing.put(torch.ones(2))
+    assert torch.equal(joined.regions()["a"][0][1], torch.ones(2))
+    assert joined.regions() is not before
 
 
 class InRows:

@@ -174,3 +174,10 @@ def test_what_does_not_tile_is_refused_by_name(held: list[Held], message: str) -
     regions = {"a": [(Region((0,), (2,)), tensors["a"])], "b": held}
     with pytest.raises(IncompatibleWeightsError, match=f"the source's regions do not fit: {message}"):
         published(RegionSource(tensors, regions), "memory://")
+
+
+def test_a_vector_in_the_place_of_a_scalar_is_refused_by_name() -> None:
+    tensors = {"scale": torch.tensor(1.0)}
+    source = RegionSource(tensors, {"scale": [(Region((), ()), torch.ones(1))]})
+    with pytest.raises(IncompatibleWeightsError, match=r"'scale': found a view of \[1\], torch.float32 on cpu.* \[\]"):
+        published(source, "memory://")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegi
 from verl.workers.config import CheckpointEngineConfig
 
 import weightcast.integrations.verl
+import weightcast.integrations.verl.manager as manager_module
 from weightcast.integrations.verl.checkpoint_engine import WeightcastCheckpointEngine
 from weightcast.integrations.verl.manager import WeightcastCheckpointManager
 
@@ -66,6 +68,44 @@ def test_the_manager_reads_the_deadline_as_the_engines_do() -> None:
     config = CheckpointEngineConfig(backend="weightcast", engine_kwargs={"weightcast": {"deadline_seconds": "soon"}})
     with pytest.raises(TypeError, match="deadline_seconds is 'soon'; it must be a number of seconds"):
         WeightcastCheckpointManager(config, None, [])
+
+
+def test_an_update_that_is_cancelled_on_its_way_leaves_replicas_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What became of their workers is not known then."""
+    log: list[str] = []
+
+    def logs(word: str) -> Any:
+        async def call() -> None:
+            log.append(word)
+
+        return call
+
+    calls = ("abort_all_requests", "release_kv_cache", "resume_kv_cache", "resume_generation")
+    replica = SimpleNamespace(workers=[None], replica_rank=0, **{word: logs(word) for word in calls})
+
+    async def update() -> WeightcastCheckpointManager:
+        under_way = asyncio.Event()
+
+        def refs(**kwargs: Any) -> list[Any]:
+            under_way.set()
+            return [asyncio.get_running_loop().create_future()]
+
+        group = SimpleNamespace(world_size=1, update_weights=refs)
+        monkeypatch.setattr(manager_module, "RayWorkerGroup", lambda **kwargs: group)
+        monkeypatch.setattr(manager_module, "RayClassWithInitArgs", lambda **kwargs: None)
+        manager = WeightcastCheckpointManager(CheckpointEngineConfig(backend="weightcast"), group, [replica])
+        monkeypatch.setattr(manager, "_connect", lambda rollout: logs("connect")())
+        updating = asyncio.ensure_future(manager.update_weights(global_steps=1))
+        await under_way.wait()
+        await asyncio.sleep(0)
+        updating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+        return manager
+
+    manager = asyncio.run(update())
+    assert log == ["abort_all_requests", "release_kv_cache", "connect"]
+    assert manager.torn_replicas == [replica]
 
 
 @pytest.fixture

@@ -34,15 +34,17 @@ from weightcast.errors import (
     UpdateAbortedError,
     VersionNotFoundError,
 )
-from weightcast.format.bucket import HEADER_BYTES
-from weightcast.format.manifest import TensorSpec, WeightVersion
+from weightcast.format.bucket import HEADER_BYTES, Layout
+from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host import memory as host_memory
 from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
 from weightcast.store.address import StoreAddress
 from weightcast.store.reading import StoreReader, pinned
+from weightcast.testing.transport_kit import pack_and_send
 from weightcast.trainer.options import PublishOptions
+from weightcast.trainer.packer import Packer
 from weightcast.trainer.publisher import Publisher
 from weightcast.trainer.rollback import rollback
 from weightcast.transports.store import StoreSender
@@ -66,6 +68,14 @@ def sender_of(
 
 def publish(sender: StoreSender, number: int, run: str = RUN) -> None:
     send(sender, manifest_of(model(0)), WeightVersion(run, number), model(number))
+
+
+def pack_all(sender: StoreSender, manifest: Manifest, version: WeightVersion) -> None:
+    """Make a version whole, and do not commit it."""
+    sender.open(manifest, version, peers=[], staged=True)
+    packer = Packer(Layout(manifest), model(version.number))
+    for index in range(len(manifest.buckets)):
+        pack_and_send(sender, packer, manifest, version, index)
 
 
 def slots(directory: Path) -> set[str]:
@@ -265,6 +275,25 @@ def test_a_writer_that_lost_its_lock_does_not_commit(tmp_path: Path) -> None:
         with pytest.raises(StaleVersionError, match="two writers"):
             publish(sender, 2)
     assert StoreSource(url(tmp_path)).version == WeightVersion(OTHER_RUN, 9)
+
+
+def test_a_writer_that_lost_its_lock_removes_nothing_of_the_others(tmp_path: Path) -> None:
+    with sender_of(tmp_path) as sender:
+        publish(sender, 1)
+        pack_all(sender, manifest := manifest_of(model(0)), WeightVersion(RUN, 2))
+        (tmp_path / "writer.lock").unlink()
+        with sender_of(tmp_path, run=OTHER_RUN) as other:
+            publish(other, 9, OTHER_RUN)
+            with pytest.raises(StaleVersionError, match="two writers"):
+                sender.commit()
+            pack_all(other, manifest, WeightVersion(OTHER_RUN, 10))
+            sender.abort("it was changed")
+            assert StoreSource(url(tmp_path)).version == WeightVersion(OTHER_RUN, 9)
+            other.commit()
+            record = StoreReader(tmp_path).writer().record
+            assert record is not None
+            assert (record.run, record.aborted) == (OTHER_RUN, "")
+    assert StoreSource(url(tmp_path)).version == WeightVersion(OTHER_RUN, 10)
 
 
 def test_a_directory_with_other_things_in_it_is_left_alone(tmp_path: Path) -> None:

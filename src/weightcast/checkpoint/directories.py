@@ -1,8 +1,8 @@
 """Checkpoint directories that a training loop writes one after the other: which one is the newest that is complete.
 
 Invariants: a directory counts only when its loop has said that it is complete, or, where the loop says nothing, when
-every file that it must have is there and none has changed for a while. A look reads no tensor and opens no file but
-indexes.
+every file that it must have is there and none has changed for a while. So it is where a file is newer than what the
+loop has said: it is being written again. A look reads no tensor and opens no file but indexes.
 
 Sources: prime-rl's filesystem broadcast writes `step_N/`, then STABLE in it, later versions .finished; slime writes
 `weight_v000012/`, AReaL `weight_update_v12/`, transformers' trainer `checkpoint-12/`, all without a marker: shards come
@@ -56,8 +56,8 @@ class CheckpointDirectories:
         self, root: Path, kind: DirectoryFormat, *, marker: str | None = None, settle_seconds: float = 2.0
     ) -> None:
         """`marker`: a file's name, in place of the format's own, that the loop writes when a directory is complete.
-        `settle_seconds`: without any marker, how long a directory must not have changed. Raises ValueError if `root` is
-        a file, or a checkpoint itself.
+        `settle_seconds`: without any marker, or with one that is older than another file, how long a directory must not
+        have changed. Raises ValueError if `root` is a file, or a checkpoint itself.
         """
         if root.exists() and not root.is_dir():
             raise ValueError(f"{root} is no directory: give the one in which checkpoint directories appear")
@@ -117,7 +117,7 @@ class CheckpointDirectories:
                 files = self._files(path)
             except OSError:
                 continue  # it is being removed, or not yet readable
-            if files is not None and (self._markers or self._has_settled(path, files)):
+            if files is not None and (self._is_marked(files) or self._has_settled(path, files)):
                 yield CompleteDirectory(path, number, files)
 
     def _files(self, path: Path) -> tuple[FileState, ...] | None:
@@ -143,6 +143,11 @@ class CheckpointDirectories:
             if stat.S_ISREG(info.st_mode):
                 states.append((name, info.st_ino, info.st_size, info.st_mtime_ns))
         return tuple(states)
+
+    def _is_marked(self, files: tuple[FileState, ...]) -> bool:
+        """Whether a marker was written after everything else."""
+        marked_ns = max((changed_ns for name, *_, changed_ns in files if name in self._markers), default=-1)
+        return marked_ns >= max((changed_ns for *_, changed_ns in files), default=0)
 
     def _has_settled(self, path: Path, files: tuple[FileState, ...]) -> bool:
         now = time.monotonic()

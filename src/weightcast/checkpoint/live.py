@@ -409,6 +409,7 @@ class TensorChangeDetector:
         tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
         self._plain = [tensor for tensor in tensors if sharding.as_dtensor(tensor) is None]
         self._distributed = [tensor for tensor in map(sharding.as_dtensor, tensors) if tensor is not None]
+        self._spread = [tensor for tensor in tensors if not sharding.local_tensor(tensor).is_contiguous()]
         self._places = list(self._all_places())
 
     def has_changed(self) -> bool:
@@ -430,9 +431,11 @@ class TensorChangeDetector:
         """Where the tensors' memory is, and what differs in another view of it (a transpose, a slice), in batches.
 
         A batch at a time: the later looks at a tensor find it in cache, and a look at a shape costs ten times as much.
+        Strides are looked at where they say more than that a tensor is contiguous, which is rare.
         """
         for start in range(0, len(self._plain), _BATCH_TENSORS):
             batch = self._plain[start : start + _BATCH_TENSORS]
             yield tuple(list(map(look, batch)) for look in _LOOKS)
         shards = [tensor._local_tensor for tensor in self._distributed]
         yield tuple(list(map(look, shards)) for look in _LOOKS)
+        yield ([sharding.local_tensor(tensor).stride() for tensor in self._spread],)

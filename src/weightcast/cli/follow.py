@@ -103,8 +103,8 @@ def run(args: argparse.Namespace) -> int:
                     )
                 print(msgspec.json.encode(followed).decode() if args.json else text, flush=True)
                 if args.once:
-                    break
-    return exits.OK
+                    return exits.OK
+    return exits.NEGATIVE if args.once else exits.OK
 
 
 def _check(args: argparse.Namespace) -> None:

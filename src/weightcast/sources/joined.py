@@ -23,7 +23,6 @@ class JoinedSource:
             raise TypeError(f"{', '.join(streams)} streams its tensors, and can't be joined with others")
         self._sources = sources
         self._each_specs: list[Sequence[TensorSpec]] = []
-        self._each_regions: list[Regions] = []
         self._specs: tuple[TensorSpec, ...] = ()
         self._regions: Regions = {}
         self.specs()
@@ -41,11 +40,12 @@ class JoinedSource:
         return self._specs
 
     def regions(self) -> Regions:
-        """Those of all sources; the same object as long as each of them returns its own."""
-        found = [source.regions() for source in self._sources]
-        if not _are_same(found, self._each_regions):
-            self._each_regions = found
-            self._regions = {name: held for each in found for name, held in each.items()}
+        """Those of all sources; the same object as long as each of them holds the same objects."""
+        found = {name: held for source in self._sources for name, held in source.regions().items()}
+        # One by one: a source may have put others into the mapping that it gave before.
+        is_same = found.keys() == self._regions.keys() and _are_same([*found.values()], [*self._regions.values()])
+        if not is_same:
+            self._regions = found
         return self._regions
 
 

@@ -296,9 +296,11 @@ class StoreWriter:
         aborted = encodable(reason)[:MAX_REASON_CHARACTERS] or "aborted"
         with contextlib.suppress(OSError, InsufficientMemoryError, IntegrityError):
             # Who has pinned the slot reads on: the seal is looked at only once, before.
-            files.remove(self._directory / files.NEXT)
-            files.remove(attempt.slot.path / files.SEAL)
-            self._write_record(msgspec.structs.replace(self._record, aborted=aborted))
+            for path in (self._directory / files.NEXT, attempt.slot.path / files.SEAL):
+                if not _is_of_another(path, attempt.version):
+                    files.remove(path)
+            if self._lock.is_in_place():
+                self._write_record(msgspec.structs.replace(self._record, aborted=aborted))
 
     def close(self) -> None:
         """Release the store. Idempotent."""
@@ -515,6 +517,14 @@ class OriginWriter:
             if part is not None:
                 part.close()
         self._files = self._lock = None
+
+
+def _is_of_another(path: Path, version: WeightVersion) -> bool:
+    """Whether another writer, which the lock should have kept out, has put a whole version of its own there."""
+    with contextlib.suppress(IntegrityError):
+        found = read_record(path, Commit)
+        return found is not None and found.newest.version != version
+    return False
 
 
 def _layout(manifest: Manifest, address: StoreAddress) -> files.FileLayout:

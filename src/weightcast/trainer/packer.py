@@ -514,7 +514,7 @@ def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
                 dtype is not None and all(d.is_floating_point and d.itemsize > 1 for d in (dtype, data.dtype))
             )
             sizes = tuple(data.shape)
-            if len(sizes) > len(region.sizes):
+            if len(sizes) > len(region.sizes) > 0:
                 sizes = (*sizes[:-2], sizes[-2] * sizes[-1])
             is_fitting = sizes == region.sizes and is_cast
             if not is_inside(region, spec.shape):

@@ -60,6 +60,7 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
             await self._connect(rollout)
             refs = self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
             refs += rollout.update_weights(global_steps=global_steps)
+            torn = replicas  # as long as it is not known what became of them: this wait may be cancelled
             outcomes = await self._settled(map(_result, refs), is_bounded=False)
             trainers, rollouts = outcomes[: self.actor_wg.world_size], outcomes[self.actor_wg.world_size :]
             torn = self._torn(replicas, trainers, rollouts)
