@@ -333,7 +333,8 @@ class PeerReceiver(ReceivingEnd[V]):
                 self._on_begun(wanted, begin, is_again=True)
             return
         former, self._incoming = self._incoming, IncomingUpdate(begin)
-        if wanted is not None and wanted.begun is former and not wanted.num_taken:
+        is_again = wanted is not None and wanted.begun is former and begin.version == wanted.version.number
+        if wanted is not None and is_again and not wanted.num_taken:
             # A second attempt; the first was begun before the sender had heard that it was given up here.
             wanted.begun = None
         elif former is not None and former.aborted is None:
