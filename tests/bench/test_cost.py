@@ -276,7 +276,19 @@ def test_parts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     path = tmp_path / "parts.json"
     path.write_bytes(found.encode())
     assert read_parts(path) == found
-    for name in ("copy", "pack", "check", "install", "write", "read", "send_cpu", "receive_cpu"):
+    rates = (
+        "copy",
+        "pack",
+        "check",
+        "cached_pack",
+        "cached_load",
+        "install",
+        "write",
+        "read",
+        "send_cpu",
+        "receive_cpu",
+    )
+    for name in rates:
         rate = getattr(found, name)
         assert 0 < rate.alone <= rate.crowded
     assert found.raw > 0

@@ -278,25 +278,21 @@ def _rates(num_cores: int, directory: Path) -> dict[str, PerByte]:
     cached = Layout(plan(_LARGE, _CACHED_BUCKET_BYTES))
     cached_packer = Packer(cached, tiling(_LARGE, source.regions()))
     slots = [torch.zeros(_CACHED_BUCKET_BYTES, dtype=torch.uint8) for _ in range(2)]
+    whole = numpy.zeros(_BYTES, dtype=numpy.uint8)
 
     def streamed() -> dict[str, float]:
         """What one bucket after the other takes at either end, of a stream through two slots."""
         seconds: dict[str, list[float]] = {"cached_pack": [], "cached_load": []}
         for _ in range(_NUM_ROUNDS):
-            packing, loading, start = 0.0, 0.0, time.perf_counter()
+            packing, loading = 0.0, 0.0
             for index, size in enumerate(cached.manifest.buckets):
-                slot = slots[index % 2][:size]
+                slot, start = slots[index % 2][:size], index * _CACHED_BUCKET_BYTES
+                begun = time.perf_counter()
                 cached_packer.fill(index, slot, version)
                 packed = time.perf_counter()
                 payload_digest(slot, "xxh3-128")
-                target = targets[index * _CACHED_BUCKET_BYTES // _BUCKET_BYTES]
-                first = index * _CACHED_BUCKET_BYTES % _BUCKET_BYTES
-                numpy.copyto(target[first : first + size], slot.numpy())
-                packing, loading, start = (
-                    packing + packed - start,
-                    loading + time.perf_counter() - packed,
-                    time.perf_counter(),
-                )
+                numpy.copyto(whole[start : start + size], slot.numpy())
+                packing, loading = packing + packed - begun, loading + time.perf_counter() - packed
             seconds["cached_pack"].append(packing)
             seconds["cached_load"].append(loading)
         return {name: statistics.median(found[1:]) / _BYTES for name, found in seconds.items()}
