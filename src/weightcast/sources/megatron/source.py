@@ -274,7 +274,7 @@ def _require_gathered(chunk: nn.Module) -> None:
                     "after it"
                 )
             groups = [*getattr(module, "bucket_groups", ()), *getattr(module, "expert_parallel_bucket_groups", ())]
-            # False from the reduction of gradients until parameters are gathered, which nothing does with the hooks off.
+            # False from the reduction of gradients until parameters are gathered, which no forward does without hooks.
             if not all(getattr(group, "param_gather_dispatched", True) for group in groups):
                 raise ValueError(
                     "overlap_param_gather leaves old parameters in place, and the forward hooks that gather them are "
