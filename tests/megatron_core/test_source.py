@@ -184,6 +184,10 @@ def test_parameters_that_are_still_to_be_gathered_are_refused() -> None:
     with pytest.raises(ValueError, match=r"call disable_forward_pre_hook\(\) on each model chunk before publish"):
         source.regions()
     chunk.remove_forward_pre_hook_handles.clear()
+    chunk.bucket_groups = [SimpleNamespace(param_gather_dispatched=each) for each in (True, False)]
+    with pytest.raises(ValueError, match=r"call start_param_sync\(force_sync=True\) on each model chunk"):
+        source.regions()
+    chunk.bucket_groups[1].param_gather_dispatched = True
     assert source.regions()
 
 

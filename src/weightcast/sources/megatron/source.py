@@ -266,11 +266,20 @@ def _require_gathered(chunk: nn.Module) -> None:
     module: Any = chunk
     while module is not None:
         config = getattr(module, "ddp_config", None)
-        if getattr(config, "overlap_param_gather", False) and getattr(module, "remove_forward_pre_hook_handles", None):
-            raise ValueError(
-                "overlap_param_gather leaves old parameters in place until the next forward pass: call "
-                "disable_forward_pre_hook() on each model chunk before publish, and enable_forward_pre_hook() after it"
-            )
+        if getattr(config, "overlap_param_gather", False):
+            if getattr(module, "remove_forward_pre_hook_handles", None):
+                raise ValueError(
+                    "overlap_param_gather leaves old parameters in place until the next forward pass: call "
+                    "disable_forward_pre_hook() on each model chunk before publish, and enable_forward_pre_hook() "
+                    "after it"
+                )
+            groups = [*getattr(module, "bucket_groups", ()), *getattr(module, "expert_parallel_bucket_groups", ())]
+            # False from the reduction of gradients until parameters are gathered, which no forward does without hooks.
+            if not all(getattr(group, "param_gather_dispatched", True) for group in groups):
+                raise ValueError(
+                    "overlap_param_gather leaves old parameters in place, and the forward hooks that gather them are "
+                    "off: call start_param_sync(force_sync=True) on each model chunk before publish"
+                )
         module = module._modules.get("module")
 
 
