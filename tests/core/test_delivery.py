@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import pytest
 import torch
 
 from core.direct import RecordingEngine, fleet
 from weightcast import TensorSource
+from weightcast.checkpoint.live import InstallMap
 from weightcast.errors import IncompatibleWeightsError, PublishError, UnsupportedError
-from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
+from weightcast.host.copy import PreparedCopies
+from weightcast.serving import load_plan
+from weightcast.serving.load_plan import Named
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -52,32 +55,52 @@ def test_every_tensor_arrives_as_it_was(install: str, bucket_size_bytes: int) ->
             assert [call.keys() for call in engine.calls] == [TENSORS.keys()] * 3
 
 
-class RegionEngine(RecordingEngine):
+class MappedEngine(RecordingEngine):
+    """Copies `big` into memory of its own, and takes the others as they come."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.regions: list[tuple[str, Region]] = []
-        self.num_calls = 0
+        self.install_map = InstallMap({"big": torch.zeros(100, 50)})
+        self.num_copies: list[int] = []
 
-    def load_regions(self, parts: Iterable[tuple[str, Region, torch.Tensor]]) -> None:
-        self.num_calls += 1
-        for name, region, part in parts:
-            self.regions.append((name, region))
-            whole = self.held.setdefault(name, torch.zeros(100, 50))
-            assert part.shape == region.sizes
-            rows = slice(region.offsets[0], region.offsets[0] + region.sizes[0])
-            whole[rows, region.offsets[1] : region.offsets[1] + region.sizes[1]] = part
+    def load_mapped(
+        self, tensors: Iterable[Named], mapped: Collection[str], copy: Callable[[], None], *, is_last: bool = True
+    ) -> None:
+        assert set(mapped) == {"big"}
+        self.load(tensors)
+        copy()
+        self.num_copies[-1] += 1
+        if is_last:
+            self.held |= {"big": self.install_map.live["big"].clone()}
 
 
 @pytest.mark.parametrize("install", ["staged", "streaming"])
-def test_engine_that_takes_regions_gets_cut_tensors_in_parts(install: str) -> None:
-    engine = RegionEngine()
-    with fleet(TensorSource(TENSORS), engine, install=install) as (publisher, _):
-        publisher.publish()
-    assert len(engine.regions) > 1
-    assert engine.num_calls == 1 if install == "staged" else engine.num_calls > 1
-    assert {name for name, _ in engine.regions} == {"big"}
-    assert sum(region.numel for _, region in engine.regions) == BIG.numel()
-    assert_same(engine.held, TENSORS)
+def test_what_an_engine_has_in_memory_is_copied_there_piece_by_piece(
+    install: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a tensor that is cut over buckets; what is copied where is found out once for all updates."""
+    engine, prepared = MappedEngine(), list[list[torch.Size]]()
+
+    class Counted(PreparedCopies):
+        def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+            super().__init__(targets, sources)
+            prepared.append([target.shape for target in targets])
+
+    monkeypatch.setattr(load_plan, "PreparedCopies", Counted)
+    tensors = {name: tensor.clone() for name, tensor in TENSORS.items()}
+    with fleet(TensorSource(tensors), engine, install=install) as (publisher, _):
+        for number in range(4):
+            tensors["big"].add_(1)
+            engine.num_copies.append(0)
+            publisher.publish()
+            assert_same(engine.held, tensors)
+            if number == 1:
+                first = len(prepared)
+    assert "big" not in {name for call in engine.calls for name in call}
+    assert sum(shape.numel() for each in prepared for shape in each) == BIG.numel()
+    assert len(prepared) == first, "the copies of one layout are prepared once"
+    assert len(prepared) == 1 if install == "staged" else len(prepared) > 1
+    assert all(number == 1 if install == "staged" else number > 2 for number in engine.num_copies)
 
 
 @pytest.mark.parametrize("install", ["staged", "streaming"])

@@ -335,14 +335,14 @@ def test_memory_for_what_straddles_origins_is_checked_before_any_byte_moves(
     assert bits(model.state_dict()) == bits(weights(2))
 
 
-def test_an_engine_that_takes_regions_needs_memory_only_for_its_load_groups(stack: contextlib.ExitStack) -> None:
+def test_an_engine_that_is_copied_to_piece_by_piece_needs_no_memory_for_them(stack: contextlib.ExitStack) -> None:
     manifest, model = over(SPECS, BUCKET_BYTES, 2), Weights()
     hosts = Hosts("memory://", DirectEngine("a", weightcast.ModuleEngine(model)), stack)
     hosts.publish(manifest, weights(1), 1, "staged")
     load_plan = hosts.client.worker._session.load_plan  # type: ignore[union-attr]
     assert load_plan is not None
-    assert load_plan._straddling == {"q_a", "kv_a"}
-    assert load_plan.straddling_bytes == (40 + 20) * 30 * 4
+    assert load_plan.straddling_bytes == 0
+    assert bits(model.state_dict()) == bits(weights(1))
 
 
 def test_what_straddles_origins_is_put_together_before_the_install(stack: contextlib.ExitStack) -> None:

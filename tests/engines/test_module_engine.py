@@ -1,8 +1,8 @@
-"""ModuleEngine: in place and whole or refused, regions, undo, reading; over the kinds of tensors there are."""
+"""ModuleEngine: in place and whole or refused, in pieces, undo, reading; over the kinds of tensors there are."""
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 
 import hypothesis
 import pytest
@@ -10,13 +10,14 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from weightcast.engines import module as module_engine
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError
-from weightcast.format.bucket import DTYPE_NAMES, TORCH_DTYPES, narrow
+from weightcast.format.bucket import DTYPE_NAMES, TORCH_DTYPES
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import WeightVersion
-from weightcast.seams.engine import Casting, Engine, ExposesTensors, RegionLoader, Undoable
+from weightcast.seams.engine import Casting, Engine, ExposesTensors, Undoable
+from weightcast.serving.install_map import Mapped
+from weightcast.serving.load_plan import BlockCopies
 
 VERSION = WeightVersion("0" * 32, 7)
 
@@ -46,13 +47,22 @@ def make_net() -> nn.Module:
     return net
 
 
+def load_parts(
+    engine: ModuleEngine, parts: Sequence[tuple[str, Region | None, torch.Tensor]], *, is_last: bool = True
+) -> None:
+    """As an install does: copies into the engine's own memory, of whole tensors or of pieces."""
+    pieces, sources = [(name, region) for name, region, _ in parts], [tensor for _, _, tensor in parts]
+    copies = BlockCopies(engine.install_map, pieces, sources)
+    engine.load_mapped([], {name for name, _ in pieces}, copies.run, is_last=is_last)
+
+
 def update_of(engine: ModuleEngine, seed: int = 1) -> dict[str, torch.Tensor]:
     return {spec.name: random_bits(spec.shape, TORCH_DTYPES[spec.dtype], seed) for spec in engine.specs()}
 
 
 def test_it_has_every_ability() -> None:
     engine = ModuleEngine(make_net())
-    for ability in (Engine, RegionLoader, Undoable, ExposesTensors, Casting):
+    for ability in (Engine, Mapped, Undoable, ExposesTensors, Casting):
         assert isinstance(engine, ability)
 
 
@@ -148,7 +158,7 @@ def test_casts_only_when_asked_and_only_plain_floats() -> None:
     assert engine.can_cast("float64", "float32")
     engine.load([("weight", wide)])
     assert torch.equal(net.weight, wide.float())
-    engine.load_regions([("weight", Region((1,), (1,)), torch.tensor([9.0]).bfloat16())])
+    load_parts(engine, [("weight", Region((1,), (1,)), torch.tensor([9.0]).bfloat16())])
     assert net.weight[1] == 9
     for name in ("scale", "count"):
         with pytest.raises(IncompatibleWeightsError, match="cast=True"):
@@ -174,7 +184,7 @@ def test_discard_forgets_what_was_loaded() -> None:
     engine = ModuleEngine(make_net())
     update = update_of(engine)
     engine.load(update.items())
-    engine.load_regions([("0.weight", Region((0, 0), (5, 4)), update["0.weight"])])
+    load_parts(engine, [(name, None, tensor) for name, tensor in update.items()])
     engine.discard()
     with pytest.raises(IncompleteUpdateError, match="6 of 6"):
         engine.commit(VERSION)
@@ -186,9 +196,10 @@ def test_any_tiling_by_regions_is_the_whole(data: st.DataObject) -> None:
     whole = random_bits(shape, torch.bfloat16)
     module = buffers(value=torch.zeros_like(whole))
     engine = ModuleEngine(module)
-    for region in data.draw(st.permutations(cut(data, Region((0,) * len(shape), shape)))):
+    regions = data.draw(st.permutations(cut(data, Region((0,) * len(shape), shape))))
+    for number, region in enumerate(regions, start=1):
         part = whole[tuple(slice(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True))]
-        engine.load_regions([("value", region, part)])
+        load_parts(engine, [("value", region, part)], is_last=number == len(regions))
     engine.commit(VERSION)
     assert bits(module.value) == bits(whole)
 
@@ -207,98 +218,11 @@ def cut(data: st.DataObject, region: Region) -> list[Region]:
     return cut(data, low) + cut(data, Region(tuple(offsets), tuple(sizes)))
 
 
-@hypothesis.given(st.data())
-def test_updates_of_one_layout_follow_each_other(data: st.DataObject) -> None:
-    """Whatever is kept of the update before: calls alike, calls that are missing, doubled, cut otherwise or refused."""
-    shapes = {"a": (4, 3), "b": (5,), "c": (2, 2, 3)}
-    module = buffers(**{name: torch.zeros(shape) for name, shape in shapes.items()})
-    engine = ModuleEngine(module)
-
-    def layout() -> list[list[tuple[str, Region]]]:
-        parts = [
-            (n, r) for n, s in shapes.items() for r in data.draw(st.permutations(cut(data, Region((0,) * len(s), s))))
-        ]
-        ends = sorted({0, len(parts), *data.draw(st.lists(st.integers(0, len(parts)), max_size=2))})
-        return [parts[start:end] for start, end in itertools.pairwise(ends)]
-
-    def load(call: list[tuple[str, Region]], values: dict[str, torch.Tensor]) -> None:
-        engine.load_regions([(name, region, narrow(values[name], region)) for name, region in call])
-
-    calls = layout()
-    for seed in range(data.draw(st.integers(1, 4))):
-        values = {name: random_bits(shape, torch.float32, seed) for name, shape in shapes.items()}
-        match data.draw(st.sampled_from(["alike", "other", "missing", "refused", "replaced"])):
-            case "other":
-                calls = layout()
-            case "missing":
-                for call in calls[1:]:
-                    load(call, values)
-                with pytest.raises(IncompleteUpdateError):
-                    engine.commit(VERSION)
-                engine.discard()
-            case "refused":
-                wrong = [(name, region, narrow(values[name], region).double()) for name, region in calls[0]]
-                with pytest.raises(IncompatibleWeightsError, match="float64"):
-                    engine.load_regions(wrong)
-                engine.discard()
-            case "replaced":
-                module.a = torch.zeros(shapes["a"])
-        for call in calls:
-            load(call, values)
-        engine.commit(VERSION)
-        assert all(bits(getattr(module, name)) == bits(value) for name, value in values.items())
-    with pytest.raises(IncompleteUpdateError, match="3 of 3"):
-        engine.commit(VERSION)
-
-
-def test_views_are_made_once_for_all_updates_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Region] = []
-
-    def counting(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-        made.append(region)
-        return narrow(tensor, region)
-
-    monkeypatch.setattr(module_engine, "narrow", counting)
-    engine = ModuleEngine(buffers(value=torch.zeros(8, 4)))
-    for update in range(5):
-        height = 2 if update < 3 else 4
-        for start in range(0, 8, height):
-            part = torch.full((height, 4), float(update))
-            engine.load_regions([("value", Region((start, 0), (height, 4)), part)])
-        engine.commit(VERSION)
-        assert len(made) == (4 if update < 3 else 6)
-        assert len(engine._targets._parts) == 8 // height, "of layouts before nothing is kept"
-
-
-def test_regions_that_leave_a_hole_are_incomplete() -> None:
+def test_an_update_whose_last_part_did_not_come_is_incomplete() -> None:
     engine = ModuleEngine(buffers(value=torch.zeros(4, 4)))
-    engine.load_regions([("value", Region((0, 0), (2, 4)), torch.ones(2, 4))])
-    with pytest.raises(IncompleteUpdateError, match="'value' was loaded in part"):
+    load_parts(engine, [("value", Region((0, 0), (2, 4)), torch.ones(2, 4))], is_last=False)
+    with pytest.raises(IncompleteUpdateError, match="1 of 1 tensors were not loaded: 'value'"):
         engine.commit(VERSION)
-
-
-BAD_REGIONS = {
-    "outside": Region((3, 0), (2, 4)),
-    "negative": Region((-1, 0), (2, 4)),
-    "other-sizes": Region((0, 0), (2, 3)),
-    "other-dims": Region((0,), (2,)),
-}
-
-
-@pytest.mark.parametrize("region", BAD_REGIONS.values(), ids=BAD_REGIONS)
-def test_a_region_that_does_not_fit_is_refused(region: Region) -> None:
-    module = buffers(value=torch.zeros(4, 4))
-    with pytest.raises(IncompatibleWeightsError, match="not a region of 'value'"):
-        ModuleEngine(module).load_regions([("value", region, torch.ones(2, 4))])
-    assert not module.value.any()
-
-
-def test_a_region_of_another_dtype_or_name_is_refused() -> None:
-    engine = ModuleEngine(buffers(value=torch.zeros(4)))
-    with pytest.raises(IncompatibleWeightsError, match="is float64"):
-        engine.load_regions([("value", Region((0,), (1,)), torch.ones(1, dtype=torch.float64))])
-    with pytest.raises(IncompatibleWeightsError, match="unknown tensor 'other'"):
-        engine.load_regions([("other", Region((0,), (1,)), torch.ones(1))])
 
 
 def test_an_undo_copy_restores_every_bit() -> None:
@@ -390,7 +314,7 @@ def test_parameters_made_in_inference_mode_are_written() -> None:
     restore = engine.snapshot()
     before = bits(net.weight)
     engine.load(update.items())
-    engine.load_regions([("weight", Region((0, 0), (2, 3)), update["weight"])])
+    load_parts(engine, [("weight", None, update["weight"])])
     engine.commit(VERSION)
     assert bits(net.weight) == bits(update["weight"])
     restore()

@@ -14,7 +14,8 @@ from integrations.loader_model import specs, without_memory
 from weightcast.format.geometry import Region, whole
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.integrations.plugin.dry_run import DryRunOutcome, dry_run
-from weightcast.serving.install_map import InstallMap, whole_digest
+from weightcast.serving.install_map import RecordedMap, whole_digest
+from weightcast.serving.load_plan import BlockCopies
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -72,12 +73,12 @@ def programs(draw: st.DrawFn) -> tuple[Program, dict[str, torch.Tensor]]:
     return Program(shapes, steps), tensors
 
 
-def recorded(model: Program, tensors: dict[str, torch.Tensor]) -> InstallMap:
+def recorded(model: Program, tensors: dict[str, torch.Tensor]) -> RecordedMap:
     outcome = dry_run(model, without_memory, specs(tensors))
     assert not outcome.faults
     assert not outcome.opaque
     forms = {copy.target: outcome.targets[copy.target].form for copy in outcome.copies}
-    return InstallMap(model, specs(tensors), outcome.copies, forms, outcome.opaque)
+    return RecordedMap(model, specs(tensors), outcome.copies, forms, outcome.opaque)
 
 
 @given(programs(), st.data())
@@ -102,7 +103,7 @@ def test_copies_are_what_the_loader_makes(
                 piece = Region((start, 0), (stop - start, tensor.shape[1]))
                 pieces.append((name, piece))
                 sources += install_map.cut(name, tensor[start:stop].contiguous(), piece)
-    install_map.copies(pieces, sources).run()
+    BlockCopies(install_map, pieces, sources).run()
     found = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.load_weights(new.items())
     assert all(torch.equal(found[name], p) for name, p in model.named_parameters())

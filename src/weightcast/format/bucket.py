@@ -186,7 +186,7 @@ class Layout:
         for entries in self.entries:
             entries.sort(key=lambda e: e.piece.offset_bytes)
         self._views: list[tuple[torch.Tensor, list[torch.Tensor]] | None] = [None] * len(manifest.buckets)
-        self._gaps: dict[int, list[tuple[int, int]]] = {}
+        self._gaps: dict[int, list[tuple[slice, bytes]]] = {}
 
     def views(self, index: int, payload: torch.Tensor) -> list[torch.Tensor]:
         """One view for each entry of bucket `index`, of its region's shape and dtype, into `payload`.
@@ -214,21 +214,22 @@ class Layout:
         """
         gaps = self._gaps.get(index)
         if gaps is None:
-            end, gaps = 0, []
+            end, found = 0, list[tuple[int, int]]()
             for entry in self.entries[index]:
-                gaps.append((end, entry.piece.offset_bytes))
+                found.append((end, entry.piece.offset_bytes))
                 itemsize = ITEMSIZE_BYTES[entry.record.dtype]
                 end = max(end, entry.piece.offset_bytes + entry.piece.region.numel * itemsize)
-            gaps.append((end, self.manifest.buckets[index]))
-            gaps = self._gaps[index] = [(start, end) for start, end in gaps if start < end]
+            found.append((end, self.manifest.buckets[index]))
+            gaps = [(slice(start, end), bytes(end - start)) for start, end in found if start < end]
+            self._gaps[index] = gaps
         if not gaps:
             return
         if buffer.is_cuda:
-            torch._foreach_zero_([buffer[start:end] for start, end in gaps])
+            torch._foreach_zero_([buffer[gap] for gap, _ in gaps])
             return
         data = buffer.numpy().data
-        for start, end in gaps:
-            data[start:end] = bytes(end - start)
+        for gap, zeros in gaps:
+            data[gap] = zeros
 
     def forget_views(self) -> None:
         """Drop every kept view, and with them the references to their payloads."""

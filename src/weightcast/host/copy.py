@@ -17,6 +17,7 @@ import itertools
 import operator
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
@@ -29,7 +30,14 @@ from weightcast.host.closing import ClosedOnExit, on_failure
 PLAIN_BYTES = 64 << 10
 """From here on a plain copy is worth a call of its own; below, torch uses no team and batches."""
 
+_SMALL_BYTES = 16 << 10
+"""Up to here a call of torch takes longer than its copy: Python makes the copy, and keeps its lock meanwhile."""
+
+_HOST_MEMORY = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0)).cast("B")
+"""The memory of this process, by address."""
+
 _PIECE_BYTES = 4 << 20
+_SMALL_BATCH_BYTES = 1 << 20
 _BATCH_TENSORS = 2048
 _BATCH_ELEMENTS = 1 << 31
 """A tensor of so many is copied alone: torch up to 2.7 counts a batch's in 32 bits, and crashes (pytorch#156261)."""
@@ -42,6 +50,7 @@ _SLOT_BYTES_PER_THREAD = 8 << 20
 _TYPES = (torch.Tensor, torch.nn.Parameter)
 _num_bytes = operator.attrgetter("nbytes")
 _is_cpu = operator.attrgetter("is_cpu")
+_assign: Callable[[memoryview, slice, memoryview], None] = operator.setitem
 
 Job: TypeAlias = Callable[[], None]
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -49,10 +58,14 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 def is_plain(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether `copy_plain` may take this pair: large, both in host memory, contiguous, one dtype, equal shapes."""
+    """Whether `copy_plain` may take this pair: large, and its bytes can be copied as they are."""
+    return target.nbytes >= PLAIN_BYTES and _has_equal_bytes(target, source)
+
+
+def _has_equal_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a copy is one of bytes in a row: both in host memory, contiguous, one dtype, equal shapes."""
     return (
-        target.nbytes >= PLAIN_BYTES
-        and target.dtype == source.dtype
+        target.dtype == source.dtype
         and target.shape == source.shape
         and not target.dtype.is_complex
         and type(target) in _TYPES
@@ -75,7 +88,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
     A target that autograd has saved for a backward pass is not noticed.
     """
-    PreparedCopies(targets, sources).run()
+    PreparedCopies(targets, sources, runs_once=True).run()
 
 
 class PreparedCopies:
@@ -84,7 +97,9 @@ class PreparedCopies:
     The tensors are kept; they must keep their memory and their form.
     """
 
-    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, runs_once: bool = False
+    ) -> None:
         self._tensors = targets, sources
         self._jobs: list[Job] = []
         self._num_bytes = 0
@@ -106,8 +121,9 @@ class PreparedCopies:
             return
         sizes = list(map(_num_bytes, targets))
         self._num_bytes = sum(sizes)
+        batches = _batches if runs_once else small_copies
         if max(sizes, default=0) < PLAIN_BYTES:
-            self._jobs = list(_batches(targets, sources))
+            self._jobs = list(batches(targets, sources))
             return
         moves: list[tuple[int, int, int]] = []
         other_targets, other_sources = list[torch.Tensor](), list[torch.Tensor]()
@@ -117,7 +133,7 @@ class PreparedCopies:
             else:
                 other_targets.append(target)
                 other_sources.append(source)
-        self._jobs = [*_pieces(moves), *_batches(other_targets, other_sources)]
+        self._jobs = [*_pieces(moves), *batches(other_targets, other_sources)]
 
     def run(self) -> None:
         """Copy. Raises RuntimeError as torch does."""
@@ -210,6 +226,33 @@ def _batches(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     for start in range(0, len(targets), _BATCH_TENSORS):
         part = slice(start, start + _BATCH_TENSORS)
         yield functools.partial(_copy_batch, targets[part], sources[part])
+
+
+def small_copies(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Iterator[Job]:
+    """Jobs that copy tensors in host memory, as often as wanted, and without torch those that are small and plain."""
+    if len(targets) != len(sources):
+        raise RuntimeError(f"{len(sources)} tensors are to be copied to {len(targets)}")
+    other_targets, other_sources = list[torch.Tensor](), list[torch.Tensor]()
+    into, of, size_bytes = list[memoryview](), list[memoryview](), 0
+    for target, source, num_bytes in zip(targets, sources, map(_num_bytes, targets), strict=True):
+        if num_bytes > _SMALL_BYTES or not _has_equal_bytes(target, source):
+            other_targets.append(target)
+            other_sources.append(source)
+            continue
+        start, from_start = target.data_ptr(), source.data_ptr()
+        into.append(_HOST_MEMORY[start : start + num_bytes])
+        of.append(_HOST_MEMORY[from_start : from_start + num_bytes])
+        size_bytes += num_bytes
+        if size_bytes >= _SMALL_BATCH_BYTES:
+            yield functools.partial(_move_small, into, of)
+            into, of, size_bytes = [], [], 0
+    if into:
+        yield functools.partial(_move_small, into, of)
+    yield from _batches(other_targets, other_sources)
+
+
+def _move_small(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
+    collections.deque(map(_assign, targets, itertools.repeat(slice(None)), sources), maxlen=0)
 
 
 def _pieces(moves: Iterable[tuple[int, int, int]]) -> Iterator[Job]:

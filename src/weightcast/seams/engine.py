@@ -17,7 +17,6 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from weightcast.format.geometry import Region
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 
 
@@ -44,16 +43,6 @@ class Engine(Protocol):
 
     def discard(self) -> None:
         """The update is given up: forget what `load` noted. The weights themselves are restored by an undo, or torn."""
-
-
-@runtime_checkable
-class RegionLoader(Protocol):
-    """An engine that can take parts of tensors, so that a tensor that is cut over buckets is not put together first.
-
-    `load_regions` gets each part with its tensor's name and its region. Called as `load` is, and after it.
-    """
-
-    def load_regions(self, parts: Iterable[tuple[str, Region, torch.Tensor]]) -> None: ...
 
 
 @runtime_checkable

@@ -21,7 +21,8 @@ import msgspec
 import torch
 from torch import nn
 
-from weightcast.errors import InstallError, IntegrityError, ManifestError, UnsupportedError, malformed
+from weightcast.checkpoint.live import InstallMap
+from weightcast.errors import IntegrityError, ManifestError, UnsupportedError, malformed
 from weightcast.format.bucket import DTYPE_NAMES, narrow
 from weightcast.format.geometry import (
     Region,
@@ -36,7 +37,6 @@ from weightcast.format.geometry import (
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldBlock, HeldWeights
 from weightcast.format.tensor_digest import add, tensor_digest
-from weightcast.host.copy import PreparedCopies
 
 logger = logging.getLogger(__name__)
 _address, _strides = torch.Tensor.data_ptr, torch.Tensor.stride
@@ -135,8 +135,8 @@ class Mapped(Protocol):
     ) -> None: ...
 
 
-class InstallMap:
-    """The recorded copies of one model's loader. Calls come from one thread at a time."""
+class RecordedMap(InstallMap):
+    """The recorded copies of one model's loader."""
 
     def __init__(
         self,
@@ -165,9 +165,7 @@ class InstallMap:
         for name, reason in _entangled(copies, targets).items():
             self._opaque.setdefault(name, reason)
         self._proven = set[str]()
-        self._num_proofs = 0
-        self._is_stale = False
-        self._live: dict[str, torch.Tensor] = {}
+        super().__init__({})
         self._path = list[Any](), list[str](), list[object]()
         """What led to the live tensors: mappings, their keys and what was there."""
         self._places = list[torch.Tensor](), list[int](), list[tuple[int, ...]]()
@@ -184,26 +182,9 @@ class InstallMap:
 
     @property
     def proven(self) -> Collection[str]:
-        """The names that an install by this map may copy."""
         return self._proven
 
-    @property
-    def is_stale(self) -> bool:
-        """Whether `bind` has found another model than the one that was recorded."""
-        return self._is_stale
-
-    @property
-    def live(self) -> Mapping[str, torch.Tensor]:
-        """The live tensors as `bind` has found them: another mapping once it has looked them up again."""
-        return self._live
-
-    @property
-    def num_proofs(self) -> int:
-        """How often `proven` may have changed."""
-        return self._num_proofs
-
     def has(self, name: str) -> bool:
-        """Whether copies of this tensor were recorded, and it does not stay with the loader."""
         return name in self._copies and name not in self._opaque
 
     def modules(self, names: Collection[str]) -> set[str]:
@@ -211,13 +192,11 @@ class InstallMap:
         return {_module(copy.target) for name in names for copy in self._copies[name]}
 
     def num_bytes(self, name: str) -> int:
-        """How much of this tensor this rank takes, in the live parameters' dtypes."""
         return sum(
             math.prod(copy.block.sizes) * self._targets[copy.target].dtype.itemsize for copy in self._copies[name]
         )
 
     def takes_pieces(self, name: str) -> bool:
-        """Whether this tensor's copies can be made piece by piece: all its blocks are regions of it."""
         found = self._regions.get(name)
         if found is None:
             shape = self._shapes[name]
@@ -226,17 +205,12 @@ class InstallMap:
         return bool(found)
 
     def cut(self, name: str, tensor: torch.Tensor, piece: Region | None = None) -> list[torch.Tensor]:
-        """The blocks of a contiguous tensor that this rank takes, as views, in the order of `blocks`.
-
-        `tensor` is all of it, or that `piece` of one that `takes_pieces`.
-        """
         if piece is None:
             return [copy.source.of(tensor) for copy in self._copies[name]]
         taken = (common(region, piece) for region, _ in self._regions[name])
         return [narrow(tensor, relative(region, piece)) for region in taken if region is not None]
 
     def blocks(self, name: str, piece: Region | None = None) -> list[torch.Tensor]:
-        """Where they belong: views of the live parameters as `bind` has found them."""
         found = self._blocks.get((name, piece))
         if found is None:
             found = [copy.block.of(self._live[copy.target].data) for copy in self._copies[name]]
@@ -251,7 +225,7 @@ class InstallMap:
         return found
 
     def bind(self) -> bool:
-        """Look up every live tensor. False if one is gone or of another form: the model has to be recorded again."""
+        """As above: where it is False, the model has to be recorded again."""
         if self._live and self._is_in_place():
             return True
         self._live, self._blocks = {}, {}
@@ -272,7 +246,7 @@ class InstallMap:
             form = None if tensor is None else TargetForm(tuple(tensor.shape), tensor.stride(), tensor.dtype)
             if tensor is None or tensor.is_meta or form != target:
                 logger.warning("%s is not as it was when the model's loader was tried: it is to be tried again", name)
-                self._is_stale = True
+                self.is_stale = True
                 return False
             live[name] = tensor
         self._live = live
@@ -294,12 +268,7 @@ class InstallMap:
             and list(map(_strides, tensors)) == strides
         )
 
-    def copies(self, pieces: Sequence[tuple[str, Region | None]], sources: Sequence[torch.Tensor]) -> BlockCopies:
-        """How what `cut` gave of these proven tensors, or pieces, is copied into place, once or more often."""
-        return BlockCopies(self, pieces, sources)
-
     def digests(self, name: str, sources: Sequence[torch.Tensor]) -> list[str]:
-        """For `prove`, where a tensor is gone by then: of what `cut` gave of it, in the live parameters' dtypes."""
         dtypes = (self._targets[copy.target].dtype for copy in self._copies[name])
         return [tensor_digest(source.to(dtype)) for source, dtype in zip(sources, dtypes, strict=True)]
 
@@ -390,31 +359,8 @@ class InstallMap:
                     pending.append(other)
         mapped = (copy for name, copies in self._copies.items() if name not in self._opaque for copy in copies)
         self._live = {}  # to be looked up again
-        self._num_proofs += 1
+        self.num_proofs += 1
         self._mapped_targets = {copy.target: self._targets[copy.target] for copy in mapped}
-
-
-class BlockCopies:
-    """Blocks of buckets on their way into live parameters. They are looked at once, as long as both stay in place."""
-
-    def __init__(
-        self, install_map: InstallMap, pieces: Sequence[tuple[str, Region | None]], sources: Sequence[torch.Tensor]
-    ) -> None:
-        self._install_map = install_map
-        self._pieces = pieces
-        self._sources = sources
-        self._prepared: tuple[object, PreparedCopies] | None = None
-
-    def run(self) -> None:
-        """Copy. Raises InstallError where the model has changed."""
-        if not self._install_map.bind():
-            raise InstallError("the model's parameters have changed their form during the install: publish again")
-        live = self._install_map.live
-        if self._prepared is None or self._prepared[0] is not live:
-            targets = [block for name, piece in self._pieces for block in self._install_map.blocks(name, piece)]
-            self._prepared = live, PreparedCopies(targets, self._sources)
-        with torch.inference_mode():
-            self._prepared[1].run()
 
 
 def held_weights(

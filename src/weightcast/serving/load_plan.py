@@ -3,8 +3,8 @@
 Invariants: a tensor is handed out once and only when every byte of it is there, all of them by the last bucket (a
 manifest's pieces tile its tensors); members of a load group go in one call. Tensors that lie whole in one piece of
 memory are views of it; only what was cut is put together in memory of its own, and when streaming also what belongs to
-a group that spans buckets, unless the engine takes regions (`RegionLoader`). Staged, a tensor with pieces of several
-origins is put together while buckets arrive, never while the engine is paused.
+a group that spans buckets, unless it is copied piece by piece (see `InstallMap`). Staged, a tensor with pieces of
+several origins is put together while buckets arrive, never while the engine is paused.
 """
 
 from __future__ import annotations
@@ -17,49 +17,82 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import torch
 
-from weightcast.checkpoint.live import CASTABLE
-from weightcast.errors import IncompatibleWeightsError, UnsupportedError, listed
+from weightcast.checkpoint.live import CASTABLE, InstallMap
+from weightcast.errors import IncompatibleWeightsError, InstallError, UnsupportedError, listed
 from weightcast.format.bucket import TORCH_DTYPES, Entry, Layout, narrow
 from weightcast.format.geometry import Region, is_run, row_major, start_elements
 from weightcast.format.manifest import Manifest, TensorRecord, TensorSpec
 from weightcast.host import device as host_device
 from weightcast.host import memory as host_memory
-from weightcast.host.copy import copy_all
+from weightcast.host.copy import PreparedCopies, copy_all
 from weightcast.host.memory import collector_paused
-from weightcast.seams.engine import Casting, Engine, OnDevice, RegionLoader, Undoable, Validating
-from weightcast.serving.install_map import BlockCopies, InstallMap, Mapped
+from weightcast.seams.engine import Casting, Engine, OnDevice, Undoable, Validating
+from weightcast.serving.install_map import Mapped
 
 Named = tuple[str, torch.Tensor]
 
 
 @dataclasses.dataclass(slots=True)
 class _BucketLoad:
-    """What one bucket gives: views of whole tensors by `names`, `regions` as parts, `partial` to be put together.
+    """What one bucket gives: views of whole tensors by `names`, and `partial` to be put together.
 
     `ends`: what is in `partial` here and in no bucket of a higher number.
     """
 
     names: list[str] = dataclasses.field(default_factory=list)
     positions: list[int] = dataclasses.field(default_factory=list)
-    regions: list[tuple[str, int, Entry]] = dataclasses.field(default_factory=list)
     partial: list[tuple[int, Entry]] = dataclasses.field(default_factory=list)
     ends: list[TensorRecord] = dataclasses.field(default_factory=list)
 
 
+class BlockCopies:
+    """Blocks of buckets on their way into live parameters. They are looked at once, as long as both stay in place."""
+
+    def __init__(
+        self, install_map: InstallMap, pieces: Sequence[tuple[str, Region | None]], sources: Sequence[torch.Tensor]
+    ) -> None:
+        self._install_map = install_map
+        self._pieces = pieces
+        self._sources = sources
+        self._prepared: tuple[object, PreparedCopies] | None = None
+
+    def run(self) -> None:
+        """Copy. Raises InstallError where the model has changed."""
+        if not self._pieces:
+            return
+        if not self._install_map.bind():
+            raise InstallError("the model's parameters have changed their form during the install: publish again")
+        live = self._install_map.live
+        if self._prepared is None or self._prepared[0] is not live:
+            targets = [block for name, piece in self._pieces for block in self._install_map.blocks(name, piece)]
+            self._prepared = live, PreparedCopies(targets, self._sources)
+        with torch.inference_mode():
+            self._prepared[1].run()
+
+
 @dataclasses.dataclass(slots=True)
-class _MappedInstall:
-    """What an install by a map does with these `views` of buckets, whichever version they hold.
+class _MappedLoad:
+    """What a load by a map does with these `views`, of one bucket or of all, whichever version they hold.
 
     `rest`: what the engine's loader gets, of which `to_prove` can be copied once it is proven. `names`: of what is
-    copied. `num_proofs`: of the map, when this was made.
+    copied. `pieces`: of tensors that are copied piece by piece. `num_proofs`: of the map, when this was made.
     """
 
-    views: Mapping[int, list[torch.Tensor]]
+    views: Sequence[list[torch.Tensor]]
     num_proofs: int
     rest: list[Named]
     to_prove: list[Named]
     names: Mapping[str, None]
     copies: BlockCopies
+    pieces: Sequence[Entry] = ()
+
+    def is_of(self, views: Sequence[list[torch.Tensor]], install_map: InstallMap) -> bool:
+        """Whether it was made for these very views."""
+        return (
+            self.num_proofs == install_map.num_proofs
+            and len(self.views) == len(views)
+            and all(map(operator.is_, self.views, views))
+        )
 
 
 class StagedBuckets:
@@ -91,11 +124,12 @@ class LoadPlan:
         self.device = device_of_weights(engine)
         self.specs = specs
         self._primary = None if specs is None else {name: spec.name for spec in specs for name in spec.names}
-        takes_regions = isinstance(engine, RegionLoader)
         spanning = _spanning_groups(layout.manifest.tensors)
         self._loads = [_BucketLoad() for _ in layout.entries]
         self._install_map = engine.install_map if isinstance(engine, Mapped) else None
-        self._kept_install: _MappedInstall | None = None
+        self._kept_install: _MappedLoad | None = None
+        self._kept_loads: dict[int, _MappedLoad] = {}  # streaming, by bucket
+        self._copied: tuple[int, frozenset[str]] | None = None  # what is proven, and the number of proofs
         self._installed_bytes: tuple[int, int] | None = None  # and the number of proofs that it holds for
         self._cuts: dict[tuple[str, Region | None], tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._without_elements = [record for record in layout.manifest.tensors if not record.pieces]
@@ -107,8 +141,6 @@ class LoadPlan:
                 if entry.is_whole and entry.record.group not in spanning:
                     load.names += names
                     load.positions += [position] * len(names)
-                elif takes_regions and not entry.record.group:
-                    load.regions += [(name, position, entry) for name in names]
                 else:
                     load.partial.append((position, entry))
                     self._num_partial[entry.record.load_group] += 1
@@ -120,7 +152,8 @@ class LoadPlan:
         for name, pieces in self._pieces.items():
             index, _, entry = pieces[-1]
             self._loads[index].ends.append(entry.record)
-            if len({origins[bucket] for bucket, _, _ in pieces}) > 1:
+            is_put_together = not all(map(self._is_copied_in_pieces, self._names(entry.record)))
+            if is_put_together and len({origins[bucket] for bucket, _, _ in pieces}) > 1:
                 self._straddling.add(name)
                 self.straddling_bytes += entry.record.num_bytes
 
@@ -136,6 +169,7 @@ class LoadPlan:
     def forget_views(self) -> None:
         """Drop every kept view of a bucket's memory."""
         self._kept_install = None
+        self._kept_loads.clear()
         self._cuts.clear()
         self.layout.forget_views()
 
@@ -158,7 +192,9 @@ class LoadPlan:
         # Made now, and kept, so that they need not be made while the engine is paused.
         with collector_paused():
             views = self.layout.views(index, payload)
-            if self._install_map is not None:
+            install = self._kept_install
+            is_known = install is not None and index < len(install.views) and install.views[index] is views
+            if self._install_map is not None and not is_known:
                 for name, view in self._whole(index, views):
                     if self._install_map.has(name):
                         self._cut(self._install_map, name, view, None)
@@ -183,44 +219,35 @@ class LoadPlan:
         host_device.synchronize_stream(payload.device)
 
     def load_all(self, staged: StagedBuckets) -> None:
-        """Staged: one call of `load` with everything, or what an install map does not copy; then the regions."""
+        """Staged: one call of `load` with everything, or with what an install map does not copy."""
         payloads = sorted(staged.payloads.items())
         self.has_lent_views = True
-        if self._install_map is not None and self._install_map.bind():
-            with collector_paused():
-                self._load_mapped(self._install_map, payloads, staged)
-        else:
+        if self._install_map is None or not self._install_map.bind():
             complete = (self._ended(index, payload, staged) for index, payload in payloads)
             self.engine.load(itertools.chain(*complete, self._empty()))
-        self._load_regions(payloads)
+            return
+        with collector_paused():
+            views = [self.layout.views(index, payload) for index, payload in payloads]
+            install = self._kept_install
+            if install is None or not install.is_of(views, self._install_map):
+                install = self._mapped_install(self._install_map, views, staged)
+            self.has_lent_views = bool(install.rest)
+            to_prove = _came(self._install_map, install.to_prove)
+            self._load_mapped(install, install.names, is_last=True)
+            if to_prove:
+                self._install_map.prove(to_prove.items())
 
-    def _load_mapped(
-        self, install_map: InstallMap, payloads: Sequence[tuple[int, torch.Tensor]], staged: StagedBuckets
-    ) -> None:
-        """Copy what is proven; the engine's loader gets the rest, of which what can be copied is proven then."""
-        views = {index: self.layout.views(index, payload) for index, payload in payloads}
-        install = self._kept_install
-        if (
-            install is None
-            or install.num_proofs != install_map.num_proofs
-            or len(install.views) != len(views)
-            or not all(map(operator.is_, install.views.values(), views.values()))
-        ):
-            install = self._mapped_install(install_map, views, staged)
+    def _load_mapped(self, load: _MappedLoad, names: Collection[str], *, is_last: bool) -> None:
         assert isinstance(self.engine, Mapped)
-        self.has_lent_views = bool(install.rest)
-        to_prove = _came(install_map, install.to_prove)
-        self.engine.load_mapped(install.rest, install.names, install.copies.run)
-        if to_prove:
-            install_map.prove(to_prove.items())
+        self.engine.load_mapped(load.rest, names, load.copies.run, is_last=is_last)
 
     def _mapped_install(
-        self, install_map: InstallMap, views: Mapping[int, list[torch.Tensor]], staged: StagedBuckets
-    ) -> _MappedInstall:
+        self, install_map: InstallMap, views: Sequence[list[torch.Tensor]], staged: StagedBuckets
+    ) -> _MappedLoad:
         """What is to be done. Kept while the views are, unless tensors were put together in memory of their own."""
         parts = _MappedParts(install_map, install_map.proven)
         are_views = True
-        for index, of_bucket in views.items():
+        for index, of_bucket in enumerate(views):
             for name, tensor in self._whole(index, of_bucket):
                 kept = self._cuts.get((name, None))
                 parts.take(name, tensor, kept[1] if kept and kept[0] is tensor else None)
@@ -233,21 +260,17 @@ class LoadPlan:
                     continue
                 for name in names:
                     for bucket, position, entry in self._pieces[record.name]:
-                        parts.copied.append((name, entry.piece.region))
-                        parts.sources += self._cut(install_map, name, views[bucket][position], entry.piece.region)
+                        cut = self._cut(install_map, name, views[bucket][position], entry.piece.region)
+                        parts.take_piece(name, entry.piece.region, cut)
         for name, tensor in self._empty():
             parts.take(name, tensor)
-        names_copied = dict.fromkeys(name for name, _ in parts.copied)
-        install = _MappedInstall(
-            views, install_map.num_proofs, parts.rest, parts.to_prove, names_copied, parts.copies()
-        )
+        install = parts.load(views)
         self._kept_install = install if are_views else None
         return install
 
     def _is_copied_in_pieces(self, name: str) -> bool:
         found = self._install_map
-        assert found is not None
-        return name in found.proven and name not in found.shared and found.takes_pieces(name)
+        return found is not None and name in found.proven and name not in found.shared and found.takes_pieces(name)
 
     def _cut(
         self, install_map: InstallMap, name: str, view: torch.Tensor, piece: Region | None
@@ -273,54 +296,72 @@ class LoadPlan:
 
     def assembly(self) -> Assembly:
         """What `load_bucket` carries from bucket to bucket of one update. Made before its first bucket is loaded."""
-        found = self._install_map if self._install_map is not None and self._install_map.bind() else None
-        return Assembly(self._num_partial, frozenset() if found is None else frozenset(found.proven))
+        install_map = self._install_map
+        if install_map is None or not install_map.bind():
+            return Assembly(self._num_partial, frozenset())
+        if self._copied is None or self._copied[0] != install_map.num_proofs:
+            self._copied = install_map.num_proofs, frozenset(install_map.proven)
+        return Assembly(self._num_partial, self._copied[1])
 
     def load_bucket(self, index: int, payload: torch.Tensor, assembly: Assembly) -> None:
         """Streaming: load what this bucket completes; `assembly` carries what is cut over to the next."""
-        self._load_some(index, payload, assembly, ())
-        self._load_regions([(index, payload)])
+        views, install_map = self.layout.views(index, payload), self._install_map
+        if install_map is None:
+            named = list(self._whole(index, views))
+            for position, entry in self._loads[index].partial:
+                named += self._named(assembly.add(entry, views[position]))
+            self.has_lent_views |= bool(named)
+            if named:
+                self.engine.load(named)
+            return
+        load = self._kept_loads.get(index)
+        if load is None or not load.is_of([views], install_map) or not assembly.copied:
+            with collector_paused():
+                load = self._mapped_load(index, views, install_map, assembly)
+        else:
+            for entry in load.pieces:
+                assembly.add(entry, None)
+        self._load_streamed(load, install_map, assembly, is_last=False)
+
+    def _mapped_load(
+        self, index: int, views: list[torch.Tensor], install_map: InstallMap, assembly: Assembly
+    ) -> _MappedLoad:
+        """What is to be done with a bucket. Kept while the views are, unless tensors are put together in it."""
+        parts, pieces, are_views = _MappedParts(install_map, assembly.copied), list[Entry](), True
+        for name, tensor in self._whole(index, views):
+            parts.take(name, tensor)
+        for position, entry in self._loads[index].partial:
+            names, region = self._names(entry.record), entry.piece.region
+            is_copied = all(name in assembly.copied and self._is_copied_in_pieces(name) for name in names)
+            if is_copied:
+                pieces.append(entry)
+                for name in names:
+                    parts.take_piece(name, region, install_map.cut(name, views[position], region))
+            for name, tensor in self._named(assembly.add(entry, None if is_copied else views[position])):
+                are_views = False
+                parts.take(name, tensor)
+        load = parts.load([views], pieces)
+        if are_views and len(pieces) == len(self._loads[index].partial):
+            self._kept_loads[index] = load
+        return load
 
     def load_end(self, assembly: Assembly) -> None:
         """Streaming, after the last bucket: tensors without elements, and what an engine does with all of them."""
-        self._load_some(None, None, assembly, self._empty())
-        if assembly.to_prove and self._install_map is not None:
+        if self._install_map is None:
+            if self._without_elements:
+                self.engine.load(list(self._empty()))
+            return
+        parts = _MappedParts(self._install_map, assembly.copied)
+        for name, tensor in self._empty():
+            parts.take(name, tensor)
+        self._load_streamed(parts.load([]), self._install_map, assembly, is_last=True)
+        if assembly.to_prove:
             self._install_map.prove(assembly.to_prove.items())
 
-    def _load_some(
-        self, index: int | None, payload: torch.Tensor | None, assembly: Assembly, more: Iterable[Named]
-    ) -> None:
-        """Streaming: load what a bucket completes, or `more` after the last one, by copies where these are proven."""
-        engine, install_map = self.engine, self._install_map
-        parts = None if install_map is None else _MappedParts(install_map, assembly.copied)
-        named = list(more)
-        if index is not None and payload is not None:
-            views = self.layout.views(index, payload)
-            named += self._whole(index, views)
-            for position, entry in self._loads[index].partial:
-                names = self._names(entry.record)
-                is_copied = parts is not None and all(
-                    name in assembly.copied and self._is_copied_in_pieces(name) for name in names
-                )
-                if is_copied and parts is not None:
-                    region = entry.piece.region
-                    parts.copied += ((name, region) for name in names)
-                    for name in names:
-                        parts.sources += parts.install_map.cut(name, views[position], region)
-                for record, tensor in assembly.add(entry, None if is_copied else views[position]):
-                    named += ((name, tensor) for name in self._names(record))
-        if parts is None or not isinstance(engine, Mapped):
-            self.has_lent_views |= bool(named)
-            if named:
-                engine.load(named)
-            return
-        for name, tensor in named:
-            parts.take(name, tensor)
-        self.has_lent_views |= bool(parts.rest)
-        # Without pieces also where the model is no longer the one that was recorded: the loader gets all of it.
-        run = parts.copies().run if parts.copied else lambda: None
-        assembly.to_prove |= _came(parts.install_map, parts.to_prove)
-        engine.load_mapped(parts.rest, assembly.copied, run, is_last=index is None)
+    def _load_streamed(self, load: _MappedLoad, install_map: InstallMap, assembly: Assembly, *, is_last: bool) -> None:
+        self.has_lent_views |= bool(load.rest)
+        assembly.to_prove |= _came(install_map, load.to_prove)
+        self._load_mapped(load, assembly.copied, is_last=is_last)
 
     def _whole(self, index: int, views: Sequence[torch.Tensor]) -> Iterator[Named]:
         """The tensors that are views of this bucket."""
@@ -330,9 +371,7 @@ class LoadPlan:
     def _ended(self, index: int, payload: torch.Tensor, staged: StagedBuckets) -> Iterator[Named]:
         """Staged: every tensor of which this is the last bucket by number."""
         yield from self._whole(index, self.layout.views(index, payload))
-        for record in self._loads[index].ends:
-            tensor = self._joined_of(record, staged)
-            yield from ((name, tensor) for name in self._names(record))
+        yield from self._named((record, self._joined_of(record, staged)) for record in self._loads[index].ends)
 
     def _joined_of(self, record: TensorRecord, staged: StagedBuckets) -> torch.Tensor:
         """Staged: a tensor that was cut, as one."""
@@ -349,22 +388,10 @@ class LoadPlan:
 
     def _empty(self) -> Iterator[Named]:
         """Tensors without elements, which are in no bucket."""
-        for record in self._without_elements:
-            tensor = torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype])
-            yield from ((name, tensor) for name in self._names(record))
+        return self._named((r, torch.empty(r.shape, dtype=TORCH_DTYPES[r.dtype])) for r in self._without_elements)
 
-    def _load_regions(self, payloads: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """One call with the regions of these buckets, by number."""
-        cut = [(index, payload) for index, payload in payloads if self._loads[index].regions]
-        if cut:
-            assert isinstance(self.engine, RegionLoader)
-            self.has_lent_views = True
-            self.engine.load_regions(itertools.chain.from_iterable(map(self._regions, *zip(*cut, strict=True))))
-
-    def _regions(self, index: int, payload: torch.Tensor) -> Iterator[tuple[str, Region, torch.Tensor]]:
-        views = self.layout.views(index, payload)
-        for name, position, entry in self._loads[index].regions:
-            yield name, entry.piece.region, views[position]
+    def _named(self, complete: Iterable[tuple[TensorRecord, torch.Tensor]]) -> Iterator[Named]:
+        return ((name, tensor) for record, tensor in complete for name in self._names(record))
 
     def _names(self, record: TensorSpec) -> list[str]:
         """Under which names a record is handed out: the engine's own, once for each of its tensors; else all."""
@@ -395,8 +422,15 @@ class _MappedParts:
         if name not in self._proven or name in self.install_map.shared:
             self.rest.append((name, tensor))
 
-    def copies(self) -> BlockCopies:
-        return self.install_map.copies(self.copied, self.sources)
+    def take_piece(self, name: str, region: Region, cut: Sequence[torch.Tensor]) -> None:
+        """A piece of a tensor that is copied piece by piece."""
+        self.copied.append((name, region))
+        self.sources += cut
+
+    def load(self, views: Sequence[list[torch.Tensor]], pieces: Sequence[Entry] = ()) -> _MappedLoad:
+        names = dict.fromkeys(name for name, _ in self.copied)
+        copies = BlockCopies(self.install_map, self.copied, self.sources)
+        return _MappedLoad(views, self.install_map.num_proofs, self.rest, self.to_prove, names, copies, pieces)
 
 
 class Assembly:
@@ -413,8 +447,8 @@ class Assembly:
         self._missing = dict(num_pieces)
         self._begun: dict[str, dict[str, tuple[TensorRecord, torch.Tensor]]] = {}
 
-    def add(self, entry: Entry, view: torch.Tensor | None) -> Iterator[tuple[TensorRecord, torch.Tensor]]:
-        """Take one piece, or note one that was copied; yield its tensor, or its load group, if that is whole now."""
+    def add(self, entry: Entry, view: torch.Tensor | None) -> Iterable[tuple[TensorRecord, torch.Tensor]]:
+        """Take one piece, or note one that is copied; its tensor, or those of its load group, if that is whole now."""
         record, key = entry.record, entry.record.load_group
         members = self._begun.setdefault(key, {})
         if view is not None:
@@ -423,8 +457,7 @@ class Assembly:
                 members[record.name] = record, whole
             narrow(members[record.name][1], entry.piece.region).copy_(view)
         self._missing[key] -= 1
-        if self._missing[key] == 0:
-            yield from self._begun.pop(key).values()
+        return self._begun.pop(key).values() if self._missing[key] == 0 else ()
 
 
 def _came(install_map: InstallMap, to_prove: Iterable[Named]) -> dict[str, list[str]]:

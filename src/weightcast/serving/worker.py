@@ -56,7 +56,7 @@ from weightcast.host.closing import close_at_exit
 from weightcast.host.memory import collector_paused, host_identity
 from weightcast.seams.engine import Engine, ExposesTensors, Undoable
 from weightcast.seams.transport import Share
-from weightcast.serving.install_map import Mapped, held_weights
+from weightcast.serving.install_map import Mapped, RecordedMap, held_weights
 from weightcast.serving.load_plan import LoadPlan, admit, check_undo, device_of_weights, require_engine
 from weightcast.serving.session import PublisherSession
 from weightcast.serving.update import State, Update
@@ -114,7 +114,7 @@ class Worker:
     def info(self) -> WeightInfo:
         """What this engine is and does now."""
         version, session = self.gate.version, self._session
-        has_map = isinstance(self.engine, Mapped) and self.engine.install_map is not None
+        has_map = isinstance(self.engine, Mapped) and isinstance(self.engine.install_map, RecordedMap)
         able = {
             "lease": True,
             "streaming": "streaming" in self._installs,
@@ -455,7 +455,8 @@ class Worker:
         All of one version: generation waits meanwhile. Raises UnsupportedError, EngineTornError; ValueError for names
         that the engine does not have.
         """
-        if isinstance(self.engine, Mapped) and (install_map := self.engine.install_map) is not None:
+        install_map = self.engine.install_map if isinstance(self.engine, Mapped) else None
+        if isinstance(install_map, RecordedMap):
             with self.gate.exclusive(deadline_seconds=self._install_deadline_seconds):
                 found, following = install_map.held(start, limit_bytes, names)
                 info = self.info()

@@ -10,8 +10,9 @@ import torch
 from weightcast.errors import IncompleteUpdateError, WeightcastError
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import WeightVersion
-from weightcast.seams.engine import Engine, ExposesTensors, RegionLoader, Undoable
-from weightcast.serving.load_plan import compare_specs
+from weightcast.seams.engine import Engine, ExposesTensors, Undoable
+from weightcast.serving.install_map import Mapped
+from weightcast.serving.load_plan import BlockCopies, compare_specs
 from weightcast.testing.payloads import OverPayloads, Payload, random_tensor, raw_bytes
 
 ONE, TWO = (WeightVersion("5a" * 16, number) for number in (1, 2))
@@ -124,26 +125,31 @@ class EngineContract(OverPayloads):
         assert read == {name: held[name] for name in read}
         assert compare_specs([s for s in payload.specs() if s.name in read], payload.specs()) == []
 
-    def test_part_by_part(self, engine: Engine, payload: Payload) -> None:
-        """In rows, the last one first; what has no rows comes whole."""
-        if not isinstance(engine, RegionLoader):
+    def test_piece_by_piece(self, engine: Engine, payload: Payload) -> None:
+        """Copied as an install does, in rows, the last one first; what has no rows comes whole."""
+        install_map = engine.install_map if isinstance(engine, Mapped) else None
+        if not isinstance(engine, Mapped) or install_map is None or not install_map.bind():
             return
-        tensors = payload.tensors()
-        for spec in payload.specs():
-            if not spec.shape or 0 in spec.shape or spec.shape[0] > 100:
-                engine.load([(spec.name, tensors[spec.name])])
-                continue
-            rows = list(reversed(range(spec.shape[0])))
-            parts = [
-                (
-                    spec.name,
-                    Region((row, *(0 for _ in spec.shape[1:])), (1, *spec.shape[1:])),
-                    tensors[spec.name][row, None],
+        parts: list[tuple[str, Region | None, torch.Tensor]] = []
+        others: list[tuple[str, torch.Tensor]] = []
+        for name, tensor in payload.tensors().items():
+            if name not in install_map.proven:
+                others.append((name, tensor))
+            elif not (tensor.ndim and tensor.numel() and len(tensor) <= 100 and install_map.takes_pieces(name)):
+                parts.append((name, None, tensor.contiguous()))
+            else:
+                parts += (
+                    (name, Region((row, *(0 for _ in tensor.shape[1:])), (1, *tensor.shape[1:])), tensor[row, None])
+                    for row in reversed(range(len(tensor)))
                 )
-                for row in rows
-            ]
-            engine.load_regions(parts[:1])
-            engine.load_regions(iter(parts[1:]))
+        half = len(parts) // 2
+        for some, is_last in ((parts[:half], False), (parts[half:], True)):
+            copies = BlockCopies(
+                install_map,
+                [(name, region) for name, region, _ in some],
+                [cut for name, region, part in some for cut in install_map.cut(name, part, region)],
+            )
+            engine.load_mapped(others if is_last else [], {name for name, _, _ in parts}, copies.run, is_last=is_last)
         engine.commit(ONE)
         self.assert_holds(engine, payload)
 

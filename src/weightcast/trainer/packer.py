@@ -6,6 +6,7 @@ it holds; on a CPU it is digested while it is in the cache, on a GPU nothing wai
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections import defaultdict
@@ -49,7 +50,7 @@ from weightcast.format.geometry import (
 )
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec, WeightVersion
 from weightcast.host import device as host_device
-from weightcast.host.copy import copy_all, copy_plain, is_plain
+from weightcast.host.copy import Job, copy_all, copy_plain, is_plain, small_copies
 from weightcast.host.memory import collector_paused
 from weightcast.seams.source import Held, Regions
 
@@ -314,6 +315,8 @@ class PartPacker:
         self._sources: dict[int, list[torch.Tensor]] = {}
         self._targets: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self._steps: dict[int, list[_Step]] = {}
+        self._copies: dict[int, tuple[Sequence[torch.Tensor], list[list[Job]]]] = {}
+        """Of each step, with the targets that they were made for."""
         self._fused: dict[int, tuple[torch.Tensor, CopyAndSum]] = {}
 
     def rebind(self, shards: Sequence[Shard]) -> None:
@@ -321,11 +324,13 @@ class PartPacker:
         self._shards = shards
         self._sources.clear()
         self._steps.clear()
+        self._copies.clear()
         self._fused.clear()
 
     def forget_views(self) -> None:
         """Drop every view of a bucket."""
         self._targets.clear()
+        self._copies.clear()
         self._fused.clear()
 
     @torch.no_grad()
@@ -335,19 +340,17 @@ class PartPacker:
             sources, targets = self.sources(index), self._views(index, payload)
             if digests is not None and index not in self._steps:
                 self._steps[index] = self._planned(index, targets)
-        if digests is None:
+            known = self._copies.get(index)
+            if digests is not None and (known is None or known[0] is not targets):
+                known = self._copies[index] = targets, self._step_copies(index, targets)
+        if digests is None or known is None:
             copy_all(targets, sources)
             return
-        is_on_host = all(map(operator.attrgetter("is_cpu"), sources))
-        if not is_on_host:
-            copy_all(targets, sources)
-        for first, last, start, size, blocks in self._steps[index]:
-            if is_on_host and size:
-                copy_plain(targets[first], sources[first], start, size)
-            elif is_on_host:
-                torch._foreach_copy_(targets[first:last], sources[first:last])
-            digests.add(payload, blocks)
-            digests.mark(blocks)
+        for step, jobs in zip(self._steps[index], known[1], strict=True):
+            for job in jobs:
+                job()
+            digests.add(payload, step.blocks)
+            digests.mark(step.blocks)
 
     @torch.no_grad()
     def pack_and_sum(self, index: int, payload: torch.Tensor, num_bytes: int) -> torch.Tensor:
@@ -370,6 +373,18 @@ class PartPacker:
             views = bucket_views(self.slices.of(index), self._layout.entries[index], payload)
             known = self._targets[index] = payload, list(map(split_like, views, self.sources(index)))
         return known[1]
+
+    def _step_copies(self, index: int, targets: Sequence[torch.Tensor]) -> list[list[Job]]:
+        """What each step of a bucket copies; the first one all of it where it comes from a GPU."""
+        sources, steps = self.sources(index), self._steps[index]
+        if not all(map(operator.attrgetter("is_cpu"), sources)):
+            return [[functools.partial(copy_all, targets, sources)], *([] for _ in steps[1:])]
+        return [
+            [functools.partial(copy_plain, targets[first], sources[first], start, size)]
+            if size
+            else list(small_copies(targets[first:last], sources[first:last]))
+            for first, last, start, size, _ in steps
+        ]
 
     def sources(self, index: int) -> list[torch.Tensor]:
         """Views of this rank's own memory, one for each cut of bucket `index`."""

@@ -26,7 +26,7 @@ from weightcast.errors import UnsupportedError, listed
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import Manifest, TensorSpec
 from weightcast.integrations.plugin.dry_run import DryRunOutcome
-from weightcast.serving.install_map import InstallMap
+from weightcast.serving.install_map import RecordedMap
 from weightcast.serving.load_plan import dtype_remedies, misfit_error
 
 
@@ -43,7 +43,7 @@ class AcceptedOffer:
     names: frozenset[str]
     tied: Mapping[str, str]
     calls: Mapping[str, int]
-    install_map: InstallMap
+    install_map: RecordedMap
     modules: frozenset[str]
     beside: Sequence[torch.Tensor]
     together: Mapping[str, frozenset[str]]
@@ -157,7 +157,7 @@ def _recorded(
     model: nn.Module, specs: Sequence[TensorSpec], outcome: DryRunOutcome, tied: Mapping[str, str]
 ) -> tuple[
     Mapping[str, int],
-    InstallMap,
+    RecordedMap,
     frozenset[str],
     Sequence[torch.Tensor],
     Mapping[str, frozenset[str]],
@@ -165,7 +165,7 @@ def _recorded(
 ]:
     """What an accepted offer has of a dry run."""
     targets = {copy.target: outcome.targets[copy.target].form for copy in outcome.copies}
-    install_map = InstallMap(model, specs, outcome.copies, targets, outcome.opaque, tied=tied)
+    install_map = RecordedMap(model, specs, outcome.copies, targets, outcome.opaque, tied=tied)
     written = (target.name for target in outcome.targets.values() if target.loaded or target.padded)
     modules = frozenset(name.rpartition(".")[0] for name in written)
     return outcome.calls, install_map, modules, outcome.beside, outcome.together, outcome.overwritten

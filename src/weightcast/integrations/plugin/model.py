@@ -24,7 +24,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import copy as host_copy
 from weightcast.host.closing import on_failure
 from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer
-from weightcast.serving.install_map import InstallMap
+from weightcast.serving.install_map import RecordedMap
 
 Agree: TypeAlias = Callable[[BaseException | None], None]
 """Called once per step on every rank with its own error or None; raises on every rank if any had one."""
@@ -120,7 +120,7 @@ class LoaderEngine(abc.ABC):
             self._offer = digest, accepted
 
     @property
-    def install_map(self) -> InstallMap | None:
+    def install_map(self) -> RecordedMap | None:
         return None if self._offer is None else self._offer[1].install_map
 
     def load(self, tensors: Tensors) -> None:

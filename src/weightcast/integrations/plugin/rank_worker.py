@@ -51,7 +51,7 @@ from weightcast.format.messages import Abort, InitInfo, Offer, UpdateInfo, Weigh
 from weightcast.integrations.plugin.model import Agree
 from weightcast.integrations.plugin.rank_consensus import Attempt, Outcome, RankConsensus
 from weightcast.seams.engine import Engine
-from weightcast.serving.install_map import HeldTensor, Mapped
+from weightcast.serving.install_map import HeldTensor, Mapped, RecordedMap
 from weightcast.serving.worker import Worker
 
 
@@ -165,7 +165,7 @@ class RankWorker:
     def _held(self, call: Prove) -> tuple[list[HeldTensor], int]:
         engine = self._worker.engine
         install_map = engine.install_map if isinstance(engine, Mapped) else None
-        if install_map is None:
+        if not isinstance(install_map, RecordedMap):
             raise UnsupportedError("no version was offered yet, so that nothing is known to be read out of this engine")
         if self._weights_asleep():
             raise ClosedError("the weights' memory is asleep: wake it (/wake_up?tags=weights) before it is read")
