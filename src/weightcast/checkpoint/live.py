@@ -13,7 +13,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -64,7 +64,7 @@ _WRAPPER_CHILDREN = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint
 _WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "Float16Module"})
 """Modules whose child `module` is the real one; known by name, so that no framework is imported."""
 
-_BATCH_TENSORS = 1024
+_BATCH_REGISTERS = 1024
 _LOOKS = (torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous)
 
 
@@ -467,39 +467,58 @@ class TensorChangeDetector:
             if with_buffers:
                 registers.append(part._buffers)
         self._empty = [register for register in registers if not register]
-        self._filled = [register for register in registers if register]
-        self._values = self._all_values()
-        self._names = list(itertools.chain.from_iterable(self._filled))
-        tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
-        self._plain = [tensor for tensor in tensors if sharding.as_dtensor(tensor) is None]
-        self._distributed = [tensor for tensor in map(sharding.as_dtensor, tensors) if tensor is not None]
-        self._spread = [tensor for tensor in tensors if not sharding.local_tensor(tensor).is_contiguous()]
-        self._places = list(self._all_places())
+        filled = [register for register in registers if register]
+        starts = range(0, len(filled), _BATCH_REGISTERS)
+        self._batches = [_Registers.of(filled[start : start + _BATCH_REGISTERS]) for start in starts]
+        tensors = [value for batch in self._batches for value in batch.values if isinstance(value, torch.Tensor)]
+        self._shards = [t._local_tensor for t in map(sharding.as_dtensor, tensors) if t is not None]
+        locals_ = map(sharding.local_tensor, tensors)
+        self._spread = [tensor for tensor, local in zip(tensors, locals_, strict=True) if not local.is_contiguous()]
+        self._other_places = self._places_of_others()
 
     def has_changed(self) -> bool:
-        return self.has_other_members() or not all(map(operator.eq, self._all_places(), self._places))
+        return self._differs(with_places=True) or self._places_of_others() != self._other_places
 
     def has_other_members(self) -> bool:
-        values = self._all_values()
+        return self._differs(with_places=False)
+
+    def _differs(self, *, with_places: bool) -> bool:
+        return any(self._empty) or any(batch.differs(with_places=with_places) for batch in self._batches)
+
+    def _places_of_others(self) -> tuple[list[Any], ...]:
+        """Of shards, and of tensors whose strides say more than that they are contiguous, which is rare."""
+        return (*_places(self._shards), [sharding.local_tensor(tensor).stride() for tensor in self._spread])
+
+
+class _Registers(NamedTuple):
+    """Some modules' mappings of parameters, buffers or children, and what was in them.
+
+    One batch is looked at in every way before the next: what the first look has fetched from memory is in the cache for
+    the others.
+    """
+
+    registers: list[dict[str, Any]]
+    names: list[str]
+    values: list[Any]
+    plain: list[torch.Tensor]
+    places: tuple[list[Any], ...]
+
+    @classmethod
+    def of(cls, registers: list[dict[str, Any]]) -> _Registers:
+        values = list(itertools.chain.from_iterable(map(dict.values, registers)))
+        plain = [v for v in values if isinstance(v, torch.Tensor) and sharding.as_dtensor(v) is None]
+        return cls(registers, list(itertools.chain.from_iterable(registers)), values, plain, _places(plain))
+
+    def differs(self, *, with_places: bool) -> bool:
+        values = list(itertools.chain.from_iterable(map(dict.values, self.registers)))
         return (
-            any(self._empty)
-            or len(values) != len(self._values)
-            or not all(map(operator.is_, values, self._values))
-            or list(itertools.chain.from_iterable(self._filled)) != self._names
+            len(values) != len(self.values)
+            or not all(map(operator.is_, values, self.values))
+            or list(itertools.chain.from_iterable(self.registers)) != self.names
+            or (with_places and _places(self.plain) != self.places)
         )
 
-    def _all_values(self) -> list[Any]:
-        return list(itertools.chain.from_iterable(map(dict.values, self._filled)))
 
-    def _all_places(self) -> Iterator[tuple[list[Any], ...]]:
-        """Where the tensors' memory is, and what differs in another view of it (a transpose, a slice), in batches.
-
-        A batch at a time: the later looks at a tensor find it in cache, and a look at a shape costs ten times as much.
-        Strides are looked at where they say more than that a tensor is contiguous, which is rare.
-        """
-        for start in range(0, len(self._plain), _BATCH_TENSORS):
-            batch = self._plain[start : start + _BATCH_TENSORS]
-            yield tuple(list(map(look, batch)) for look in _LOOKS)
-        shards = [tensor._local_tensor for tensor in self._distributed]
-        yield tuple(list(map(look, shards)) for look in _LOOKS)
-        yield ([sharding.local_tensor(tensor).stride() for tensor in self._spread],)
+def _places(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
+    """Where the tensors' memory is, and what differs in another view of it. Shapes take ten times as long."""
+    return tuple(list(map(look, tensors)) for look in _LOOKS)

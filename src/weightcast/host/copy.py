@@ -20,7 +20,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -50,7 +50,7 @@ _SLOT_BYTES_PER_THREAD = 8 << 20
 _TYPES = (torch.Tensor, torch.nn.Parameter)
 _num_bytes = operator.attrgetter("nbytes")
 _is_cpu = operator.attrgetter("is_cpu")
-_assign: Callable[[memoryview, slice, memoryview], None] = operator.setitem
+_assign: Any = operator.setitem
 
 Job: TypeAlias = Callable[[], None]
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
