@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
+from weightcast.checkpoint import conversion
 from weightcast.checkpoint.live import CASTABLE, Buffers, LiveCheckpoint, Names
 from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError, ManifestError, listed
 from weightcast.format.bucket import DTYPE_NAMES, narrow
@@ -29,7 +30,8 @@ class ModuleEngine:
     It accepts the names and shapes that the module has in checkpoint form (see `checkpoint`): a model with fused
     experts takes one tensor per expert. With `cast`, half, bfloat16, single and double precision may differ.
     Calls come from one thread at a time, and nothing else may use the module meanwhile. Extra memory: none but
-    `snapshot_bytes` for an undo. Raises ValueError if the module has no checkpoint form in place.
+    `snapshot_bytes` for an undo. Raises ValueError if the module has no checkpoint form in place, or
+    where tensors share memory without being tied as a whole.
     """
 
     def __init__(
@@ -185,6 +187,8 @@ class ModuleEngine:
     def _note(self, has_changed: bool) -> None:
         if has_changed:
             self._replaced = self._updating
+        # What can't be written to is looked at again each time, not left at the former tensors.
+        if self._targets.of is not self._live.views:
             self._live.require_memory()
             self._targets = _ParameterTargets(self._live)
 
@@ -262,8 +266,10 @@ class _ParameterTargets:
 
     def __init__(self, live: LiveCheckpoint) -> None:
         self._specs = live.specs
+        conversion.require_apart(live.views)
         self._parts: dict[tuple[str, Region], _Parts] = {}
         self._whole: tuple[set[int], list[_Parts]] | None = None
+        self.of = live.views
         self.views = list(live.views.values())
         self.shapes = [view.shape for view in self.views]
         self.dtypes = [view.dtype for view in self.views]
