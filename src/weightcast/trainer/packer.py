@@ -317,11 +317,11 @@ class PartPacker:
         self._fused: dict[int, tuple[torch.Tensor, CopyAndSum]] = {}
 
     def rebind(self, shards: Sequence[Shard]) -> None:
-        """The same regions lie in other memory now."""
+        """The same regions lie in other memory now, with other dims in two than before, if any (see `Held`)."""
         self._shards = shards
         self._sources.clear()
         self._steps.clear()
-        self._fused.clear()
+        self.forget_views()
 
     def forget_views(self) -> None:
         """Drop every view of a bucket."""
@@ -571,10 +571,10 @@ def _misfit(problems: Sequence[str], remedy: str) -> IncompatibleWeightsError:
 
 @torch.no_grad()
 def joined(spec: TensorSpec, parts: Parts) -> torch.Tensor:
-    """A contiguous tensor of what lies in its parts: its own memory if that is all of it and contiguous."""
+    """A contiguous tensor of what lies in its parts, of the spec's dtype: its own memory if that is just so."""
     if isinstance(parts, torch.Tensor):
-        return parts.reshape(spec.shape).contiguous()
-    tensor = torch.empty(spec.shape, dtype=parts[0][1].dtype if parts else TORCH_DTYPES[spec.dtype])
+        return parts.reshape(spec.shape).to(TORCH_DTYPES[spec.dtype]).contiguous()
+    tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
     for region, part in parts:
         split_like(narrow(tensor, region), part).copy_(part)
     return tensor
