@@ -481,6 +481,19 @@ def test_a_tensor_that_can_not_be_written_to_is_refused_as_long_as_it_is_there(t
     assert module.a.eq(1).all()
 
 
+def doubled(module: nn.Module, *more: object) -> None:
+    module.double = 2 * module.weight.detach()
+
+
+@pytest.mark.parametrize("how", ["pre", "post"])
+def test_what_else_happens_when_a_state_dict_is_loaded_is_named(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as tensors that are derived from others: they would be those of the former version without a word."""
+    net = nn.Sequential(nn.Linear(3, 3))
+    getattr(net[0], f"register_load_state_dict_{how}_hook")(doubled)
+    ModuleEngine(net)
+    assert "doubled of '0'" in caplog.text
+
+
 def test_tensors_may_lie_among_each_other() -> None:
     memory = torch.zeros(12, 4)
     names = {"left": memory[:8, :2], "right": memory[:8, 2:], "below": memory[8:], "again": memory[8:]}

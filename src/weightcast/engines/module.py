@@ -8,6 +8,7 @@ Parameters keep their identity, so compiled and graph-captured models stay valid
 from __future__ import annotations
 
 import dataclasses
+import logging
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
@@ -15,13 +16,15 @@ import torch
 from torch import nn
 
 from weightcast.checkpoint import conversion
-from weightcast.checkpoint.live import CASTABLE, Buffers, LiveCheckpoint, Names
+from weightcast.checkpoint.live import CASTABLE, Buffers, LiveCheckpoint, Names, state_dict_hooks
 from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError, ManifestError, listed
 from weightcast.format.bucket import DTYPE_NAMES, narrow
 from weightcast.format.geometry import Region, check_tiling, is_inside
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.host import copy as host_copy
 from weightcast.host import device as host_device
+
+logger = logging.getLogger(__name__)
 
 
 class ModuleEngine:
@@ -43,6 +46,12 @@ class ModuleEngine:
         self._live = LiveCheckpoint(model, buffers=buffers, names=names)
         self._live.require_memory()
         self._targets = _ParameterTargets(self._live)
+        if hooks := state_dict_hooks(model, loading=True):
+            logger.warning(
+                "weights are copied into what the module holds: these are not called, which may do more when a state "
+                "dict is loaded: %s",
+                listed(hooks, separator=", "),
+            )
         self.discard()
 
     @property
