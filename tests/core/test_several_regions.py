@@ -27,7 +27,7 @@ from weightcast.seams.source import Held, Regions
 from weightcast.sources.store import StoreSource
 from weightcast.trainer import export
 from weightcast.trainer.options import PublishOptions
-from weightcast.trainer.packer import PartPacker, Shard
+from weightcast.trainer.packer import PartPacker, SeenRegions, Shard
 from weightcast.trainer.publisher import Publisher
 
 
@@ -113,6 +113,18 @@ def test_masters_in_regions_are_cast(tmp_path: Path) -> None:
         assert torch.equal(held[name], tensor.bfloat16())
         assert exported[name].dtype == torch.bfloat16
         assert torch.equal(exported[name], tensor.bfloat16())
+
+
+def test_other_views_of_the_same_memory_in_the_same_mapping_are_refused() -> None:
+    """What is packed would be the former views, at the same address."""
+    memory = torch.rand(4, 4)
+    held: dict[str, Sequence[Held]] = {"w": ((geometry.whole((4, 4)), memory),)}
+    seen = SeenRegions(held)
+    held["w"] = ((geometry.whole((4, 4)), memory[:]),)
+    assert seen.is_of(held)
+    held["w"] = ((geometry.whole((4, 4)), memory.t()),)
+    with pytest.raises(IncompatibleWeightsError, match="views of other shapes, strides or dtypes"):
+        seen.is_of(held)
 
 
 def test_the_same_regions_may_lie_otherwise_in_other_memory() -> None:

@@ -487,6 +487,9 @@ class SeenRegions:
         views = self._views
         if len(held) != len(views) or not all(map(operator.is_, held, self._held)):
             views = [view for _, view in held]
+            if [*map(_read_as, held)] != [*map(_read_as, self._held)]:
+                problem = "found other regions, or views of other shapes, strides or dtypes, in the same object"
+                raise _misfit([problem], "where tensors change, have regions() return another object")
         addresses = list(map(torch.Tensor.data_ptr, views))
         if addresses != self._addresses:
             names = [name for name, parts in regions.items() for _ in parts]
@@ -497,6 +500,11 @@ class SeenRegions:
             ] or [f"found {len(addresses)} views, expected {len(self._addresses)}"]
             raise _misfit(moved, "where tensors move, have regions() return another object")
         return True
+
+
+def _read_as(held: Held) -> tuple[object, ...]:
+    region, view = held
+    return region, view.shape, view.stride(), view.dtype
 
 
 def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
