@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weightcast.checkpoint.directories import CheckpointDirectories, CompleteDirectory, DirectoryFormat
+from weightcast.checkpoint.directories import MAX_CANDIDATES, CheckpointDirectories, CompleteDirectory, DirectoryFormat
 from weightcast.checkpoint.files import INDEX_FILE, SINGLE_FILE
 from weightcast.sources.safetensors import SafetensorsSource
 
@@ -153,6 +153,26 @@ def test_a_directory_that_is_written_again_is_another(tmp_path: Path) -> None:
     save(tmp_path / "step_1", 1, written_at=2)
     assert not directories.is_unchanged(known)
     assert newest(directories, known) is not None
+
+
+@pytest.mark.parametrize("kind", ["hf", "prime-rl"])
+def test_of_many_directories_the_one_that_was_written_last_is_looked_into(
+    tmp_path: Path, kind: DirectoryFormat
+) -> None:
+    """Not those that something was removed from, as loops do with the optimizer's states of older ones."""
+    marker = "STABLE" if kind == "prime-rl" else "notes"
+    paths = [save(tmp_path / f"step_{number}", number, marker=marker) for number in range(1, MAX_CANDIDATES + 4)]
+    for second, path in enumerate(paths):
+        os.utime(path, (100 - second, 100 - second))
+    directories = of(tmp_path, kind)
+    known = newest(directories)
+    assert known is not None
+    assert known.path == paths[-1]
+    stamp(paths[0], 50)
+    os.utime(paths[0], (1, 1))
+    again = newest(directories, known)
+    assert again is not None
+    assert again.path == paths[0], "written again in place, by a loop that resumed from an earlier step"
 
 
 def test_what_is_left_out_comes_back_when_it_has_changed(tmp_path: Path) -> None:

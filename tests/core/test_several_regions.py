@@ -18,12 +18,16 @@ from safetensors.torch import load_file
 
 from core.direct import DirectEngine, RecordingEngine
 from weightcast.errors import IncompatibleWeightsError
+from weightcast.format import geometry
+from weightcast.format.bucket import Layout
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import TensorSpec
+from weightcast.format.plan import plan
 from weightcast.seams.source import Held, Regions
 from weightcast.sources.store import StoreSource
 from weightcast.trainer import export
 from weightcast.trainer.options import PublishOptions
+from weightcast.trainer.packer import PartPacker, SeenRegions, Shard
 from weightcast.trainer.publisher import Publisher
 
 
@@ -95,11 +99,46 @@ def test_a_store_and_an_export_have_them_whole(tmp_path: Path) -> None:
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-def test_masters_in_regions_are_cast() -> None:
+def test_masters_in_regions_are_cast(tmp_path: Path) -> None:
     tensors, regions = heads(8, 3)
-    source = RegionSource({name: tensor.bfloat16() for name, tensor in tensors.items()}, regions)
+    whole_tensor = torch.arange(6.0)
+    source = RegionSource(
+        {name: tensor.bfloat16() for name, tensor in tensors.items()} | {"whole": whole_tensor.bfloat16()},
+        regions | {"whole": ((geometry.whole((6,)), whole_tensor),)},
+    )
     held = published(source, "memory://", bucket_size_bytes=4096)
-    assert all(torch.equal(held[name], tensor.bfloat16()) for name, tensor in tensors.items())
+    export.export(source, tmp_path / "out")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in (tensors | {"whole": whole_tensor}).items():
+        assert torch.equal(held[name], tensor.bfloat16())
+        assert exported[name].dtype == torch.bfloat16
+        assert torch.equal(exported[name], tensor.bfloat16())
+
+
+def test_other_views_of_the_same_memory_in_the_same_mapping_are_refused() -> None:
+    """What is packed would be the former views, at the same address."""
+    memory = torch.rand(4, 4)
+    held: dict[str, Sequence[Held]] = {"w": ((geometry.whole((4, 4)), memory),)}
+    seen = SeenRegions(held)
+    held["w"] = ((geometry.whole((4, 4)), memory[:]),)
+    assert seen.is_of(held)
+    held["w"] = ((geometry.whole((4, 4)), memory.t()),)
+    with pytest.raises(IncompatibleWeightsError, match="views of other shapes, strides or dtypes"):
+        seen.is_of(held)
+
+
+def test_the_same_regions_may_lie_otherwise_in_other_memory() -> None:
+    layout = Layout(plan([TensorSpec("w", "float32", (4, 12))], 4096))
+    payload = torch.zeros(layout.manifest.max_bucket_bytes, dtype=torch.uint8)
+    packer: PartPacker | None = None
+    for sizes in ((3, 4), (12,), (4, 3)):
+        view = torch.rand(4, *sizes)
+        shards = [Shard(0, geometry.whole((4, 12)), view)]
+        if packer is None:
+            packer = PartPacker(layout, shards)
+        packer.rebind(shards)
+        packer.pack(0, payload, None)
+        assert torch.equal(payload[: view.nbytes].view(torch.float32), view.flatten())
 
 
 @st.composite

@@ -93,6 +93,13 @@ def fails(name: str, tensor: torch.Tensor) -> Stream:
     yield name, tensor
 
 
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """As frameworks leave a gathered parameter."""
+    emptied = tensor.clone()
+    emptied.untyped_storage().resize_(0)
+    return emptied
+
+
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "renamed": (
         {"layer_4": lambda n, t: [("other", t)]},
@@ -114,6 +121,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         IncompatibleWeightsError,
         r"torch.bits8\[\], expected 'scalar' bfloat16\[\]",
     ),
+    "freed": ({"layer_4": lambda n, t: [(n, freed(t))]}, IncompatibleWeightsError, "found 'layer.4'.*without memory"),
     "left out": ({"layer_3": lambda n, t: []}, IncompatibleWeightsError, "found 'layer.4'.*expected 'layer.3'"),
     "without elements and left out": ({"empty": lambda n, t: []}, IncompatibleWeightsError, "expected 'empty'"),
     "shorter": (
@@ -154,6 +162,12 @@ def test_a_wrong_stream_is_never_installed(tmp_path: Path, wrong: str, transport
         assert engine.versions[-1].number == 2
         del engine.versions[-1]
         assert torch.equal(engine.held["layer.0"], torch.full((40, 10), value(2, 3)))
+
+
+def test_a_freed_tensor_is_not_learned() -> None:
+    source = IteratorSource()
+    with pytest.raises(ValueError, match=r"'layer.4' on cpu is without memory"):
+        source.use(exported(0, layer_4=lambda n, t: [(n, freed(t))]))
 
 
 def test_a_stream_that_fails_half_way_into_a_streaming_install_is_healed_by_the_next() -> None:

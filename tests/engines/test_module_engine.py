@@ -367,3 +367,64 @@ def test_a_module_on_a_gpu_holds_what_was_committed() -> None:
     assert all(bits(tensor.cpu()) == bits(on_device[name].cpu()) for name, tensor in engine.tensors())
     restore()
     assert all(bits(tensor.cpu()) == bits(update[name]) for name, tensor in engine.tensors())
+
+
+WHOLE = torch.zeros(12, 4)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"qkv": WHOLE, "q": WHOLE[:4]},
+        {"a": WHOLE[:, :3], "b": WHOLE[:, 2:]},
+        {"a": WHOLE, "b": WHOLE.t()},
+        {"a": WHOLE, "flat": WHOLE.view(-1)},
+        {"a": WHOLE, "bits": WHOLE.view(torch.int32)},
+        {"a": torch.zeros(4).expand(6, 4)},
+        {"a": torch.zeros(8).unfold(0, 4, 1)},
+    ],
+    ids=["part", "columns", "transposed", "flat", "other dtype", "expanded", "unfolded"],
+)
+def test_memory_that_is_shared_in_part_is_refused_before_anything_is_written(tensors: dict[str, torch.Tensor]) -> None:
+    """Of two tensors the one that came last would stay, and the other be of a mixture."""
+    with pytest.raises(ValueError, match=r"share memory without being one tensor|one place in memory for several"):
+        ModuleEngine(buffers(**tensors))
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(4).expand(6, 4), torch.empty(4, device="meta")])
+def test_a_tensor_that_can_not_be_written_to_is_refused_as_long_as_it_is_there(tensor: torch.Tensor) -> None:
+    module = buffers(a=torch.zeros(4))
+    engine = ModuleEngine(module)
+    module.a = tensor
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"memory|meta"):
+            engine.specs()
+    module.a = torch.zeros(4)
+    engine.load([("a", torch.ones(4))])
+    engine.commit(VERSION)
+    assert module.a.eq(1).all()
+
+
+def doubled(module: nn.Module, *more: object) -> None:
+    module.double = 2 * module.weight.detach()
+
+
+@pytest.mark.parametrize("how", ["pre", "post"])
+def test_what_else_happens_when_a_state_dict_is_loaded_is_named(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as tensors that are derived from others: they would be those of the former version without a word."""
+    net = nn.Sequential(nn.Linear(3, 3))
+    getattr(net[0], f"register_load_state_dict_{how}_hook")(doubled)
+    ModuleEngine(net)
+    assert "doubled of '0'" in caplog.text
+
+
+def test_tensors_may_lie_among_each_other() -> None:
+    memory = torch.zeros(12, 4)
+    names = {"left": memory[:8, :2], "right": memory[:8, 2:], "below": memory[8:], "again": memory[8:]}
+    module = buffers(**names, step=torch.zeros(6, 5)[:, ::2])
+    engine = ModuleEngine(module)
+    update = update_of(engine)
+    engine.load(update.items())
+    engine.commit(VERSION)
+    for name, tensor in update.items():
+        assert bits(module.get_buffer(name)) == bits(tensor)

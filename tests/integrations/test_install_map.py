@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -147,27 +147,73 @@ def test_a_loader_that_writes_to_what_it_is_given_gets_all_of_it(write: str, ins
                 assert models[1].weight.eq(number).all()
 
 
-@pytest.mark.parametrize("operation", ["mul_", "div_"])
-def test_arithmetic_on_what_was_copied_is_seen_before_zeros_could_prove_the_copy(operation: str) -> None:
-    class Scaled(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.size, self.num_loads = 1, 0
-            self.weight = torch.nn.Parameter(torch.zeros(8, 8), requires_grad=False)
+class OneWeight(torch.nn.Module):
+    """`load` puts what comes into the parameter."""
 
-        def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-            for _, tensor in tensors:
-                self.weight.data.copy_(tensor)
-                getattr(self.weight.data, operation)(4)
+    def __init__(self, load: Callable[[torch.Tensor, torch.Tensor], object], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.size, self.num_loads, self.load = 1, 0, load
+        self.weight = torch.nn.Parameter(torch.zeros(8, 8, dtype=dtype), requires_grad=False)
 
-    model, tensors = Scaled(), {"weight": torch.zeros(8, 8)}
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in tensors:
+            self.load(self.weight.data, tensor)
+
+
+def installs_as_it_loads(load: Callable[[torch.Tensor, torch.Tensor], object], *, source: str, target: str) -> bool:
+    """Zeros first, of which many loaders make what a copy makes; then other values."""
+    held, tensors = getattr(torch, target), {"weight": torch.zeros(8, 8, dtype=getattr(torch, source))}
+    model, cold = OneWeight(load, held), OneWeight(load, held)
     engine = ModelEngine(model, reference=tensors)  # type: ignore[arg-type]
     with fleet(TensorSource(tensors), engine) as (publisher, _):
         for number in (0, 1, 2):
-            tensors["weight"].fill_(number)
+            tensors["weight"].copy_(number * torch.arange(64).reshape(8, 8))
             publisher.publish(number)
-            assert model.weight.eq(4 * number if operation == "mul_" else number / 4).all()
+            cold.load_weights(tensors.items())
+            if not torch.equal(model.weight.view(torch.uint8), cold.weight.view(torch.uint8)):
+                return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.mul_(4),
+        lambda weight: weight.div_(4),
+        lambda weight: weight.masked_fill_(weight > 3, 7),
+        lambda weight: weight.scatter_(0, torch.zeros(1, 8, dtype=torch.long, device=weight.device), 2 * weight[1:2]),
+        lambda weight: weight.index_put_((torch.tensor([0], device=weight.device),), 2 * weight[1]),
+        lambda weight: weight.lerp_(3 * weight, 0.5),
+        lambda weight: torch._foreach_mul_([weight], 4),
+        lambda weight: torch.mul(weight, 4, out=weight),
+        lambda weight: torch.nn.functional.hardtanh(weight, inplace=True),
+    ],
+    ids=["mul_", "div_", "masked_fill_", "scatter_", "index_put_", "lerp_", "foreach", "out", "inplace"],
+)
+def test_what_changes_a_copy_in_place_is_seen_before_zeros_could_prove_it(
+    change: Callable[[torch.Tensor], object],
+) -> None:
+    def load(weight: torch.Tensor, tensor: torch.Tensor) -> None:
+        weight.copy_(tensor)
+        change(weight)
+
+    assert installs_as_it_loads(load, source="float32", target="float32")
     assert torch.ones(2, device="meta").mul_(3).is_meta
+
+
+@pytest.mark.parametrize(
+    ("load", "source", "target"),
+    [
+        (lambda weight, tensor: weight.copy_(tensor.view(torch.uint8)), "float8_e4m3fn", "uint8"),
+        (lambda weight, tensor: weight.view(torch.uint8).copy_(tensor), "uint8", "float8_e4m3fn"),
+        (lambda weight, tensor: weight.copy_(tensor.clone().view(torch.bfloat16)), "int16", "bfloat16"),
+        (lambda weight, tensor: weight.copy_(tensor.view(torch.int32)), "float32", "float32"),
+    ],
+)
+def test_bits_that_are_taken_for_another_dtype_are_no_copy_of_values(
+    load: Callable[[torch.Tensor, torch.Tensor], object], source: str, target: str
+) -> None:
+    assert installs_as_it_loads(load, source=source, target=target)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

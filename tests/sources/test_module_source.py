@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from weightcast.engines.module import ModuleEngine
 from weightcast.format.bucket import DTYPE_NAMES, Layout
 from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import WeightVersion
@@ -45,6 +49,36 @@ def test_the_same_objects_come_back_while_nothing_changes() -> None:
         net[0].weight.add_(1)
     assert source.specs() is specs
     assert source.regions() is regions
+
+
+def scaled(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
+    state[prefix + "weight"] = 2 * state[prefix + "weight"]
+
+
+class Scaled(nn.Linear):
+    def _save_to_state_dict(self, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        scaled(self, destination, prefix, None)
+
+
+@pytest.mark.parametrize("how", ["hook", "partial", "override"])
+def test_what_changes_a_state_dict_beside_the_module_is_named(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Else a checkpoint of another form would be published without a word."""
+    net = nn.Sequential(Scaled(3, 3) if how == "override" else nn.Linear(3, 3))
+    if how != "override":
+        net[0]._register_state_dict_hook(scaled if how == "hook" else functools.partial(scaled))
+    assert not torch.equal(net.state_dict()["0.weight"], net[0].weight)
+    ((_, view),) = ModuleSource(net).regions()["0.weight"]
+    assert torch.equal(view, net[0].weight)
+    assert ("Scaled._save_to_state_dict of '0'" if how == "override" else "scaled of '0'") in caplog.text
+    assert "publish TensorSource(model.state_dict())" in caplog.text
+
+
+def test_hooks_of_torchs_own_are_known(caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.Sequential(checkpoint_wrapper(nn.utils.spectral_norm(nn.Linear(3, 3))), make_net())
+    ModuleSource(nn.parallel.DataParallel(net))
+    ModuleEngine(net)
+    assert caplog.text == ""
 
 
 def test_replaced_memory_gives_new_regions_and_the_same_specs() -> None:

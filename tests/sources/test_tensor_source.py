@@ -22,6 +22,8 @@ def test_floating_point_is_cast_while_it_is_packed_and_the_rest_stays() -> None:
     assert torch.equal(sink.held["b"], tensors["b"].bfloat16())
     assert torch.equal(sink.held["steps"], tensors["steps"])
     assert source.tensors["a"] is tensors["a"]
+    with pytest.raises(TypeError):
+        source.tensors["a"] = torch.zeros(33, 3)  # type: ignore[index]
 
 
 class Wrong(TensorSink):

@@ -415,6 +415,17 @@ def test_w22_w23_a_change_in_place_is_seen_by_nobody_before_it_is_sent(tmp_path:
         assert version_in(kept[-1]) == number
 
 
+def test_w22_w23_another_view_in_the_same_tensor_object_is_read_as_it_is(tmp_path: Path) -> None:
+    scheme, taken = Scheme(str(tmp_path)), Copies()
+    sender, receiver = sender_of(scheme), scheme.create_receiver(taken.engine)
+    tensor = torch.arange(32.0).reshape(4, 8)[:, ::2]
+    for strides in ((8, 2), (1, 8), (2, 4)):
+        tensor.as_strided_((4, 4), strides)
+        sender.update_weights({"a": tensor})
+        assert receiver.poll_and_apply(timeout=0)
+        assert torch.equal(taken.held["a"], tensor)
+
+
 def test_w24_a_send_waits_for_no_receiver(tmp_path: Path, trainers: Any) -> None:
     """Neither for one that never reads nor for one whose load failed."""
 

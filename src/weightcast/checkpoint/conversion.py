@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightcast.errors import ManifestError
-from weightcast.format.geometry import Region, check_tiling, is_inside, relative
+from weightcast.errors import ManifestError, listed
+from weightcast.format.geometry import Region, check_disjoint, check_tiling, is_inside, relative
 
 Reversal = Callable[[Any, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
@@ -117,20 +117,80 @@ def tile(whole: torch.Tensor, parts: Sequence[torch.Tensor], name: str) -> None:
     All strides that occur, in ascending order, are taken for the places of a mixed-radix number: an element's offset
     in the storage is then a vector of digits, each view a box of them, and tiling by boxes is decided exactly.
     """
-    strides = {stride for t in (whole, *parts) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1}
-    places = sorted(strides | {1})
-    if places[0] < 1 or any(upper % lower for lower, upper in itertools.pairwise(places)):
-        raise ManifestError(f"the strides {places} of the parts of {name!r} do not divide each other")
-    box = _box(whole, places, name)
-    parts_of_it = [relative(_box(part, places, name), box) for part in parts if part.numel()]
+    places = _places((whole, *parts), name)
+    box = _box(whole, int(whole.storage_offset()), places, name)
+    parts_of_it = [
+        relative(_box(part, int(part.storage_offset()), places, name), box) for part in parts if part.numel()
+    ]
     check_tiling(parts_of_it, box.sizes, name)
     if not all(is_inside(part, box.sizes) for part in parts_of_it):
         raise ManifestError(f"a part of {name!r} reaches out of it")
 
 
-def _box(view: torch.Tensor, places: Sequence[int], name: str) -> Region:
-    """The box of digit vectors that a view's elements have. Raises ManifestError if they are not one."""
-    rest, offsets = int(view.storage_offset()), [0] * len(places)
+def require_apart(views: Mapping[str, torch.Tensor]) -> None:
+    """Raises ValueError, naming them, where views share memory: what is written to one would change another.
+
+    Nor may two elements of one view be the same memory. What can't be decided counts as shared.
+    """
+    spans: list[tuple[int, int, str]] = []
+    for name, view in views.items():
+        if view.is_contiguous():
+            spans.append((view.data_ptr(), view.data_ptr() + view.nbytes, name))
+            continue
+        last = 0
+        for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
+            if size > 1 and stride <= last:
+                raise ValueError(
+                    f"{name!r} of shape {list(view.shape)} and strides {list(view.stride())} has one place in memory "
+                    "for several of its elements, so that no weights can be copied to it: give the module a contiguous "
+                    "tensor, or, for a buffer that never changes, pass buffers='none'"
+                )
+            last += stride * (size - 1)
+        spans.append((view.data_ptr(), view.data_ptr() + (last + 1) * view.itemsize, name))
+    spans = sorted(span for span in spans if span[0] < span[1])
+    first, end = 0, 0
+    for number, (start, stop, _) in enumerate(spans):
+        if start >= end:
+            _require_disjoint(views, spans[first:number])
+            first = number
+        end = max(end, stop)
+    _require_disjoint(views, spans[first:])
+
+
+def _require_disjoint(views: Mapping[str, torch.Tensor], spans: Sequence[tuple[int, int, str]]) -> None:
+    """`spans`: of views that lie among each other, their first and last addresses. See `require_apart`."""
+    if len(spans) < 2:
+        return
+    names = [name for _, _, name in spans]
+    held = [views[name] for name in names]
+    try:
+        if len({view.dtype for view in held}) > 1:
+            raise ManifestError("their dtypes differ")
+        places = _places(held, names[0])
+        offsets = [(start - spans[0][0]) // held[0].itemsize for start, _, _ in spans]
+        boxes = [_box(view, offset, places, names[0]) for view, offset in zip(held, offsets, strict=True)]
+        check_disjoint(boxes, names[0])
+    except ManifestError as exc:
+        raise ValueError(
+            f"{listed(list(map(repr, names)), separator=', ')} share memory without being one tensor ({exc}): weights "
+            "that were copied to one would change another. Tie whole tensors, or give each memory of its own"
+        ) from exc
+
+
+def _places(views: Sequence[torch.Tensor], name: str) -> list[int]:
+    """All strides of views, in ascending order. Raises ManifestError if they do not divide each other."""
+    strides = {stride for t in views for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1}
+    places = sorted(strides | {1})
+    if places[0] < 1 or any(upper % lower for lower, upper in itertools.pairwise(places)):
+        raise ManifestError(f"the strides {places} of the parts of {name!r} do not divide each other")
+    return places
+
+
+def _box(view: torch.Tensor, offset: int, places: Sequence[int], name: str) -> Region:
+    """The box of digit vectors that a view's elements have, the first at `offset`. Raises ManifestError if they are not
+    one.
+    """
+    rest, offsets = offset, [0] * len(places)
     for k in reversed(range(len(places))):
         offsets[k], rest = divmod(rest, places[k])
     sizes = [1] * len(places)

@@ -11,7 +11,9 @@ first, the index that names them last.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import stat
@@ -27,7 +29,7 @@ DirectoryFormat = Literal["hf", "prime-rl"]
 MARKERS: dict[DirectoryFormat, tuple[str, ...]] = {"hf": (), "prime-rl": ("STABLE", ".finished")}
 
 MAX_CANDIDATES = 16
-"""Only so many directories, those that changed last, are looked into."""
+"""Only so many directories, those whose marker, index or only file was written last, are looked into."""
 
 _NUMBERED = re.compile(r"(?!\.|tmp)(?:.*[^0-9])?([0-9]{1,18})", re.DOTALL)
 
@@ -97,22 +99,26 @@ class CheckpointDirectories:
         self._left_out[directory.path] = directory.files
 
     def _complete(self) -> Iterator[CompleteDirectory]:
-        candidates: list[tuple[int, Path, int]] = []
+        candidates: list[tuple[int, int, Path]] = []
         try:
             with os.scandir(self._root) as entries:
                 for entry in entries:
                     match = _NUMBERED.fullmatch(entry.name)
                     if match is not None and entry.is_dir():
-                        candidates.append((entry.stat().st_mtime_ns, Path(entry.path), int(match[1])))
+                        # Not the directory's own time: what is written again in place leaves it, a removal changes it.
+                        for name in (*self._markers, INDEX_FILE, SINGLE_FILE):
+                            with contextlib.suppress(OSError):
+                                written_ns = os.stat(os.path.join(entry.path, name)).st_mtime_ns
+                                candidates.append((written_ns, int(match[1]), Path(entry.path)))
         except FileNotFoundError:
             pass  # the root, or an entry of it, is gone: what was found before it counts
         except OSError as exc:
             raise IntegrityError(f"{self._root} can't be listed: {exc.strerror}") from exc
-        candidates = sorted(candidates, reverse=True)[:MAX_CANDIDATES]
-        paths = {path for _, path, _ in candidates}
+        found = {path: number for _, number, path in sorted(candidates, reverse=True)}
+        paths = dict(itertools.islice(found.items(), MAX_CANDIDATES))
         self._seen = {path: seen for path, seen in self._seen.items() if path in paths}
         self._left_out = {path: files for path, files in self._left_out.items() if path in paths}
-        for _, path, number in candidates:
+        for path, number in paths.items():
             try:
                 files = self._files(path)
             except OSError:

@@ -1,10 +1,11 @@
 """A live module in checkpoint form: the names and shapes that `save_pretrained` would write, as views, never copies.
 
-For a model of transformers that is its checkpoint (see `conversion`); for any other module its state dict, without the
-prefixes of wrappers (DDP, torch.compile, activation checkpointing, FSDP). Invariants: every view is memory that the
-module computes with; tensors of equal memory and geometry are one record, with the other names as its aliases; the
-record objects stay the same as long as the module's tensors do. A change of values never counts as a change. What is
-sharded is seen as its whole, without data; `LiveCheckpoint.regions` has what this rank holds of it.
+For a model of transformers that is its checkpoint (see `conversion`); for any other module its state dict as it is
+without hooks and overrides, and without the prefixes of wrappers (DDP, torch.compile, activation checkpointing, FSDP).
+Invariants: every view is memory that the module computes with; tensors of equal memory and geometry are one record,
+with the other names as its aliases; the record objects stay the same as long as the module's tensors do. A change of
+values never counts as a change. What is sharded is seen as its whole, without data; `LiveCheckpoint.regions` has what
+this rank holds of it.
 """
 
 from __future__ import annotations
@@ -98,6 +99,27 @@ def _is_wrapping(module: nn.Module, child_name: str) -> bool:
     if child_name == "module":
         return any(cls.__name__ in _WRAPPER_CLASSES for cls in type(module).__mro__)
     return child_name in _WRAPPER_CHILDREN
+
+
+def state_dict_hooks(module: nn.Module, *, loading: bool) -> list[str]:
+    """What makes this module's state dict another (or, `loading`, does more than copy it) and is not called here.
+
+    In words: hooks and overrides that are not torch's, nor PEFT's, whose adapters are known.
+    """
+    found = []
+    for name, part in module.named_modules():
+        if not any(cls.__name__ in _WRAPPER_CLASSES for cls in type(part).__mro__):
+            hooks = (*part._state_dict_hooks.values(), type(part)._save_to_state_dict, type(part).state_dict)
+            if loading:
+                added = (*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values())
+                hooks = (*added, type(part)._load_from_state_dict, type(part).load_state_dict)
+            for hook in hooks:
+                hook = getattr(hook, "hook", hook)  # of a torch wrapper
+                hook = getattr(hook, "func", hook)  # of a partial
+                if str(getattr(hook, "__module__", "")).partition(".")[0] not in ("torch", "peft"):
+                    what = getattr(hook, "__qualname__", type(hook).__qualname__)
+                    found.append(f"{what} of {name!r}" if name else what)
+    return found
 
 
 def _fsdp1_wrappers(module: nn.Module) -> list[Any]:

@@ -8,18 +8,22 @@ Parameters keep their identity, so compiled and graph-captured models stay valid
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from weightcast.checkpoint.live import CASTABLE, Buffers, InstallMap, LiveCheckpoint, Names
+from weightcast.checkpoint import conversion
+from weightcast.checkpoint.live import CASTABLE, Buffers, InstallMap, LiveCheckpoint, Names, state_dict_hooks
 from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError, listed
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.host import copy as host_copy
 from weightcast.host import device as host_device
+
+logger = logging.getLogger(__name__)
 
 
 class ModuleEngine:
@@ -28,7 +32,8 @@ class ModuleEngine:
     It accepts the names and shapes that the module has in checkpoint form (see `checkpoint`): a model with fused
     experts takes one tensor per expert. With `cast`, half, bfloat16, single and double precision may differ.
     Calls come from one thread at a time, and nothing else may use the module meanwhile. Extra memory: none but
-    `snapshot_bytes` for an undo. Raises ValueError if the module has no checkpoint form in place.
+    `snapshot_bytes` for an undo. Raises ValueError if the module has no checkpoint form in place, or
+    where tensors share memory without being tied as a whole.
     """
 
     def __init__(
@@ -39,6 +44,12 @@ class ModuleEngine:
         self._model = model
         self._cast = cast
         self._live = _LiveModule(LiveCheckpoint(model, buffers=buffers, names=names))
+        if hooks := state_dict_hooks(model, loading=True):
+            logger.warning(
+                "weights are copied into what the module holds: these are not called, which may do more when a state "
+                "dict is loaded: %s",
+                listed(hooks, separator=", "),
+            )
         self.discard()
 
     @property
@@ -250,10 +261,14 @@ class _LiveModule(InstallMap):
     def _note(self, has_changed: bool) -> None:
         if has_changed:
             self._is_replaced = self._is_updating
+        # What can't be written to is looked at again each time, not left at the former tensors.
+        if self._indexed is not self.live:
             self._index()
 
     def _index(self) -> None:
         self._checkpoint.require_memory()
+        conversion.require_apart(self.live)
+        self._indexed = self.live
         self.views = list(self.live.values())
         self.shapes = [view.shape for view in self.views]
         self.dtypes = [view.dtype for view in self.views]

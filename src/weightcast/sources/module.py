@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from weightcast.checkpoint.live import Buffers, LiveCheckpoint, Names, OnAdapters, cast_specs, cast_target
+from weightcast.checkpoint.live import (
+    Buffers,
+    LiveCheckpoint,
+    Names,
+    OnAdapters,
+    cast_specs,
+    cast_target,
+    state_dict_hooks,
+)
+from weightcast.errors import listed
 from weightcast.format.manifest import TensorSpec
 from weightcast.seams.source import Regions
+
+logger = logging.getLogger(__name__)
 
 
 class ModuleSource:
@@ -45,6 +57,12 @@ class ModuleSource:
     ) -> None:
         self._dtype = None if dtype is None else cast_target(dtype)
         self._live = LiveCheckpoint(model, buffers=buffers, names=names, sharded=True, on_adapters=adapters)
+        if hooks := state_dict_hooks(model, loading=False):
+            logger.warning(
+                "what the module holds is published, under its own names: these are not called, which may change its "
+                "state dict: %s. Where their outcome is wanted, publish TensorSource(model.state_dict())",
+                listed(hooks, separator=", "),
+            )
         self._of: object = None
         self._specs: tuple[TensorSpec, ...] = ()
         self._views: object = None

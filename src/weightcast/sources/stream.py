@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from weightcast.checkpoint.live import is_memory
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec
 from weightcast.host import memory
@@ -37,8 +38,8 @@ class IteratorSource:
         """Publish these next. To learn what they are it takes all of them, and blocks until the iterator ends; with
         `specs` it takes the first one.
 
-        Raises what the iterator raises; where it learns, InsufficientMemoryError, and ValueError for a dtype that can't
-        travel: nothing was learned then.
+        Raises what the iterator raises; where it learns, InsufficientMemoryError, and ValueError for a tensor that
+        can't travel: nothing was learned then.
         """
         given = iter(tensors)
         if not self._is_learning:
@@ -67,6 +68,8 @@ class IteratorSource:
         for name, tensor in given:
             if tensor.dtype not in DTYPE_NAMES:
                 raise ValueError(f"{name!r} is {tensor.dtype}; known: {', '.join(DTYPE_NAMES.values())}")
+            if tensor.is_meta or not is_memory(tensor):
+                raise ValueError(f"{name!r} on {tensor.device} is without memory, or computed when it is read")
             unchecked_bytes += tensor.nbytes
             if unchecked_bytes >= _CHECKED_BYTES:
                 what = f"a copy of the first version, which is {name!r} and all tensors before it,"

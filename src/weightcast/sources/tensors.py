@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -15,7 +16,10 @@ from weightcast.seams.source import Regions
 
 
 class TensorSource:
-    """A `Source` of whole tensors in checkpoint form, `tensors` by name. Nothing is copied."""
+    """A `Source` of whole tensors in checkpoint form, `tensors` by name. Nothing is copied.
+
+    A publish reads their values as they are by then; for other tensors, call `replace`.
+    """
 
     def __init__(
         self,
@@ -32,7 +36,8 @@ class TensorSource:
         """
         self._dtype = None if dtype is None else cast_target(dtype)
         self._groups, self._aliases = groups or {}, aliases or {}
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.tensors: Mapping[str, torch.Tensor] = {}
+        """What is published; read-only: see `replace`."""
         self._specs: tuple[TensorSpec, ...] = ()
         self._regions: Regions = {}
         self.replace(tensors or {})
@@ -55,7 +60,7 @@ class TensorSource:
         )
         # The same object for the same specs: a publisher then keeps its plan.
         self._specs = self._specs if specs == self._specs else specs
-        self.tensors = dict(tensors)
+        self.tensors = MappingProxyType(dict(tensors))
         self._regions = {name: ((whole(tensor.shape), tensor),) for name, tensor in tensors.items()}
 
     def specs(self) -> Sequence[TensorSpec]:

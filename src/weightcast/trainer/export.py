@@ -28,7 +28,7 @@ def export(
     `config_from`: a model's directory, whose configuration and tokenizer are copied as they are. The directory appears
     complete or not at all. Raises FileExistsError if it is there, FileNotFoundError if `config_from` has no
     config.json, ValueError if a tensor is not whole on this rank, UnsupportedError for a dtype that the format does not
-    have. Memory: what is held in several regions, of one shard at a time.
+    have. Memory: what is held in several regions, or cast, of one shard at a time.
     """
     if directory.exists():
         raise FileExistsError(f"{directory} is there already: name another directory, or remove it first")

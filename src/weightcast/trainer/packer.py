@@ -320,12 +320,11 @@ class PartPacker:
         self._fused: dict[int, tuple[torch.Tensor, CopyAndSum]] = {}
 
     def rebind(self, shards: Sequence[Shard]) -> None:
-        """The same regions lie in other memory now."""
+        """The same regions lie in other memory now, with other dims in two than before, if any (see `Held`)."""
         self._shards = shards
         self._sources.clear()
         self._steps.clear()
-        self._copies.clear()
-        self._fused.clear()
+        self.forget_views()
 
     def forget_views(self) -> None:
         """Drop every view of a bucket."""
@@ -502,6 +501,9 @@ class SeenRegions:
         views = self._views
         if len(held) != len(views) or not all(map(operator.is_, held, self._held)):
             views = [view for _, view in held]
+            if [*map(_read_as, held)] != [*map(_read_as, self._held)]:
+                problem = "found other regions, or views of other shapes, strides or dtypes, in the same object"
+                raise _misfit([problem], "where tensors change, have regions() return another object")
         addresses = list(map(torch.Tensor.data_ptr, views))
         if addresses != self._addresses:
             names = [name for name, parts in regions.items() for _ in parts]
@@ -512,6 +514,11 @@ class SeenRegions:
             ] or [f"found {len(addresses)} views, expected {len(self._addresses)}"]
             raise _misfit(moved, "where tensors move, have regions() return another object")
         return True
+
+
+def _read_as(held: Held) -> tuple[object, ...]:
+    region, view = held
+    return region, view.shape, view.stride(), view.dtype
 
 
 def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
@@ -586,10 +593,10 @@ def _misfit(problems: Sequence[str], remedy: str) -> IncompatibleWeightsError:
 
 @torch.no_grad()
 def joined(spec: TensorSpec, parts: Parts) -> torch.Tensor:
-    """A contiguous tensor of what lies in its parts: its own memory if that is all of it and contiguous."""
+    """A contiguous tensor of what lies in its parts, of the spec's dtype: its own memory if that is just so."""
     if isinstance(parts, torch.Tensor):
-        return parts.reshape(spec.shape).contiguous()
-    tensor = torch.empty(spec.shape, dtype=parts[0][1].dtype if parts else TORCH_DTYPES[spec.dtype])
+        return parts.reshape(spec.shape).to(TORCH_DTYPES[spec.dtype]).contiguous()
+    tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
     for region, part in parts:
         split_like(narrow(tensor, region), part).copy_(part)
     return tensor

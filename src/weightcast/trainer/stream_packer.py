@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from weightcast.checkpoint.live import is_memory
 from weightcast.errors import IncompatibleWeightsError, UpdateAbortedError
 from weightcast.format.bucket import DTYPE_NAMES, Digest, Layout, narrow, queued_digest
 from weightcast.format.manifest import TensorRecord, WeightVersion
@@ -72,6 +73,8 @@ class StreamPacker:
             expected = f"{record.name!r} {record.dtype}{list(record.shape)}"
             if found != expected:
                 raise _other(f"found {found}, expected {expected}")
+            if tensor.is_meta or not is_memory(tensor):
+                raise _other(f"found {found} on {tensor.device} without memory, or that is computed when it is read")
             if record is wanted:
                 self._record, self._tensor = record, tensor
                 return

@@ -138,7 +138,7 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
 def _copies_seen_by(probe: _Probe) -> Iterator[None]:
     """Have a probe see what is copied or filled into tensors without memory, in whichever thread.
 
-    Also whether what lies there is computed with in place, which values such as zeros would not show, and nothing else.
+    Also whether anything without memory is written by another operation: values such as zeros would not show that.
     """
 
     def copied(part: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -149,15 +149,15 @@ def _copies_seen_by(probe: _Probe) -> Iterator[None]:
         probe.written(part, None)
         return part
 
-    def computed(part: torch.Tensor, *operands: Any, **options: Any) -> torch.Tensor:
+    def computed(*operands: Any, **options: Any) -> None:
         probe.knows_all = False
-        return part
+        raise RuntimeError("this is left to the run that looks at every operation")
 
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("copy_", copied, "Meta")
-        for name in ("fill_.Scalar", "fill_.Tensor", "zero_"):
+        for name in _FILL_NAMES:
             library.impl(name, filled, "Meta")
-        for name in _ARITHMETIC:
+        for name in _other_writes():
             library.impl(name, computed, "Meta")
         yield
 
@@ -213,7 +213,10 @@ def present(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tenso
 
 
 class _Whole(NamedTuple):
-    """A tensor that holds the elements of a source's block, all of them and nothing else, in its own order of dims."""
+    """A tensor that holds the elements of a source's block, all of them and nothing else, in its own order of dims.
+
+    `dtypes`: that of the source, and those that it was cast to one after the other, the tensor's last.
+    """
 
     name: str
     block: StridedBlock
@@ -241,6 +244,7 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Targets that something is computed from, and by which operation."""
         self._origins: dict[int, set[str]] = {}
         self._sources: dict[int, str] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         self._given: list[tuple[str, torch.Tensor]] = []
         self._wholes: dict[int, _Whole] = {}
         # A storage that is freed leaves its address to the next.
@@ -260,6 +264,7 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage = tensor.untyped_storage()
                 self._alive.append(storage)
                 self._sources[storage._cdata] = spec.name
+                self._dtypes[spec.name] = tensor.dtype
                 yield spec.name, tensor
             self.current = ""
 
@@ -308,6 +313,8 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (overwritten := self._sources.get(_address(part))) is not None:
             self._overwrite(overwritten)
         sizes, num_elements = tuple(part.shape), part.numel()
+        if target is not None:
+            num_elements = part.nbytes // target.form.dtype.itemsize  # it may be a view of another dtype
         block = StridedBlock(int(part.storage_offset()), sizes, part.stride())
         if source is None:
             if target is None:
@@ -319,7 +326,8 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             source = source.expand(sizes)
         address = _address(source)
         name = self._sources.get(address)
-        if name is not None and target is not None and num_elements:
+        is_value = target is not None and part.dtype == target.form.dtype
+        if name is not None and target is not None and num_elements and is_value and source.dtype == self._dtypes[name]:
             target.load(block, num_elements, name)
             self._use(name, num_elements, target.form.dtype)
             held = StridedBlock(int(source.storage_offset()), sizes, source.stride())
@@ -345,7 +353,7 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for each in names:
             self._use(each, num_elements, target.form.dtype)
         whole = self._whole(source)
-        if whole is None or not {*whole.dtypes} <= {target.form.dtype}:
+        if whole is None or not is_value or not {*whole.dtypes[1:]} <= {target.form.dtype}:
             self._opaque |= dict.fromkeys(names - self._opaque.keys(), f"{target.name} is computed from it")
         else:
             self.copies.append(RecordedCopy(whole.name, whole.block, target.name, block))
@@ -361,14 +369,16 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return others if name is None else {name, *others}
 
     def _whole(self, tensor: torch.Tensor) -> _Whole | None:
-        """Which block of which source a tensor's elements are, if they are one; `dtypes` it was cast to."""
+        """Which block of which source a tensor's elements are, if they are one, not its bits as another dtype."""
         name = self._sources.get(_address(tensor))
         block = StridedBlock(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
         if name is not None:
-            return _Whole(name, block, tensor.shape, tensor.stride(), ())
-        found = self._wholes.get(_address(tensor))
-        is_same = found is not None and (found.sizes, found.strides) == (tensor.shape, tensor.stride())
-        return found if is_same and not block.offset else None
+            found = _Whole(name, block, tensor.shape, tensor.stride(), (self._dtypes[name],))
+            return found if tensor.dtype == self._dtypes[name] else None
+        whole = self._wholes.get(_address(tensor))
+        if whole is None or block.offset or tensor.dtype != whole.dtypes[-1]:
+            return None
+        return whole if (whole.sizes, whole.strides) == (tensor.shape, tensor.stride()) else None
 
     def _inherit(self, func: Any, args: list[Any], out: Any) -> None:
         taken = list(filter(torch.is_tensor, tree_leaves(args)))
@@ -408,7 +418,7 @@ def _with(dtypes: frozenset[torch.dtype], dtype: torch.dtype) -> frozenset[torch
 
 _aten = torch.ops.aten
 _FILLS = frozenset({_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default})
-_ARITHMETIC = ("add_.Tensor", "sub_.Tensor", "mul_.Tensor", "div_.Tensor")
+_FILL_NAMES = ("fill_.Scalar", "fill_.Tensor", "zero_")
 _COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
 _FORMS = frozenset(
     {_aten.empty_like.default, _aten.new_empty.default, _aten.new_zeros.default, _aten.zeros_like.default}
@@ -419,6 +429,19 @@ _VIEWS = frozenset(
     | {_aten.transpose.int, _aten.unsqueeze.default, _aten.alias.default, _aten.empty.memory_format}
 )
 """The commonest views, and what makes new tensors: nothing is to be noted of them."""
+
+
+@functools.cache
+def _other_writes() -> list[str]:
+    """All that writes to tensors without memory, but for copies and constants: in place, and by `out=`."""
+    writes = []
+    for qualified in torch._C._dispatch_get_registrations_for_dispatch_key("Meta"):
+        namespace, _, name = qualified.partition("::")
+        if namespace == "aten" and name not in ("copy_", *_FILL_NAMES):
+            base, _, overload = name.partition(".")
+            if getattr(getattr(_aten, base), overload or "default")._schema.is_mutable:
+                writes.append(name)
+    return writes
 
 
 def _address(tensor: torch.Tensor) -> int:

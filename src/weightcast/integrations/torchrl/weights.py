@@ -134,7 +134,9 @@ class WeightsSource(TensorSource):
         """Whether these have the memory of those before, which are alive, and are read in the same way."""
         if not self._looks or _looked(given, _LOOKS) != self._looks:
             return False
-        return all(map(operator.is_, given, self._given)) or _looked(given, _GEOMETRY) == self._geometry
+        # What is not contiguous may be another view of its memory by now, in the same tensor object.
+        is_plain = all(self._looks[-1]) and all(map(operator.is_, given, self._given))
+        return is_plain or _looked(given, _GEOMETRY) == self._geometry
 
 
 def _looked(tensors: Sequence[torch.Tensor], looks: Sequence[Any]) -> list[list[Any]]:

@@ -88,6 +88,7 @@ class Contribution:
     def rebind(self, shards: Sequence[Shard]) -> None:
         """The same regions lie in other memory now."""
         self._part.rebind(shards)
+        self._message_views.clear()
 
     @property
     def is_mapped(self) -> bool:
