@@ -287,6 +287,14 @@ class Worker:
             self.gate.resume(owner=run)
             raise ClosedError(f"the hold of run {run} ended while it paused")
 
+    def abort_streaming(self, error: WeightcastError) -> None:
+        """Give up the update in progress if it is loaded as it comes, also once all of it has come."""
+        session = self._session
+        if session is None or session.update is None or not session.update.is_streaming:
+            return
+        if session.update.abort(error):
+            session.send(Failed(session.update.version.number, to_record(error)))
+
     def shutdown(self) -> None:
         """End the hold of whichever run has it. Idempotent; the engine serves on."""
         session = self._session

@@ -160,6 +160,22 @@ class RankWorker:
         if self._gate.version is not None:
             self._settle(self._gate.version, keep=True)
 
+    # --- what the host does by itself ---
+
+    def interrupt(self, reason: str, *, loses_weights: bool = False) -> None:
+        """The host is about to take the weights' memory away, or to write to it: nothing streams into them any more.
+
+        `loses_weights`: it is torn from then on, until a complete update or `reloaded`. Never raises.
+        """
+        with Attempt():
+            self._worker.abort_streaming(UpdateAbortedError(reason))
+        if loses_weights:
+            self._gate.tear(f"{reason}; publish a complete update to heal this engine")
+
+    def reloaded(self) -> None:
+        """The host has loaded all weights by itself: they are whole, and of no version of ours."""
+        self._gate.set_version(None)
+
     # --- the calls ---
 
     def _held(self, call: Prove) -> tuple[list[HeldTensor], int]:
