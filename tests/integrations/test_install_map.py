@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
 from core.direct import fleet
 
 from integrations.loader_model import EXPERTS, FUSED, HIDDEN, Model, ModelEngine, checkpoint, specs, without_memory
-from weightcast import TensorSource
+from weightcast import Follower, Publisher, TensorSource
 from weightcast.errors import PublishError
 from weightcast.format.plan import plan
 from weightcast.integrations.plugin.dry_run import dry_run
@@ -196,6 +197,19 @@ def test_an_exchanged_layer_is_recorded_again(install: str) -> None:
             # By the loader; tried again, and proven; by the new map.
             model.num_loads = 0
             publisher.publish(number)
+            assert same(model.live(), cold(tensors))
+            assert model.num_loads in (num_loads, num_loads + len(tensors)), number
+
+
+def test_a_follower_records_an_exchanged_layer_again(tmp_path: Path) -> None:
+    model, tensors, url = Model(), checkpoint(1), f"file://{tmp_path}"
+    with Publisher(TensorSource(tensors), transport=url) as publisher, Follower(url, ModelEngine(model)) as follower:
+        for number, num_loads in ((1, len(tensors)), (2, len(tensors)), (3, len(tensors)), (4, len(OPAQUE))):
+            if number == 2:
+                model.turned.weight = torch.nn.Parameter(torch.zeros(2 * HIDDEN, HIDDEN), requires_grad=False)
+            model.num_loads = 0
+            publisher.publish(number)
+            assert follower.poll() is not None
             assert same(model.live(), cold(tensors))
             assert model.num_loads in (num_loads, num_loads + len(tensors)), number
 
