@@ -183,7 +183,7 @@ class Worker:
         """
         match info:
             case Offer():
-                with self._call("offer", info) as session:
+                with self._call("offer", info) as session, session.offering:
                     self._offer(session, info)
             case Seal():
                 with self._call("seal", info) as session:
@@ -360,6 +360,9 @@ class Worker:
         # A publisher that has connected again since may offer its last version again: nothing of it is on its way then.
         was_offered = session.last_offered if session.update is not None else session.last_offered - 1
         newest = max(was_offered, served.number if served is not None and has_served else -1)
+        if session.update is not None and session.update.offer == offer and not session.update.has_ended():
+            session.require_publisher(offer)
+            return  # once more, as by a client or a proxy whose connection was closed
         if offer.version <= newest:
             raise StaleVersionError(f"version {offer.version} was offered, version {newest} has been seen: replayed?")
         if offer.install not in self._installs:
