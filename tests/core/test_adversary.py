@@ -85,10 +85,9 @@ def test_an_offer_that_comes_twice_at_once_is_taken_once() -> None:
 
     class Doubling(DirectEngine):
         def update(self, info: UpdateInfo) -> None:
-            if not isinstance(info, Offer):
-                return super().update(info)
-            with ThreadPoolExecutor(2) as pool:
-                calls = [pool.submit(DirectEngine.update, self, info) for _ in range(2)]
+            num_times = 2 if isinstance(info, Offer) else 1
+            with ThreadPoolExecutor(num_times) as pool:
+                calls = [pool.submit(DirectEngine.update, self, info) for _ in range(num_times)]
             answers.extend(call.exception() for call in calls)
 
     client = Doubling("engine", Meeting())
@@ -96,7 +95,7 @@ def test_an_offer_that_comes_twice_at_once_is_taken_once() -> None:
         report = publisher.publish()
     client.close()
     assert report.ok
-    assert answers == [None, None]
+    assert not any(answers)
 
 
 def test_a_persons_resume_does_not_let_generation_into_half_loaded_weights() -> None:
