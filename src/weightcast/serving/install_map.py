@@ -189,8 +189,12 @@ class InstallMap:
 
     @property
     def is_stale(self) -> bool:
-        """Whether `bind` has found another model than the one that was recorded."""
+        """Whether `bind` has found another model than the one that was recorded, or the map has expired."""
         return self._is_stale
+
+    def expire(self) -> None:
+        """The next install is to go through the loader, and the model to be recorded again."""
+        self._is_stale = True
 
     @property
     def live(self) -> Mapping[str, torch.Tensor]:
@@ -252,6 +256,8 @@ class InstallMap:
 
     def bind(self) -> bool:
         """Look up every live tensor. False if one is gone or of another form: the model has to be recorded again."""
+        if self._is_stale:
+            return False
         if self._live and self._is_in_place():
             return True
         self._live, self._blocks = {}, {}
