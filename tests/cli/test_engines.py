@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import httpx
 import pytest
@@ -18,8 +18,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from weightcast import cli
-from weightcast.cli import exits
+from weightcast import EngineServer, ModuleEngine, Publisher, TensorSource, cli
+from weightcast.cli import exits, verify
+from weightcast.errors import ControlError
 
 pytestmark = pytest.mark.cluster
 
@@ -209,6 +210,28 @@ def test_serve_refuses_a_damaged_checkpoint(tmp_path: Path, capsys: pytest.Captu
 def test_serve_names_a_host_that_is_none(checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", str(checkpoints["old"]), "--host", "256.0.0.1.", "--port", "0"]) == exits.USAGE
     assert "--host 256.0.0.1. is not an address" in capsys.readouterr().err
+
+
+def test_only_what_was_compared_is_quarantined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digests of a large checkpoint take minutes, in which another version may come."""
+    ours, tensors = (TensorSource({"weight": torch.full((4, 4), value)}) for value in (1.0, 2.0))
+    with EngineServer(ModuleEngine(torch.nn.Linear(4, 4, bias=False))) as server:
+        with Publisher(tensors, engines=[server.url]) as publisher:
+            publisher.publish()
+            ask = verify._ask
+
+            def overtaken(*args: Any) -> Any:
+                found = ask(*args)
+                publisher.publish()
+                return found
+
+            with monkeypatch.context() as patch:
+                patch.setattr(verify, "_ask", overtaken)
+                with pytest.raises(ControlError, match="from version 0, which differs, to 1"):
+                    verify.verify(ours, [server.url], None, quarantine=True)
+        assert not server.gate.torn
+        assert not verify.verify(ours, [server.url], None, quarantine=True).ok
+        assert "'weight'" in server.gate.torn
 
 
 def test_tables_for_people(url: str, checkpoints: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -15,7 +17,7 @@ from core.direct import DirectEngine, RecordingEngine, fleet
 from weightcast import TensorSource
 from weightcast.engines.gate import Gate
 from weightcast.errors import EngineBusyError, InsufficientMemoryError, PeerTimeoutError, PublishError
-from weightcast.format.messages import WeightInfo
+from weightcast.format.messages import Offer, UpdateInfo, WeightInfo
 from weightcast.serving.session import PublisherSession
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
@@ -64,6 +66,36 @@ def test_an_install_under_way_is_finished_before_another_run_may_write() -> None
             thread.join(DEADLINE_SECONDS)
             assert all(torch.equal(engine.held[name], t) for name, t in TENSORS.items())
             assert not client.gate.torn
+
+
+def test_an_offer_that_comes_twice_at_once_is_taken_once() -> None:
+    """As one that a proxy repeats: two updates would share one receiver, and fail each other."""
+    answers: list[BaseException | None] = []
+
+    class Meeting(RecordingEngine):
+        """Waits a while for a second offer to be tried at the same time."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._both = threading.Barrier(2, timeout=0.5)
+
+        def validate(self, manifest: Any) -> None:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                self._both.wait()
+
+    class Doubling(DirectEngine):
+        def update(self, info: UpdateInfo) -> None:
+            num_times = 2 if isinstance(info, Offer) else 1
+            with ThreadPoolExecutor(num_times) as pool:
+                calls = [pool.submit(DirectEngine.update, self, info) for _ in range(num_times)]
+            answers.extend(call.exception() for call in calls)
+
+    client = Doubling("engine", Meeting())
+    with Publisher(TensorSource(TENSORS), engines=[client]) as publisher:
+        report = publisher.publish()
+    client.close()
+    assert report.ok
+    assert not any(answers)
 
 
 def test_a_persons_resume_does_not_let_generation_into_half_loaded_weights() -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 import torch
 from core.direct import fleet
 
 from integrations.loader_model import EXPERTS, FUSED, HIDDEN, Model, ModelEngine, checkpoint, specs, without_memory
-from weightcast import TensorSource
+from weightcast import Follower, Publisher, TensorSource
 from weightcast.errors import PublishError
 from weightcast.format.plan import plan
 from weightcast.integrations.plugin.dry_run import dry_run
+from weightcast.integrations.plugin.rank_consensus import RankConsensus
+from weightcast.integrations.plugin.rank_worker import RankWorker
 from weightcast.serving.install_map import StridedBlock
 from weightcast.serving.load_plan import StagedBuckets, admit
 
@@ -242,6 +245,36 @@ def test_an_exchanged_layer_is_recorded_again(install: str) -> None:
             # By the loader; tried again, and proven; by the new map.
             model.num_loads = 0
             publisher.publish(number)
+            assert same(model.live(), cold(tensors))
+            assert model.num_loads in (num_loads, num_loads + len(tensors)), number
+
+
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+def test_what_the_loader_pads_is_set_again_where_all_was_lost(install: str) -> None:
+    """As in a sleep that drops the weights: a map copies only what comes."""
+    model, tensors = Model(), checkpoint(1)
+    rank = RankWorker(lambda agree: ModelEngine(model), RankConsensus([]), engine_rank=0, world_size=1)
+    with fleet(TensorSource(tensors), rank._worker.engine, install=install) as (publisher, _):
+        for number, is_lost in enumerate((False, False, True, False, False)):
+            if is_lost:
+                rank.interrupt("the test has dropped the weights", loses_weights=True)
+                for live in model.parameters():
+                    live.data.fill_(float("nan"))
+            model.num_loads = 0
+            publisher.publish(number)
+            assert same(model.live(), cold(tensors))
+    assert model.num_loads == len(OPAQUE)
+
+
+def test_a_follower_records_an_exchanged_layer_again(tmp_path: Path) -> None:
+    model, tensors, url = Model(), checkpoint(1), f"file://{tmp_path}"
+    with Publisher(TensorSource(tensors), transport=url) as publisher, Follower(url, ModelEngine(model)) as follower:
+        for number, num_loads in ((1, len(tensors)), (2, len(tensors)), (3, len(tensors)), (4, len(OPAQUE))):
+            if number == 2:
+                model.turned.weight = torch.nn.Parameter(torch.zeros(2 * HIDDEN, HIDDEN), requires_grad=False)
+            model.num_loads = 0
+            publisher.publish(number)
+            assert follower.poll() is not None
             assert same(model.live(), cold(tensors))
             assert model.num_loads in (num_loads, num_loads + len(tensors)), number
 

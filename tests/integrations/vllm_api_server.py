@@ -85,10 +85,6 @@ class ApiServerClient:
             raise RuntimeError("resume_scheduler called while pause is still in flight")
         self._cores.is_paused = False
 
-    async def resume_generation(self) -> None:
-        await self._called("resume")
-        self._go_on()
-
     async def wake_up(self, tags: list[str]) -> bool:
         await self._called(f"wake_up {' '.join(tags)}")
         self._go_on()

@@ -57,6 +57,59 @@ def test_a_bucket_that_fails(server: Server, undo: bool) -> None:
             assert_as_before(server, seed, it.publish(seed).version)
 
 
+class Halfway:
+    """Asks the server for something once half of a version has come."""
+
+    def __init__(self, server: Server, path: str, body: dict[str, str] | None = None) -> None:
+        self._server = server
+        self._request = path, body
+        self.replies: list[int] = []
+
+    def __call__(self, done: int, total: int) -> None:
+        if 2 * done >= total and not self.replies:
+            self.replies.append(self._server.post(*self._request).status_code)
+
+
+@on(ONE, TWO)
+@pytest.mark.parametrize("undo", [True, False], ids=["undone", "torn"])
+def test_memory_that_is_released_halfway_ends_the_update(server: Server, undo: bool) -> None:
+    """Once it is back, SGLang puts buffers back as they were at the release."""
+    with trainer(server.setup, server.url, install="streaming", undo=undo) as it:
+        version, release = it.publish(0).version, Halfway(server, "/release_memory_occupation")
+        error = it.failure(1, on_progress=release)
+        assert "its memory is released" in str(error)
+        assert release.replies == [200]
+        assert server.post("/resume_memory_occupation").status_code == 200
+        if undo:
+            assert_as_before(server, 0, version)
+            return
+        assert server.post("/continue_generation").status_code == 409
+        assert_as_before(server, 1, it.publish(1).version)
+
+
+@on(ONE, TWO)
+def test_weights_that_somebody_else_loads_halfway_end_the_update(server: Server) -> None:
+    with trainer(server.setup, server.url, install="streaming") as it:
+        it.publish(0)
+        load = Halfway(server, "/update_weights_from_disk", {"model_path": str(server.folder)})
+        assert "SGLang loads weights by itself" in str(it.failure(1, on_progress=load))
+        assert load.replies == [200]
+        assert server.post("/continue_generation").status_code == 409
+        assert_as_before(server, 1, it.publish(1).version)
+
+
+@on(ONE)
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+def test_nothing_is_installed_into_released_memory(server: Server, install: str) -> None:
+    with trainer(server.setup, server.url, install=install) as it:
+        version = it.publish(0).version
+        assert server.post("/release_memory_occupation", {"tags": ["weights"]}).status_code == 200
+        assert "resume_memory_occupation" in str(it.failure(1))
+        assert server.post("/resume_memory_occupation", {"tags": ["weights"]}).status_code == 200
+        assert_as_before(server, 0, version)
+        assert_as_before(server, 1, it.publish(1).version)
+
+
 _DIES = """
 import os, signal, sys
 sys.path.insert(0, "tests")

@@ -13,6 +13,7 @@ from real_vllm.offline_llm import Asked, from_argument, start
 from real_vllm.oracle import NUM_TOKENS, PROMPT
 from real_vllm.servers import Setup
 from real_vllm.trainer import trainer
+from weightcast.errors import EngineTornError
 from weightcast.integrations.vllm import LLMEngine
 
 
@@ -21,14 +22,25 @@ def main(folder: str, expected: str) -> None:
     llm = start(folder, setup)
     ask, answers = Asked(llm), from_argument(expected)
     with trainer(setup, LLMEngine(llm)) as it:
-        for seed in (1, 0):
-            llm.sleep(level=1)
+        for seed, level in ((1, 1), (0, 2)):
+            llm.sleep(level=level)
             assert not llm.wake_up(tags=["weights"])
             report = it.publish(seed)
             assert llm.llm_engine.is_sleeping(), "the publish has woken an engine whose KV cache is not there"
             assert llm.wake_up(tags=["kv_cache"])
             assert ask(PROMPT, NUM_TOKENS) == answers[seed]
             assert ask.spans == [(str(report.version), 0, 12)]
+        llm.sleep(level=2)
+        with trainer(setup, LLMEngine(llm)) as other:
+            assert "holds this engine" in str(other.failure(1))
+        assert llm.wake_up()
+        try:
+            ask(PROMPT, NUM_TOKENS)
+            raise AssertionError("what a sleep has dropped was not replaced, and is served")
+        except EngineTornError:
+            pass
+        it.publish(1)
+        assert ask(PROMPT, NUM_TOKENS) == answers[1]
 
 
 if __name__ == "__main__":

@@ -153,6 +153,35 @@ def test_a_server_that_sleeps_is_updated_between_two_wakes(server: Server) -> No
             assert_serves(server, seed)
 
 
+@on(ONE, TWO)
+def test_weights_that_are_gone_are_not_served(server: Server) -> None:
+    """A sleep of level 2 drops them."""
+    with trainer(server.setup, server.url) as it:
+        it.publish(0)
+        assert server.post("/sleep?level=2").status_code == 200
+        assert "sleep" in server.get("/weight_info")["torn"]
+        assert server.post("/wake_up").status_code == 409
+        assert server.post("/resume").status_code == 409
+        version = it.publish(1).version
+        assert server.post("/wake_up").json()["status"] == "awake"
+        assert server.version() == str(version)
+        assert_serves(server, 1)
+
+
+@on(ONE)
+def test_what_vllm_reloads_by_itself_is_no_version_of_ours(server: Server) -> None:
+    with trainer(server.setup, server.url) as it:
+        it.publish(1)
+        assert server.post("/sleep?level=2").status_code == 200
+        assert server.post("/collective_rpc", {"method": "reload_weights"}).status_code == 200
+        assert server.post("/wake_up").json()["status"] == "awake"
+        info = server.get("/weight_info")
+        assert (info["run"], info["torn"]) == ("", "")
+        assert_serves(server, 0)
+        it.publish(1)
+        assert_serves(server, 1)
+
+
 @on(ONE, full=[MOE_REPLICAS])
 @pytest.mark.parametrize("route", ["/resume", pytest.param("/wake_up?tags=scheduling", marks=pytest.mark.full)])
 def test_whoever_resumes_does_not_break_into_an_install(server: Server, route: str) -> None:

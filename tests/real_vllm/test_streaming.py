@@ -83,6 +83,52 @@ def test_a_bucket_that_fails(server: Server, undo: bool) -> None:
             assert_as_before(server, seed, it.publish(seed).version)
 
 
+class Sleep:
+    """Puts the server to sleep once half of a version has come."""
+
+    def __init__(self, server: Server, level: int) -> None:
+        self._server = server
+        self._level = level
+        self.statuses: list[int] = []
+
+    def __call__(self, done: int, total: int) -> None:
+        if 2 * done >= total and not self.statuses:
+            self.statuses.append(self._server.post(f"/sleep?level={self._level}").status_code)
+
+
+@on(ONE, TWO)
+@pytest.mark.parametrize("undo", [True, False], ids=["undone", "torn"])
+def test_a_sleep_halfway_ends_the_update(server: Server, undo: bool) -> None:
+    """Where the memory goes, what has come into it is lost, or comes back as it was."""
+    with trainer(server.setup, server.url, install="streaming", undo=undo) as it:
+        version, sleep = it.publish(0).version, Sleep(server, 1)
+        error = it.failure(1, on_progress=sleep)
+        assert "put to sleep" in str(error)
+        assert sleep.statuses == [200]
+        assert server.is_paused()
+        assert server.post("/resume").status_code == (200 if undo else 409)
+        assert server.is_paused(), "an engine that sleeps was set going"
+        assert server.post("/wake_up").status_code == (200 if undo else 409)
+        if undo:
+            assert_as_before(server, 0, version)
+            return
+        version = it.publish(1).version
+        assert server.post("/wake_up").json()["status"] == "awake"
+        assert_as_before(server, 1, version)
+
+
+@on(ONE, full=[MOE_REPLICAS])
+def test_a_server_that_sleeps_is_streamed_to_between_two_wakes(server: Server) -> None:
+    with trainer(server.setup, server.url, install="streaming") as it:
+        for seed in (1, 0):
+            assert server.post("/sleep?level=1").status_code == 200
+            assert server.post("/wake_up?tags=weights").json()["status"] == "sleeping"
+            version = it.publish(seed).version
+            assert server.is_paused(), "the publish has woken an engine without a KV cache"
+            assert server.post("/wake_up?tags=kv_cache").json()["status"] == "awake"
+            assert_as_before(server, seed, version)
+
+
 _DIES = """
 import os, signal, sys
 sys.path.insert(0, "tests")

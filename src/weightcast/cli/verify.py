@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 
 from weightcast.cli import exits, output, values
-from weightcast.errors import UnsupportedError, listed
+from weightcast.errors import ControlError, UnsupportedError, listed
 from weightcast.format.amounts import count, size
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.deadline import in_background
@@ -159,7 +159,8 @@ def verify(
     """Compare what a source has, whole tensors, with what each engine holds; each of its answers by that time.
 
     `bandwidth`: how many bytes a second an engine is to read at most. `quarantine`: those that differ refuse to serve
-    then. Raises UnsupportedError for an engine of which no tensor can be compared, PeerError.
+    then. Raises UnsupportedError for an engine of which no tensor can be compared, PeerError; ControlError for one that
+    serves another version by then.
     """
     from weightcast.format.tensor_digest import tensor_digest
 
@@ -190,7 +191,10 @@ def _quarantine(url: str, token: str | None, verdict: EngineVerdict) -> None:
 
     names = listed([repr(difference.name) for difference in verdict.differences], separator=", ")
     with contextlib.closing(HttpEngine(url, token=token)) as engine:
-        engine.connect()
+        now = engine.connect().info().weight_version
+        if now != verdict.weight_version:
+            change = f"from version {verdict.weight_version}, which differs, to {now}"
+            raise ControlError(f"{url} went {change}, before it could be quarantined: verify it again", peer=url)
         engine.quarantine(f"it was compared with a checkpoint and differs in {names}")
 
 

@@ -344,8 +344,7 @@ class HttpRoutes:
 
         A kept connection that the server closed before any byte of the answer came is replaced, once: the server closed
         it while it was idle, or has died, and the request reached nobody. Should it have been acted on all the same,
-        nothing is done twice: control calls are idempotent for a (run, version). (An offer that was taken is refused as
-        stale then; the engine's update fails, as it does without an answer.) All else goes out with `once`.
+        nothing is done twice: control calls are idempotent for a (run, version). All else goes out with `once`.
         """
         deadline = Deadline(self._timeout_seconds)
         connection = None if once else self._kept()

@@ -148,14 +148,14 @@ class Follower(ClosedOnExit):
 
     def _take(self, kept: StoredVersion) -> float:
         version, manifest, specs = kept.version, kept.manifest, self._engine.specs()
-        plan = self._load_plan
-        if plan is None or plan.manifest_digest != kept.manifest_digest or plan.specs is not specs:
-            plan = self._load_plan = admit(manifest, kept.manifest_digest, self._engine, specs)
+        plan, digest = self._load_plan, kept.manifest_digest
+        if plan is None or plan.manifest_digest != digest or plan.specs is not specs or not plan.is_current:
+            plan = self._load_plan = admit(manifest, digest, self._engine, specs)
             self._num_bytes = manifest.num_bytes
         if self._undo:
             check_undo(manifest, self._engine)
         update = Update(
-            Offer(version.run, version.number, kept.manifest_digest, undo=self._undo),
+            Offer(version.run, version.number, digest, undo=self._undo),
             plan,
             receiver=self._receiver,
             gate=self.gate,

@@ -184,6 +184,10 @@ class RecordedMap(InstallMap):
     def proven(self) -> Collection[str]:
         return self._proven
 
+    def expire(self) -> None:
+        """The next install is to go through the loader, and the model to be recorded again."""
+        self.is_stale = True
+
     def has(self, name: str) -> bool:
         return name in self._copies and name not in self._opaque
 
@@ -226,6 +230,8 @@ class RecordedMap(InstallMap):
 
     def bind(self) -> bool:
         """As above: where it is False, the model has to be recorded again."""
+        if self.is_stale:
+            return False
         if self._live and self._is_in_place():
             return True
         self._live, self._blocks = {}, {}

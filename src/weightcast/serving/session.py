@@ -51,6 +51,8 @@ class PublisherSession:
         self.info = info
         self.ended: WeightcastError | None = None
         """Why it has ended, once it has."""
+        self.offering = threading.Lock()
+        """Held while an offer is tried and opened: the next one comes after it, also where it comes at once."""
         self.update: Update | None = None
         self.last_offered = -1
         self.load_plan: LoadPlan | None = None

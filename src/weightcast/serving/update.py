@@ -69,6 +69,7 @@ class Update:
         `settles`: the undo copy is kept after the install, until `settle`. `share`: what this rank is to check of a
         staged version; it is installed only when all ranks have received theirs.
         """
+        self.offer = offer
         self.version = WeightVersion(offer.run, offer.version)
         self.state = State.OFFERED
         self.offered_at = time.perf_counter()

@@ -183,7 +183,7 @@ class Worker:
         """
         match info:
             case Offer():
-                with self._call("offer", info) as session:
+                with self._call("offer", info) as session, session.offering:
                     self._offer(session, info)
             case Seal():
                 with self._call("seal", info) as session:
@@ -287,6 +287,14 @@ class Worker:
             self.gate.resume(owner=run)
             raise ClosedError(f"the hold of run {run} ended while it paused")
 
+    def abort_streaming(self, error: WeightcastError) -> None:
+        """Give up the update in progress if it is loaded as it comes, also once all of it has come."""
+        session = self._session
+        if session is None or session.update is None or not session.update.is_streaming:
+            return
+        if session.update.abort(error):
+            session.send(Failed(session.update.version.number, to_record(error)))
+
     def shutdown(self) -> None:
         """End the hold of whichever run has it. Idempotent; the engine serves on."""
         session = self._session
@@ -352,6 +360,9 @@ class Worker:
         # A publisher that has connected again since may offer its last version again: nothing of it is on its way then.
         was_offered = session.last_offered if session.update is not None else session.last_offered - 1
         newest = max(was_offered, served.number if served is not None and has_served else -1)
+        if session.update is not None and session.update.offer == offer and not session.update.has_ended():
+            session.require_publisher(offer)
+            return  # once more, as by a client or a proxy whose connection was closed
         if offer.version <= newest:
             raise StaleVersionError(f"version {offer.version} was offered, version {newest} has been seen: replayed?")
         if offer.install not in self._installs:

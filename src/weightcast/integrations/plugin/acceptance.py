@@ -37,7 +37,7 @@ class AcceptedOffer:
     `calls`: how often a whole install calls the loaders of each module that is not loaded in place. `install_map`: what
     the loader was seen to do. `modules`: those of whose parameters and buffers it sets any. `beside`: the live tensors
     that it writes in place besides these. `together`: by name, the names that the loader must get in one call.
-    `overwritten`: names whose tensors the loader writes to.
+    `overwritten`: names whose tensors the loader writes to. `pads`: it sets more than what a tensor is copied to.
     """
 
     names: frozenset[str]
@@ -48,6 +48,7 @@ class AcceptedOffer:
     beside: Sequence[torch.Tensor]
     together: Mapping[str, frozenset[str]]
     overwritten: frozenset[str]
+    pads: bool
 
 
 Trial: TypeAlias = Callable[[Sequence[TensorSpec]], DryRunOutcome]
@@ -162,13 +163,15 @@ def _recorded(
     Sequence[torch.Tensor],
     Mapping[str, frozenset[str]],
     frozenset[str],
+    bool,
 ]:
     """What an accepted offer has of a dry run."""
     targets = {copy.target: outcome.targets[copy.target].form for copy in outcome.copies}
     install_map = RecordedMap(model, specs, outcome.copies, targets, outcome.opaque, tied=tied)
     written = (target.name for target in outcome.targets.values() if target.loaded or target.padded)
     modules = frozenset(name.rpartition(".")[0] for name in written)
-    return outcome.calls, install_map, modules, outcome.beside, outcome.together, outcome.overwritten
+    pads = any(target.padded for target in outcome.targets.values())
+    return outcome.calls, install_map, modules, outcome.beside, outcome.together, outcome.overwritten, pads
 
 
 def _tied(model: nn.Module, names: Collection[str]) -> dict[str, str]:

@@ -123,6 +123,11 @@ class LoaderEngine(abc.ABC):
     def install_map(self) -> RecordedMap | None:
         return None if self._offer is None else self._offer[1].install_map
 
+    def weights_lost(self) -> None:
+        """The live memory has no content any more: what the loader pads with constants is to be set by it once more."""
+        if self._offer is not None and self._offer[1].pads:
+            self._offer[1].install_map.expire()
+
     def load(self, tensors: Tensors) -> None:
         """Install all tensors of the offer that was accepted last, in one call; returns when the device is done.
 

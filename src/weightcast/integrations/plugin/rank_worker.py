@@ -48,7 +48,7 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Abort, InitInfo, Offer, UpdateInfo, WeightInfo
-from weightcast.integrations.plugin.model import Agree
+from weightcast.integrations.plugin.model import Agree, LoaderEngine
 from weightcast.integrations.plugin.rank_consensus import Attempt, Outcome, RankConsensus
 from weightcast.seams.engine import Engine
 from weightcast.serving.install_map import HeldTensor, Mapped, RecordedMap
@@ -159,6 +159,24 @@ class RankWorker:
         self._install(None)
         if self._gate.version is not None:
             self._settle(self._gate.version, keep=True)
+
+    # --- what the host does by itself ---
+
+    def interrupt(self, reason: str, *, loses_weights: bool = False) -> None:
+        """The host is about to take the weights' memory away, or to write to it: nothing streams into them any more.
+
+        `loses_weights`: it is torn from then on, until a complete update or `reloaded`. Never raises.
+        """
+        with Attempt():
+            self._worker.abort_streaming(UpdateAbortedError(reason))
+        if loses_weights:
+            self._gate.tear(f"{reason}; publish a complete update to heal this engine")
+            if isinstance(self._worker.engine, LoaderEngine):
+                self._worker.engine.weights_lost()
+
+    def reloaded(self) -> None:
+        """The host has loaded all weights by itself: they are whole, and of no version of ours."""
+        self._gate.set_version(None)
 
     # --- the calls ---
 

@@ -25,10 +25,12 @@ CHILDREN = (SCHEDULER, "sglang.srt.managers.detokenizer_manager", "sglang.srt.ma
 """What SGLang's child processes run; the server's process loads plugins before it imports any of it."""
 MADE = f"{SCHEDULER}.Scheduler.__init__"
 """Every scheduler process has one: by then its model is loaded."""
-CALLED = (
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_tensor"
-)
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+CALLED = f"{_UPDATER}.update_weights_from_tensor"
 """What a message to the scheduler processes runs in each of them, between two steps of the model."""
+LOADED = tuple(f"{_UPDATER}.update_weights_from_{source}" for source in ("disk", "distributed", "ipc"))
+RELEASED = f"{_UPDATER}.release_memory_occupation"
+"""What other messages run there that change the weights, or take their memory away."""
 ASKED = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.update_weights_from_tensor"
 """What SGLang's own route to it runs, in the process of the HTTP server."""
 SERVED = f"{HTTP_SERVER}._setup_and_run_http_server"

@@ -26,6 +26,9 @@ def register() -> None:
 
         HookRegistry.register(internals.MADE, scheduler.made, HookType.AFTER)
         HookRegistry.register(internals.CALLED, scheduler.called, HookType.AROUND)
+        for loaded in internals.LOADED:
+            HookRegistry.register(loaded, scheduler.loads, HookType.BEFORE)
+        HookRegistry.register(internals.RELEASED, scheduler.releases, HookType.BEFORE)
     # SGLang's own children never serve, and would only import the server's modules for it.
     if internals.HTTP_SERVER in sys.modules or not any(name in sys.modules for name in internals.CHILDREN):
         HookRegistry.register(internals.SERVED, _served, HookType.AROUND)

@@ -48,6 +48,7 @@ def made(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
 def called(original: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:
     """In place of SGLang's update from tensors: a rank call is answered here, anything else there."""
     if request.load_format != FORMAT:
+        loads(manager)
         return original(manager, request)
     reply = internals.io("UpdateWeightsFromTensorReqOutput", success=True, message="")
     rank: SchedulerRank | ErrorRecord | None = getattr(manager.scheduler, _RANK, None)
@@ -59,11 +60,29 @@ def called(original: Callable[[Any, Any], Any], manager: Any, request: Any) -> A
     return reply
 
 
+def loads(manager: Any, *args: Any, **kwargs: Any) -> None:
+    """Before SGLang loads weights that another client sends, or has it read."""
+    _interrupt(manager, "SGLang loads weights by itself")
+
+
+def releases(manager: Any, *args: Any, **kwargs: Any) -> None:
+    """Before SGLang releases memory: once it is back, buffers are as they were here."""
+    _interrupt(manager, "its memory is released")
+
+
+def _interrupt(manager: Any, reason: str) -> None:
+    rank = getattr(manager.scheduler, _RANK, None)
+    if isinstance(rank, SchedulerRank):
+        rank.interrupt(reason)
+
+
 class SchedulerRank:
     """One rank of the engine. Raises UnsupportedError if this SGLang lacks what is leant on."""
 
     def __init__(self, scheduler: Any, ranks: RankConsensus) -> None:
         internals.require(scheduler, "flush_cache", "is_fully_idle", "_engine_paused", "tp_worker", "server_args")
+        internals.require(scheduler, "weight_updater")
+        internals.require(scheduler.weight_updater, "offload_tags")
         internals.require(scheduler.tp_worker, "model_runner")
         internals.require_arguments(scheduler.flush_cache, "empty_cache")
         self._scheduler, self._ranks = scheduler, ranks
@@ -88,6 +107,7 @@ class SchedulerRank:
             unsupported=tuple(unsupported),
             require_ready=self._require_still,
         )
+        self.interrupt = self._rank.interrupt
 
     def answer(self, message: bytes) -> str:
         """A `RankCall`; the `RankReply` of every rank, as JSON."""
@@ -109,3 +129,5 @@ class SchedulerRank:
     def _require_still(self) -> None:
         if not (self._scheduler._engine_paused and self._scheduler.is_fully_idle(ignore_waiting=True)):
             raise ClosedError("requests are running: /pause_generation in the mode 'retract' comes before an install")
+        if "weights" in self._scheduler.weight_updater.offload_tags:
+            raise ClosedError("the weights' memory is released: /resume_memory_occupation comes before an install")

@@ -68,7 +68,7 @@ class VllmEngine(PluginEngine):
     async def _schedule(self) -> None:
         # Data-parallel engines of experts meet in a resume: one that is in a step would miss the others.
         if await self._is_stopped():
-            await self._client.resume_generation()
+            await self._go_on()
 
     async def _end_stop(self) -> None:
         # Data-parallel engines of experts refuse to resume before all have paused, which waits for what is running. A
@@ -76,7 +76,7 @@ class VllmEngine(PluginEngine):
         await self._client.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
 
     async def _go_on(self) -> None:
-        # Unlike a resume, this leaves an engine alone whose KV cache is still asleep.
+        # Unlike vLLM's resume, this leaves an engine alone whose weights or KV cache are asleep.
         await self._client.wake_up(tags=["scheduling"])
 
     async def _is_stopped(self) -> bool:

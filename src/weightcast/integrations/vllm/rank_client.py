@@ -94,6 +94,9 @@ class RankClient(EngineClient, ServesTraffic):
         """What its ranks are together; `weight_version` is vLLM's label until the first update by weightcast."""
         status = self._control.status()
         info = self._required(Ask()).info
+        if info.torn:
+            # Also where no update follows, as after a sleep that has dropped the weights.
+            self._refuse(info.torn)
         self._world_size = info.world_size if status.world_size is None else status.world_size
         version = status.label if info.weight_version == "default" else info.weight_version
         abilities = tuple(ability for ability in info.abilities if ability != "streaming")

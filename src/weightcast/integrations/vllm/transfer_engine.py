@@ -79,11 +79,20 @@ class WeightcastTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[
             weights_asleep=are_asleep,
         )
         _pass_by_order_check(VllmWorker)
+        _hear_of_changes(VllmWorker)
 
     def answer(self, values: object) -> Any:
         """The worker method of `control.worker_rpc`."""
         with set_current_vllm_config(self.vllm_config):
             return self._rank.answer(values)
+
+    @contextlib.contextmanager
+    def changing(self, reason: str, *, loses_weights: bool = False, reloads: bool = False) -> Iterator[None]:
+        """In it vLLM itself takes the weights away, or with `reloads` loads all of them again."""
+        self._rank.interrupt(reason, loses_weights=loses_weights or reloads)
+        yield
+        if reloads:
+            self._rank.reloaded()
 
     # --- the stock calls, by the names that vLLM's workers call them ---
 
@@ -161,3 +170,28 @@ def _pass_by_order_check(worker_class: Any) -> None:
 
     for name, own_name in _CALLS.items():
         setattr(worker_class, name, passing(getattr(worker_class, name), own_name))
+
+
+@functools.cache
+def _hear_of_changes(worker_class: Any) -> None:
+    """Have vLLM's workers, of every platform that is loaded, say so before they change the weights by themselves."""
+
+    def hearing(name: str, stock: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(stock)
+        def call(worker: Any, *args: Any, **kwargs: Any) -> None:
+            engine, level = worker.weight_transfer_engine, kwargs.get("level", *args[:1] or (1,))
+            if not isinstance(engine, WeightcastTransferEngine):
+                change: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            elif name == "sleep":
+                change = engine.changing(f"the engine was put to sleep (level {level})", loses_weights=level > 1)
+            else:
+                change = engine.changing("vLLM reloads the weights by itself", reloads=True)
+            with change:
+                stock(worker, *args, **kwargs)
+
+        return call
+
+    for each in (worker_class, *worker_class.__subclasses__()):
+        for name in ("sleep", "reload_weights"):
+            if name in vars(each):
+                setattr(each, name, hearing(name, vars(each)[name]))
