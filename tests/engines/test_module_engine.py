@@ -225,6 +225,23 @@ def test_an_update_whose_last_part_did_not_come_is_incomplete() -> None:
         engine.commit(VERSION)
 
 
+def test_memory_that_moves_between_the_offer_and_the_install_is_written_where_it_is() -> None:
+    """As a framework moves it that frees a storage and fills it again, behind the same tensor."""
+    module, part = buffers(value=torch.zeros(4)), torch.ones(4)
+    engine = ModuleEngine(module)
+    copies = BlockCopies(engine.install_map, [("value", None)], [part])
+    for number in range(2):
+        engine.specs()
+        if number:
+            former = module.value.data_ptr()
+            module.value.untyped_storage().resize_(1 << 20)
+            assert module.value.data_ptr() != former
+        part.fill_(number + 1)
+        engine.load_mapped([], ["value"], copies.run)
+        engine.commit(VERSION)
+        assert torch.equal(module.value, part)
+
+
 def test_an_undo_copy_restores_every_bit() -> None:
     net = make_net()
     engine = ModuleEngine(net)

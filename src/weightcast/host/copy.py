@@ -48,6 +48,7 @@ _PINNED_SLOTS, _PINNED_SLOT_BYTES = 2, 64 << 20
 _SLOT_BYTES_PER_THREAD = 8 << 20
 """A GPU waits for each slot, and one thread copies more slowly than a GPU does."""
 _TYPES = (torch.Tensor, torch.nn.Parameter)
+_address = torch.Tensor.data_ptr
 _num_bytes = operator.attrgetter("nbytes")
 _is_cpu = operator.attrgetter("is_cpu")
 _assign: Any = operator.setitem
@@ -94,13 +95,14 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 class PreparedCopies:
     """`copy_all` of the same tensors, as often as wanted: what each pair needs is found out once.
 
-    The tensors are kept; they must keep their memory and their form.
+    The tensors are kept; they must keep their form, and the sources their memory.
     """
 
     def __init__(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, runs_once: bool = False
     ) -> None:
         self._tensors = targets, sources
+        self._addresses = [] if runs_once else list(map(_address, targets))
         self._jobs: list[Job] = []
         self._num_bytes = 0
         """Of copies within host memory, which threads share."""
@@ -134,6 +136,10 @@ class PreparedCopies:
                 other_targets.append(target)
                 other_sources.append(source)
         self._jobs = [*_pieces(moves), *batches(other_targets, other_sources)]
+
+    def are_in_place(self) -> bool:
+        """Whether the targets have the memory that they had: to copy to where another's may be by now ends badly."""
+        return list(map(_address, self._tensors[0])) == self._addresses
 
     def run(self) -> None:
         """Copy. Raises RuntimeError as torch does."""

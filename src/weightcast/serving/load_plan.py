@@ -63,7 +63,7 @@ class BlockCopies:
         if not self._install_map.bind():
             raise InstallError("the model's parameters have changed their form during the install: publish again")
         live = self._install_map.live
-        if self._prepared is None or self._prepared[0] is not live:
+        if self._prepared is None or self._prepared[0] is not live or not self._prepared[1].are_in_place():
             targets = [block for name, piece in self._pieces for block in self._install_map.blocks(name, piece)]
             self._prepared = live, PreparedCopies(targets, self._sources)
         with torch.inference_mode():
