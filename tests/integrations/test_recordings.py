@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -163,6 +165,32 @@ def test_memory_of_the_loaders_own_is_not_taken_for_a_source_that_it_has_dropped
     outcome = tried(load)
     assert [(copy.name, copy.target) for copy in outcome.copies] == [(f"weights.{n}",) * 2 for n in range(8)]
     assert [name for name, (num_used, _) in outcome.used.items() if num_used] == [f"weights.{n}" for n in range(8)]
+
+
+def test_memory_of_the_loaders_own_is_not_taken_for_a_parameter_that_it_has_exchanged() -> None:
+    def load(model: Loader, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            parameter = model.get_parameter(name)
+            parameter.data = torch.empty(3, 2, device="meta").t()
+            torch.empty(2, 3, device="meta").copy_(tensor)
+
+    outcome = tried(load)
+    assert not outcome.copies
+    assert all(not target.loaded for target in outcome.targets.values())
+
+
+def test_nothing_of_a_trial_is_kept() -> None:
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def load(model: Loader, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            kept.append(weakref.ref(tensor))
+            model.get_parameter(name).data.copy_(tensor)
+
+    assert not tried(load).opaque
+    gc.collect()
+    assert len(kept) == 40
+    assert all(of_one() is None for of_one in kept)
 
 
 def test_sources_are_told_apart_when_all_are_taken_first() -> None:

@@ -11,11 +11,12 @@ the recording could not follow stays with the loader, with a reason (`opaque`).
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import torch
@@ -39,7 +40,7 @@ from weightcast.format.messages import HeldBlock, HeldWeights
 from weightcast.format.tensor_digest import add, tensor_digest
 
 logger = logging.getLogger(__name__)
-_address, _strides = torch.Tensor.data_ptr, torch.Tensor.stride
+_address, _strides, _modules = torch.Tensor.data_ptr, torch.Tensor.stride, operator.attrgetter("_modules")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """A dtype for the bits of each size of element."""
 
@@ -166,8 +167,10 @@ class RecordedMap(InstallMap):
             self._opaque.setdefault(name, reason)
         self._proven = set[str]()
         super().__init__({})
-        self._path = list[Any](), list[str](), list[object]()
-        """What led to the live tensors: mappings, their keys and what was there."""
+        self._tree = list[nn.Module](), list[object]()
+        """The modules that have any, and these."""
+        self._owners = list[nn.Module](), list[str](), list[str]()
+        """Of the live tensors: modules, whether as parameter or buffer, and as which."""
         self._places = list[torch.Tensor](), list[int](), list[tuple[int, ...]]()
         """The live tensors, with their addresses and strides."""
         self._blocks: dict[tuple[str, Region | None], list[torch.Tensor]] = {}
@@ -236,19 +239,15 @@ class RecordedMap(InstallMap):
             return True
         self._live, self._blocks = {}, {}
         modules = dict(self._model.named_modules())
-        path: list[tuple[Any, str, object]] = []
-        for module in modules.values():
-            attributes = vars(module)
-            path += ((attributes, key, attributes[key]) for key in ("_modules", "_parameters", "_buffers"))
-            path += ((module._modules, key, child) for key, child in module._modules.items())
+        owners: list[tuple[nn.Module, str, str]] = []
         live: dict[str, torch.Tensor] = {}
         for name, target in self._mapped_targets.items():
             parent, _, leaf = name.rpartition(".")
             module, tensor = modules.get(parent), None
             if module is not None:
-                holder = module._parameters if leaf in module._parameters else module._buffers
-                tensor = holder.get(leaf)
-                path.append((holder, leaf, tensor))
+                kind = "_parameters" if leaf in module._parameters else "_buffers"
+                tensor = getattr(module, kind).get(leaf)
+                owners.append((module, kind, leaf))
             form = None if tensor is None else TargetForm(tuple(tensor.shape), tensor.stride(), tensor.dtype)
             if tensor is None or tensor.is_meta or form != target:
                 logger.warning("%s is not as it was when the model's loader was tried: it is to be tried again", name)
@@ -256,7 +255,9 @@ class RecordedMap(InstallMap):
                 return False
             live[name] = tensor
         self._live = live
-        self._path = [each[0] for each in path], [each[1] for each in path], [each[2] for each in path]
+        parents = [module for module in modules.values() if module._modules]
+        self._tree = parents, list(_children(parents))
+        self._owners = [each[0] for each in owners], [each[1] for each in owners], [each[2] for each in owners]
         tensors = list(live.values())
         self._places = tensors, list(map(_address, tensors)), list(map(_strides, tensors))
         return True
@@ -266,13 +267,19 @@ class RecordedMap(InstallMap):
 
         Without Python for each of them: an engine is paused meanwhile.
         """
-        holders, keys, held = self._path
+        parents, children = self._tree
+        owners, kinds, leaves = self._owners
         tensors, addresses, strides = self._places
-        return (
-            all(map(operator.is_, map(dict.get, holders, keys), held))
-            and list(map(_address, tensors)) == addresses
-            and list(map(_strides, tensors)) == strides
-        )
+        found = list(_children(parents))
+        # Engines' classes of parameters may answer each call in Python.
+        with torch._C.DisableTorchFunctionSubclass():
+            return (
+                len(found) == len(children)
+                and all(map(operator.is_, found, children))
+                and all(map(operator.is_, map(dict.get, map(getattr, owners, kinds), leaves), tensors))
+                and list(map(_address, tensors)) == addresses
+                and list(map(_strides, tensors)) == strides
+            )
 
     def digests(self, name: str, sources: Sequence[torch.Tensor]) -> list[str]:
         dtypes = (self._targets[copy.target].dtype for copy in self._copies[name])
@@ -413,6 +420,10 @@ def whole_digest(ranks: Mapping[int, HeldTensor]) -> str:
     except ManifestError as exc:
         raise UnsupportedError(f"its ranks do not hold all of it: {exc}") from exc
     return functools.reduce(add, (digest for digest, _ in found.values()), "0" * 32)
+
+
+def _children(modules: Iterable[nn.Module]) -> Iterable[nn.Module | None]:
+    return itertools.chain.from_iterable(map(dict.values, map(_modules, modules)))
 
 
 def _module(target: str) -> str:

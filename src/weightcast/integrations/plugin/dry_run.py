@@ -51,10 +51,12 @@ class DryRunTarget:
 
     def load(self, block: StridedBlock, num_elements: int, names: str) -> None:
         """A block was set from these names."""
-        known = self.loaded.get(block, ())
-        if not known and block not in self.padded:
-            self.num_set += num_elements
-        if names not in known:
+        known = self.loaded.get(block)
+        if known is None:
+            self.loaded[block] = (names,)
+            if not self.padded or block not in self.padded:
+                self.num_set += num_elements
+        elif names not in known:
             self.loaded[block] = (*known, names)
 
     def pad(self, block: StridedBlock, num_elements: int) -> None:
@@ -140,26 +142,30 @@ def _copies_seen_by(probe: _Probe) -> Iterator[None]:
 
     Also whether anything without memory is written by another operation: values such as zeros would not show that.
     """
+    of_run = [probe]  # torch keeps these functions until others take their place
 
     def copied(part: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        probe.written(part, source)
+        of_run[0].written(part, source)
         return part
 
     def filled(part: torch.Tensor, *value: Any) -> torch.Tensor:
-        probe.written(part, None)
+        of_run[0].written(part, None)
         return part
 
     def computed(*operands: Any, **options: Any) -> None:
-        probe.knows_all = False
+        of_run[0].knows_all = False
         raise RuntimeError("this is left to the run that looks at every operation")
 
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("copy_", copied, "Meta")
-        for name in _FILL_NAMES:
-            library.impl(name, filled, "Meta")
-        for name in _other_writes():
-            library.impl(name, computed, "Meta")
-        yield
+    try:
+        with torch.library._scoped_library("aten", "IMPL") as library:
+            library.impl("copy_", copied, "Meta")
+            for name in _FILL_NAMES:
+                library.impl(name, filled, "Meta")
+            for name in _other_writes():
+                library.impl(name, computed, "Meta")
+            yield
+    finally:
+        of_run.clear()
 
 
 @contextlib.contextmanager
@@ -171,6 +177,7 @@ def _without_memory(model: nn.Module, form: Form) -> Iterator[tuple[dict[int, Dr
     saved: list[tuple[nn.Module, dict[str, Any]]] = []
     targets: dict[int, DryRunTarget] = {}
     unset: dict[int, list[DryRunTarget]] = {}  # by the live parameter, which may have several names
+    alive: list[torch.UntypedStorage] = []  # one that the loader drops would leave its address to the next
 
     def is_explained() -> bool:
         if any(all(target.num_unset for target in of_one) for of_one in unset.values()):
@@ -197,7 +204,9 @@ def _without_memory(model: nn.Module, form: Form) -> Iterator[tuple[dict[int, Dr
                 if tensor.is_meta:
                     full = f"{prefix}.{name}" if prefix else name
                     held = TargetForm(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-                    target = targets[_address(tensor)] = DryRunTarget(full, held, name in parameters)
+                    storage = tensor.untyped_storage()
+                    alive.append(storage)
+                    target = targets[storage._cdata] = DryRunTarget(full, held, name in parameters)
                     if name in parameters:
                         unset.setdefault(id(live.get(name)), []).append(target)
         yield targets, is_explained
@@ -244,8 +253,8 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Targets that something is computed from, and by which operation."""
         self._origins: dict[int, set[str]] = {}
         self._sources: dict[int, str] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
-        self._given: list[tuple[str, torch.Tensor]] = []
+        self._tuples: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._given: dict[str, torch.Tensor] = {}
         self._wholes: dict[int, _Whole] = {}
         # A storage that is freed leaves its address to the next.
         self._alive: list[torch.UntypedStorage] = []
@@ -253,26 +262,24 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def sources(self, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors without memory, each made when it is asked for."""
         self.used = dict.fromkeys((spec.name for spec in specs), (0, frozenset()))
+        given, alive, sources = self._given, self._alive, self._sources
 
         def one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
             for spec in specs:
-                self.current = spec.name
-                # Not of inference mode: `look_for_writes` needs the count of writes that other tensors have.
-                with torch.inference_mode(False):
-                    tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
-                self._given.append((spec.name, tensor))
+                self.current = name = spec.name
+                tensor = _source(spec) if not torch.is_inference_mode_enabled() else _source_outside(spec)
+                given[name] = tensor
                 storage = tensor.untyped_storage()
-                self._alive.append(storage)
-                self._sources[storage._cdata] = spec.name
-                self._dtypes[spec.name] = tensor.dtype
-                yield spec.name, tensor
+                alive.append(storage)
+                sources[storage._cdata] = name
+                yield name, tensor
             self.current = ""
 
         return one_by_one()
 
     def look_for_writes(self) -> None:
         """After the loader: what it wrote to sources by operations that were not seen."""
-        for name, tensor in self._given:
+        for name, tensor in self._given.items():
             if tensor._version:
                 self._overwrite(name)
 
@@ -309,29 +316,34 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def written(self, part: torch.Tensor, source: torch.Tensor | None) -> None:
         """A copy of `source` to `part`, or of a constant. Raises RuntimeError for another shape."""
-        target = self.targets.get(_address(part))
-        if (overwritten := self._sources.get(_address(part))) is not None:
+        address = _address(part)
+        target = self.targets.get(address)
+        if target is None and (overwritten := self._sources.get(address)) is not None:
             self._overwrite(overwritten)
-        sizes, num_elements = tuple(part.shape), part.numel()
-        if target is not None:
-            num_elements = part.nbytes // target.form.dtype.itemsize  # it may be a view of another dtype
-        block = StridedBlock(int(part.storage_offset()), sizes, part.stride())
+        num_elements, block = part.numel(), self._block(part)
+        is_value = target is not None and part.dtype == target.form.dtype
+        if target is not None and not is_value:
+            num_elements = part.nbytes // target.form.dtype.itemsize  # it is a view of another dtype
         if source is None:
             if target is None:
                 self._note(part, set())
             elif num_elements:
                 target.pad(block, num_elements)
             return
-        if source.shape != sizes:
-            source = source.expand(sizes)
+        if source.shape != block.sizes:
+            source = source.expand(block.sizes)
         address = _address(source)
         name = self._sources.get(address)
-        is_value = target is not None and part.dtype == target.form.dtype
-        if name is not None and target is not None and num_elements and is_value and source.dtype == self._dtypes[name]:
+        if (
+            name is not None
+            and target is not None
+            and num_elements
+            and is_value
+            and source.dtype == self._given[name].dtype
+        ):
             target.load(block, num_elements, name)
             self._use(name, num_elements, target.form.dtype)
-            held = StridedBlock(int(source.storage_offset()), sizes, source.stride())
-            self.copies.append(RecordedCopy(name, held, target.name, block))
+            self.copies.append(RecordedCopy(name, self._block(source), target.name, block))
             return
         names = self._names(address)
         self.knows_all &= bool(names) and target is not None
@@ -358,10 +370,15 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self.copies.append(RecordedCopy(whole.name, whole.block, target.name, block))
 
+    def _block(self, tensor: torch.Tensor) -> StridedBlock:
+        """Where a tensor lies in its storage. Equal sizes and strides are one object: few differ."""
+        sizes, strides, one_of = tensor.shape, tensor.stride(), self._tuples.setdefault
+        return StridedBlock(int(tensor.storage_offset()), one_of(sizes, sizes), one_of(strides, strides))
+
     def _use(self, name: str, num_elements: int, dtype: torch.dtype) -> None:
         """So many elements of a source were copied into a target of that dtype."""
         former, dtypes = self.used[name]
-        self.used[name] = former + num_elements, _with(dtypes, dtype)
+        self.used[name] = _used(former + num_elements, dtypes, dtype)
 
     def _names(self, address: int) -> set[str]:
         """The sources that what lies at this address is made of."""
@@ -373,8 +390,8 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = self._sources.get(_address(tensor))
         block = StridedBlock(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
         if name is not None:
-            found = _Whole(name, block, tensor.shape, tensor.stride(), (self._dtypes[name],))
-            return found if tensor.dtype == self._dtypes[name] else None
+            found = _Whole(name, block, tensor.shape, tensor.stride(), (self._given[name].dtype,))
+            return found if tensor.dtype == self._given[name].dtype else None
         whole = self._wholes.get(_address(tensor))
         if whole is None or block.offset or tensor.dtype != whole.dtypes[-1]:
             return None
@@ -410,10 +427,18 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         origins |= names
 
 
-@functools.cache
-def _with(dtypes: frozenset[torch.dtype], dtype: torch.dtype) -> frozenset[torch.dtype]:
+@functools.lru_cache(maxsize=1024)
+def _used(num_elements: int, dtypes: frozenset[torch.dtype], dtype: torch.dtype) -> tuple[int, frozenset[torch.dtype]]:
     """One object for all that are equal: there may be as many as tensors."""
-    return dtypes | {dtype}
+    return num_elements, dtypes | {dtype}
+
+
+def _source(spec: TensorSpec) -> torch.Tensor:
+    return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
+
+
+_source_outside = torch.inference_mode(False)(_source)
+"""Outside of inference mode, whose tensors have no count of writes."""
 
 
 _aten = torch.ops.aten

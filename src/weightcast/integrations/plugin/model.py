@@ -152,7 +152,7 @@ class LoaderEngine(abc.ABC):
                 if load is None:
                     self._missing = ["every tensor"]
                     load = self._load = _Load(set(accepted.names))
-                    copied = accepted.install_map.modules(mapped)
+                    copied = accepted.install_map.modules(mapped) if accepted.calls else ()
                     self._begin_load({m: number for m, number in accepted.calls.items() if m not in copied})
                 kept = [(load.first, set(load.first)), (load.waiting, set(load.waiting))]
                 handed = self._handed(tensors, accepted, load, mapped)

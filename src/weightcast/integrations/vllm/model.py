@@ -82,16 +82,26 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
     calls: Counter[str] = Counter()
 
     def form(layer: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        return _checkpoint_form(layer, functools.partial(calls.update, [names[layer]]))
+        name = names[layer]
+
+        def count() -> None:
+            calls[name] += 1
+
+        return _checkpoint_form(layer, count)
 
     with internals.require().current_config(vllm_config):
         outcome = loader_dry_run.dry_run(model, form, specs)
     # vLLM packs these, so that a copy to their parameters is not all.
     opaque = dict(outcome.opaque)
+    modules = dict(model.named_modules())
+    reasons = {
+        target: f"vLLM keeps {layer} in another form than a checkpoint's"
+        for target in dict.fromkeys(copy.target for copy in outcome.copies)
+        if not has_plain_weights(modules[layer := target.rpartition(".")[0]])
+    }
     for copy in outcome.copies:
-        layer = copy.target.rpartition(".")[0]
-        if copy.name not in opaque and not has_plain_weights(model.get_submodule(layer)):
-            opaque[copy.name] = f"vLLM keeps {layer} in another form than a checkpoint's"
+        if copy.target in reasons:
+            opaque.setdefault(copy.name, reasons[copy.target])
     # What is set in layers that must be filled by their loaders, but by other means.
     passed_by = []
     for target in outcome.targets.values():

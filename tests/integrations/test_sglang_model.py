@@ -1,0 +1,91 @@
+"""SGLang's sessions around installs, of a model and an updater of weights in SGLang's form; without SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from core.direct import fleet
+from torch import nn
+
+from weightcast import TensorSource
+from weightcast.integrations.sglang.model import SglangModel
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+NUM_VERSIONS = 4
+
+
+class Model(nn.Module):
+    """`scaled`: whether its loader computes one of its two weights."""
+
+    def __init__(self, *, scaled: bool) -> None:
+        super().__init__()
+        self.scaled = scaled
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.requires_grad_(False)
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.get_parameter(name).data.copy_(tensor * 2 if self.scaled and name == "second.weight" else tensor)
+
+
+class Updater:
+    """Counts the sessions; `end` is what the end of one does to the model."""
+
+    def __init__(self, model: Model, end: Callable[[Model], object]) -> None:
+        self.model, self.end = model, end
+        self.num_begun = self.num_ended = 0
+
+    def begin_weight_update(self) -> None:
+        self.num_begun += 1
+
+    def end_weight_update(self, *, run_post_load: bool) -> None:
+        self.num_ended += 1
+        self.end(self.model)
+
+
+def sessions_of(folder: Path, model: Model, end: Callable[[Model], object]) -> int:
+    """How many sessions some publishes take, the first of which proves what can be copied."""
+    updater = Updater(model, end)
+    runner = SimpleNamespace(
+        model=model,
+        model_config=SimpleNamespace(model_path=str(folder), revision=None),
+        weight_updater=updater,
+        server_args=SimpleNamespace(download_dir=None),
+    )
+    engine = SglangModel(runner, unsupported=(), flush=lambda: True)
+    tensors = {name: torch.zeros(4, 4) for name in ("first.weight", "second.weight")}
+    with fleet(TensorSource(tensors), engine) as (publisher, _):
+        for number in range(1, NUM_VERSIONS + 1):
+            for tensor in tensors.values():
+                tensor.fill_(number)
+            publisher.publish(number)
+            assert model.first.weight.eq(number).all()
+            assert model.second.weight.eq(2 * number if model.scaled else number).all()
+    assert updater.num_begun == updater.num_ended
+    return updater.num_begun
+
+
+def test_copies_go_without_a_session_that_does_nothing(tmp_path: Path) -> None:
+    assert sessions_of(tmp_path, Model(scaled=False), lambda model: None) == 1
+
+
+def test_the_loader_has_a_session_whenever_it_gets_anything(tmp_path: Path) -> None:
+    assert sessions_of(tmp_path, Model(scaled=True), lambda model: None) == NUM_VERSIONS
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda model: model.first.weight.data.mul_(1),
+        lambda model: setattr(model, "made", object()),
+        lambda model: model.first._parameters.update(weight=nn.Parameter(model.first.weight.data, requires_grad=False)),
+        lambda model: model.first.weight.sum(),
+    ],
+    ids=["writes", "notes", "exchanges", "reads"],
+)
+def test_a_session_that_does_anything_is_never_left_out(tmp_path: Path, end: Callable[[Model], object]) -> None:
+    assert sessions_of(tmp_path, Model(scaled=False), end) == NUM_VERSIONS
