@@ -83,17 +83,17 @@ def test_a_bucket_that_fails(server: Server, undo: bool) -> None:
             assert_as_before(server, seed, it.publish(seed).version)
 
 
-class Sleep:
-    """Puts the server to sleep once half of a version has come."""
+class Halfway:
+    """Asks the server for something once half of a version has come."""
 
-    def __init__(self, server: Server, level: int) -> None:
+    def __init__(self, server: Server, path: str, body: dict[str, str] | None = None) -> None:
         self._server = server
-        self._level = level
-        self.statuses: list[int] = []
+        self._request = path, body
+        self.replies: list[int] = []
 
     def __call__(self, done: int, total: int) -> None:
-        if 2 * done >= total and not self.statuses:
-            self.statuses.append(self._server.post(f"/sleep?level={self._level}").status_code)
+        if 2 * done >= total and not self.replies:
+            self.replies.append(self._server.post(*self._request).status_code)
 
 
 @on(ONE, TWO)
@@ -101,10 +101,10 @@ class Sleep:
 def test_a_sleep_halfway_ends_the_update(server: Server, undo: bool) -> None:
     """Where the memory goes, what has come into it is lost, or comes back as it was."""
     with trainer(server.setup, server.url, install="streaming", undo=undo) as it:
-        version, sleep = it.publish(0).version, Sleep(server, 1)
+        version, sleep = it.publish(0).version, Halfway(server, "/sleep?level=1")
         error = it.failure(1, on_progress=sleep)
         assert "put to sleep" in str(error)
-        assert sleep.statuses == [200]
+        assert sleep.replies == [200]
         assert server.is_paused()
         assert server.post("/resume").status_code == (200 if undo else 409)
         assert server.is_paused(), "an engine that sleeps was set going"
@@ -115,6 +115,18 @@ def test_a_sleep_halfway_ends_the_update(server: Server, undo: bool) -> None:
         version = it.publish(1).version
         assert server.post("/wake_up").json()["status"] == "awake"
         assert_as_before(server, 1, version)
+
+
+@on(ONE)
+def test_a_reload_halfway_ends_the_update(server: Server) -> None:
+    with trainer(server.setup, server.url, install="streaming") as it:
+        it.publish(1)
+        reload = Halfway(server, "/collective_rpc", {"method": "reload_weights"})
+        assert "vLLM reloads the weights by itself" in str(it.failure(1, on_progress=reload))
+        assert reload.replies == [200]
+        assert not server.is_paused()
+        assert_serves(server, 0)
+        assert_as_before(server, 1, it.publish(1).version)
 
 
 @on(ONE, full=[MOE_REPLICAS])
