@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -163,6 +164,12 @@ class OneWeight(torch.nn.Module):
             self.load(self.weight.data, tensor)
 
 
+def in_a_thread(operation: Callable[..., object], *operands: object) -> None:
+    thread = threading.Thread(target=operation, args=operands)
+    thread.start()
+    thread.join()
+
+
 def installs_as_it_loads(load: Callable[[torch.Tensor, torch.Tensor], object], *, source: str, target: str) -> bool:
     """Zeros first, of which many loaders make what a copy makes; then other values."""
     held, tensors = getattr(torch, target), {"weight": torch.zeros(8, 8, dtype=getattr(torch, source))}
@@ -190,8 +197,13 @@ def installs_as_it_loads(load: Callable[[torch.Tensor, torch.Tensor], object], *
         lambda weight: torch._foreach_mul_([weight], 4),
         lambda weight: torch.mul(weight, 4, out=weight),
         lambda weight: torch.nn.functional.hardtanh(weight, inplace=True),
+        lambda weight: in_a_thread(weight.lerp_, 3 * weight, 0.5),
+        lambda weight: weight[0].zero_(),
+        lambda weight: weight[:, 1].copy_(torch.zeros(8, device=weight.device)),
+        lambda weight: weight.view(torch.int16)[:2].fill_(0),
     ],
-    ids=["mul_", "div_", "masked_fill_", "scatter_", "index_put_", "lerp_", "foreach", "out", "inplace"],
+    ids=["mul_", "div_", "masked_fill_", "scatter_", "index_put_", "lerp_", "foreach", "out", "inplace", "thread"]
+    + ["constant", "copied constant", "constant bits"],
 )
 def test_what_changes_a_copy_in_place_is_seen_before_zeros_could_prove_it(
     change: Callable[[torch.Tensor], object],
@@ -211,9 +223,10 @@ def test_what_changes_a_copy_in_place_is_seen_before_zeros_could_prove_it(
         (lambda weight, tensor: weight.view(torch.uint8).copy_(tensor), "uint8", "float8_e4m3fn"),
         (lambda weight, tensor: weight.copy_(tensor.clone().view(torch.bfloat16)), "int16", "bfloat16"),
         (lambda weight, tensor: weight.copy_(tensor.view(torch.int32)), "float32", "float32"),
+        (lambda weight, tensor: weight.copy_(torch._neg_view(tensor)), "int32", "int32"),
     ],
 )
-def test_bits_that_are_taken_for_another_dtype_are_no_copy_of_values(
+def test_bits_that_are_taken_for_other_values_are_no_copy(
     load: Callable[[torch.Tensor, torch.Tensor], object], source: str, target: str
 ) -> None:
     assert installs_as_it_loads(load, source=source, target=target)

@@ -22,7 +22,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from weightcast.errors import ManifestError
 from weightcast.format.bucket import TORCH_DTYPES
+from weightcast.format.geometry import check_disjoint, common
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.memory import collector_paused
 from weightcast.serving.install_map import RecordedCopy, StridedBlock, TargetForm
@@ -152,17 +154,20 @@ def _copies_seen_by(probe: _Probe) -> Iterator[None]:
         of_run[0].written(part, None)
         return part
 
-    def computed(*operands: Any, **options: Any) -> None:
+    def computed(arguments: Sequence[str], returned: Sequence[str], *operands: Any, **options: Any) -> Any:
+        # What is returned may lack its shape (of `out=`): all of it is left to the run that looks at every operation.
         of_run[0].knows_all = False
-        raise RuntimeError("this is left to the run that looks at every operation")
+        given = dict(zip(arguments, operands, strict=False)) | options
+        results = tuple(given[name] for name in returned)
+        return results[0] if len(results) == 1 else results or None
 
     try:
         with torch.library._scoped_library("aten", "IMPL") as library:
             library.impl("copy_", copied, "Meta")
             for name in _FILL_NAMES:
                 library.impl(name, filled, "Meta")
-            for name in _other_writes():
-                library.impl(name, computed, "Meta")
+            for name, arguments, returned in _other_writes():
+                library.impl(name, functools.partial(computed, arguments, returned), "Meta")
             yield
     finally:
         of_run.clear()
@@ -249,6 +254,8 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.together: dict[str, frozenset[str]] = {}
         self.overwritten: set[str] = set()
         self._opaque: dict[str, str] = {}
+        self._refilled: dict[str, set[StridedBlock]] = {}
+        """By target, what was filled with a constant after something was copied to it."""
         self._read: dict[str, str] = {}
         """Targets that something is computed from, and by which operation."""
         self._origins: dict[int, set[str]] = {}
@@ -294,7 +301,27 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for copy in self.copies if self._read else ():
             if copy.target in self._read:
                 found.setdefault(copy.name, f"other tensors are made from {copy.target} ({self._read[copy.target]})")
+        if self._refilled:
+            self._look_for_refilled(found)
         return found
+
+    def _look_for_refilled(self, found: dict[str, str]) -> None:
+        """A constant that is written over what was copied: values that equal it would prove the copy."""
+        forms = {target.name: target.form for target in self.targets.values() if target.name in self._refilled}
+        copies: dict[str, list[RecordedCopy]] = {}
+        for copy in self.copies:
+            if copy.target in forms:
+                copies.setdefault(copy.target, []).append(copy)
+        for name, of_target in copies.items():
+            form, filled = forms[name], list(self._refilled[name])
+            regions = [block.region(form.shape, form.strides) for block in (*filled, *(c.block for c in of_target))]
+            with contextlib.suppress(ManifestError):
+                if None not in regions:
+                    check_disjoint([region for region, _ in filter(None, regions)], name)
+                    continue
+            for copy, after in zip(of_target, regions[len(filled) :], strict=True):
+                if any(a is None or after is None or common(a[0], after[0]) for a in regions[: len(filled)]):
+                    found.setdefault(copy.name, f"{name} is filled with a constant where it was copied to")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -328,19 +355,13 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if target is None:
                 self._note(part, set())
             elif num_elements:
-                target.pad(block, num_elements)
+                self._pad(target, part, block)
             return
         if source.shape != block.sizes:
             source = source.expand(block.sizes)
         address = _address(source)
         name = self._sources.get(address)
-        if (
-            name is not None
-            and target is not None
-            and num_elements
-            and is_value
-            and source.dtype == self._given[name].dtype
-        ):
+        if name is not None and target is not None and num_elements and is_value and self._is_as_it_came(source, name):
             target.load(block, num_elements, name)
             self._use(name, num_elements, target.form.dtype)
             self.copies.append(RecordedCopy(name, self._block(source), target.name, block))
@@ -359,7 +380,7 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not names:
             if (read := self.targets.get(address)) is not None:
                 self._read.setdefault(read.name, f"a copy to {target.name}")
-            target.pad(block, num_elements)
+            self._pad(target, part, block)
             return
         target.load(block, num_elements, " with ".join(sorted(names)))
         for each in names:
@@ -375,6 +396,14 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sizes, strides, one_of = tensor.shape, tensor.stride(), self._tuples.setdefault
         return StridedBlock(int(tensor.storage_offset()), one_of(sizes, sizes), one_of(strides, strides))
 
+    def _pad(self, target: DryRunTarget, part: torch.Tensor, block: StridedBlock) -> None:
+        form = target.form
+        target.pad(block, part.nbytes // form.dtype.itemsize)
+        if target.loaded:
+            # A view of another dtype may be anywhere in it: its block is in other units.
+            everything = StridedBlock(0, form.shape, form.strides)
+            self._refilled.setdefault(target.name, set()).add(block if part.dtype == form.dtype else everything)
+
     def _use(self, name: str, num_elements: int, dtype: torch.dtype) -> None:
         """So many elements of a source were copied into a target of that dtype."""
         former, dtypes = self.used[name]
@@ -385,15 +414,19 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name, others = self._sources.get(address), self._origins.get(address, set())
         return others if name is None else {name, *others}
 
+    def _is_as_it_came(self, tensor: torch.Tensor, name: str) -> bool:
+        """Whether a view of a source has its values: not its bits as another dtype, nor negated or conjugated ones."""
+        return tensor.dtype == self._given[name].dtype and not tensor.is_neg() and not tensor.is_conj()
+
     def _whole(self, tensor: torch.Tensor) -> _Whole | None:
         """Which block of which source a tensor's elements are, if they are one, not its bits as another dtype."""
         name = self._sources.get(_address(tensor))
         block = StridedBlock(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
         if name is not None:
             found = _Whole(name, block, tensor.shape, tensor.stride(), (self._given[name].dtype,))
-            return found if tensor.dtype == self._given[name].dtype else None
+            return found if self._is_as_it_came(tensor, name) else None
         whole = self._wholes.get(_address(tensor))
-        if whole is None or block.offset or tensor.dtype != whole.dtypes[-1]:
+        if whole is None or block.offset or tensor.dtype != whole.dtypes[-1] or tensor.is_neg() or tensor.is_conj():
             return None
         return whole if (whole.sizes, whole.strides) == (tensor.shape, tensor.stride()) else None
 
@@ -457,15 +490,21 @@ _VIEWS = frozenset(
 
 
 @functools.cache
-def _other_writes() -> list[str]:
-    """All that writes to tensors without memory, but for copies and constants: in place, and by `out=`."""
+def _other_writes() -> list[tuple[str, list[str], list[str]]]:
+    """All that writes to tensors without memory, but for copies and constants: in place, and by `out=`.
+
+    Each with its arguments, and those of them that it returns.
+    """
     writes = []
     for qualified in torch._C._dispatch_get_registrations_for_dispatch_key("Meta"):
         namespace, _, name = qualified.partition("::")
         if namespace == "aten" and name not in ("copy_", *_FILL_NAMES):
             base, _, overload = name.partition(".")
-            if getattr(getattr(_aten, base), overload or "default")._schema.is_mutable:
-                writes.append(name)
+            schema = getattr(getattr(_aten, base), overload or "default")._schema
+            if schema.is_mutable:
+                arguments = [argument.name for argument in schema.arguments]
+                written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+                writes.append((name, arguments, written if schema.returns else []))
     return writes
 
 
