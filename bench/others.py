@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import time
@@ -32,12 +33,19 @@ class Others:
     def _cpu() -> tuple[float, float]:
         user, nice, system, _, _, irq, soft, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
         times = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        live = sum(meter.cpu_seconds() for meter in _descendants(os.getpid()))
+        live = sum(cpu_seconds(pid) for pid in _descendants(os.getpid()))
         busy = (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
         return busy, live + sum(it.ru_utime + it.ru_stime for it in times)
 
 
-def _descendants(pid: int) -> Iterator[ProcessMeter]:
+def cpu_seconds(pid: int) -> float:
+    """What a process has taken so far; 0 if it has ended since its id was found."""
+    with contextlib.suppress(ProcessLookupError):
+        return ProcessMeter(pid).cpu_seconds()
+    return 0.0
+
+
+def _descendants(pid: int) -> Iterator[int]:
     for child in children(pid):
-        yield ProcessMeter(child)
+        yield child
         yield from _descendants(child)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from others import Others
+from others import Others, cpu_seconds
 
 from peers.ends import DEADLINE_SECONDS, Job, run_end
 from peers.results import Row, Turn
@@ -60,8 +60,8 @@ class Process:
         return answer
 
     def cpu_seconds(self) -> float:
-        meters = [self._meter, *(ProcessMeter(pid) for pid in children(self._meter.pid))]
-        return sum(meter.cpu_seconds() for meter in meters)
+        """Of the process and of what it has started, of which helpers may end at any time."""
+        return self._meter.cpu_seconds() + sum(map(cpu_seconds, children(self._meter.pid)))
 
     def close(self) -> None:
         self._pipe.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -71,3 +72,12 @@ def test_what_others_take_is_counted() -> None:
         subprocess.run([sys.executable, "-c", OTHER], stdout=subprocess.PIPE, check=True)
         seconds = time.perf_counter() - start
     assert others.cores * seconds > 0.2
+
+
+def test_a_process_that_has_just_ended_takes_nothing() -> None:
+    from others import cpu_seconds
+
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    assert cpu_seconds(os.getpid()) > 0
+    ended.wait()
+    assert cpu_seconds(ended.pid) == 0
