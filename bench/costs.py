@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import statistics
 import sys
 import time
@@ -22,11 +21,11 @@ from typing import Any
 
 import msgspec
 import torch
+from others import QUIET_CORES, Others
 
 from weightcast import LocalEngine, ModuleSource, Publisher
 from weightcast.bench import shapes
 from weightcast.bench.measure import measure
-from weightcast.bench.meters import ProcessMeter, children
 from weightcast.bench.model import build_model, fill
 from weightcast.bench.parts import machine_name, measure_parts
 from weightcast.bench.result import BenchSettings
@@ -35,9 +34,6 @@ from weightcast.format.manifest import TensorSpec, WeightVersion
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_suffix(".json")
 MIB = 1 << 20
-QUIET_CORES = 0.15
-"""What others may take of all cores for a measurement to count as quiet."""
-
 UNIFORM = {"shapes": "uniform", "num_tensors": 500}
 MODELS: dict[str, dict[str, Any]] = {
     "12 layers of qwen3-0.6b": {"shapes": "qwen3-0.6b", "layers": 12},
@@ -87,35 +83,6 @@ class StandIn:
 
     def discard(self) -> None:
         pass
-
-
-class Others:
-    """How many cores other processes of this machine take, while it is entered."""
-
-    cores = 0.0
-
-    def __enter__(self) -> Others:
-        self._start = (time.perf_counter(), *self._cpu())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        start, all_before, own_before = self._start
-        seconds, (all_now, own_now) = time.perf_counter() - start, self._cpu()
-        self.cores = max(0.0, (all_now - all_before - own_now + own_before) / seconds)
-
-    @staticmethod
-    def _cpu() -> tuple[float, float]:
-        user, nice, system, _, _, irq, soft, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-        times = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        live = sum(meter.cpu_seconds() for meter in _descendants(os.getpid()))
-        busy = (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
-        return busy, live + sum(it.ru_utime + it.ru_stime for it in times)
-
-
-def _descendants(pid: int) -> Iterator[ProcessMeter]:
-    for child in children(pid):
-        yield ProcessMeter(child)
-        yield from _descendants(child)
 
 
 def bench(asked: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One comparison: a peer and weightcast's ways in processes of their own, in turns, on the same tensors.
+"""One run: peers and weightcast's ways in processes of their own, in turns, on the same tensors.
 
 In each round every way has its turn, in an order that rotates. Before a turn the trainer's values change, as after an
 optimizer step, and one memcpy of as many bytes is timed; after it the digests of both ends are compared. Timed is from
@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from others import Others, cpu_seconds
 
 from peers.ends import DEADLINE_SECONDS, Job, run_end
 from peers.results import Row, Turn
@@ -58,8 +60,8 @@ class Process:
         return answer
 
     def cpu_seconds(self) -> float:
-        meters = [self._meter, *(ProcessMeter(pid) for pid in children(self._meter.pid))]
-        return sum(meter.cpu_seconds() for meter in meters)
+        """Of the process and of what it has started, of which helpers may end at any time."""
+        return self._meter.cpu_seconds() + sum(map(cpu_seconds, children(self._meter.pid)))
 
     def close(self) -> None:
         self._pipe.close()
@@ -105,16 +107,16 @@ class Pair:
 
 
 @contextlib.contextmanager
-def opened(way: Way, specs: Sequence[TensorSpec], checkpoint: Path | None) -> Iterator[Pair]:
-    """The way's two ends, connected. With a `checkpoint` the engine is a server that starts from it."""
+def opened(way: Way, specs: Sequence[TensorSpec], checkpoints: Sequence[Path]) -> Iterator[Pair]:
+    """The way's two ends, connected. `checkpoints`: see `compare`; with them the engine is a server."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-peers-", dir="/dev/shm")))
         job = Job(True, specs, way.adapter, way.options, folder, None)
-        if checkpoint is not None:
+        if checkpoints:
             from peers.servers import served  # which needs what the tests of real engines need
 
-            engine = stack.enter_context(served(way, checkpoint))
-            trainer_job = dataclasses.replace(job, server=engine.server.url, checkpoint=checkpoint)
+            engine = stack.enter_context(served(way, checkpoints[0 if way.is_ours else 1]))
+            trainer_job = dataclasses.replace(job, server=engine.server.url, checkpoint=checkpoints[0])
             trainer = stack.enter_context(contextlib.closing(Process(way, trainer_job)))
         else:
             ours, theirs = CONTEXT.Pipe()
@@ -130,28 +132,32 @@ def opened(way: Way, specs: Sequence[TensorSpec], checkpoint: Path | None) -> It
         pair.both("close")
 
 
-def compare(peer: Way, specs: Sequence[TensorSpec], num_rounds: int, checkpoint: Path | None = None) -> list[Row]:
-    """Rows of the ways that the peer takes turns with, and of the peer. The first update of each is kept apart."""
-    CONTEXT.set_forkserver_preload([*PRELOADED, *peer.imports])
+def compare(
+    peers: Sequence[Way], specs: Sequence[TensorSpec], num_rounds: int, checkpoints: Sequence[Path] = ()
+) -> tuple[list[Row], float]:
+    """Rows of the ways that the peers are compared with, then of the peers; how many cores other work took meanwhile.
+
+    The first update of each is kept apart. `checkpoints`, for servers: of the trainer's first values, and of the same
+    negated, which every second update sends. Servers of weightcast's ways start from the former, peers' from the
+    latter: so what each must answer after each update is known from one that has never been updated.
+    """
+    CONTEXT.set_forkserver_preload([*PRELOADED, *(module for peer in peers for module in peer.imports)])
     with contextlib.ExitStack() as stack:
-        ways = [*(WAYS[name] for name in peer.against), peer]
-        pairs = [stack.enter_context(opened(way, specs, checkpoint)) for way in ways]
-        cold = pairs[0].both("digest")[1] if checkpoint else None
+        ways = [*(WAYS[name] for name in dict.fromkeys(name for peer in peers for name in peer.against)), *peers]
+        pairs = [stack.enter_context(opened(way, specs, checkpoints)) for way in ways]
+        cold = [pairs[-1].both("digest")[1], pairs[0].both("digest")[1]] if checkpoints else []
+        assert not cold or cold[0] != cold[1]
         memcpy = Memcpy(sum(spec.num_bytes for spec in specs))
-        for number in range(num_rounds + 1):
-            for position in range(len(pairs)):
-                pair = pairs[(position + number) % len(pairs)]
-                pair.turns.append(turn := pair.turn(number, memcpy))
-                print(f"  round {number}: {pair.way.name} {turn.seconds:.3f} s", file=sys.stderr, flush=True)
+        with Others() as others:
+            for number in range(num_rounds + 1):
+                for position in range(len(pairs)):
+                    pair = pairs[(position + number) % len(pairs)]
+                    pair.turns.append(turn := pair.turn(number, memcpy))
+                    print(f"  round {number}: {pair.way.name} {turn.seconds:.3f} s", file=sys.stderr, flush=True)
         for pair in pairs:
             for number, (sent, held) in enumerate(pair.seen):
-                if checkpoint is None:
-                    pair.verified &= sent == held
-                else:
-                    # Every second change gives the values that the servers started with.
-                    is_cold = number % 2 == 1
-                    pair.verified &= held == pairs[0].seen[number][1] and (held == cold) is is_cold
-        return [
+                pair.verified &= held == (cold[number % 2] if cold else sent)
+        rows = [
             Row(
                 name=pair.way.name,
                 turns=pair.turns[1:],
@@ -161,3 +167,4 @@ def compare(peer: Way, specs: Sequence[TensorSpec], num_rounds: int, checkpoint:
             )
             for pair in pairs
         ]
+        return rows, others.cores

@@ -1,17 +1,20 @@
-"""Make docs/benchmarks.md and its pictures of the results' JSON: `python -m peers.page`."""
+"""Make docs/benchmarks.md, its pictures and the README's summary of the results' JSON: `python -m peers.page`."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from peers.results import RESULTS, Comparison, Row, read
-from peers.ways import NOT_RUN, WAYS
+from peers.ways import NOT_RUN, REASONS, WAYS, Way, reason
 from weightcast.format.amounts import count, size
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+README, DOCS = ROOT / "README.md", ROOT / "docs"
 HEAD = Path(__file__).with_suffix(".md")
+FIELDS = {"seconds": "time", "pause_seconds": "pause"}
 BOUNDARIES = {
     "process": (
         "Into a process",
@@ -21,18 +24,28 @@ BOUNDARIES = {
     "vllm": (
         "Into vLLM",
         "A trainer process sends to `vllm serve`. The time is from the call until the server answers with the new "
-        "weights, pause and resume included.",
+        "weights, pause and resume included. Each server has one thread; gloo stands where vLLM has NCCL, so that "
+        "nothing follows for GPUs.",
     ),
     "sglang": (
         "Into SGLang",
         "A trainer process sends to `sglang.launch_server`. The time is from the call until the server answers with "
-        "the new weights, pause and continue included.",
+        "the new weights, pause and continue included. Each server has one thread, and runs with `--sleep-on-idle`: "
+        "else each that waits for its turn keeps a CPU busy.",
     ),
 }
 
 
 def page(comparisons: Sequence[Comparison]) -> str:
-    return "\n".join([HEAD.read_text(), *_sections(comparisons)]) + "\n"
+    head = HEAD.read_text().replace("{other work}", _other_work(comparisons))
+    return "\n".join([head, *_sections(comparisons)]) + "\n"
+
+
+def _other_work(comparisons: Sequence[Comparison]) -> str:
+    most = max(it.other_cores for it in comparisons)
+    if all(it.is_quiet for it in comparisons):
+        return f"Nothing else ran on the machine: other work took at most {most:.2f} cores."
+    return f"Other work ran on the machine, up to {most:.1f} cores, so seconds are high and vary: compare ratios."
 
 
 def _sections(comparisons: Sequence[Comparison]) -> Iterator[str]:
@@ -42,7 +55,14 @@ def _sections(comparisons: Sequence[Comparison]) -> Iterator[str]:
             continue
         yield f"## {title}\n\n{text}\n\n![Seconds to installed, by way](benchmarks-{boundary}.svg)\n"
         for model in dict.fromkeys(it.model for it in found):
-            yield from _table([it for it in found if it.model == model])
+            yield f"### {model[1]}: {count(model[2], 'tensor')}, {size(model[3])}\n"
+            for comparison in found:
+                if comparison.model == model:
+                    yield from _run(comparison)
+    if reasons := dict.fromkeys(reason(*found[:3]) for it in comparisons for found in ahead(it)):
+        yield "## Why others are ahead\n\n| reason | why | what would change it |\n|---|---|---|"
+        yield from (f"| *{name}* | {' | '.join(REASONS[name])} |" for name in reasons)
+        yield ""
     yield "## What was checked on the way\n"
     yield "| way | digest | completeness | version | rollback | remarks |\n|---|---|---|---|---|---|"
     measured = {row.name for it in comparisons for row in it.rows}
@@ -50,7 +70,7 @@ def _sections(comparisons: Sequence[Comparison]) -> Iterator[str]:
         if way.name in measured:
             checks = [way.checked.get(key, "-") for key in ("digest", "completeness", "version", "rollback")]
             yield f"| {way.name} | {' | '.join(checks)} | {way.note} |"
-    yield "\n## What does not run on a CPU\n\n| way | why |\n|---|---|"
+    yield "\n## What was not measured\n\n| way | why |\n|---|---|"
     yield from (f"| {name} | {reason} |" for name, reason in NOT_RUN.items())
     yield "\n## Where it was measured\n"
     for machine in dict.fromkeys(it.machine for it in comparisons):
@@ -62,9 +82,8 @@ def _sections(comparisons: Sequence[Comparison]) -> Iterator[str]:
     yield "```"
 
 
-def _table(comparisons: Sequence[Comparison]) -> Iterator[str]:
-    it = comparisons[0]
-    yield f"### {it.shapes}: {count(it.num_tensors, 'tensor')}, {size(it.num_bytes)}\n"
+def _run(it: Comparison) -> Iterator[str]:
+    """A table of ways that took turns in one run: no figure of it is of another."""
     head = (
         "way",
         "installed, s",
@@ -76,25 +95,73 @@ def _table(comparisons: Sequence[Comparison]) -> Iterator[str]:
         "pause: x weightcast",
     )
     yield f"| {' | '.join(head)} |\n|{'---|' * len(head)}"
-    for name in dict.fromkeys(row.name for it in comparisons for row in it.rows[:-1]):
-        yield _figures([row for it in comparisons for row in it.rows if row.name == name]) + " | |"
-    for it in comparisons:
-        *ours, peer = it.rows
-        ratios = (_ratios(peer, ours, field) for field in ("seconds", "pause_seconds"))
-        yield f"{_figures([peer])} {' | '.join(ratios)} |"
-    yield ""
+    for row in it.rows:
+        yield f"{_figures(row)} {' | '.join(_ratios(it, row, field) for field in FIELDS)} |"
+    yield f"\n{count(len(it.rows[0].turns), 'round')} of turns; other work took {it.other_cores:.2f} cores meanwhile.\n"
+    lead: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for peer_way, ours, field, found in ahead(it):
+        who = lead.setdefault((FIELDS[field], reason(peer_way, ours, field)), {})
+        who.setdefault(peer_way.name, []).append(f"{found:.2f} of {ours.name.removeprefix('weightcast ')}")
+    for (field, why), who in lead.items():
+        names = "; ".join(f"{name} ({', '.join(of)})" for name, of in who.items())
+        yield f"- Ahead in {field}, *{why}*: {names}."
+    if lead:
+        yield ""
 
 
-def _figures(rows: Sequence[Row]) -> str:
-    turns = [turn for row in rows for turn in row.turns]
-    median = {field: statistics.median(getattr(turn, field) for turn in turns) for field in turns[0].__struct_fields__}
-    seconds = [turn.seconds for turn in turns]
-    memcpy = statistics.median(turn.seconds / turn.memcpy_seconds for turn in turns)
-    extra = " / ".join(f"{statistics.median(row.extra_bytes[end] for row in rows) / 2**20:.0f}" for end in (0, 1))
+def ahead(it: Comparison) -> Iterator[tuple[Way, Way, str, float]]:
+    """Where a peer takes less than weightcast: the two ways, the field, and the ratio."""
+    for peer in it.peers:
+        for ours in it.against(peer):
+            for field in FIELDS:
+                if (found := ratio(peer, ours, field)) < 1:
+                    yield WAYS[peer.name], WAYS[ours.name], field, found
+
+
+def summary(comparisons: Sequence[Comparison]) -> str:
+    """The README's section: a picture and five lines."""
+
+    def times(peer: str, ours: str, *models: str) -> str:
+        found = {
+            it.shapes: f"{ratio(row, other, 'seconds'):.1f}"
+            for it in comparisons
+            for row in it.peers
+            for other in it.against(row)
+            if (row.name, other.name) == (peer, ours)
+        }
+        return " and ".join(found.get(model, "(not measured)") for model in models)
+
+    both, layers = ("many-small", "qwen3-0.6b"), "qwen3-0.6b's layers"
+    disturbed = "" if all(it.is_quiet for it in comparisons) else " (on CPUs that had other work too)"
+    text = (
+        f"Times as long as weightcast, for 5,000 small tensors and for Qwen3-0.6B, from process to process{disturbed}: "
+        f"verl's `BucketedWeightSender` {times('verl BucketedWeightSender, 512 MiB', 'weightcast ipc', *both)}, a "
+        f"safetensors file {times('safetensors file', 'weightcast ipc', *both)}, TorchRL's double buffer "
+        f"{times('TorchRL double buffer', 'weightcast ipc', *both)}; into vLLM its packed broadcasts "
+        f"{times('vLLM nccl packed, over gloo', 'weightcast gloo, vllm', layers)}, into SGLang its flattened buckets "
+        f"{times('SGLang flattened bucket, 512 MiB', 'weightcast ipc, sglang', layers)}."
+    )
+    won = [(peer.name, field, found) for it in comparisons for peer, _, field, found in ahead(it)]
+    faster = sorted((name, found) for name, field, found in won if field == "seconds")
+    # Of each peer the ratio that is furthest ahead.
+    others = [f"{name} down to {found:.2f}" for name, found in dict(reversed(faster)).items()]
+    others += ["some pause for less"] if any(field == "pause_seconds" for _, field, _ in won) else []
+    if others:
+        text += f" Where others are ahead: {', '.join(others)}."
+    text += " [Benchmarks](docs/benchmarks.md) has all figures and reasons, [costs](docs/costs.md) how they grow."
+    alt = "Seconds to installed of weightcast and of other ways, on the same two processes"
+    lines = textwrap.fill(text, 125, break_long_words=False, break_on_hyphens=False)
+    return f"## How fast, beside the others?\n\n![{alt}](docs/benchmarks-process.svg)\n\n{lines}\n"
+
+
+def _figures(row: Row) -> str:
+    seconds = [turn.seconds for turn in row.turns]
+    memcpy = statistics.median(turn.seconds / turn.memcpy_seconds for turn in row.turns)
+    extra = " / ".join(f"{num_bytes / 2**20:.0f}" for num_bytes in row.extra_bytes)
     return (
-        f"| {rows[0].name} | {median['seconds']:.3f} ({min(seconds):.3f} to {max(seconds):.3f}) | {memcpy:.1f} "
-        f"| {median['pause_seconds']:.3f} | {median['trainer_cpu_seconds']:.2f} + {median['engine_cpu_seconds']:.2f} "
-        f"| {extra} |"
+        f"| {row.name} | {row.median('seconds'):.3f} ({min(seconds):.3f} to {max(seconds):.3f}) | {memcpy:.1f} "
+        f"| {row.median('pause_seconds'):.3f} "
+        f"| {row.median('trainer_cpu_seconds'):.2f} + {row.median('engine_cpu_seconds'):.2f} | {extra} |"
     )
 
 
@@ -104,9 +171,17 @@ def ratio(peer: Row, ours: Row, field: str) -> float:
     return statistics.median(getattr(one, field) / getattr(other, field) for one, other in pairs)
 
 
-def _ratios(peer: Row, ours: Iterable[Row], field: str) -> str:
-    found = [(ratio(peer, row, field), row.name.removeprefix("weightcast ")) for row in ours]
+def _ratios(it: Comparison, peer: Row, field: str) -> str:
+    found = [(ratio(peer, row, field), row.name.removeprefix("weightcast ")) for row in it.against(peer)]
     return "; ".join(f"{f'{it:.1f}' if it >= 1 else f'**{it:.2f}**'} ({name})" for it, name in found)
+
+
+def readme_parts(readme: str) -> tuple[str, str, str]:
+    """What stands before the summary's section, that section, and what follows it."""
+    title, _, _ = summary([]).partition("\n")
+    start = readme.index(title)
+    end = readme.index("\n## ", start)
+    return readme[:start], readme[start:end], readme[end:]
 
 
 def draw(comparisons: Sequence[Comparison], boundary: str, path: Path) -> None:
@@ -139,6 +214,8 @@ def draw(comparisons: Sequence[Comparison], boundary: str, path: Path) -> None:
 def main() -> None:
     comparisons = read(RESULTS)
     (DOCS / "benchmarks.md").write_text(page(comparisons))
+    before, _, after = readme_parts(README.read_text())
+    README.write_text(before + summary(comparisons) + after)
     for boundary in dict.fromkeys(it.boundary for it in comparisons):
         draw(comparisons, boundary, DOCS / f"benchmarks-{boundary}.svg")
 

@@ -27,8 +27,8 @@ SHAPES = "qwen3-0.6b's layers"
 PROMPT, NUM_TOKENS = tuple(range(10, 210)), 8
 
 
-def make_checkpoint(folder: Path, num_layers: int) -> Sequence[TensorSpec]:
-    """Write a model that a server can start from; return what its tensors are."""
+def make_checkpoints(folders: Sequence[Path], num_layers: int) -> Sequence[TensorSpec]:
+    """Write a model that a server can start from, then the same negated; return what its tensors are."""
     import transformers
 
     widths = {"hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128, "vocab_size": 32768}
@@ -37,7 +37,9 @@ def make_checkpoint(folder: Path, num_layers: int) -> Sequence[TensorSpec]:
     config = transformers.Qwen3Config(**widths, **heads, **own, max_position_embeddings=512)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    save(model, folder)
+    for folder in folders:
+        save(model, folder)
+        torch._foreach_neg_(list(model.state_dict().values()))
     return [TensorSpec(name, DTYPE_NAMES[it.dtype], tuple(it.shape)) for name, it in model.state_dict().items()]
 
 
@@ -63,8 +65,13 @@ class Served:
         self._word = word
 
     def answer(self) -> Any:
-        """To "digest": what the server answers to a prompt, tokens and log-probabilities. Else that it is done."""
-        return self.server.ask(PROMPT, NUM_TOKENS) if self._word == "digest" else ("done", 0.0)
+        """To "digest": the server's own checksums of its weights, and what it answers to a prompt. Else: it is done.
+
+        vLLM has no checksums of the weights that it has packed for a CPU; the log-probabilities depend on each of them.
+        """
+        if self._word != "digest":
+            return "done", 0.0
+        return self.server.checksums(), self.server.ask(PROMPT, NUM_TOKENS)
 
 
 @contextlib.contextmanager
@@ -82,6 +89,8 @@ def served(way: Way, checkpoint: Path) -> Iterator[Served]:
         extension = "real_vllm.extension.Extension" if way.is_ours else "peers.adapters.vllm_on_cpus.Extension"
         server = vllm.Server(setup, checkpoint, extension=extension)
     else:
-        server = sglang.Server(sglang.Setup(dtype=torch.bfloat16, plugin=way.is_ours), checkpoint)
+        # Else each server that waits for its turn would keep a CPU busy.
+        options = ("--sleep-on-idle",)
+        server = sglang.Server(sglang.Setup(dtype=torch.bfloat16, plugin=way.is_ours, options=options), checkpoint)
     with server:
         yield Served(server)

@@ -174,7 +174,7 @@ PEERS += [
         "SGLang update from tensor",
         "peers.adapters.sglang:tensors",
         against=(f"{_IPC}, sglang",),
-        note="shared memory, a handle for each tensor",
+        note="shared memory, a handle for each tensor, of a copy as an export makes it",
         **_SGLANG,
     ),
     Way(
@@ -204,17 +204,66 @@ PEERS += [
 
 WAYS = {way.name: way for way in (*OURS, *PEERS)}
 
+REASONS: Mapping[str, tuple[str, str]] = {
+    "copies alone": (
+        "The peer's is the time of its copies alone, in a process that serves nobody. weightcast's goes from the "
+        "pause's request to the end of the resume: the same copies, and the calls over HTTP, which wait for a CPU "
+        "where others have work",
+        "An engine in the trainer's process is called without HTTP; a peer's engine behind a server needs such calls "
+        "too",
+    ),
+    "whole transfer": (
+        "A streaming install loads bucket by bucket as they come, so that its pause is the whole transfer",
+        '`install="staged"`, the default, pauses for the install alone, and holds the version in memory until then',
+    ),
+    "tensor by tensor": (
+        "verl's interface for engines takes tensors one by one, with a call for each, and streaming from long before "
+        "the last is there; `BucketedWeightSender` has one of its own, which takes a bucket",
+        "Staged, the default, hands all over at the end; calls for several tensors would need a change of verl's "
+        "interface",
+    ),
+    "no staging": (
+        "The peer's engine puts into place what it reads or receives, as it comes, and checks nothing. weightcast's "
+        "checks the digest of each bucket and stages it, then installs: one more copy, and two digests of all bytes",
+        '`install="streaming"` saves the staging; instead of files, `ipc://` where both are on one host',
+    ),
+    "not looked into": ("Nobody has looked yet", "Unknown"),
+}
+"""Why a peer is ahead, and what would change it, by a name."""
+
+
+_LOADS_AS_IT_COMES = (
+    "TorchRL double buffer",
+    "vLLM nccl per tensor, over gloo",
+    "SGLang distributed, per tensor",
+)
+
+
+def reason(peer: Way, ours: Way, field: str) -> str:
+    """Of REASONS, the one for which a peer may be ahead of one of our ways in "seconds" or "pause_seconds"."""
+    if field == "seconds":
+        return "no staging" if peer.name in _LOADS_AS_IT_COMES else "not looked into"
+    if ours.environment == "verl":
+        return "tensor by tensor"
+    if ours.options.get("install") == "streaming":
+        return "whole transfer"
+    return "copies alone" if peer.boundary == "process" else "not looked into"
+
+
 NOT_RUN: Mapping[str, str] = {
     "checkpoint-engine 0.4.2": "`ParameterServer` raises `TypeError: The current device type is not supported`: "
     "CUDA and NPU only",
-    "awex 0.9.0": "importing it needs Megatron-core; it moves bytes by NCCL, HCCL, astate and Mooncake, and its `file` "
-    "backend is a checkpoint on disk, as in the rows of safetensors",
+    "awex 0.9.0": "importing it needs Megatron-core. It moves bytes by NCCL, HCCL and astate, which need devices, by "
+    "checkpoints, as in the rows of safetensors, and by Mooncake, whose TCP runs on a CPU where the system "
+    "library `libibverbs` is installed: a read for each tensor, not measured",
     "vLLM `ipc`": "`/update_weights` answers 500, `Torch not compiled with CUDA enabled`",
     "vLLM `nccl` over NCCL": "`/init_weight_transfer_engine` answers 500, `Cannot access accelerator device when none "
     "is available`; measured over gloo instead",
     "vLLM `sparse_nccl`, `sharded_rdt`, `nccl_m2n`, `modelexpress`": "need NCCL, Ray with NIXL, the package "
     "`nccl-extensions`, a package of its own",
-    "verl `nixl`, `mooncake`, `kimi_ckpt_engine`, `hccl`": "need RDMA (NIXL, Mooncake), checkpoint-engine, Ascend NPUs",
+    "verl `nixl`, `mooncake`": "the former's buffers are pinned memory, which needs CUDA; the latter asks for RDMA",
+    "verl `kimi_ckpt_engine`, `hccl`": "need checkpoint-engine, Ascend NPUs",
+    "verl `delta`": "the changed elements alone, by NCCL from a pinned snapshot; here every element changes",
     "TorchRL `SharedMemWeightSyncScheme`, `MultiProcessWeightSyncScheme`": "not measured: the engine's parameters are "
     "the trainer's shared memory, so that a forward pass during an update computes with parts of two versions",
     "TorchRL `VLLMWeightSyncScheme`, `SGLangWeightSyncScheme`": "need NCCL, the former Ray too",

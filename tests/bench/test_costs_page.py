@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,9 +54,30 @@ def test_stand_ins_take_a_publish() -> None:
     assert found["cpu"] > 0
 
 
-def test_what_others_take_is_not_our_own() -> None:
-    import costs
+OTHER = """
+import os, time
+if os.fork():
+    os._exit(0)
+while time.process_time() < 0.3:
+    pass
+"""
 
-    with costs.Others() as others:
-        sum(range(1_000_000))
-    assert others.cores >= 0
+
+def test_what_others_take_is_counted() -> None:
+    from others import Others
+
+    with Others() as others:
+        start = time.perf_counter()
+        # It ends at once; what it has forked is nobody's child, and holds the pipe until its work is done.
+        subprocess.run([sys.executable, "-c", OTHER], stdout=subprocess.PIPE, check=True)
+        seconds = time.perf_counter() - start
+    assert others.cores * seconds > 0.2
+
+
+def test_a_process_that_has_just_ended_takes_nothing() -> None:
+    from others import cpu_seconds
+
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    assert cpu_seconds(os.getpid()) > 0
+    ended.wait()
+    assert cpu_seconds(ended.pid) == 0

@@ -156,6 +156,12 @@ class Server(ServerProcess):
     def version(self) -> str:
         return str(self.get("/weight_info")["weight_version"])
 
+    def checksums(self) -> Any:
+        """What vLLM's own checker says of the weights, by name. It sees nothing of those that it packs for a CPU."""
+        reply = self.post("/weight_checker", {"action": "checksum"})
+        assert reply.status_code == 200, reply.text
+        return reply.json()["checksums"]
+
     def is_paused(self) -> bool:
         return bool(self.get("/is_paused")["is_paused"])
 
