@@ -27,6 +27,7 @@ from weightcast.errors import (
     IntegrityError,
     PeerTimeoutError,
     StaleVersionError,
+    UpdateAbortedError,
 )
 from weightcast.format.bucket import root_digest
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, MAX_VERSION, Manifest, WeightVersion, decode, encode
@@ -268,11 +269,12 @@ class StoreWriter:
     def commit(self) -> None:
         """Make the sealed version the newest, for all who read. Needs no room.
 
-        Raises StaleVersionError if the store has got another writer, IntegrityError if the seal was removed.
+        Raises UpdateAbortedError if none is sealed, StaleVersionError if the store has got another writer,
+        IntegrityError if the seal was removed.
         """
         attempt, path = self._attempt, self._directory / files.NEXT
-        assert attempt is not None
-        assert attempt.sealed is not None
+        if attempt is None or attempt.sealed is None:
+            raise UpdateAbortedError("no version is whole: it was committed or aborted, or buckets of it are missing")
         self._check_pointer()
         data, found = seal(attempt.sealed), files.read_file(path, MAX_RECORD_BYTES)
         if found is None:

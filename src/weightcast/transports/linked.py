@@ -41,8 +41,8 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
 
     peer_type: type[L]
 
-    def __init__(self, url: str, *, run: str, deadline_seconds: float, records: Any, **options: Any) -> None:
-        """Listen at the URL's host and port. `records`: the union of what receivers may send. `options`: of the base.
+    def __init__(self, url: str, *, run: str, deadline_seconds: float, records: Any) -> None:
+        """Listen at the URL's host and port. `records`: the union of what receivers may send.
 
         Raises ValueError, OSError if the address can't be had.
         """
@@ -54,8 +54,7 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
         except OSError as exc:
             what = f"{url!r} can't be listened at: {exc.strerror}; write an address of this host and a free port, or 0"
             raise OSError(exc.errno, what) from exc
-        condition = self._listener.condition
-        super().__init__(run, deadline_seconds=deadline_seconds, condition=condition, **options)
+        super().__init__(run, deadline_seconds, self._listener.condition)
         self.address = Address(scheme, host, self._listener.port, self._listener.secret).url
 
     def close(self) -> None:
@@ -81,9 +80,6 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
         for peer in list(self._peers.values()):
             self._hear(peer)
 
-    def _is_connected(self, name: str) -> bool:
-        return name in self._peers
-
     def _hear(self, peer: L) -> None:
         for record in peer.link.take():
             self._on_record(peer, record)
@@ -102,15 +98,7 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
 class LinkedReceiver(PeerReceiver[V]):
     """Hears its sender in the link's thread."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        peer: str,
-        run: str,
-        deadline_seconds: float,
-        records: Any,
-    ) -> None:
+    def __init__(self, url: str, *, peer: str, run: str, deadline_seconds: float, records: Any) -> None:
         """Connect to a sender's address. `records`: the union of what it may send.
 
         All else that records need must be there already. Raises PeerDiedError, ManifestError.

@@ -179,10 +179,6 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
     def _silence(self, wanted: W, seconds: float) -> str:
         return f"nothing was heard of the publisher for {seconds:g} s"
 
-    def _check_run(self, version: WeightVersion) -> None:
-        if self._run is not None and version.run != self._run:
-            raise ValueError(f"version {version.number} is of run {version.run}, this receiver of run {self._run}")
-
     def _check_live(self, wanted: W) -> None:
         """Raises if the update is over for any reason."""
         self._require_open()
@@ -193,17 +189,16 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
 
     def _check_sender(self, wanted: W) -> None:
         """Raises if the sender has ended the update, or has gone."""
-        self._require_connection()
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ClosedError("this receiver was closed")
-
-    def _require_connection(self) -> None:
-        self._require_open()
         if self._ended:
             what = f"{self._publisher} has gone or dropped this receiver: {self._ended}"
             raise PeerDiedError(what, peer=PUBLISHER)
+
+    def _require_open(self, version: WeightVersion | None = None) -> None:
+        """Raises ClosedError, ValueError for a version of another run."""
+        if self._closed:
+            raise ClosedError("this receiver was closed")
+        if version is not None and self._run is not None and version.run != self._run:
+            raise ValueError(f"version {version.number} is of run {version.run}, this receiver of run {self._run}")
 
 
 # --- receivers that hear records of their sender ---
@@ -267,14 +262,14 @@ class PeerReceiver(ReceivingEnd[V]):
 
     def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
         """Wait for `version` from now on. Raises PeerDiedError if the sender has gone, InsufficientMemoryError."""
-        self._check_run(version)
+        self._require_open(version)
         self.end()
         with self._condition:
             self._require_open()
             wanted = self._want(manifest, version, staged)
             self._heard_at = time.monotonic()
             self._listen()
-            self._require_connection()
+            self._check_sender(wanted)
             self._wanted = wanted
             self._tell(Opened(version.number))
             self._match()

@@ -115,14 +115,14 @@ class RunSender(Sender):
     _closed = False
 
     def __init__(self, run: str) -> None:
-        self._run = run
+        self.run = run
 
     def _require_open(self, version: WeightVersion | None = None) -> None:
         """Raises ClosedError, ValueError for a version of another run."""
         if self._closed:
             raise ClosedError("this sender was closed")
-        if version is not None and version.run != self._run:
-            raise ValueError(f"version {version.number} is of run {version.run}, this sender of run {self._run}")
+        if version is not None and version.run != self.run:
+            raise ValueError(f"version {version.number} is of run {version.run}, this sender of run {self.run}")
 
 
 def check_next(index: int, following: int, num_buckets: int) -> None:
@@ -172,7 +172,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         with self.condition:
             self._require_open()
             self._listen()
-            return [name for name in peers if self._is_connected(name)]
+            return [name for name in peers if name in self._peers]
 
     def abort(self, reason: str) -> None:
         """End the update for every peer; what they hold they release. Does not wait."""
@@ -226,9 +226,6 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         update.peers.clear()
 
     # --- what peers do ---
-
-    def _is_connected(self, name: str) -> bool:
-        return name in self._peers
 
     def _on_connected(self, peer: P) -> None:
         """Let a receiver in; one of the same name is replaced."""
@@ -317,7 +314,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         """
 
         def is_missing(name: str) -> bool:
-            return name not in self._failures and not self._is_connected(name) and name not in self._left
+            return not (name in self._failures or name in self._peers or name in self._left)
 
         deadline = Deadline(self._deadline_seconds)
         while any(map(is_missing, names)) and not deadline.has_passed:
@@ -326,7 +323,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
             if is_missing(name):
                 waited = f"within {self._deadline_seconds:g} s"
                 self._failures[name] = PeerTimeoutError(f"{name} did not connect {waited}", peer=name)
-            elif name not in self._failures and not self._is_connected(name):
+            elif name not in self._failures and name not in self._peers:
                 self._failures[name] = PeerDiedError(f"the receiver of {name} has gone and is not back", peer=name)
             elif name not in self._failures and self._peers[name].declined == version.number:
                 what = f"{name} gave version {version.number} up before it began"
@@ -365,41 +362,42 @@ class OwnedArena:
         del self.buffers
 
 
-@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
-class ArenaUpdate(SentUpdate):
-    device: torch.device
-
-
-R = TypeVar("R", bound=ConnectedPeer)
 A = TypeVar("A", bound=OwnedArena)
 
 
-class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
-    """Implements `Sender`. A loss never disturbs the others.
+class ArenaSender(SendingEnd[SentUpdate, P], Generic[P, A]):
+    """Implements `Sender`, which finds a free address by itself. A loss never disturbs the others.
 
     Memory: streaming, `num_slots` buckets, one more on a GPU; staged, the whole version; kept for the next update. With
     a CUDA `device` streaming buckets lie in that device's memory; staged ones are in host memory always. A bucket on a
     GPU is announced once its packing is over, so that nothing that a receiver waits for can end with this process.
     """
 
+    scheme: str
+    """The URL to make it with."""
+
     def __init__(
         self,
-        run: str,
+        url: str = "",
         *,
-        deadline_seconds: float,
+        run: str,
+        deadline_seconds: float = 60.0,
         num_slots: int = 2,
         device: torch.device | str | None = None,
-        condition: threading.Condition | None = None,
     ) -> None:
+        """Raises ValueError."""
+        if url not in ("", self.scheme):
+            raise ValueError(f"{url!r}: such a sender finds a free address by itself; pass {self.scheme!r}")
         if num_slots < 1:
             raise ValueError(f"num_slots is {num_slots}; it must be at least 1, and 2 to overlap packing with reading")
-        super().__init__(run, deadline_seconds, condition)
+        super().__init__(run, deadline_seconds)
         self._num_slots = num_slots
         self._device = torch.device(device or "cpu")
         self._arena: A | None = None
         self._generation = 0
         self._readers: dict[int, set[str]] = {}
         self._lost_slots: set[int] = set()
+        self.address = self._begin_listening()
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Begin an update. Waits until the former one's buckets are released and `peers` are connected; those who fail
@@ -408,15 +406,19 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
         with self.condition:
             self._begin_open(version, peers)
             self._await_released()
-            device = torch.device("cpu") if staged else self._device
+            arena, device = self._arena, self._device_of_buckets(staged)
             # On a GPU a reader releases a bucket only when it has the next one.
             num_slots = self._num_slots + (device.type == "cuda")
             arena_layout = place(manifest, num_slots=num_slots, staged=staged)
-            self._prepare_arena(arena_layout, device)
+            self._readers.clear()
+            has_room = arena is not None and arena.device == device and arena.size_bytes >= arena_layout.size_bytes
+            if arena is not None and has_room and not self._lost_slots:
+                arena.buffers.forget_above(len(arena_layout.slots))
+            elif arena_layout.size_bytes:
+                self._replace_arena(arena_layout.size_bytes, device)
             taking_part = self._await_connected(peers, version)
             self._num_updates += 1
-            number = self._num_updates
-            update = ArenaUpdate(number, version, manifest, staged, arena_layout, taking_part, device=device)
+            update = SentUpdate(self._num_updates, version, manifest, staged, arena_layout, taking_part)
             self._update, self._waiting = update, update.peers
             for name in sorted(update.peers):
                 if name in update.peers:
@@ -431,7 +433,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
             self._listen()
             self._await_released(arena_layout.slots[index])
             if self._arena is None or arena_layout.slots[index] in self._lost_slots:
-                self._replace_arena(arena_layout.size_bytes, update.device)
+                self._replace_arena(arena_layout.size_bytes, self._device_of_buckets(update.staged))
             assert self._arena is not None
             return self._arena.buffers.at(arena_layout, index)
 
@@ -443,10 +445,10 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
         with self.condition:
             update = self._require_update(index)
             check_length(update.manifest, index, num_bytes)
-            if update.device.type == "cuda":
-                self._await_packed(index, host_device.recorded(update.device))
             arena = self._arena
             assert arena is not None
+            if arena.device.type == "cuda":
+                self._await_packed(index, host_device.recorded(arena.device))
             update.next = index + 1
             slot, offset_bytes = update.arena_layout.slots[index], update.arena_layout.headers[index]
             ready = BucketReady(update.number, arena.generation, index, offset_bytes, num_bytes)
@@ -489,16 +491,20 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
     # --- what a transport adds ---
 
     @abc.abstractmethod
+    def _begin_listening(self) -> str:
+        """Let peers come from now on, at the address that it returns."""
+
+    @abc.abstractmethod
     def _make_arena(self, generation: int, size_bytes: int, device: torch.device) -> A:
         """Raises InsufficientMemoryError."""
 
     @abc.abstractmethod
-    def _announce(self, peer: R, arena: A) -> bool:
+    def _announce(self, peer: P, arena: A) -> bool:
         """Tell a peer of the arena that the next bucket lies in; False if the peer is lost then."""
 
     # --- what peers do ---
 
-    def _on_other(self, peer: R, record: Any) -> None:
+    def _on_other(self, peer: P, record: Any) -> None:
         update, arena = self._update, self._arena
         if not isinstance(record, Released) or update is None or arena is None:
             return
@@ -506,11 +512,11 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
         if is_meant and record.index < update.num_buckets:
             self._readers.get(update.arena_layout.slots[record.index], set()).discard(peer.name)
 
-    def _on_ended(self, peer: R, update: ArenaUpdate) -> None:
+    def _on_ended(self, peer: P, update: SentUpdate) -> None:
         self._forget_reader(peer.name)
         super()._on_ended(peer, update)
 
-    def _drop(self, peer: R, error: WeightcastError, *, may_be_reading: bool) -> None:
+    def _drop(self, peer: P, error: WeightcastError, *, may_be_reading: bool) -> None:
         if self._peers.get(peer.name) is not peer:
             return
         held = self._forget_reader(peer.name)
@@ -545,13 +551,8 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
 
     # --- the arena ---
 
-    def _prepare_arena(self, arena_layout: ArenaLayout, device: torch.device) -> None:
-        arena, needed = self._arena, arena_layout.size_bytes
-        self._readers.clear()
-        if arena is not None and not self._lost_slots and arena.device == device and arena.size_bytes >= needed:
-            arena.buffers.forget_above(len(arena_layout.slots))
-        elif needed:
-            self._replace_arena(needed, device)
+    def _device_of_buckets(self, staged: bool) -> torch.device:
+        return torch.device("cpu") if staged else self._device
 
     def _replace_arena(self, size_bytes: int, device: torch.device) -> None:
         self._close_arena()

@@ -178,7 +178,11 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
             case records.Join() | records.ReadAlong():
                 self._leave_group()
                 try:
-                    self._tell(self._join(record) if isinstance(record, records.Join) else self._read_along(record))
+                    if isinstance(record, records.Join):
+                        self._tell(self._join(record))
+                    else:
+                        self._buffers.read_from(record.address)
+                        self._tell(records.Joining(record.epoch))
                 except WeightcastError as exc:
                     self._tell(records.JoinFailed(record.epoch, str(exc)[:MAX_REASON_CHARACTERS]))
             case records.Connect():
@@ -196,10 +200,6 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
             self._buffers.prepare(wanted.manifest, staged=wanted.staged)
         self._stream = BroadcastStream(self, join, self._backend, host=self._link.local_host, device=self._device)
         return records.Joining(join.epoch, *self._progress(), shared)
-
-    def _read_along(self, other: records.ReadAlong) -> records.Joining:
-        self._buffers.read_from(other.address)
-        return records.Joining(other.epoch)
 
     def _progress(self) -> tuple[int, int]:
         """The update that is wanted, or 0, and how many buckets of it have come in."""
@@ -233,7 +233,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
             read = wanted.reads.get(index % NUM_SLOTS)
         if read is not None:
             host_device.queue_behind(read, self._device)
-        return self._buffers.target(wanted.number, wanted.manifest, wanted.version, index, is_here=is_here)
+        return self._buffers.target(wanted, index, is_here=is_here)
 
     @property
     def is_among_several(self) -> bool:
@@ -351,9 +351,20 @@ class BroadcastStream:
         return self.is_left
 
     def _take_all(self, group: ProcessGroup) -> None:
+        """Begin to receive as many buckets as can be, if need be wait for one, take the first; until it was left."""
         works: collections.deque[Work] = collections.deque()
         while True:
-            self._begin_all(group, works)
+            while len(works) < (1 if self._receiver.is_among_several else NUM_UNDER_WAY):
+                self._is_in_group = False
+                target = self._receiver.next_target(self, wait=not works)
+                if target is None:
+                    break
+                self.targets = (*self.targets, target)
+                if self._was_left():
+                    # Whoever left it may have looked for targets before.
+                    return
+                self._is_in_group = True
+                works.append(group.broadcast(target.flat, root=0))
             if self._was_left() or not works:
                 return
             self._is_in_group = True
@@ -366,17 +377,3 @@ class BroadcastStream:
                 copy_all([target.staging.flat(target.num_bytes)], [target.flat])
             self.targets = self.targets[1:]
             self._receiver.on_received(self, target)
-
-    def _begin_all(self, group: ProcessGroup, works: collections.deque[Work]) -> None:
-        """Wait for a bucket that can be received, unless one is under way; begin to receive as many as can be."""
-        while len(works) < (1 if self._receiver.is_among_several else NUM_UNDER_WAY):
-            self._is_in_group = False
-            target = self._receiver.next_target(self, wait=not works)
-            if target is None:
-                return
-            self.targets = (*self.targets, target)
-            if self._was_left():
-                # Whoever left it may have looked for targets before.
-                return
-            self._is_in_group = True
-            works.append(group.broadcast(target.flat, root=0))
