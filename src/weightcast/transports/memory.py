@@ -51,12 +51,20 @@ class MemoryArena(OwnedArena, MappedArena):
 class MemorySender(ArenaSender[MemoryPeer, MemoryArena]):
     """Implements `Sender`; see `ArenaSender`."""
 
-    scheme = _SCHEME
-
-    def _begin_listening(self) -> str:
-        address = f"{_SCHEME}{secrets.token_hex(16)}"
-        _senders[address] = self
-        return address
+    def __init__(
+        self,
+        url: str = _SCHEME,
+        *,
+        run: str,
+        deadline_seconds: float = 60.0,
+        num_slots: int = 2,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if url != _SCHEME:
+            raise ValueError(f"{url!r}: a memory sender finds a free address by itself; pass {_SCHEME!r}")
+        super().__init__(run, deadline_seconds=deadline_seconds, num_slots=num_slots, device=device)
+        self.address = f"{_SCHEME}{secrets.token_hex(16)}"
+        _senders[self.address] = self
 
     def let_in(self, name: str) -> MemoryPeer:
         """Let a receiver in; one of the same name is replaced."""

@@ -26,17 +26,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
 from weightcast.seams.transport import Sender
-from weightcast.transports.records import (
-    ArenaClosed,
-    BeginUpdate,
-    BucketReady,
-    GivenUp,
-    KeepAlive,
-    Opened,
-    Released,
-    UpdateAborted,
-    UpdateEnded,
-)
+from weightcast.transports import records
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +65,10 @@ class SentUpdate:
     def is_whole(self) -> bool:
         return self.next >= self.num_buckets
 
-    def begin(self, peer: ConnectedPeer) -> BeginUpdate:
+    def begin(self, peer: ConnectedPeer) -> records.BeginUpdate:
         number = self.version.number
         given_up = peer.given_up.times if peer.given_up.version == number else 0
-        return BeginUpdate(number, self.number, self.staged, self.num_buckets, self.next, given_up)
+        return records.BeginUpdate(number, self.number, self.staged, self.num_buckets, self.next, given_up)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -90,7 +80,7 @@ class ConnectedPeer:
     name: str
     progress_at: float = dataclasses.field(default_factory=time.monotonic, kw_only=True)
     declined: int | None = dataclasses.field(default=None, kw_only=True)
-    given_up: GivenUp = dataclasses.field(default=GivenUp(), kw_only=True)
+    given_up: records.GivenUp = dataclasses.field(default=records.GivenUp(), kw_only=True)
     generation: int = dataclasses.field(default=-1, kw_only=True)
 
     def died(self, reason: object) -> PeerDiedError:
@@ -211,7 +201,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
 
     def _give_sign(self, peer: P) -> None:
         """Tell a peer that the sender lives. Does not wait."""
-        self._post(peer, KeepAlive(), wait=False)
+        self._post(peer, records.KeepAlive(), wait=False)
 
     def _on_other(self, peer: P, record: Any) -> None:
         """A record of the transport's own."""
@@ -222,7 +212,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         for name in sorted(update.peers):
             # A peer that has no room for it is disconnected, which tells it as much.
             if name in self._peers:
-                self._post(self._peers[name], UpdateAborted(update.number, update.aborted or ""), wait=False)
+                self._post(self._peers[name], records.UpdateAborted(update.number, update.aborted or ""), wait=False)
         update.peers.clear()
 
     # --- what peers do ---
@@ -239,9 +229,9 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
     def _on_record(self, peer: P, record: Any) -> None:
         update, peer.progress_at = self._update, time.monotonic()
         match record:
-            case Opened():
+            case records.Opened():
                 peer.declined = None
-            case UpdateEnded():
+            case records.UpdateEnded():
                 took_part, ended = False, (record.version, record.update)
                 if not record.update:
                     peer.given_up = peer.given_up.again(record.version)
@@ -362,42 +352,40 @@ class OwnedArena:
         del self.buffers
 
 
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class ArenaUpdate(SentUpdate):
+    device: torch.device
+
+
 A = TypeVar("A", bound=OwnedArena)
 
 
-class ArenaSender(SendingEnd[SentUpdate, P], Generic[P, A]):
-    """Implements `Sender`, which finds a free address by itself. A loss never disturbs the others.
+class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
+    """Implements `Sender`. A loss never disturbs the others.
 
     Memory: streaming, `num_slots` buckets, one more on a GPU; staged, the whole version; kept for the next update. With
     a CUDA `device` streaming buckets lie in that device's memory; staged ones are in host memory always. A bucket on a
     GPU is announced once its packing is over, so that nothing that a receiver waits for can end with this process.
     """
 
-    scheme: str
-    """The URL to make it with."""
-
     def __init__(
         self,
-        url: str = "",
-        *,
         run: str,
-        deadline_seconds: float = 60.0,
+        *,
+        deadline_seconds: float,
         num_slots: int = 2,
         device: torch.device | str | None = None,
+        condition: threading.Condition | None = None,
     ) -> None:
-        """Raises ValueError."""
-        if url not in ("", self.scheme):
-            raise ValueError(f"{url!r}: such a sender finds a free address by itself; pass {self.scheme!r}")
         if num_slots < 1:
             raise ValueError(f"num_slots is {num_slots}; it must be at least 1, and 2 to overlap packing with reading")
-        super().__init__(run, deadline_seconds)
+        super().__init__(run, deadline_seconds, condition)
         self._num_slots = num_slots
         self._device = torch.device(device or "cpu")
         self._arena: A | None = None
         self._generation = 0
         self._readers: dict[int, set[str]] = {}
         self._lost_slots: set[int] = set()
-        self.address = self._begin_listening()
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Begin an update. Waits until the former one's buckets are released and `peers` are connected; those who fail
@@ -406,7 +394,7 @@ class ArenaSender(SendingEnd[SentUpdate, P], Generic[P, A]):
         with self.condition:
             self._begin_open(version, peers)
             self._await_released()
-            arena, device = self._arena, self._device_of_buckets(staged)
+            arena, device = self._arena, torch.device("cpu") if staged else self._device
             # On a GPU a reader releases a bucket only when it has the next one.
             num_slots = self._num_slots + (device.type == "cuda")
             arena_layout = place(manifest, num_slots=num_slots, staged=staged)
@@ -418,7 +406,8 @@ class ArenaSender(SendingEnd[SentUpdate, P], Generic[P, A]):
                 self._replace_arena(arena_layout.size_bytes, device)
             taking_part = self._await_connected(peers, version)
             self._num_updates += 1
-            update = SentUpdate(self._num_updates, version, manifest, staged, arena_layout, taking_part)
+            number = self._num_updates
+            update = ArenaUpdate(number, version, manifest, staged, arena_layout, taking_part, device=device)
             self._update, self._waiting = update, update.peers
             for name in sorted(update.peers):
                 if name in update.peers:
@@ -433,7 +422,7 @@ class ArenaSender(SendingEnd[SentUpdate, P], Generic[P, A]):
             self._listen()
             self._await_released(arena_layout.slots[index])
             if self._arena is None or arena_layout.slots[index] in self._lost_slots:
-                self._replace_arena(arena_layout.size_bytes, self._device_of_buckets(update.staged))
+                self._replace_arena(arena_layout.size_bytes, update.device)
             assert self._arena is not None
             return self._arena.buffers.at(arena_layout, index)
 
@@ -445,13 +434,13 @@ class ArenaSender(SendingEnd[SentUpdate, P], Generic[P, A]):
         with self.condition:
             update = self._require_update(index)
             check_length(update.manifest, index, num_bytes)
+            if update.device.type == "cuda":
+                self._await_packed(index, host_device.recorded(update.device))
             arena = self._arena
             assert arena is not None
-            if arena.device.type == "cuda":
-                self._await_packed(index, host_device.recorded(arena.device))
             update.next = index + 1
             slot, offset_bytes = update.arena_layout.slots[index], update.arena_layout.headers[index]
-            ready = BucketReady(update.number, arena.generation, index, offset_bytes, num_bytes)
+            ready = records.BucketReady(update.number, arena.generation, index, offset_bytes, num_bytes)
             for name in sorted(update.peers):
                 peer = self._peers.get(name)
                 if peer is None or name not in update.peers:
@@ -474,7 +463,7 @@ class ArenaSender(SendingEnd[SentUpdate, P], Generic[P, A]):
             self._close_arena()
             for peer in list(self._peers.values()):
                 if peer.generation == arena.generation:
-                    self._post(peer, ArenaClosed(arena.generation), wait=False)
+                    self._post(peer, records.ArenaClosed(arena.generation), wait=False)
 
     def _await_packed(self, index: int, packed: host_device.Event) -> None:
         for _ in Deadline(self._deadline_seconds).polls(_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS, self._pause):
@@ -491,10 +480,6 @@ class ArenaSender(SendingEnd[SentUpdate, P], Generic[P, A]):
     # --- what a transport adds ---
 
     @abc.abstractmethod
-    def _begin_listening(self) -> str:
-        """Let peers come from now on, at the address that it returns."""
-
-    @abc.abstractmethod
     def _make_arena(self, generation: int, size_bytes: int, device: torch.device) -> A:
         """Raises InsufficientMemoryError."""
 
@@ -506,13 +491,13 @@ class ArenaSender(SendingEnd[SentUpdate, P], Generic[P, A]):
 
     def _on_other(self, peer: P, record: Any) -> None:
         update, arena = self._update, self._arena
-        if not isinstance(record, Released) or update is None or arena is None:
+        if not isinstance(record, records.Released) or update is None or arena is None:
             return
         is_meant = (record.update, record.generation) == (update.number, arena.generation)
         if is_meant and record.index < update.num_buckets:
             self._readers.get(update.arena_layout.slots[record.index], set()).discard(peer.name)
 
-    def _on_ended(self, peer: P, update: SentUpdate) -> None:
+    def _on_ended(self, peer: P, update: ArenaUpdate) -> None:
         self._forget_reader(peer.name)
         super()._on_ended(peer, update)
 
@@ -550,9 +535,6 @@ class ArenaSender(SendingEnd[SentUpdate, P], Generic[P, A]):
         return set().union(*self._readers.values()) if slot is None else set(self._readers.get(slot, ()))
 
     # --- the arena ---
-
-    def _device_of_buckets(self, staged: bool) -> torch.device:
-        return torch.device("cpu") if staged else self._device
 
     def _replace_arena(self, size_bytes: int, device: torch.device) -> None:
         self._close_arena()

@@ -32,6 +32,7 @@ from weightcast.transports.sending import RunSender, check_length, check_next
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.05
 _HOST_MEMORY = torch.device("cpu")
+_READ_INTO = _HOST_MEMORY, "reading this version", 'publish with install="streaming", or free memory'
 
 
 W = TypeVar("W", StoreWriter, OriginWriter)
@@ -62,7 +63,7 @@ class _BufferedSender(RunSender, Generic[W]):
         self._max_buffers = 1 if num_threads == 1 else min(num_threads + 1, MAX_BUFFERS)
         self._num_buffers = 1
         # It starts a thread only for a bucket that no other one is free for.
-        self._pool = ThreadPoolExecutor(self._max_buffers, "weightcast-store") if num_threads > 1 else None
+        self._pool = ThreadPoolExecutor(self._max_buffers, "weightcast-store")
         # Zeros: what lies between the end of a bucket and of its buffer must not be another's memory.
         kind = _PinnedMemory if torch.device(device or "cpu").type == "cuda" else MemoryToSend
         self._ring = kind(_HOST_MEMORY, "writing this version")
@@ -95,7 +96,7 @@ class _BufferedSender(RunSender, Generic[W]):
         check_length(plan, index, num_bytes)
         data = buffer.flat(num_bytes).numpy().data
         self._digests.append(header_digest(buffer.header))
-        if self._pool is None or self._num_buffers == 1:
+        if self._num_buffers == 1:
             self._writer.write(index, data)
         else:
             self._writes.append(self._pool.submit(self._writer.write, index, data))
@@ -118,8 +119,7 @@ class _BufferedSender(RunSender, Generic[W]):
         self.abort("the publisher was closed")
         self._closed = True
         self._writer.close()
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._pool.shutdown()
         self._ring.free()
 
     def _begin(self, plan: Manifest) -> None:
@@ -281,9 +281,8 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         if record is not None and record.run != run:
             raise StaleVersionError(f"the receiver is of run {run}, the store {directory} of {record.run}: init again")
         self._num_ahead = 0 if address.num_threads == 1 else address.num_threads
-        self._pool = ThreadPoolExecutor(address.num_threads, "weightcast-store") if self._num_ahead else None
-        remedy = 'publish with install="streaming", or free memory'
-        self._arena = KeptMemory(_HOST_MEMORY, "reading this version", remedy)
+        self._pool = ThreadPoolExecutor(address.num_threads, "weightcast-store")
+        self._arena = KeptMemory(*_READ_INTO)
         self._common_memory: CommonMemory | None = None
         self._together: FilledTogether | None = None
         self._share: Share | None = None
@@ -355,14 +354,13 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
     def renew(self) -> None:
         """Leave the memory of earlier updates to whoever has tensors in it; the next `open` takes other memory."""
         with self._condition:
-            self._arena.free()
+            self._arena = KeptMemory(*_READ_INTO)
 
     def close(self) -> None:
         with self._condition:
             self.end()
             super().close()
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._pool.shutdown()
 
     def _leave(self, wanted: StoreUpdate) -> None:
         """Nothing reads into the arena any more when this returns."""
@@ -422,7 +420,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
                 f"the store has another plan ({len(found)} buckets) than was offered ({len(expected)} buckets)"
             )
         index = order[number]
-        if self._pool is None or wanted.num_ahead == 0:
+        if wanted.num_ahead == 0:
             _read(pinned, wanted, index)
         else:
             # A streaming bucket's memory is free when the next one is asked for: look no further than that.

@@ -10,8 +10,8 @@ never held here while somebody is waited for.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -54,14 +54,19 @@ class BucketTarget:
         return self.buffer if self.staging is None else self.staging
 
 
-class Writing(Protocol):
-    """What may write to targets although its group was left."""
+class Writing:
+    """A thread that may write to `targets`, also after its group was left."""
 
-    targets: tuple[BucketTarget, ...]
+    targets: tuple[BucketTarget, ...] = ()
+    thread: threading.Thread | None = None
 
     def has_ended(self, seconds: float) -> bool:
         """Wait that long for it to end; whether it has."""
-        ...
+        if self.thread is None:
+            return True
+        if threading.current_thread() is not self.thread:
+            self.thread.join(seconds)
+        return not self.thread.is_alive()
 
 
 class SharedMemory:

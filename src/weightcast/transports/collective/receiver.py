@@ -27,7 +27,7 @@ from weightcast.host.copy import copy_all
 from weightcast.process_group import ProcessGroup, join_store
 from weightcast.seams.transport import Bucket, Receiver
 from weightcast.transports.collective import records
-from weightcast.transports.collective.buffers import NUM_SLOTS, NUM_UNDER_WAY, BucketTarget, ReceiveBuffers
+from weightcast.transports.collective.buffers import NUM_SLOTS, NUM_UNDER_WAY, BucketTarget, ReceiveBuffers, Writing
 from weightcast.transports.linked import LinkedReceiver, parse_address
 from weightcast.transports.receiving import PeerUpdate
 from weightcast.transports.records import BeginUpdate
@@ -280,10 +280,10 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
                 self._tell(records.JoinFailed(stream.epoch, str(error)[:MAX_REASON_CHARACTERS], is_own))
 
 
-class BroadcastStream:
+class BroadcastStream(Writing):
     """A receiver's part in one group: a thread that connects to it and takes its broadcasts in order, two at a time.
 
-    `position`: the bucket that comes next, once the sender has said so. `targets`: what broadcasts may be writing to.
+    `position`: the bucket that comes next, once the sender has said so.
     """
 
     def __init__(
@@ -292,7 +292,6 @@ class BroadcastStream:
         self.epoch = join.epoch
         self.position: int | None = None
         self.is_left = False
-        self.targets: tuple[BucketTarget, ...] = ()
         self._is_in_group = True
         self._receiver = receiver
         self._join = join
@@ -300,27 +299,17 @@ class BroadcastStream:
         self._host = host
         self._device = device
         self._group: ProcessGroup | None = None
-        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Connect, and take what is broadcast. Idempotent."""
-        if self._thread is None:
-            self._thread = awaited_at_exit(self._run, "weightcast-collective")
+        if self.thread is None:
+            self.thread = awaited_at_exit(self._run, "weightcast-collective")
 
     def leave(self) -> None:
         """Nothing that comes counts any more. With NCCL, a broadcast that is waited for ends; gloo's can't be ended."""
         self.is_left = True
         if self._group is not None and self._backend == "nccl":
             awaited_at_exit(self._group.close, "weightcast-group-end")
-
-    def has_ended(self, seconds: float) -> bool:
-        """Wait that long for it to end; whether it has."""
-        thread = self._thread
-        if thread is None:
-            return True
-        if threading.current_thread() is not thread:
-            thread.join(seconds)
-        return not thread.is_alive()
 
     def _run(self) -> None:
         try:

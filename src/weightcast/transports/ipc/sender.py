@@ -37,12 +37,21 @@ class IpcPeer(ConnectedPeer):
 class IpcSender(ArenaSender[IpcPeer, IpcArena]):
     """Implements `Sender`; see `ArenaSender`."""
 
-    scheme = SCHEME
-    _is_closing = False
-
-    def _begin_listening(self) -> str:
-        self._listener = Listener(self.run)
-        return self._listener.address
+    def __init__(
+        self,
+        url: str = SCHEME,
+        *,
+        run: str,
+        deadline_seconds: float = 60.0,
+        num_slots: int = 2,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if url != SCHEME:
+            raise ValueError(f"{url!r}: an ipc sender finds a free address by itself; pass {SCHEME!r}")
+        super().__init__(run, deadline_seconds=deadline_seconds, num_slots=num_slots, device=device)
+        self._listener = Listener(run)
+        self.address = self._listener.address
+        self._is_closing = False
 
     def close(self) -> None:
         """May be called from another thread, whose call that waits raises ClosedError then."""
