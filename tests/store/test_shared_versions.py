@@ -123,7 +123,7 @@ def test_a_slot_that_an_origin_still_writes_is_not_taken(tmp_path: Path, num_sen
             begin_shared(first, write_on, manifest, 1)
             send_origin(write_on, manifest, 1, 1, num_sent)
             first._writer._lock.close()  # what the kernel does when it dies
-            first._writer._attempt.close()  # type: ignore[union-attr]
+            first._writer._slot_lock.close()
         other = StoreSender(url(tmp_path, "?max_slots=2"), run=OTHER_RUN, deadline_seconds=SHORT_SECONDS)
         message = "a trainer rank of a publish that was given up holds slot 1"
         with contextlib.closing(other), pytest.raises(PeerTimeoutError, match=message):

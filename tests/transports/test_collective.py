@@ -40,6 +40,8 @@ from weightcast.transports.collective.group import BroadcastGroup, GroupSettings
 from weightcast.transports.collective.records import JoinFailed, Joining, Progress
 from weightcast.transports.collective.sender import CollectiveSender
 from weightcast.transports.linked import parse_address, parse_endpoint
+from weightcast.transports.receiving import IncomingUpdate, PeerUpdate
+from weightcast.transports.records import BeginUpdate
 
 RUN = "5a" * 16
 ENDPOINT = "gloo://127.0.0.1:0"
@@ -264,11 +266,12 @@ def test_late_bytes_of_a_group_that_was_left_never_land_in_another_manifests_buc
     large = plan([TensorSpec(f"t{i}", "uint8", (32768,)) for i in range(2)], 32768)
     small = plan([TensorSpec(f"t{i}", "uint8", (2048,)) for i in range(16)], 2048)
     supply.prepare(large, staged=True)
-    stream = StillReceiving(*(supply.target(1, large, version(1), index, is_here=False) for index in range(2)))
+    first, second = PeerUpdate(large, version(1), staged=True), PeerUpdate(small, version(2), staged=True)
+    stream = StillReceiving(*(supply.target(first, index, is_here=False) for index in range(2)))
     supply.leave(stream)  # type: ignore[arg-type]
     supply.prepare(small, staged=True)
     for index in range(16):
-        place = supply.target(2, small, version(2), index, is_here=False).buffer
+        place = supply.target(second, index, is_here=False).buffer
         for part in (place.header, place.payload):
             part.fill_(7)
         for target in stream.targets:
@@ -464,12 +467,13 @@ def test_a_bucket_that_is_delivered_twice_to_those_who_read_along_counts_once() 
             stack.callback(receiver.close)
         for number in (1, 2):
             readers = [Reader(receiver, manifest, version(number), staged=True) for receiver in receivers]
-            shared.begin(number, manifest, version(number))
+            begun = IncomingUpdate(BeginUpdate(number, number, staged=True, num_buckets=4))
+            update = PeerUpdate(manifest, version(number), staged=True, begun=begun)
             for index in range(4):
-                num_bytes = fill(shared.buffer(index), manifest, number, index)
+                num_bytes = fill(shared.buffer(update, index), manifest, number, index)
                 for _ in range(2):
                     shared.deliver(index, num_bytes)
-                assert shared.has(index)
+                assert shared.buffer(update, index) is None
             assert all(whole(reader, manifest, number) for reader in readers)
             for receiver in receivers:
                 receiver.end()

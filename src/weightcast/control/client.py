@@ -332,13 +332,7 @@ class HttpRoutes:
             raise ControlError(f"{self.name}{path} did not answer as an engine: {exc}", peer=self.name) from exc
 
     def request(
-        self,
-        method: str,
-        path: str,
-        body: bytes = b"",
-        *,
-        expected: Collection[int] = (200,),
-        once: bool = False,
+        self, method: str, path: str, body: bytes = b"", *, expected: Collection[int] = (200,), once: bool = False
     ) -> tuple[int, bytes]:
         """The status, one of those expected, and the whole reply: by the deadline, no larger than a message may be.
 

@@ -93,24 +93,17 @@ class ArenaLayout:
         return max((start + size for start, size in zip(self.payloads, self.sizes_bytes, strict=True)), default=0)
 
 
-def place(
-    manifest: Manifest,
-    *,
-    num_slots: int,
-    staged: bool,
-    adjoining: bool = False,
-    order: Sequence[int] | None = None,
-) -> ArenaLayout:
+def place(manifest: Manifest, *, num_slots: int, staged: bool, adjoining: bool = False) -> ArenaLayout:
     """Staged: every bucket has a slot of its own. Streaming: the k-th one goes into slot k % num_slots. Page-aligned.
 
-    `order`: of the streaming buckets; by default that of their numbers. A payload lies behind its header. With
-    `adjoining`, for what is staged, all headers come first, and the payloads lie end to end behind them, so that a
-    tensor that is cut over several is one piece of memory.
+    The k-th one in the order of the manifest's rounds. A payload lies behind its header. With `adjoining`, for what is
+    staged, all headers come first, and the payloads lie end to end behind them, so that a tensor that is cut over
+    several is one piece of memory.
     """
     sizes, num_buckets = manifest.buckets, len(manifest.buckets)
     slots = tuple(range(num_buckets))
     if not staged:
-        numbers = {index: number for number, index in enumerate(slots if order is None else order)}
+        numbers = {index: number for number, index in enumerate(manifest.rounds)}
         slots = tuple(numbers[index] % num_slots for index in slots)
     if staged and adjoining:
         ends = itertools.accumulate(sizes, initial=pages(num_buckets * HEADER_BYTES))

@@ -159,7 +159,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         """Which origin each bucket leaves from."""
         return [origin for origin, span in enumerate(self.spans) for _ in span]
 
-    @property
+    @functools.cached_property
     def rounds(self) -> list[int]:
         """The numbers of all buckets in the order in which they are sent: the next of each origin in turn."""
         return [index for each in itertools.zip_longest(*self.spans) for index in each if index is not None]

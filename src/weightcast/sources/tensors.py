@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from weightcast.checkpoint.live import CASTABLE, cast_target
+from weightcast.checkpoint.live import cast_specs, cast_target
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import TensorSpec
@@ -48,16 +48,12 @@ class TensorSource:
         unknown = [f"{name!r} is {t.dtype}" for name, t in tensors.items() if t.dtype not in DTYPE_NAMES]
         if unknown:
             raise ValueError(f"{', '.join(unknown)}; known: {', '.join(DTYPE_NAMES.values())}")
-        specs = tuple(
-            TensorSpec(
-                name,
-                self._dtype if self._dtype and DTYPE_NAMES[tensor.dtype] in CASTABLE else DTYPE_NAMES[tensor.dtype],
-                tuple(tensor.shape),
-                aliases=tuple(self._aliases.get(name, ())),
-                group=self._groups.get(name, ""),
-            )
-            for name, tensor in tensors.items()
+        aliases, groups = self._aliases, self._groups
+        held = (
+            TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape), tuple(aliases.get(n, ())), groups.get(n, ""))
+            for n, t in tensors.items()
         )
+        specs = cast_specs(held, self._dtype)
         # The same object for the same specs: a publisher then keeps its plan.
         self._specs = self._specs if specs == self._specs else specs
         self.tensors = MappingProxyType(dict(tensors))

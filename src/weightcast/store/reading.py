@@ -23,15 +23,7 @@ from weightcast.host.closing import ClosedOnExit, on_failure
 from weightcast.host.deadline import Deadline
 from weightcast.store import files, locks
 from weightcast.store.locks import LockFile
-from weightcast.store.records import (
-    Commit,
-    SlotInfo,
-    Stored,
-    StoreInfo,
-    WriterRecord,
-    read_record,
-    this_reader,
-)
+from weightcast.store.records import Commit, SlotInfo, Stored, StoreInfo, WriterRecord, read_record, this_reader
 
 _PIN_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS = 0.0005

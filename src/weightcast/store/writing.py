@@ -27,6 +27,7 @@ from weightcast.errors import (
     IntegrityError,
     PeerTimeoutError,
     StaleVersionError,
+    UpdateAbortedError,
 )
 from weightcast.format.bucket import root_digest
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, MAX_VERSION, Manifest, WeightVersion, decode, encode
@@ -117,16 +118,39 @@ class _Attempt:
     manifest_digest: str
     layout: files.FileLayout
     slot: _Slot
-    files: OriginFiles
     sealed: Commit | None = None
 
+
+class _SlotWriter:
+    """What the writers of all origins do alike. `write` may run in several threads, the rest in one."""
+
+    def __init__(self, address: StoreAddress, run: str, *, deadline_seconds: float) -> None:
+        self._address = address
+        self._run = run
+        self._deadline_seconds = deadline_seconds
+        self._files: OriginFiles | None = None
+        self._slot_lock: LockFile | None = None
+
+    def write(self, number: int, data: memoryview) -> None:
+        """See `OriginFiles.write`."""
+        assert self._files is not None
+        self._files.write(number, data)
+
+    def finish(self) -> None:
+        """Every bucket that is written here was written. See `OriginFiles.finish`."""
+        assert self._files is not None
+        self._files.finish(fsync=self._address.fsync)
+
     def close(self) -> None:
-        with contextlib.closing(self.slot.lock):
-            self.files.close()
+        """Write no more, and let go of the slot. Idempotent."""
+        for part in (self._files, self._slot_lock):
+            if part is not None:
+                part.close()
+        self._files = self._slot_lock = None
 
 
-class StoreWriter:
-    """Writes the versions of one run. `write` may run in several threads, the rest in one.
+class StoreWriter(_SlotWriter):
+    """Writes the versions of one run.
 
     Memory: none. Disk: the sum of the slots, each of which is as large as the largest version that it ever held.
     """
@@ -137,10 +161,8 @@ class StoreWriter:
         Raises EngineBusyError, naming the writer that has it; ValueError if the directory holds other things;
         IntegrityError if its pointer is damaged, or not a file; InsufficientMemoryError if there is no room.
         """
-        self._address = address
+        super().__init__(address, run, deadline_seconds=deadline_seconds)
         self._directory = address.directory
-        self._run = run
-        self._deadline_seconds = deadline_seconds
         self._attempt: _Attempt | None = None
         self._manifest: tuple[Manifest, bytes, str] | None = None
         files.make_folder(self._directory)
@@ -226,18 +248,9 @@ class StoreWriter:
             if len(span) < len(manifest.buckets):
                 # For the others now. One that still writes here for a former attempt would have kept this writer out.
                 slot.lock.unlock_from(locks.PINS_BYTES)
-            self._attempt = _Attempt(version, digest, layout, slot, OriginFiles(slot.path, layout, span))
+            self._files, self._slot_lock = OriginFiles(slot.path, layout, span), slot.lock
+            self._attempt = _Attempt(version, digest, layout, slot)
         return encode(SlotPlace(slot.number, number)).decode()
-
-    def write(self, number: int, data: memoryview) -> None:
-        """See `OriginFiles.write`."""
-        assert self._attempt is not None
-        self._attempt.files.write(number, data)
-
-    def finish(self) -> None:
-        """Every bucket that is written here was written. See `OriginFiles.finish`."""
-        assert self._attempt is not None
-        self._attempt.files.finish(fsync=self._address.fsync)
 
     def seal(self, digests: list[bytes]) -> Stored:
         """All files are finished, those of all origins: readers that know of the version can read it.
@@ -258,7 +271,7 @@ class StoreWriter:
             committed_at=time.time(),
         )
         files.replace_file(attempt.slot.path / files.SEAL, seal(Commit(FORMAT, stored)), fsync=self._address.fsync)
-        attempt.close()
+        super().close()
         self._check_pointer()
         commit = Commit(FORMAT, stored, former if former is None or former.slot != stored.slot else None)
         files.replace_file(self._directory / files.NEXT, seal(commit), fsync=self._address.fsync)
@@ -268,11 +281,12 @@ class StoreWriter:
     def commit(self) -> None:
         """Make the sealed version the newest, for all who read. Needs no room.
 
-        Raises StaleVersionError if the store has got another writer, IntegrityError if the seal was removed.
+        Raises UpdateAbortedError if none is sealed, StaleVersionError if the store has got another writer,
+        IntegrityError if the seal was removed.
         """
         attempt, path = self._attempt, self._directory / files.NEXT
-        assert attempt is not None
-        assert attempt.sealed is not None
+        if attempt is None or attempt.sealed is None:
+            raise UpdateAbortedError("no version is whole: it was committed or aborted, or buckets of it are missing")
         self._check_pointer()
         data, found = seal(attempt.sealed), files.read_file(path, MAX_RECORD_BYTES)
         if found is None:
@@ -290,14 +304,18 @@ class StoreWriter:
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return
-        attempt.close()
+        super().close()
         if not self.is_held:
             return
         aborted = encodable(reason)[:MAX_REASON_CHARACTERS] or "aborted"
         with contextlib.suppress(OSError, InsufficientMemoryError, IntegrityError):
             # Who has pinned the slot reads on: the seal is looked at only once, before.
             for path in (self._directory / files.NEXT, attempt.slot.path / files.SEAL):
-                if not _is_of_another(path, attempt.version):
+                found = None
+                with contextlib.suppress(IntegrityError):
+                    found = read_record(path, Commit)
+                # Another writer, which the lock should have kept out, may have put a version of its own there.
+                if found is None or found.newest.version == attempt.version:
                     files.remove(path)
             if self._lock.is_in_place():
                 self._write_record(msgspec.structs.replace(self._record, aborted=aborted))
@@ -441,25 +459,17 @@ class StoreWriter:
             )
 
 
-class OriginWriter:
+class OriginWriter(_SlotWriter):
     """Writes one origin's files of versions that the `StoreWriter` of another rank has begun, maybe on another host.
 
-    `write` may run in several threads, the rest in one. It holds a lock on its part of the slot while it may write, so
-    that no writer takes the slot for another version; the end of the process releases it.
+    It opens nothing when it is made. It holds a lock on its part of the slot while it may write, so that no writer
+    takes the slot for another version; the end of the process releases it.
     """
-
-    def __init__(self, address: StoreAddress, run: str, *, deadline_seconds: float) -> None:
-        """Nothing is opened yet. `run`: of the publisher."""
-        self._address = address
-        self._run = run
-        self._deadline_seconds = deadline_seconds
-        self._lock: LockFile | None = None
-        self._files: OriginFiles | None = None
 
     @property
     def is_held(self) -> bool:
         """False while nothing is written, and in a process that was forked from the one that writes."""
-        return self._lock is not None and self._lock.is_open
+        return self._slot_lock is not None and self._slot_lock.is_open
 
     def begin(self, manifest: Manifest, origin: int, place: str) -> None:
         """Open the origin's files in the slot that the publishing rank's `begin` has named.
@@ -479,7 +489,7 @@ class OriginWriter:
                     # The record again, under the lock: from here on no writer takes this slot for another attempt.
                     if lock.try_lock(locks.PINS_BYTES + origin, 1) and self._is_written(where):
                         self._files = OriginFiles(slot, _layout(manifest, self._address), manifest.spans[origin])
-                        self._lock = lock
+                        self._slot_lock = lock
                         return
                 lock.close()
         path = self._address.directory / files.WRITER
@@ -496,35 +506,13 @@ class OriginWriter:
         found = None if record is None else (record.run, record.attempt, record.aborted)
         return found == (self._run, where.attempt, "")
 
-    def write(self, number: int, data: memoryview) -> None:
-        """See `OriginFiles.write`."""
-        assert self._files is not None
-        self._files.write(number, data)
-
     def finish(self) -> None:
-        """Every bucket of the origin was written. See `OriginFiles.finish`."""
-        assert self._files is not None
-        self._files.finish(fsync=self._address.fsync)
+        super().finish()
         self.close()
 
     def abort(self, reason: str) -> None:
         """Stop writing; the publishing rank says why. Idempotent."""
         self.close()
-
-    def close(self) -> None:
-        """Idempotent."""
-        for part in (self._files, self._lock):
-            if part is not None:
-                part.close()
-        self._files = self._lock = None
-
-
-def _is_of_another(path: Path, version: WeightVersion) -> bool:
-    """Whether another writer, which the lock should have kept out, has put a whole version of its own there."""
-    with contextlib.suppress(IntegrityError):
-        found = read_record(path, Commit)
-        return found is not None and found.newest.version != version
-    return False
 
 
 def _layout(manifest: Manifest, address: StoreAddress) -> files.FileLayout:

@@ -300,7 +300,10 @@ class PublishRun:
                     on_known()
                 self._manifest = manifest = inputs.pack_plan.layout.manifest
                 fill = inputs.pack_plan.packer(inputs.regions)
-                self._join(newcomers)
+                fleet.each(self._join_member, [member for member in newcomers if member.result.error is None])
+                for member in fleet:
+                    for link in member.links:
+                        link.forget()
                 if isinstance(fill, StreamPacker):
                     self._fail_other_routes()
                 sender, keeps_versions = self._connections.sender, self._connections.keeps_versions
@@ -327,6 +330,7 @@ class PublishRun:
                 )
                 if not route.is_staged and (is_stored or self._is_unchanged(route, fill)):
                     route.pause()
+                workers = Counter(link.host for member in fleet.healthy() for link in member.links)
                 offer = Offer(
                     self._run,
                     self.number,
@@ -335,7 +339,7 @@ class PublishRun:
                     install=options.install,
                     undo=options.undo,
                     secret=secret,
-                    workers=self._workers() if manifest.origins else UNSET,
+                    workers=dict(workers) if manifest.origins else UNSET,
                 )
                 self._fleet.each(lambda member: member.offer(offer))
             if again is not None and is_stored:
@@ -429,17 +433,6 @@ class PublishRun:
                 logger.info("waiting up to %g s for engines that are starting: %s", self._wait_ready_seconds, names)
         self._fleet.refuse_doubles(newcomers)
         return newcomers
-
-    def _workers(self) -> dict[str, int]:
-        """How many workers on each host are to take the version."""
-        return dict(Counter(link.host for member in self._fleet.healthy() for link in member.links))
-
-    def _join(self, members: Iterable[FleetMember]) -> None:
-        """Connect these members with the publisher."""
-        self._fleet.each(self._join_member, [member for member in members if member.result.error is None])
-        for member in self._fleet:
-            for link in member.links:
-                link.forget()
 
     def _join_member(self, member: FleetMember) -> None:
         options, connections = self._options, self._connections

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable
 
 import torch
 
@@ -28,29 +27,27 @@ def allocate(size_bytes: int, device: torch.device, what: str, remedy: str = hos
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
-def allocate_to_send(size_bytes: int, device: torch.device, what: str) -> torch.Tensor:
-    """As `allocate`, but on a CPU other ranks of the trainer on this host can map it, to pack into it."""
-    if device.type != "cpu":
-        return allocate(size_bytes, device, what)
-    return SealedMemory.allocate(size_bytes, what).tensor()
-
-
 class KeptMemory:
     """Kept while it is large enough; the same index is the same buffer while the manifest stays."""
 
     size_bytes: int
     arena_layout: ArenaLayout
 
-    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
-        """`allocate`: makes a tensor of that many bytes."""
-        self._allocate = allocate
+    def __init__(self, device: torch.device, what: str, remedy: str = host_memory.LESS_AT_ONCE) -> None:
+        """As for `allocate`."""
+        self.device = device
+        self._what, self._remedy = what, remedy
         self.free()
 
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """That much more. Raises InsufficientMemoryError."""
+        return allocate(size_bytes, self.device, self._what, self._remedy)
+
     def prepare(self, arena_layout: ArenaLayout) -> None:
-        """Make room. What does not fit is freed first. Raises what `allocate` raises."""
+        """Make room. What does not fit is freed first. Raises InsufficientMemoryError."""
         if arena_layout.size_bytes > self.size_bytes:
             self.free()
-            self._buffers = Buffers(self._allocate(arena_layout.size_bytes))
+            self._buffers = Buffers(self.allocate(arena_layout.size_bytes))
             self.size_bytes = arena_layout.size_bytes
         self.arena_layout = arena_layout
         self._buffers.forget_above(len(arena_layout.slots))
@@ -76,6 +73,15 @@ class KeptMemory:
         self._buffers = Buffers(torch.empty(0, dtype=torch.uint8))
 
 
+class MemoryToSend(KeptMemory):
+    """Memory that on a CPU other ranks of the trainer on this host can map, to pack into it."""
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        if self.device.type != "cpu":
+            return super().allocate(size_bytes)
+        return SealedMemory.allocate(size_bytes, self._what).tensor()
+
+
 class FilledTogether(KeptMemory):
     """As much for all ranks of an engine on one host, each of which writes a part. `buffer` is this process's own view.
 
@@ -85,9 +91,9 @@ class FilledTogether(KeptMemory):
     def __init__(self, memory: CommonMemory) -> None:
         self.memory = memory
         self._view: mmap.mmap | None = None
-        super().__init__(self._map)
+        super().__init__(torch.device("cpu"), "reading this version")
 
-    def _map(self, size_bytes: int) -> torch.Tensor:
+    def allocate(self, size_bytes: int) -> torch.Tensor:
         self._view = view = self.memory.map(size_bytes, private=True)
         self._targets = Buffers(torch.frombuffer(self.memory.map(size_bytes, private=False), dtype=torch.uint8))
         return torch.frombuffer(view, dtype=torch.uint8)

@@ -81,9 +81,6 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
         for peer in list(self._peers.values()):
             self._hear(peer)
 
-    def _is_connected(self, name: str) -> bool:
-        return name in self._peers
-
     def _hear(self, peer: L) -> None:
         for record in peer.link.take():
             self._on_record(peer, record)
@@ -102,15 +99,7 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
 class LinkedReceiver(PeerReceiver[V]):
     """Hears its sender in the link's thread."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        peer: str,
-        run: str,
-        deadline_seconds: float,
-        records: Any,
-    ) -> None:
+    def __init__(self, url: str, *, peer: str, run: str, deadline_seconds: float, records: Any) -> None:
         """Connect to a sender's address. `records`: the union of what it may send.
 
         All else that records need must be there already. Raises PeerDiedError, ManifestError.

@@ -63,7 +63,6 @@ class MemorySender(ArenaSender[MemoryPeer, MemoryArena]):
         if url != _SCHEME:
             raise ValueError(f"{url!r}: a memory sender finds a free address by itself; pass {_SCHEME!r}")
         super().__init__(run, deadline_seconds=deadline_seconds, num_slots=num_slots, device=device)
-        self.run = run
         self.address = f"{_SCHEME}{secrets.token_hex(16)}"
         _senders[self.address] = self
 

@@ -14,7 +14,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -31,17 +31,7 @@ from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Buffers
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.seams.transport import Bucket, Receiver
-from weightcast.transports.records import (
-    ArenaClosed,
-    BeginUpdate,
-    BucketReady,
-    GivenUp,
-    KeepAlive,
-    Opened,
-    Released,
-    UpdateAborted,
-    UpdateEnded,
-)
+from weightcast.transports import records
 
 PUBLISHER = "trainer"
 CONNECT_SECONDS = 15.0
@@ -179,10 +169,6 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
     def _silence(self, wanted: W, seconds: float) -> str:
         return f"nothing was heard of the publisher for {seconds:g} s"
 
-    def _check_run(self, version: WeightVersion) -> None:
-        if self._run is not None and version.run != self._run:
-            raise ValueError(f"version {version.number} is of run {version.run}, this receiver of run {self._run}")
-
     def _check_live(self, wanted: W) -> None:
         """Raises if the update is over for any reason."""
         self._require_open()
@@ -193,17 +179,16 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
 
     def _check_sender(self, wanted: W) -> None:
         """Raises if the sender has ended the update, or has gone."""
-        self._require_connection()
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ClosedError("this receiver was closed")
-
-    def _require_connection(self) -> None:
-        self._require_open()
         if self._ended:
             what = f"{self._publisher} has gone or dropped this receiver: {self._ended}"
             raise PeerDiedError(what, peer=PUBLISHER)
+
+    def _require_open(self, version: WeightVersion | None = None) -> None:
+        """Raises ClosedError, ValueError for a version of another run."""
+        if self._closed:
+            raise ClosedError("this receiver was closed")
+        if version is not None and self._run is not None and version.run != self._run:
+            raise ValueError(f"version {version.number} is of run {version.run}, this receiver of run {self._run}")
 
 
 # --- receivers that hear records of their sender ---
@@ -228,6 +213,9 @@ class MappedArena:
         """Let go of it; the memory stays as long as a tensor needs it."""
 
 
+ReadyBucket: TypeAlias = tuple[records.BucketReady, MappedArena]
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class IncomingUpdate:
     """An update that the sender has begun. `is_over`: this end has done with it. `aborted`: why the sender has.
@@ -235,8 +223,8 @@ class IncomingUpdate:
     `ready`: buckets in an arena that were not handed out yet, each with its arena: the sender may announce another one.
     """
 
-    begin: BeginUpdate
-    ready: collections.deque[tuple[BucketReady, MappedArena]] = dataclasses.field(default_factory=collections.deque)
+    begin: records.BeginUpdate
+    ready: collections.deque[ReadyBucket] = dataclasses.field(default_factory=collections.deque)
     aborted: str | None = None
     is_over: bool = False
 
@@ -247,8 +235,8 @@ class PeerUpdate(WantedUpdate[IncomingUpdate]):
     was queued when the next was asked for.
     """
 
-    taken: tuple[BucketReady, MappedArena] | None = None
-    unreleased: tuple[BucketReady, host_device.Event | None] | None = None
+    taken: ReadyBucket | None = None
+    unreleased: tuple[records.BucketReady, host_device.Event | None] | None = None
 
     @property
     def number(self) -> int:
@@ -263,20 +251,20 @@ class PeerReceiver(ReceivingEnd[V]):
     """Matches what the sender begins with what is wanted here. A transport says how records travel, and bytes."""
 
     _incoming: IncomingUpdate | None = None
-    _given_up = GivenUp()
+    _given_up = records.GivenUp()
 
     def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
         """Wait for `version` from now on. Raises PeerDiedError if the sender has gone, InsufficientMemoryError."""
-        self._check_run(version)
+        self._require_open(version)
         self.end()
         with self._condition:
             self._require_open()
             wanted = self._want(manifest, version, staged)
             self._heard_at = time.monotonic()
             self._listen()
-            self._require_connection()
+            self._check_sender(wanted)
             self._wanted = wanted
-            self._tell(Opened(version.number))
+            self._tell(records.Opened(version.number))
             self._match()
             self._condition.notify_all()
 
@@ -301,7 +289,7 @@ class PeerReceiver(ReceivingEnd[V]):
     def _on_other(self, record: Any) -> None:
         """A record of the transport's own. Raises ManifestError for one that can't be."""
 
-    def _on_begun(self, wanted: V, begin: BeginUpdate, *, is_again: bool) -> None:
+    def _on_begun(self, wanted: V, begin: records.BeginUpdate, *, is_again: bool) -> None:
         """The sender has begun what is wanted, or after a loss has begun it again, from `begin.first` on."""
 
     def _on_over(self) -> None:
@@ -314,18 +302,18 @@ class PeerReceiver(ReceivingEnd[V]):
         self._heard_at = time.monotonic()
         incoming = None if self._incoming is None or self._incoming.is_over else self._incoming
         match record:
-            case BeginUpdate():
+            case records.BeginUpdate():
                 self._on_begin(record, incoming)
-            case UpdateAborted():
+            case records.UpdateAborted():
                 if incoming is not None and incoming.begin.update == record.update:
                     incoming.aborted = record.reason
                     self._on_over()
-            case KeepAlive():
+            case records.KeepAlive():
                 pass
             case _:
                 self._on_other(record)
 
-    def _on_begin(self, begin: BeginUpdate, incoming: IncomingUpdate | None) -> None:
+    def _on_begin(self, begin: records.BeginUpdate, incoming: IncomingUpdate | None) -> None:
         wanted = self._wanted
         if incoming is not None and incoming.begin.update == begin.update:
             incoming.begin = begin
@@ -366,12 +354,12 @@ class PeerReceiver(ReceivingEnd[V]):
         if not incoming.is_over:
             incoming.is_over = True
             incoming.ready.clear()
-            self._tell(UpdateEnded(incoming.begin.version, incoming.begin.update))
+            self._tell(records.UpdateEnded(incoming.begin.version, incoming.begin.update))
 
     def _leave(self, wanted: V) -> None:
         if wanted.begun is None:
             self._given_up = self._given_up.again(wanted.version.number)
-            self._tell(UpdateEnded(wanted.version.number, 0))
+            self._tell(records.UpdateEnded(wanted.version.number, 0))
         else:
             self._be_done(wanted.begun)
 
@@ -384,7 +372,7 @@ class PeerReceiver(ReceivingEnd[V]):
         super()._check_sender(wanted)
 
 
-def _is_unlike(wanted: PeerUpdate, begin: BeginUpdate) -> bool:
+def _is_unlike(wanted: PeerUpdate, begin: records.BeginUpdate) -> bool:
     """Whether what the sender has begun is not what was offered."""
     return (begin.num_buckets, begin.staged) != (wanted.num_buckets, wanted.staged)
 
@@ -416,12 +404,12 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
 
     def _on_other(self, record: Any) -> None:
         incoming = self._incoming
-        if isinstance(record, ArenaClosed):
+        if isinstance(record, records.ArenaClosed):
             if self._arena is not None and self._arena.generation == record.generation:
                 self._arena.close()
                 self._arena = None
             return
-        if not isinstance(record, BucketReady):
+        if not isinstance(record, records.BucketReady):
             raise ManifestError(f"the publisher sent {type(record).__name__}, which has no place here", fault="type")
         if incoming is None or incoming.is_over or incoming.begin.update != record.update:
             return
@@ -476,7 +464,7 @@ class ArenaReceiver(PeerReceiver[PeerUpdate]):
         if read is None or read.query():
             wanted.unreleased = None
             if self._wanted is wanted:
-                self._tell(Released(ready.update, ready.generation, ready.index))
+                self._tell(records.Released(ready.update, ready.generation, ready.index))
 
     def _longest_wait_seconds(self, wanted: PeerUpdate) -> float:
         """The sender may wait for a bucket that is still being read here."""

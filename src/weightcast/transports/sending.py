@@ -26,17 +26,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
 from weightcast.seams.transport import Sender
-from weightcast.transports.records import (
-    ArenaClosed,
-    BeginUpdate,
-    BucketReady,
-    GivenUp,
-    KeepAlive,
-    Opened,
-    Released,
-    UpdateAborted,
-    UpdateEnded,
-)
+from weightcast.transports import records
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +65,10 @@ class SentUpdate:
     def is_whole(self) -> bool:
         return self.next >= self.num_buckets
 
-    def begin(self, peer: ConnectedPeer) -> BeginUpdate:
+    def begin(self, peer: ConnectedPeer) -> records.BeginUpdate:
         number = self.version.number
         given_up = peer.given_up.times if peer.given_up.version == number else 0
-        return BeginUpdate(number, self.number, self.staged, self.num_buckets, self.next, given_up)
+        return records.BeginUpdate(number, self.number, self.staged, self.num_buckets, self.next, given_up)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -90,7 +80,7 @@ class ConnectedPeer:
     name: str
     progress_at: float = dataclasses.field(default_factory=time.monotonic, kw_only=True)
     declined: int | None = dataclasses.field(default=None, kw_only=True)
-    given_up: GivenUp = dataclasses.field(default=GivenUp(), kw_only=True)
+    given_up: records.GivenUp = dataclasses.field(default=records.GivenUp(), kw_only=True)
     generation: int = dataclasses.field(default=-1, kw_only=True)
 
     def died(self, reason: object) -> PeerDiedError:
@@ -115,14 +105,14 @@ class RunSender(Sender):
     _closed = False
 
     def __init__(self, run: str) -> None:
-        self._run = run
+        self.run = run
 
     def _require_open(self, version: WeightVersion | None = None) -> None:
         """Raises ClosedError, ValueError for a version of another run."""
         if self._closed:
             raise ClosedError("this sender was closed")
-        if version is not None and version.run != self._run:
-            raise ValueError(f"version {version.number} is of run {version.run}, this sender of run {self._run}")
+        if version is not None and version.run != self.run:
+            raise ValueError(f"version {version.number} is of run {version.run}, this sender of run {self.run}")
 
 
 def check_next(index: int, following: int, num_buckets: int) -> None:
@@ -172,7 +162,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         with self.condition:
             self._require_open()
             self._listen()
-            return [name for name in peers if self._is_connected(name)]
+            return [name for name in peers if name in self._peers]
 
     def abort(self, reason: str) -> None:
         """End the update for every peer; what they hold they release. Does not wait."""
@@ -211,7 +201,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
 
     def _give_sign(self, peer: P) -> None:
         """Tell a peer that the sender lives. Does not wait."""
-        self._post(peer, KeepAlive(), wait=False)
+        self._post(peer, records.KeepAlive(), wait=False)
 
     def _on_other(self, peer: P, record: Any) -> None:
         """A record of the transport's own."""
@@ -222,13 +212,10 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         for name in sorted(update.peers):
             # A peer that has no room for it is disconnected, which tells it as much.
             if name in self._peers:
-                self._post(self._peers[name], UpdateAborted(update.number, update.aborted or ""), wait=False)
+                self._post(self._peers[name], records.UpdateAborted(update.number, update.aborted or ""), wait=False)
         update.peers.clear()
 
     # --- what peers do ---
-
-    def _is_connected(self, name: str) -> bool:
-        return name in self._peers
 
     def _on_connected(self, peer: P) -> None:
         """Let a receiver in; one of the same name is replaced."""
@@ -242,9 +229,9 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
     def _on_record(self, peer: P, record: Any) -> None:
         update, peer.progress_at = self._update, time.monotonic()
         match record:
-            case Opened():
+            case records.Opened():
                 peer.declined = None
-            case UpdateEnded():
+            case records.UpdateEnded():
                 took_part, ended = False, (record.version, record.update)
                 if not record.update:
                     peer.given_up = peer.given_up.again(record.version)
@@ -317,7 +304,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         """
 
         def is_missing(name: str) -> bool:
-            return name not in self._failures and not self._is_connected(name) and name not in self._left
+            return not (name in self._failures or name in self._peers or name in self._left)
 
         deadline = Deadline(self._deadline_seconds)
         while any(map(is_missing, names)) and not deadline.has_passed:
@@ -326,7 +313,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
             if is_missing(name):
                 waited = f"within {self._deadline_seconds:g} s"
                 self._failures[name] = PeerTimeoutError(f"{name} did not connect {waited}", peer=name)
-            elif name not in self._failures and not self._is_connected(name):
+            elif name not in self._failures and name not in self._peers:
                 self._failures[name] = PeerDiedError(f"the receiver of {name} has gone and is not back", peer=name)
             elif name not in self._failures and self._peers[name].declined == version.number:
                 what = f"{name} gave version {version.number} up before it began"
@@ -370,11 +357,10 @@ class ArenaUpdate(SentUpdate):
     device: torch.device
 
 
-R = TypeVar("R", bound=ConnectedPeer)
 A = TypeVar("A", bound=OwnedArena)
 
 
-class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
+class ArenaSender(SendingEnd[ArenaUpdate, P], Generic[P, A]):
     """Implements `Sender`. A loss never disturbs the others.
 
     Memory: streaming, `num_slots` buckets, one more on a GPU; staged, the whole version; kept for the next update. With
@@ -408,11 +394,16 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
         with self.condition:
             self._begin_open(version, peers)
             self._await_released()
-            device = torch.device("cpu") if staged else self._device
+            arena, device = self._arena, torch.device("cpu") if staged else self._device
             # On a GPU a reader releases a bucket only when it has the next one.
             num_slots = self._num_slots + (device.type == "cuda")
             arena_layout = place(manifest, num_slots=num_slots, staged=staged)
-            self._prepare_arena(arena_layout, device)
+            self._readers.clear()
+            has_room = arena is not None and arena.device == device and arena.size_bytes >= arena_layout.size_bytes
+            if arena is not None and has_room and not self._lost_slots:
+                arena.buffers.forget_above(len(arena_layout.slots))
+            elif arena_layout.size_bytes:
+                self._replace_arena(arena_layout.size_bytes, device)
             taking_part = self._await_connected(peers, version)
             self._num_updates += 1
             number = self._num_updates
@@ -449,7 +440,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
             assert arena is not None
             update.next = index + 1
             slot, offset_bytes = update.arena_layout.slots[index], update.arena_layout.headers[index]
-            ready = BucketReady(update.number, arena.generation, index, offset_bytes, num_bytes)
+            ready = records.BucketReady(update.number, arena.generation, index, offset_bytes, num_bytes)
             for name in sorted(update.peers):
                 peer = self._peers.get(name)
                 if peer is None or name not in update.peers:
@@ -472,7 +463,7 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
             self._close_arena()
             for peer in list(self._peers.values()):
                 if peer.generation == arena.generation:
-                    self._post(peer, ArenaClosed(arena.generation), wait=False)
+                    self._post(peer, records.ArenaClosed(arena.generation), wait=False)
 
     def _await_packed(self, index: int, packed: host_device.Event) -> None:
         for _ in Deadline(self._deadline_seconds).polls(_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS, self._pause):
@@ -493,24 +484,24 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
         """Raises InsufficientMemoryError."""
 
     @abc.abstractmethod
-    def _announce(self, peer: R, arena: A) -> bool:
+    def _announce(self, peer: P, arena: A) -> bool:
         """Tell a peer of the arena that the next bucket lies in; False if the peer is lost then."""
 
     # --- what peers do ---
 
-    def _on_other(self, peer: R, record: Any) -> None:
+    def _on_other(self, peer: P, record: Any) -> None:
         update, arena = self._update, self._arena
-        if not isinstance(record, Released) or update is None or arena is None:
+        if not isinstance(record, records.Released) or update is None or arena is None:
             return
         is_meant = (record.update, record.generation) == (update.number, arena.generation)
         if is_meant and record.index < update.num_buckets:
             self._readers.get(update.arena_layout.slots[record.index], set()).discard(peer.name)
 
-    def _on_ended(self, peer: R, update: ArenaUpdate) -> None:
+    def _on_ended(self, peer: P, update: ArenaUpdate) -> None:
         self._forget_reader(peer.name)
         super()._on_ended(peer, update)
 
-    def _drop(self, peer: R, error: WeightcastError, *, may_be_reading: bool) -> None:
+    def _drop(self, peer: P, error: WeightcastError, *, may_be_reading: bool) -> None:
         if self._peers.get(peer.name) is not peer:
             return
         held = self._forget_reader(peer.name)
@@ -544,14 +535,6 @@ class ArenaSender(SendingEnd[ArenaUpdate, R], Generic[R, A]):
         return set().union(*self._readers.values()) if slot is None else set(self._readers.get(slot, ()))
 
     # --- the arena ---
-
-    def _prepare_arena(self, arena_layout: ArenaLayout, device: torch.device) -> None:
-        arena, needed = self._arena, arena_layout.size_bytes
-        self._readers.clear()
-        if arena is not None and not self._lost_slots and arena.device == device and arena.size_bytes >= needed:
-            arena.buffers.forget_above(len(arena_layout.slots))
-        elif needed:
-            self._replace_arena(needed, device)
 
     def _replace_arena(self, size_bytes: int, device: torch.device) -> None:
         self._close_arena()

@@ -10,19 +10,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
 import torch
 
-from weightcast.errors import (
-    ManifestError,
-    PeerDiedError,
-    StaleVersionError,
-    UpdateAbortedError,
-    WeightcastError,
-)
+from weightcast.errors import ManifestError, PeerDiedError, StaleVersionError, UpdateAbortedError, WeightcastError
 from weightcast.format.bucket import BucketBuffer, header_digest, place
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host.memory import CommonMemory
@@ -31,15 +25,22 @@ from weightcast.seams.versions import StoredVersion
 from weightcast.store.address import MAX_BUFFERS, StoreAddress
 from weightcast.store.reading import PinnedVersion, StoreReader
 from weightcast.store.writing import OriginWriter, StoreWriter
-from weightcast.transports.kept_memory import FilledTogether, KeptMemory, allocate, allocate_to_send
+from weightcast.transports.kept_memory import FilledTogether, KeptMemory, MemoryToSend
 from weightcast.transports.receiving import PUBLISHER, ReceivingEnd, WantedUpdate
 from weightcast.transports.sending import RunSender, check_length, check_next
 
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.05
+_HOST_MEMORY = torch.device("cpu")
+_READ_INTO = _HOST_MEMORY, "reading this version", 'publish with install="streaming", or free memory'
 
 
 W = TypeVar("W", StoreWriter, OriginWriter)
+
+
+class _PinnedMemory(KeptMemory):
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        return torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 class _BufferedSender(RunSender, Generic[W]):
@@ -49,6 +50,7 @@ class _BufferedSender(RunSender, Generic[W]):
     """
 
     writer_type: type[W]
+    has_address = True
 
     def __init__(
         self, url: str, *, run: str, deadline_seconds: float = 60.0, device: torch.device | str | None = None
@@ -56,18 +58,15 @@ class _BufferedSender(RunSender, Generic[W]):
         """Raises as the writer."""
         address = StoreAddress.parse(url)
         num_threads = address.num_threads
-        self.address = url
+        self.address = url if self.has_address else ""
         super().__init__(run)
         self._max_buffers = 1 if num_threads == 1 else min(num_threads + 1, MAX_BUFFERS)
         self._num_buffers = 1
         # It starts a thread only for a bucket that no other one is free for.
-        self._pool = ThreadPoolExecutor(self._max_buffers, "weightcast-store") if num_threads > 1 else None
+        self._pool = ThreadPoolExecutor(self._max_buffers, "weightcast-store")
         # Zeros: what lies between the end of a bucket and of its buffer must not be another's memory.
-        self._ring = KeptMemory(
-            (lambda size: torch.zeros(size, dtype=torch.uint8, pin_memory=True))
-            if torch.device(device or "cpu").type == "cuda"
-            else (lambda size: allocate_to_send(size, torch.device("cpu"), "writing this version"))
-        )
+        kind = _PinnedMemory if torch.device(device or "cpu").type == "cuda" else MemoryToSend
+        self._ring = kind(_HOST_MEMORY, "writing this version")
         self._plan: Manifest | None = None
         self._digests: list[bytes] = []
         self._writes = collections.deque[Future[None]]()
@@ -97,7 +96,7 @@ class _BufferedSender(RunSender, Generic[W]):
         check_length(plan, index, num_bytes)
         data = buffer.flat(num_bytes).numpy().data
         self._digests.append(header_digest(buffer.header))
-        if self._pool is None or self._num_buffers == 1:
+        if self._num_buffers == 1:
             self._writer.write(index, data)
         else:
             self._writes.append(self._pool.submit(self._writer.write, index, data))
@@ -120,8 +119,7 @@ class _BufferedSender(RunSender, Generic[W]):
         self.abort("the publisher was closed")
         self._closed = True
         self._writer.close()
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._pool.shutdown()
         self._ring.free()
 
     def _begin(self, plan: Manifest) -> None:
@@ -160,7 +158,6 @@ class StoreSender(_BufferedSender[StoreWriter]):
 
     writer_type = StoreWriter
     _shared: WeightVersion | None = None
-    _is_sealed = False
 
     def newest_version(self) -> int:
         """The number of the store's newest version, or of the last one that was given up, whichever is larger.
@@ -174,9 +171,9 @@ class StoreSender(_BufferedSender[StoreWriter]):
 
     def share(self, manifest: Manifest, version: WeightVersion) -> str:
         """Take a slot for a version of several origins, and make room in it. Raises as `StoreWriter.begin`."""
-        place_in_store = self._begin_writing(manifest, version, manifest.spans[0])
+        where = self._begin_writing(manifest, version, manifest.spans[0])
         self._shared = version
-        return place_in_store
+        return where
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Take a slot and make room in it, unless `share` has; `peers` and `staged` change nothing.
@@ -195,18 +192,15 @@ class StoreSender(_BufferedSender[StoreWriter]):
         if self._shared is None or self._plan is not None:
             raise UpdateAbortedError("no version is shared, or buckets of it are missing: it was aborted, say")
         self._shared = None
-        self._seal(others)
+        self._writer.seal([*self._digests, *others])
 
     def commit(self) -> None:
         """Make the version whose buckets were all sent the newest. Raises as `StoreWriter.commit`."""
         self._require_open()
-        if not self._is_sealed:
-            raise UpdateAbortedError("no version is whole: it was committed or aborted, or buckets of it are missing")
         self._writer.commit()
-        self._is_sealed = False
 
     def abort(self, reason: str) -> None:
-        self._shared, self._is_sealed = None, False
+        self._shared = None
         super().abort(reason)
 
     def _begin_writing(self, manifest: Manifest, version: WeightVersion, span: range) -> str:
@@ -217,26 +211,17 @@ class StoreSender(_BufferedSender[StoreWriter]):
     def _finish_all(self) -> None:
         super()._finish_all()
         if self._shared is None:
-            self._seal(())
-
-    def _seal(self, others: Sequence[bytes]) -> None:
-        self._writer.seal([*self._digests, *others])
-        self._is_sealed = True
+            self._writer.seal(self._digests)
 
 
 class JoinedStoreSender(_BufferedSender[OriginWriter]):
     """Implements `Sender` for one origin: writes its files beside another rank's `StoreSender`, which it joins.
 
-    Nothing is opened before it has joined.
+    Nothing is opened before it has joined. It has no address: readers find all by the other rank's.
     """
 
     writer_type = OriginWriter
-
-    def __init__(
-        self, url: str, *, run: str, deadline_seconds: float = 60.0, device: torch.device | str | None = None
-    ) -> None:
-        super().__init__(url, run=run, deadline_seconds=deadline_seconds, device=device)
-        self.address = ""
+    has_address = False
 
     def join(self, manifest: Manifest, origin: int, place: str) -> None:
         """Open the origin's files where the publishing rank's `share` has begun. Raises as `OriginWriter.begin`."""
@@ -257,15 +242,14 @@ class JoinedStoreSender(_BufferedSender[OriginWriter]):
 class StoreUpdate(WantedUpdate[PinnedVersion]):
     """`begun` when it is pinned. `attempt`: the writer's last one when it was opened.
 
-    `num_ahead`: how many buckets are read while one is taken. `order`: the buckets of all origins, as they are taken.
-    `arena`: where they are read to. `share`: those of which this rank reads the payload; None for all.
+    `num_ahead`: how many buckets are read while one is taken. `arena`: where they are read to. `share`: those of which
+    this rank reads the payload; None for all.
     """
 
     arena: KeptMemory
     share: Share | None
     attempt: int
     num_ahead: int
-    order: Sequence[int]
     reads: collections.deque[Future[None]] = dataclasses.field(default_factory=collections.deque)
     pause_seconds: float = _FIRST_PAUSE_SECONDS
 
@@ -279,13 +263,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        peer: str,
-        run: str = "",
-        deadline_seconds: float = 60.0,
-        device: torch.device | None = None,
+        self, url: str, *, peer: str, run: str = "", deadline_seconds: float = 60.0, device: torch.device | None = None
     ) -> None:
         """`run`: the only one to be read, or empty for all, also of a directory that is not there yet.
 
@@ -297,17 +275,14 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         address = StoreAddress.parse(url)
         self._directory = directory = address.directory
         self._reader = StoreReader(directory, label=peer)
-        if run:
-            record = self._reader.writer().record
-            if record is None:
-                what = f"there is no store in {directory} on this host: is it mounted here?"
-                raise PeerDiedError(what, peer=PUBLISHER)
-            if record.run != run:
-                what = f"the receiver is of run {run}, the store {directory} of {record.run}: init again"
-                raise StaleVersionError(what)
+        record = self._reader.writer().record if run else None
+        if run and record is None:
+            raise PeerDiedError(f"there is no store in {directory} on this host: is it mounted here?", peer=PUBLISHER)
+        if record is not None and record.run != run:
+            raise StaleVersionError(f"the receiver is of run {run}, the store {directory} of {record.run}: init again")
         self._num_ahead = 0 if address.num_threads == 1 else address.num_threads
-        self._pool = ThreadPoolExecutor(address.num_threads, "weightcast-store") if self._num_ahead else None
-        self._arena = KeptMemory(_allocate)
+        self._pool = ThreadPoolExecutor(address.num_threads, "weightcast-store")
+        self._arena = KeptMemory(*_READ_INTO)
         self._common_memory: CommonMemory | None = None
         self._together: FilledTogether | None = None
         self._share: Share | None = None
@@ -340,12 +315,11 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             return False
         with self._condition:
             self._require_open()
-            own, known = self._common_memory, self._together
-            if known is None or known.memory.location != share.memory:
-                is_own = own is not None and own.location == share.memory
-                known = FilledTogether(own if own is not None and is_own else CommonMemory.find(share.memory))
-                self._let_go_of_common_memory()
-                self._together = known
+            if self._together is None or self._together.memory.location != share.memory:
+                memory = self._common_memory
+                if memory is None or memory.location != share.memory:
+                    memory = CommonMemory.find(share.memory)
+                self._together = FilledTogether(memory)
             self._share = share
         return True
 
@@ -355,27 +329,18 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
 
     def open(self, manifest: Manifest, version: WeightVersion, *, staged: bool) -> None:
         """Read `version` from now on, or wait for it. Raises InsufficientMemoryError if its memory does not fit."""
-        self._check_run(version)
         with self._condition:
-            self._require_open()
+            self._require_open(version)
             super().end()
             num_ahead = self._num_ahead if staged else min(self._num_ahead, MAX_BUFFERS - 1)
             num_ahead = num_ahead if len(manifest.buckets) > 1 else 0
-            order = manifest.rounds
             share, self._share = self._share, None
             arena = self._arena if share is None or self._together is None else self._together
-            arena.prepare(place(manifest, num_slots=num_ahead + 1, staged=staged, adjoining=True, order=order))
+            arena.prepare(place(manifest, num_slots=num_ahead + 1, staged=staged, adjoining=True))
             record = self._reader.writer().record
             attempt = 0 if record is None else record.attempt
             self._wanted = wanted = StoreUpdate(
-                manifest,
-                version,
-                staged,
-                arena=arena,
-                share=share,
-                attempt=attempt,
-                num_ahead=num_ahead,
-                order=order,
+                manifest, version, staged, arena=arena, share=share, attempt=attempt, num_ahead=num_ahead
             )
             if self._newest is not None and self._newest.stored.version == version:
                 self._newest, wanted.begun = None, self._newest
@@ -389,14 +354,13 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
     def renew(self) -> None:
         """Leave the memory of earlier updates to whoever has tensors in it; the next `open` takes other memory."""
         with self._condition:
-            self._arena = KeptMemory(_allocate)
+            self._arena = KeptMemory(*_READ_INTO)
 
     def close(self) -> None:
         with self._condition:
             self.end()
             super().close()
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._pool.shutdown()
 
     def _leave(self, wanted: StoreUpdate) -> None:
         """Nothing reads into the arena any more when this returns."""
@@ -405,17 +369,8 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             wanted.begun.close()
 
     def _disconnect(self) -> None:
-        self._arena = KeptMemory(_allocate)
-        self._let_go_of_common_memory()
-        if self._common_memory is not None:
-            self._common_memory.close()
-
-    def _let_go_of_common_memory(self) -> None:
-        if self._together is not None:
-            self._together.free()
-            if self._together.memory is not self._common_memory:
-                self._together.memory.close()
-        self._together = None
+        self._arena.free()
+        self._together = self._common_memory = None
 
     def _let_go(self) -> None:
         if self._newest is not None:
@@ -423,17 +378,6 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             self._newest = None
 
     # --- waiting ---
-
-    def _buckets(self, wanted: StoreUpdate) -> Iterator[Bucket]:
-        with self._condition:
-            # It may be pinned already, by `newest`.
-            wanted.begun = pinned = self._await(wanted, lambda: wanted.begun or self._pin(wanted))
-            found, expected = pinned.manifest.buckets, wanted.manifest.buckets
-            if pinned.manifest is not wanted.manifest and found != expected:
-                raise ManifestError(
-                    f"the store has another plan ({len(found)} buckets) than was offered ({len(expected)} buckets)"
-                )
-        yield from super()._buckets(wanted)
 
     def _wait(self, wanted: StoreUpdate, seconds: float) -> None:
         self._condition.wait(min(wanted.pause_seconds, seconds))
@@ -464,15 +408,23 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
             raise UpdateAbortedError(record.aborted)
         return None
 
-    def _next_bucket(self, wanted: StoreUpdate) -> Bucket:
-        number, pinned = wanted.num_taken, wanted.begun
-        assert pinned is not None
-        index = wanted.order[number]
-        if self._pool is None or wanted.num_ahead == 0:
+    def _next_bucket(self, wanted: StoreUpdate) -> Bucket | None:
+        # It may be pinned already, by `newest`.
+        pinned = wanted.begun = wanted.begun or self._pin(wanted)
+        if pinned is None:
+            return None
+        number, order = wanted.num_taken, wanted.manifest.rounds
+        found, expected = pinned.manifest.buckets, wanted.manifest.buckets
+        if number == 0 and found != expected:
+            raise ManifestError(
+                f"the store has another plan ({len(found)} buckets) than was offered ({len(expected)} buckets)"
+            )
+        index = order[number]
+        if wanted.num_ahead == 0:
             _read(pinned, wanted, index)
         else:
             # A streaming bucket's memory is free when the next one is asked for: look no further than that.
-            for ahead in wanted.order[number + len(wanted.reads) : number + wanted.num_ahead]:
+            for ahead in order[number + len(wanted.reads) : number + wanted.num_ahead]:
                 wanted.reads.append(self._pool.submit(_read, pinned, wanted, ahead))
             wanted.reads.popleft().result()
         if number + 1 == wanted.num_buckets:
@@ -483,11 +435,6 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
 def _read(pinned: PinnedVersion, wanted: StoreUpdate, index: int) -> None:
     is_others = wanted.share is not None and index not in wanted.share.buckets
     pinned.read(index, wanted.arena.target(index), only_header=is_others)
-
-
-def _allocate(size_bytes: int) -> torch.Tensor:
-    what, remedy = "reading this version", 'publish with install="streaming", or free memory'
-    return allocate(size_bytes, torch.device("cpu"), what, remedy)
 
 
 TRANSPORT = Transport(

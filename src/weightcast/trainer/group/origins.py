@@ -13,7 +13,6 @@ import socket
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from typing import NoReturn
 
 import msgspec
 import torch
@@ -393,10 +392,8 @@ class GroupPacker:
         known = {rank: len(report.failures) for rank, report in self.reports.items()}
         if any(statuses[rank].is_lost or statuses[rank].num_failures > known.get(rank, 0) for rank in self._leaders):
             self.ask(())
-        if any(statuses[rank].is_lost for rank in self._leaders):
-            self._raise_lost()
-
-    def _raise_lost(self) -> NoReturn:
+        if not any(statuses[rank].is_lost for rank in self._leaders):
+            return
         of_each = [set(report.survivors) for report in self.reports.values() if report.survivors is not None]
         failures = {n: from_record(record).args[0] for r in self.reports.values() for n, record in r.failures.items()}
         lost = listed([f"{name}: {text}" for name, text in failures.items()]) or "nobody; its group broke"

@@ -34,16 +34,10 @@ _MIN_SPLIT_BYTES = 1 << 20
 _TOGETHER = "the ranks of trainer_group together must hold every element: pass the group of all ranks of the model"
 
 
-class _HeldPart(msgspec.Struct, frozen=True, array_like=True):
-    tensor: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
 class _HeldShards(msgspec.Struct, frozen=True):
     """A rank to all: the regions that it holds, by number of the specs, and where it is."""
 
-    parts: tuple[_HeldPart, ...]
+    parts: list[HeldRegion]
     place: RankPlace
 
 
@@ -183,12 +177,11 @@ class Shares:
         """Have every rank know what all hold, and so who brings what. What goes wrong on one rank is raised by all."""
         ranks, sharing, low, high = self._ranks, cast(Sharing, None), 0, 0
         place = RankPlace.of(self._device() if self.own is None else self.own.device)
-        held = tuple(_HeldPart(part.tensor, part.region.offsets, part.region.sizes) for part in self._parts)
-        rows = ranks.gather(encode(_HeldShards(held, place)))
+        rows = ranks.gather(encode(_HeldShards(self._parts, place)))
         with ranks.error_at_next_exchange():
             holdings: list[_HeldShards] = [decode(row, _HeldShards) for row in rows]
-            held_by_all = [[HeldRegion(p.tensor, Region(p.offsets, p.sizes)) for p in each.parts] for each in holdings]
-            sharing = share(self._specs, held_by_all, [holding.place for holding in holdings], settings)
+            held, places = [each.parts for each in holdings], [each.place for each in holdings]
+            sharing = share(self._specs, held, places, settings)
             low, high = struct.unpack_from("<qq", bytes.fromhex(sharing.layout.manifest.digest()))
         statuses = ranks.exchange(
             RankStatus(command=Instruction.SETTLE, version=ranks.version, digest_low=low, digest_high=high)
@@ -333,10 +326,7 @@ class AssignedPart(NamedTuple):
 
 
 def share(
-    specs: Sequence[TensorSpec],
-    held: Sequence[Sequence[HeldRegion]],
-    places: Sequence[RankPlace],
-    settings: Settings,
+    specs: Sequence[TensorSpec], held: Sequence[Sequence[HeldRegion]], places: Sequence[RankPlace], settings: Settings
 ) -> Sharing:
     """Who brings what to which origin, and the plan of all buckets; every rank computes the same.
 

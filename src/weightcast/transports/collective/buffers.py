@@ -10,24 +10,25 @@ never held here while somebody is waited for.
 from __future__ import annotations
 
 import dataclasses
-import functools
+import threading
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from weightcast import registry
 from weightcast.errors import PeerTimeoutError, detached
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, place
-from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.format.manifest import Manifest
 from weightcast.seams.transport import Receiver
 from weightcast.transports.kept_memory import KeptMemory, allocate
+from weightcast.transports.receiving import PeerUpdate
 
 NUM_UNDER_WAY = 2
 """Broadcasts that a receiver waits for at once, at most: the next one follows without a pause."""
 NUM_SLOTS = 1 + NUM_UNDER_WAY
 """Streaming: one that is read, and those that arrive."""
 _SHARED, _HOST_MEMORY = "ipc://", torch.device("cpu")
+_WHAT = "receiving this update"
 _READERS_PATIENCE = 10.0
 """A reader waits that many deadlines for the worker that receives: its own link says whether the publisher lives."""
 _STREAM_END_SECONDS = 5.0
@@ -53,14 +54,19 @@ class BucketTarget:
         return self.buffer if self.staging is None else self.staging
 
 
-class Writing(Protocol):
-    """What may write to targets although its group was left."""
+class Writing:
+    """A thread that may write to `targets`, also after its group was left."""
 
-    targets: tuple[BucketTarget, ...]
+    targets: tuple[BucketTarget, ...] = ()
+    thread: threading.Thread | None = None
 
     def has_ended(self, seconds: float) -> bool:
         """Wait that long for it to end; whether it has."""
-        ...
+        if self.thread is None:
+            return True
+        if threading.current_thread() is not self.thread:
+            self.thread.join(seconds)
+        return not self.thread.is_alive()
 
 
 class SharedMemory:
@@ -74,24 +80,20 @@ class SharedMemory:
         self._update = 0
         self._num_delivered = 0
 
-    def begin(self, update: int, manifest: Manifest, version: WeightVersion) -> None:
-        """Once for each update, before its first bucket. Raises PeerError if a reader is missing."""
-        if update != self._update:
-            self._update, self._num_delivered = update, 0
-            self._sender.open(manifest, version, peers=self.readers, staged=True)
+    def buffer(self, update: PeerUpdate, index: int) -> BucketBuffer | None:
+        """Where bucket `index`, the next one, is to arrive. Raises PeerError if a reader is missing.
+
+        None if the readers have been told of it: a stream may have been left while it did.
+        """
+        if update.number != self._update:
+            self._update, self._num_delivered = update.number, 0
+            self._sender.open(update.manifest, update.version, peers=self.readers, staged=True)
             self._require_readers()
-
-    def buffer(self, index: int) -> BucketBuffer:
-        """Where bucket `index`, the next one, is to arrive."""
-        return self._sender.buffer(index)
-
-    def has(self, index: int) -> bool:
-        """Whether the readers have been told of that bucket: a stream may have been left while it did."""
-        return index < self._num_delivered
+        return None if index < self._num_delivered else self._sender.buffer(index)
 
     def deliver(self, index: int, num_bytes: int) -> None:
         """Bucket `index` is whole; once is enough. Raises PeerError if a reader was lost."""
-        if not self.has(index):
+        if index >= self._num_delivered:
             self._num_delivered = index + 1
             self._sender.send(index, num_bytes)
             self._require_readers()
@@ -112,8 +114,7 @@ class ReceiveBuffers:
         self._run, self._peer = run, peer
         self._device = device
         self._deadline_seconds = deadline_seconds
-        self._memory = KeptMemory(functools.partial(_allocate, device))
-        self._memory_device = device
+        self._memory = KeptMemory(device, _WHAT)
         self._replaced: dict[int, BucketBuffer] = {}
         """By slot: where its buckets arrive because a group that was left may still write to the slot."""
         self._shared: SharedMemory | None = None
@@ -124,10 +125,10 @@ class ReceiveBuffers:
         """Have memory for an update, unless it is shared. Raises InsufficientMemoryError."""
         if self.reader is not None:
             return
-        device = torch.device("cpu") if staged else self._device
-        if device != self._memory_device or self._replaced:
+        device = _HOST_MEMORY if staged else self._device
+        if device != self._memory.device or self._replaced:
             self.free()
-            self._memory, self._memory_device = KeptMemory(functools.partial(_allocate, device)), device
+            self._memory = KeptMemory(device, _WHAT)
         # Staged, a place for each bucket; streaming, slots in turn.
         self._memory.prepare(place(manifest, num_slots=NUM_SLOTS, staged=staged))
 
@@ -145,13 +146,11 @@ class ReceiveBuffers:
     def share(self, readers: tuple[str, ...]) -> str:
         """Receive for these workers too, or for none; where they read. Raises PeerError."""
         names = (self._peer, *readers)
-        if self._shared is not None and (not readers or self._shared.readers != names):
+        if self._shared is None or self._shared.readers != names:
             self._stop_sharing()
-        if readers and self._shared is None:
-            self._shared = SharedMemory(self._run, names, self._deadline_seconds)
-            self.read_from(self._shared.address)
-        elif not readers and self.reader is not None:
-            self._stop_sharing()
+            if readers:
+                self._shared = SharedMemory(self._run, names, self._deadline_seconds)
+                self.read_from(self._shared.address)
         return self._address
 
     def read_from(self, address: str) -> None:
@@ -186,27 +185,24 @@ class ReceiveBuffers:
         """Whether others read along: then one bucket is received after the other."""
         return self._shared is not None
 
-    def target(
-        self, update: int, manifest: Manifest, version: WeightVersion, index: int, *, is_here: bool
-    ) -> BucketTarget:
+    def target(self, update: PeerUpdate, index: int, *, is_here: bool) -> BucketTarget:
         """Where bucket `index` is to be received. `is_here`: it is here already, and only passes by.
 
         Raises PeerError: somebody who reads along was lost, or a broadcast that was left does not end.
         """
-        num_bytes = HEADER_BYTES + manifest.buckets[index]
-        buffer = None if is_here else self._place(update, manifest, version, index)
+        num_bytes = HEADER_BYTES + update.manifest.buckets[index]
+        buffer = None if is_here else self._place(update, index)
         if buffer is None or buffer.header.device != self._device:
             landing = BucketBuffer.of(allocate(num_bytes, self._device, "receiving this bucket"))
             return BucketTarget(index, landing, num_bytes, staging=buffer)
         return BucketTarget(index, buffer, num_bytes)
 
-    def _place(self, update: int, manifest: Manifest, version: WeightVersion, index: int) -> BucketBuffer | None:
+    def _place(self, update: PeerUpdate, index: int) -> BucketBuffer | None:
         self._left = [stream for stream in self._left if not stream.has_ended(0)]
         if self._shared is not None:
             if not all(stream.has_ended(_STREAM_END_SECONDS) for stream in self._left):
                 raise PeerTimeoutError("a broadcast of a former group is still under way", peer=self._peer)
-            self._shared.begin(update, manifest, version)
-            return None if self._shared.has(index) else self._shared.buffer(index)
+            return self._shared.buffer(update, index)
         buffer = self.buffer(index)
         # Another manifest's buckets may lie across.
         start, end = _span(buffer)
@@ -214,7 +210,7 @@ class ReceiveBuffers:
         if any(start < other_end and other_start < end for other_start, other_end in late):
             slots, sizes = self._memory.arena_layout.slots, self._memory.arena_layout.sizes_bytes
             largest = max(size for slot, size in zip(slots, sizes, strict=True) if slot == slots[index])
-            self._replaced[slots[index]] = BucketBuffer.of(_allocate(self._memory_device, HEADER_BYTES + largest))
+            self._replaced[slots[index]] = BucketBuffer.of(self._memory.allocate(HEADER_BYTES + largest))
         return self.buffer(index)
 
     def deliver(self, target: BucketTarget) -> None:
@@ -233,10 +229,6 @@ class ReceiveBuffers:
                 stream.has_ended(_STREAM_END_SECONDS)
         self._stop_sharing()
         self.free()
-
-
-def _allocate(device: torch.device, size_bytes: int) -> torch.Tensor:
-    return allocate(size_bytes, device, "receiving this update")
 
 
 def _span(buffer: BucketBuffer) -> tuple[int, int]:

@@ -146,13 +146,10 @@ class BroadcastGroup:
         return self.connect_error or next((error for error in errors if error is not None), None)
 
     def is_quiet(self, below: int = _ALL) -> bool:
-        """Whether no broadcast of a bucket below that one is under way."""
-        return all(broadcast.is_over for index, broadcast in self._broadcasts.items() if index < below)
-
-    def land(self, below: int = _ALL) -> None:
-        """Forget broadcasts below that bucket; they are over."""
-        for index in [index for index in self._broadcasts if index < below]:
+        """Whether no broadcast of a bucket below that one is under way. Forgets what was over, without an error."""
+        for index in [index for index, each in self._broadcasts.items() if each.is_over and each.error is None]:
             del self._broadcasts[index]
+        return all(broadcast.is_over for index, broadcast in self._broadcasts.items() if index < below)
 
     def close(self) -> None:
         """Disconnect, in the background: operations may be under way. Idempotent."""

@@ -27,7 +27,7 @@ from weightcast.host.copy import copy_all
 from weightcast.process_group import ProcessGroup, join_store
 from weightcast.seams.transport import Bucket, Receiver
 from weightcast.transports.collective import records
-from weightcast.transports.collective.buffers import NUM_SLOTS, NUM_UNDER_WAY, BucketTarget, ReceiveBuffers
+from weightcast.transports.collective.buffers import NUM_SLOTS, NUM_UNDER_WAY, BucketTarget, ReceiveBuffers, Writing
 from weightcast.transports.linked import LinkedReceiver, parse_address
 from weightcast.transports.receiving import PeerUpdate
 from weightcast.transports.records import BeginUpdate
@@ -178,7 +178,11 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
             case records.Join() | records.ReadAlong():
                 self._leave_group()
                 try:
-                    self._tell(self._join(record) if isinstance(record, records.Join) else self._read_along(record))
+                    if isinstance(record, records.Join):
+                        self._tell(self._join(record))
+                    else:
+                        self._buffers.read_from(record.address)
+                        self._tell(records.Joining(record.epoch))
                 except WeightcastError as exc:
                     self._tell(records.JoinFailed(record.epoch, str(exc)[:MAX_REASON_CHARACTERS]))
             case records.Connect():
@@ -196,10 +200,6 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
             self._buffers.prepare(wanted.manifest, staged=wanted.staged)
         self._stream = BroadcastStream(self, join, self._backend, host=self._link.local_host, device=self._device)
         return records.Joining(join.epoch, *self._progress(), shared)
-
-    def _read_along(self, other: records.ReadAlong) -> records.Joining:
-        self._buffers.read_from(other.address)
-        return records.Joining(other.epoch)
 
     def _progress(self) -> tuple[int, int]:
         """The update that is wanted, or 0, and how many buckets of it have come in."""
@@ -233,7 +233,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
             read = wanted.reads.get(index % NUM_SLOTS)
         if read is not None:
             host_device.queue_behind(read, self._device)
-        return self._buffers.target(wanted.number, wanted.manifest, wanted.version, index, is_here=is_here)
+        return self._buffers.target(wanted, index, is_here=is_here)
 
     @property
     def is_among_several(self) -> bool:
@@ -280,10 +280,10 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
                 self._tell(records.JoinFailed(stream.epoch, str(error)[:MAX_REASON_CHARACTERS], is_own))
 
 
-class BroadcastStream:
+class BroadcastStream(Writing):
     """A receiver's part in one group: a thread that connects to it and takes its broadcasts in order, two at a time.
 
-    `position`: the bucket that comes next, once the sender has said so. `targets`: what broadcasts may be writing to.
+    `position`: the bucket that comes next, once the sender has said so.
     """
 
     def __init__(
@@ -292,7 +292,6 @@ class BroadcastStream:
         self.epoch = join.epoch
         self.position: int | None = None
         self.is_left = False
-        self.targets: tuple[BucketTarget, ...] = ()
         self._is_in_group = True
         self._receiver = receiver
         self._join = join
@@ -300,27 +299,17 @@ class BroadcastStream:
         self._host = host
         self._device = device
         self._group: ProcessGroup | None = None
-        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Connect, and take what is broadcast. Idempotent."""
-        if self._thread is None:
-            self._thread = awaited_at_exit(self._run, "weightcast-collective")
+        if self.thread is None:
+            self.thread = awaited_at_exit(self._run, "weightcast-collective")
 
     def leave(self) -> None:
         """Nothing that comes counts any more. With NCCL, a broadcast that is waited for ends; gloo's can't be ended."""
         self.is_left = True
         if self._group is not None and self._backend == "nccl":
             awaited_at_exit(self._group.close, "weightcast-group-end")
-
-    def has_ended(self, seconds: float) -> bool:
-        """Wait that long for it to end; whether it has."""
-        thread = self._thread
-        if thread is None:
-            return True
-        if threading.current_thread() is not thread:
-            thread.join(seconds)
-        return not thread.is_alive()
 
     def _run(self) -> None:
         try:
@@ -351,9 +340,20 @@ class BroadcastStream:
         return self.is_left
 
     def _take_all(self, group: ProcessGroup) -> None:
+        """Begin to receive as many buckets as can be, if need be wait for one, take the first; until it was left."""
         works: collections.deque[Work] = collections.deque()
         while True:
-            self._begin_all(group, works)
+            while len(works) < (1 if self._receiver.is_among_several else NUM_UNDER_WAY):
+                self._is_in_group = False
+                target = self._receiver.next_target(self, wait=not works)
+                if target is None:
+                    break
+                self.targets = (*self.targets, target)
+                if self._was_left():
+                    # Whoever left it may have looked for targets before.
+                    return
+                self._is_in_group = True
+                works.append(group.broadcast(target.flat, root=0))
             if self._was_left() or not works:
                 return
             self._is_in_group = True
@@ -366,17 +366,3 @@ class BroadcastStream:
                 copy_all([target.staging.flat(target.num_bytes)], [target.flat])
             self.targets = self.targets[1:]
             self._receiver.on_received(self, target)
-
-    def _begin_all(self, group: ProcessGroup, works: collections.deque[Work]) -> None:
-        """Wait for a bucket that can be received, unless one is under way; begin to receive as many as can be."""
-        while len(works) < (1 if self._receiver.is_among_several else NUM_UNDER_WAY):
-            self._is_in_group = False
-            target = self._receiver.next_target(self, wait=not works)
-            if target is None:
-                return
-            self.targets = (*self.targets, target)
-            if self._was_left():
-                # Whoever left it may have looked for targets before.
-                return
-            self._is_in_group = True
-            works.append(group.broadcast(target.flat, root=0))

@@ -32,7 +32,7 @@ from weightcast.host.closing import close_at_exit
 from weightcast.host.deadline import Deadline
 from weightcast.transports.collective import records
 from weightcast.transports.collective.group import BroadcastGroup, GroupMember, GroupSettings, engine_of
-from weightcast.transports.kept_memory import KeptMemory, allocate_to_send
+from weightcast.transports.kept_memory import MemoryToSend
 from weightcast.transports.linked import LinkedSender, parse_endpoint
 from weightcast.transports.records import UpdateAborted
 from weightcast.transports.sending import MAX_REASON_CHARACTERS, SentUpdate
@@ -75,7 +75,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
         self._group: BroadcastGroup | None = None
         """Kept from update to update while its members stay."""
         self._settings = GroupSettings(backend, host, device, deadline_seconds, self.condition)
-        self._slots = KeptMemory(lambda size: allocate_to_send(size, device, "sending this update"))
+        self._slots = MemoryToSend(device, "sending this update")
         self._slots_are_lost = False
         """A broadcast of a group that was left may still be reading the slots."""
         self._num_questions = 0
@@ -124,7 +124,6 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
             if group is not None:
                 free = index - _NUM_SLOTS + 1
                 self._await(update, group, lambda: group.is_quiet(free))
-                group.land(free)
             return self._slots.buffer(index)
 
     def send(self, index: int, num_bytes: int) -> None:
@@ -146,11 +145,11 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
             if not update.is_whole:
                 self._await(update, group, lambda: True)
                 return
-            everybody = group.members
-            self._await(
-                update, group, lambda: group.is_quiet() and all(m.whole_update == update.number for m in everybody)
-            )
-            group.land()
+
+            def is_received() -> bool:
+                return group.is_quiet() and all(member.whole_update == update.number for member in group.members)
+
+            self._await(update, group, is_received)
             # From now on nobody can be lost to this update any more.
             update.peers.clear()
 
