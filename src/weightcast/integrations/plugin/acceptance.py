@@ -77,7 +77,7 @@ class ByReference:
             self._held[spec.name] = _Held(spec, known, is_required=num_used > 0)
         for name, owner in self._tied.items():
             self._held[name] = dataclasses.replace(self._held[owner], is_required=False)
-        self._recorded = _recorded(model, loaded, outcome, self._tied)
+        self._accepted = _accepted(model, loaded, outcome, self._tied)
 
     def accept(self, manifest: Manifest) -> AcceptedOffer:
         problems = []
@@ -96,7 +96,7 @@ class ByReference:
         problems += [f"missing tensor {_shown(spec)}" for spec in missing]
         if problems:
             raise misfit_error(problems, dtype_remedies(misfits, {held.spec.dtype for held in self._held.values()}))
-        return AcceptedOffer(frozenset(offered - self._tied.keys()), self._tied, *self._recorded)
+        return dataclasses.replace(self._accepted, names=frozenset(offered - self._tied.keys()))
 
 
 class ByDryRun:
@@ -138,8 +138,7 @@ class ByDryRun:
         if problems:
             live = {DTYPE_NAMES[dtype] for _, dtypes in outcome.used.values() for dtype in dtypes}
             raise misfit_error(problems, dtype_remedies(misfits, live))
-        recorded = _recorded(self._model, specs, outcome, tied)
-        return AcceptedOffer(frozenset(offered.keys() - tied.keys()), tied, *recorded)
+        return _accepted(self._model, specs, outcome, tied)
 
 
 Acceptance: TypeAlias = ByReference | ByDryRun
@@ -153,22 +152,22 @@ def acceptance(model: nn.Module, trial: Trial, reference: Sequence[TensorSpec] |
     return ByReference(model, trial, reference)
 
 
-def _recorded(
+def _accepted(
     model: nn.Module, specs: Sequence[TensorSpec], outcome: DryRunOutcome, tied: Mapping[str, str]
-) -> tuple[
-    Mapping[str, int],
-    InstallMap,
-    frozenset[str],
-    Sequence[torch.Tensor],
-    Mapping[str, frozenset[str]],
-    frozenset[str],
-]:
-    """What an accepted offer has of a dry run."""
+) -> AcceptedOffer:
+    """An offer of all that a dry run was given."""
     targets = {copy.target: outcome.targets[copy.target].form for copy in outcome.copies}
-    install_map = InstallMap(model, specs, outcome.copies, targets, outcome.opaque, tied=tied)
     written = (target.name for target in outcome.targets.values() if target.loaded or target.padded)
-    modules = frozenset(name.rpartition(".")[0] for name in written)
-    return outcome.calls, install_map, modules, outcome.beside, outcome.together, outcome.overwritten
+    return AcceptedOffer(
+        names=frozenset(spec.name for spec in specs),
+        tied=tied,
+        calls=outcome.calls,
+        install_map=InstallMap(model, specs, outcome.copies, targets, outcome.opaque, tied=tied),
+        modules=frozenset(name.rpartition(".")[0] for name in written),
+        beside=outcome.beside,
+        together=outcome.together,
+        overwritten=outcome.overwritten,
+    )
 
 
 def _tied(model: nn.Module, names: Collection[str]) -> dict[str, str]:
