@@ -267,11 +267,6 @@ class Link:
             found = [message for message in self._messages if isinstance(message, Failed)]
         return [message.error for message in found if message.version == version]
 
-    def forget(self) -> None:
-        """Drop what was received for former versions."""
-        with self._condition:
-            self._messages.clear()
-
     def take(self) -> list[Any]:
         """Every message since the last `take`, in order, without waiting."""
         with self._condition:
@@ -368,15 +363,8 @@ class LinkListener:
                 )
             ask()
 
-    def end_links(self, reason: str) -> None:
-        """End every link at once. The thread goes on until `close`."""
-        with self.condition:
-            links = list(self._links.values())
-        for link in links:
-            link.end(reason)
-
-    def drop(self, engine: str, reason: str) -> None:
-        """End every link of an engine."""
+    def end_links(self, reason: str, engine: str | None = None) -> None:
+        """End every link of an engine at once; None: of all engines. The thread goes on until `close`."""
         for link in self.links(engine):
             link.end(reason)
 

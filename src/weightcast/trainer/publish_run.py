@@ -439,7 +439,7 @@ class PublishRun:
         self._fleet.each(self._join_member, [member for member in members if member.result.error is None])
         for member in self._fleet:
             for link in member.links:
-                link.forget()
+                link.take()  # of former versions
 
     def _join_member(self, member: FleetMember) -> None:
         options, connections = self._options, self._connections
@@ -592,7 +592,7 @@ class PublishRun:
             self._abort(self._fleet, reason)
         else:
             for member in self._fleet:
-                self._connections.listener.drop(member.name, reason)
+                self._connections.listener.end_links(reason, member.name)
 
     def _abort(self, members: Iterable[FleetMember], reason: str) -> None:
         """Have these engines drop what they hold, as far as they can be reached."""
