@@ -57,12 +57,7 @@ NAMES = (*ARCHITECTURES, "many-small", "uniform")
 
 
 def named(
-    shapes: str,
-    *,
-    layers: int | None = None,
-    scale: int = 1,
-    num_tensors: int = 500,
-    num_bytes: int = 1 << 30,
+    shapes: str, *, layers: int | None = None, scale: int = 1, num_tensors: int = 500, num_bytes: int = 1 << 30
 ) -> Sequence[TensorSpec]:
     """The specs that `shapes` names.
 

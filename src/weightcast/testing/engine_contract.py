@@ -133,15 +133,10 @@ class EngineContract(OverPayloads):
             if not spec.shape or 0 in spec.shape or spec.shape[0] > 100:
                 engine.load([(spec.name, tensors[spec.name])])
                 continue
-            rows = list(reversed(range(spec.shape[0])))
-            parts = [
-                (
-                    spec.name,
-                    Region((row, *(0 for _ in spec.shape[1:])), (1, *spec.shape[1:])),
-                    tensors[spec.name][row, None],
-                )
-                for row in rows
-            ]
+            others, parts = spec.shape[1:], []
+            for row in reversed(range(spec.shape[0])):
+                region = Region((row, *(0 for _ in others)), (1, *others))
+                parts.append((spec.name, region, tensors[spec.name][row, None]))
             engine.load_regions(parts[:1])
             engine.load_regions(iter(parts[1:]))
         engine.commit(ONE)

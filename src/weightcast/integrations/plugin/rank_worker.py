@@ -83,11 +83,7 @@ class RankWorker:
         self._weights_asleep = weights_asleep
         self._gate = Gate()
         self._worker = Worker(
-            make_engine(self._agree),
-            gate=self._gate,
-            engine_rank=engine_rank,
-            world_size=world_size,
-            settles=True,
+            make_engine(self._agree), gate=self._gate, engine_rank=engine_rank, world_size=world_size, settles=True
         )
         self._is_agreeing = False
         """Whether an install is under way, none of whose steps has failed yet."""

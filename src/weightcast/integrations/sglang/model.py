@@ -17,7 +17,7 @@ from weightcast.host import device as host_device
 from weightcast.integrations.plugin.acceptance import Acceptance, acceptance
 from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.plugin.dry_run import dry_run, present
-from weightcast.integrations.plugin.model import Agree, LoaderEngine, Tensors, alone
+from weightcast.integrations.plugin.model import Agree, LoaderEngine, alone
 from weightcast.integrations.sglang import internals
 
 
@@ -55,10 +55,6 @@ class SglangModel(LoaderEngine):
     def _begin_load(self, calls: Mapping[str, int]) -> None:
         self._is_in_session = True
         self._session.begin_weight_update()
-
-    def _load_some(self, tensors: Tensors) -> None:
-        loader: Any = self._model
-        loader.load_weights(tensors)
 
     def _finish_load(self) -> list[str]:
         self._end_load()

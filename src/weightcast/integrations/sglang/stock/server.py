@@ -19,13 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from weightcast.errors import (
-    IncompleteUpdateError,
-    InstallError,
-    UnsupportedError,
-    WeightcastError,
-    detached,
-)
+from weightcast.errors import IncompleteUpdateError, InstallError, UnsupportedError, WeightcastError, detached
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import InitInfo, Offer, UpdateInfo, WeightInfo
 from weightcast.integrations.plugin.checkpoint_header import reference
