@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -18,7 +18,6 @@ from weightcast.format.amounts import count, size
 if TYPE_CHECKING:
     from weightcast.bench.cost import Estimate
     from weightcast.bench.parts import Parts
-    from weightcast.format.manifest import TensorSpec
 
 EPILOG = """
 examples:
@@ -115,16 +114,13 @@ def run(args: argparse.Namespace) -> int:
             output.show(parts, args.json, lambda: _view_parts(parts))
             return exits.OK
     with output.stage("planning"):
-        specs = _specs(args)
+        if args.params:
+            specs = shapes.equal(args.params, args.tensors, args.dtype)
+        else:
+            specs = shapes.of_config(args.config, args.dtype) if args.config else shapes.named(args.shapes)
         found = estimate(specs, deployment, parts)
     output.show(found, args.json, lambda: _view(found, deployment, parts))
     return exits.OK
-
-
-def _specs(args: argparse.Namespace) -> Sequence[TensorSpec]:
-    if args.params:
-        return shapes.equal(args.params, args.tensors, args.dtype)
-    return shapes.of_config(args.config, args.dtype) if args.config else shapes.named(args.shapes)
 
 
 def _view(it: Estimate, to: Deployment, parts: Parts | None) -> Iterator[str | Table]:
