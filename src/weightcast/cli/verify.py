@@ -84,19 +84,12 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory of safetensors files, or file:///dir")
+    add, positive = parser.add_argument, values.integer(1)
+    add("checkpoint", metavar="CHECKPOINT", help="a directory of safetensors files, or file:///dir")
     output.add_engines(parser, required=False)
-    parser.add_argument(
-        "--bandwidth",
-        type=values.integer(1),
-        metavar="BYTES",
-        help="read at most so many bytes a second of an engine's weights",
-    )
-    parser.add_argument(
-        "--quarantine",
-        action="store_true",
-        help="have an engine that differs refuse to serve until a complete update has come",
-    )
+    add("--bandwidth", type=positive, metavar="BYTES", help="read at most so many a second of an engine's weights")
+    quarantine_help = "have an engine that differs refuse to serve until a complete update has come"
+    add("--quarantine", action="store_true", help=quarantine_help)
     parser.set_defaults(usage_error=parser.error)
     output.add_json(parser)
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET
 
-from weightcast.errors import ErrorRecord, ManifestError, PeerDiedError, PeerTimeoutError, from_record
+from weightcast.errors import ErrorRecord, ManifestError, PeerDiedError, PeerTimeoutError, from_record, malformed
 from weightcast.format.manifest import PROTOCOL, decode, encode
 from weightcast.format.messages import MAX_LINK_MESSAGE_BYTES, Failed, Heartbeat, Hello, LinkMessage
 from weightcast.host.closing import awaited_at_exit, close_in_child, on_failure
@@ -64,8 +64,7 @@ class Frames:
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)
             if length > MAX_LINK_MESSAGE_BYTES:
-                what = f"a link message of {length} bytes; the limit is {MAX_LINK_MESSAGE_BYTES}"
-                raise ManifestError(f"{what} [too_large]", fault="too_large")
+                raise malformed("too_large", f"a link message of {length} bytes; the limit is {MAX_LINK_MESSAGE_BYTES}")
             if len(self._data) < _LENGTH.size + length:
                 return
             body = bytes(self._data[_LENGTH.size : _LENGTH.size + length])
