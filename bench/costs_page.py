@@ -54,7 +54,16 @@ def estimated(asked: dict[str, Any], parts: Parts) -> Estimate:
     settings = BenchSettings(**asked)
     fields = ("layers", "scale", "num_tensors", "num_bytes")
     specs = shapes.named(settings.shapes, **{name: getattr(settings, name) for name in fields})
-    return estimate(specs, Deployment.of_bench(settings), parts)
+    deployment = Deployment(
+        transport=settings.transport,  # type: ignore[arg-type]
+        install=settings.install,
+        ranks_per_host=settings.trainer_ranks,
+        sharding="whole" if settings.trainer_ranks == 1 else "fsdp",
+        num_engines=settings.num_engines,
+        takes_parts=True,
+        bucket_size_bytes=settings.bucket_size_bytes,
+    )
+    return estimate(specs, deployment, parts)
 
 
 def power(points: Sequence[tuple[float, float]]) -> float:

@@ -136,7 +136,7 @@ class Hosts:
         """Have the worker connect to the senders of these addresses, by origin."""
         first, *others = (addresses[origin] for origin in sorted(addresses))
         listener = self._listener
-        listener.drop(self.client.name, "the test connects again")
+        listener.end_links("the test connects again", self.client.name)
         info = InitInfo(
             RUN, self.client.name, first, listener.address, listener.secret, lease_seconds=60.0, origins=tuple(others)
         )

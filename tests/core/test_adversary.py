@@ -55,7 +55,7 @@ def test_an_install_under_way_is_finished_before_another_run_may_write() -> None
         thread.start()
         assert engine.half_way.wait(DEADLINE_SECONDS)
         assert first._connections is not None
-        first._connections.listener.drop(client.name, "as if the publisher had been killed")
+        first._connections.listener.end_links("as if the publisher had been killed", client.name)
         with Publisher(
             twos, engines=[client], options=PublishOptions(install="streaming", deadline_seconds=3.0)
         ) as second:

@@ -13,7 +13,7 @@ from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec
 from weightcast.integrations.plugin.acceptance import acceptance
 from weightcast.integrations.plugin.dry_run import dry_run, present
-from weightcast.integrations.plugin.model import Agree, LoaderEngine, Tensors, alone
+from weightcast.integrations.plugin.model import Agree, LoaderEngine, alone
 
 HIDDEN, HEADS, EXPERTS, VOCAB = 16, 4, 4, 10
 FUSED = ("latent.q_a", "latent.kv_a")
@@ -192,9 +192,6 @@ class ModelEngine(LoaderEngine):
 
     def _begin_load(self, calls: Mapping[str, int]) -> None:
         pass
-
-    def _load_some(self, tensors: Tensors) -> None:
-        self.model.load_weights(tensors)
 
     def _finish_load(self) -> list[str]:
         self.after_copy(self.model)

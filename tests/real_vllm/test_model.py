@@ -24,7 +24,7 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.plan import plan
-from weightcast.integrations.plugin.acceptance import ByDryRun
+from weightcast.integrations.plugin.acceptance import Acceptance, acceptance
 from weightcast.integrations.vllm import internals
 from weightcast.integrations.vllm.model import VllmModel, dry_run
 from weightcast.seams.engine import Engine, ExposesTensors, Undoable, Validating
@@ -57,8 +57,8 @@ def engine_of(offline: Offline) -> VllmModel:
     return VllmModel(offline.model, offline.config, CPU)
 
 
-def by_dry_run(offline: Offline) -> ByDryRun:
-    return ByDryRun(offline.model, functools.partial(dry_run, offline.model, offline.config), is_alone=True)
+def by_dry_run(offline: Offline) -> Acceptance:
+    return acceptance(offline.model, functools.partial(dry_run, offline.model, offline.config), None, is_alone=True)
 
 
 def offer(engine: VllmModel, tensors: Tensors) -> None:
@@ -250,7 +250,7 @@ def test_what_the_loader_does_not_take_is_refused(offline: Offline, change: Chan
     tensors, before = weights(offline, 1), state(offline.model)
     change(tensors)
     with pytest.raises(IncompatibleWeightsError) as refused:
-        by_dry_run(offline).accept(plan(specs(tensors), 1 << 20))
+        by_dry_run(offline)(plan(specs(tensors), 1 << 20))
     assert_named(refused.value, named)
     assert state(offline.model) == before
 
@@ -269,7 +269,7 @@ def test_trying_an_offer_leaves_no_trace(offline: Offline) -> None:
         before, answer = state(offline.model), offline.ask(PROMPT, NUM_TOKENS)
         offer(engine_of(offline), weights(offline, 1))
         if offline.setup.dtype == offline.setup.saved_dtype:
-            by_dry_run(offline).accept(plan(specs(weights(offline, 1)), 1 << 20))
+            by_dry_run(offline)(plan(specs(weights(offline, 1)), 1 << 20))
         assert state(offline.model) == before
         assert offline.ask(PROMPT, NUM_TOKENS) == answer
 

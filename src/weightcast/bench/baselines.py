@@ -29,6 +29,7 @@ from weightcast.format.bucket import (
     write_header,
 )
 from weightcast.format.manifest import WeightVersion
+from weightcast.host import device as host_device
 from weightcast.host.memory import MemoryLocation, SealedMemory
 from weightcast.process_group import ProcessGroup, Store, serve_store, wait
 from weightcast.seams.engine import Engine
@@ -99,13 +100,13 @@ class Memcpy:
         return self._timed(torch.Tensor.copy_, self._target, self._source)
 
     def _timed(self, copy: Callable[[Any, Any], object], target: Any, source: Any) -> float:
-        _synchronize(self._device)
+        host_device.synchronize(self._device)
         left, start = self._numel, time.perf_counter()
         while left > 0:
             size = min(left, len(source))
             copy(target[:size], source[:size])
             left -= size
-        _synchronize(self._device)
+        host_device.synchronize(self._device)
         return time.perf_counter() - start
 
 
@@ -221,7 +222,7 @@ class BaselineGroup:
             works.append(self._group.broadcast(buffer, root=0))
         for work in works:
             wait(work)
-        _synchronize(self._device)
+        host_device.synchronize(self._device)
 
     def publish(self, tensors: Tensors, engines: Channels) -> float:
         """Send every tensor to every engine; return the seconds until all are loaded."""
@@ -250,11 +251,6 @@ def make_group(settings: BenchSettings, num_bytes: int, engines: Channels) -> Ba
     group = BaselineGroup(settings, num_bytes, store, rank=0)
     await_done(engines)
     return group
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _view(memory: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

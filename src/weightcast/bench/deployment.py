@@ -8,7 +8,6 @@ from typing import Literal, get_args
 import msgspec
 
 from weightcast import registry
-from weightcast.bench.result import BenchSettings
 from weightcast.format.messages import InstallMode
 from weightcast.format.plan import fitting_bucket_size, largest_bucket_size
 
@@ -91,16 +90,3 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         is_alone = self.trainer_hosts * self.ranks_per_host == 1
         default = largest_bucket_size(sizes, "cpu", self.install, is_alone=is_alone)
         return self.bucket_size_bytes or fitting_bucket_size(num_bytes, default)
-
-    @classmethod
-    def of_bench(cls, settings: BenchSettings) -> Deployment:
-        """That of a bench run."""
-        return cls(
-            transport=settings.transport,  # type: ignore[arg-type]
-            install=settings.install,
-            ranks_per_host=settings.trainer_ranks,
-            sharding="whole" if settings.trainer_ranks == 1 else "fsdp",
-            num_engines=settings.num_engines,
-            takes_parts=True,
-            bucket_size_bytes=settings.bucket_size_bytes,
-        )

@@ -28,7 +28,7 @@ from weightcast.bench.channel import BenchChannel
 from weightcast.bench.meters import ProcessMeter
 from weightcast.bench.model import build_model
 from weightcast.bench.result import BenchSettings
-from weightcast.bench.workers import Step, Trainer, started_engines, started_trainer
+from weightcast.bench.workers import Step, started_engines, started_trainer
 from weightcast.format.bucket import Layout, payload_digest
 from weightcast.format.manifest import TensorSpec, WeightVersion, decode
 from weightcast.format.plan import plan
@@ -204,22 +204,17 @@ def _costs(one: float, two: float, buckets: float, tensors: float) -> StageCosts
     return StageCosts(max(one - engine - bucket - len(_FEW) * tensor, 0.0), engine, bucket, tensor)
 
 
-def _stages_of(report: PublishReport, seconds: float) -> dict[str, float]:
-    found = report.seconds
-    before = {"gather": found.gather, "offer": found.offer, "transfer": found.pack + found.send, "seal": found.seal}
-    return before | {"install": seconds - sum(before.values())}
-
-
 def _median_stages(publish: Callable[[], PublishReport]) -> dict[str, float]:
     """By stage, the median of several publishes after two that connect and warm up."""
     runs, far = [], numpy.zeros(2 * _BUCKET_BYTES, dtype=numpy.uint8)
     for _ in range(2 + _NUM_ROUNDS):
-        numpy.copyto(
-            far[:_BUCKET_BYTES], far[_BUCKET_BYTES:]
-        )  # as a training step does, which leaves nothing in caches
+        # As a training step does, which leaves nothing in caches.
+        numpy.copyto(far[:_BUCKET_BYTES], far[_BUCKET_BYTES:])
         start = time.perf_counter()
-        report = publish()
-        runs.append(_stages_of(report, time.perf_counter() - start))
+        found = publish().seconds
+        seconds = time.perf_counter() - start
+        before = {"gather": found.gather, "offer": found.offer, "transfer": found.pack + found.send, "seal": found.seal}
+        runs.append(before | {"install": seconds - sum(before.values())})
     return {stage: statistics.median(run[stage] for run in runs[2:]) for stage in STAGES}
 
 
@@ -234,14 +229,9 @@ def _seconds(
 def _seconds_of_ranks(specs: Sequence[TensorSpec], settings: BenchSettings, engine: str) -> dict[str, float]:
     with started_trainer(specs, settings) as trainer, contextlib.closing(trainer.rank_0):
         trainer.step(Step("open", [engine]))
-        found = _median_stages(lambda: _published(trainer))
+        found = _median_stages(lambda: trainer.step(Step("publish")))
         trainer.step(Step("close"))
     return found
-
-
-def _published(trainer: Trainer) -> PublishReport:
-    report: PublishReport = trainer.step(Step("publish"))
-    return report
 
 
 def _rates(num_cores: int, directory: Path) -> dict[str, PerByte]:
@@ -262,18 +252,17 @@ def _rates(num_cores: int, directory: Path) -> dict[str, PerByte]:
     def each(work: Callable[[int], object], count: int = len(payloads)) -> Callable[[], object]:
         return lambda: [work(number) for number in range(count)]
 
+    def read_bucket(number: int) -> int:
+        start = starts[number]
+        return os.preadv(descriptor, [read[start : start + len(written)]], start)
+
     works: dict[str, Callable[[], object]] = {
         "copy": each(lambda number: numpy.copyto(targets[number], arrays[number])),
         "pack": each(lambda number: packer.fill(number, payloads[number], version)),
         "check": each(lambda number: payload_digest(payloads[number], "xxh3-128")),
         "install": lambda: copy_all(copies, tensors),
         "write": each(lambda number: os.pwrite(descriptor, written, starts[number]), len(starts)),
-        "read": each(
-            lambda number: os.preadv(
-                descriptor, [read[starts[number] : starts[number] + len(written)]], starts[number]
-            ),
-            len(starts),
-        ),
+        "read": each(read_bucket, len(starts)),
     }
     cached = Layout(plan(_LARGE, _CACHED_BUCKET_BYTES))
     cached_packer = Packer(cached, tiling(_LARGE, source.regions()))

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from weightcast.bench.result import BenchResult
 from weightcast.format.amounts import count, size
@@ -19,10 +19,7 @@ _STAGES = ("gather", "offer", "pack", "send", "seal")
 def view(result: BenchResult) -> Iterator[str | Table]:
     """What was measured, one figure a row, with what it is measured against."""
     yield _title(result)
-    grid = Table()
-    grid.add_column("figure")
-    grid.add_column("value", justify="right")
-    grid.add_column("against")
+    grid = Table("figure", Column("value", justify="right"), "against")
     for row in _rows(result):
         grid.add_row(*row)
     yield grid

@@ -57,12 +57,7 @@ NAMES = (*ARCHITECTURES, "many-small", "uniform")
 
 
 def named(
-    shapes: str,
-    *,
-    layers: int | None = None,
-    scale: int = 1,
-    num_tensors: int = 500,
-    num_bytes: int = 1 << 30,
+    shapes: str, *, layers: int | None = None, scale: int = 1, num_tensors: int = 500, num_bytes: int = 1 << 30
 ) -> Sequence[TensorSpec]:
     """The specs that `shapes` names.
 
@@ -71,12 +66,12 @@ def named(
     (rounded down to whole bf16 elements). Raises ValueError for an unknown name or a size that is not positive.
     """
     if shapes == "many-small":
-        return _equal(5000, (64, 64))
+        return [TensorSpec(f"blocks.{number}.weight", "bfloat16", (64, 64)) for number in range(5000)]
     if shapes == "uniform":
         numel = num_bytes // 2 // num_tensors if num_tensors > 0 else 0
         if numel <= 0:
             raise ValueError(f"{num_tensors} tensors cannot share {num_bytes} bytes; each needs an element of 2")
-        return _equal(num_tensors, (numel,))
+        return equal(num_tensors * numel, num_tensors, "bfloat16")
     if shapes not in ARCHITECTURES:
         raise ValueError(f"no shapes {shapes!r}; known: {', '.join(NAMES)}")
     if scale < 1:
@@ -123,7 +118,3 @@ def equal(num_params: int, num_tensors: int, dtype: str) -> Sequence[TensorSpec]
         raise ValueError(f"{num_params} parameters can't fill {num_tensors} tensors: each has one at least")
     sizes = [each] * (num_tensors - 1) + [num_params - each * (num_tensors - 1)]
     return tuple(TensorSpec(f"blocks.{number}.weight", dtype, (size,)) for number, size in enumerate(sizes))
-
-
-def _equal(num_tensors: int, shape: tuple[int, ...]) -> Sequence[TensorSpec]:
-    return tuple(TensorSpec(f"blocks.{i}.weight", "bfloat16", shape) for i in range(num_tensors))

@@ -34,7 +34,6 @@ from weightcast.bench.channel import ANSWER_SECONDS, BenchChannel, Done, await_d
 from weightcast.bench.model import TrainerRank, build_model, trainer_rank
 from weightcast.bench.result import BenchSettings
 from weightcast.control.server.app import EngineServer
-from weightcast.engines.gate import Gate
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import PeerDiedError, WeightcastError
 from weightcast.format.bucket import BucketBuffer
@@ -80,7 +79,7 @@ def serve_engine(job: Job, bench: BenchChannel) -> None:
         torch.cuda.set_device(device)
     model = build_model(job.specs, str(device))
     engine, group, num_bytes = ModuleEngine(model), None, sum(spec.num_bytes for spec in job.specs)
-    with EngineServer(ModuleEngine(model), gate=Gate()) as server, contextlib.ExitStack() as stack:
+    with EngineServer(ModuleEngine(model)) as server, contextlib.ExitStack() as stack:
         bench.send(Done(url=server.url))
         while True:
             match command := bench.receive(EngineCommand):

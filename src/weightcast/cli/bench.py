@@ -35,12 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     transports = ("ipc", "memory", "gloo", "nccl", "file")
     add("--transport", choices=transports, default="ipc", help="memory: all in one process (%(default)s)")
     add("--host", default="127.0.0.1", help="what gloo and nccl connect at, an address of this host (%(default)s)")
-    add(
-        "--directory",
-        default="",
-        metavar="DIR",
-        help="where the store of `file` is made, for the run (default: TMPDIR)",
-    )
+    add("--directory", default="", metavar="DIR", help="where `file`'s store is made, for the run (default: TMPDIR)")
     add("--shapes", choices=shapes.NAMES, default="qwen3-0.6b", help="what is published (default: %(default)s)")
     add("--install", choices=("staged", "streaming"), default="staged", help="default: %(default)s")
     add("--trainer-ranks", type=int, default=1, metavar="N", help="shard the model over N processes, by FSDP2")

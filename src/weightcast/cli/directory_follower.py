@@ -22,7 +22,6 @@ from weightcast.seams.source import Source
 from weightcast.serving.follower import Followed
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.relay import Relay
-from weightcast.trainer.report import PublishReport
 
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0
@@ -58,8 +57,7 @@ class DirectoryFollower(ClosedOnExit):
 
     def wait(self, timeout_seconds: float, *, stop: threading.Event) -> Followed | None:
         """Poll until there is news; None after the timeout, or soon after `stop` was set."""
-        polls = Deadline(timeout_seconds).polls(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, stop.wait)
-        for _ in polls:
+        for _ in Deadline(timeout_seconds).polls(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, stop.wait):
             followed = None if stop.is_set() else self.poll()
             if followed is not None or stop.is_set():
                 return followed
@@ -76,24 +74,30 @@ class DirectoryFollower(ClosedOnExit):
         if found is None:
             if self._sent is None or not self._relay.missing:
                 return None
-            report = self._relay.catch_up()
-            self._relay.discard()
-            return self._followed(self._sent, report, start)
-        if not self._read(found):
+            found, report = self._sent, self._relay.catch_up()
+        elif not self._read(found):
             return None
-        if self._sent is None and self._is_served(found):
+        elif self._sent is None and self._is_served(found):
             self._sent = found
             self._relay.discard()
             return Followed(found.number, "", 0, time.perf_counter() - start, install_seconds=0.0, lag_seconds=0.0)
-        try:
-            report = self._relay.publish(found.number)
-        except PublishError:
-            if self._relay.missing:
-                self._sent = found
-            raise
+        else:
+            try:
+                report = self._relay.publish(found.number)
+            except PublishError:
+                if self._relay.missing:
+                    self._sent = found
+                raise
         self._sent = found
         self._relay.discard()
-        return self._followed(found, report, start)
+        return Followed(
+            report.version,
+            report.run,
+            num_bytes=report.num_bytes,
+            seconds=time.perf_counter() - start,
+            install_seconds=report.seconds.pause,
+            lag_seconds=max(0.0, time.time() - found.completed_ns / 1e9),
+        )
 
     def close(self) -> None:
         """Disconnect the engines; they keep what they have. Idempotent."""
@@ -127,14 +131,4 @@ class DirectoryFollower(ClosedOnExit):
             return False
         return verdict.ok and all(
             engine.weight_version == str(found.number) and not engine.unproven for engine in verdict.engines
-        )
-
-    def _followed(self, found: CompleteDirectory, report: PublishReport, start: float) -> Followed:
-        return Followed(
-            report.version,
-            report.run,
-            num_bytes=report.num_bytes,
-            seconds=time.perf_counter() - start,
-            install_seconds=report.seconds.pause,
-            lag_seconds=max(0.0, time.time() - found.completed_ns / 1e9),
         )

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,7 +18,8 @@ from weightcast.errors import WeightcastError
 from weightcast.format.amounts import size
 
 if TYPE_CHECKING:
-    from weightcast.serving.follower import Followed
+    from weightcast.cli.directory_follower import DirectoryFollower
+    from weightcast.serving.follower import Follower
 
 EPILOG = """
 examples:
@@ -44,10 +45,6 @@ _LOOK_SECONDS = 60.0
 _FIRST_LOOK_SECONDS = 5.0
 """If nothing is there by then, it is said: the directory, its kind or its marker may be the wrong one."""
 _SETTLE_SECONDS = 2.0
-
-
-class _Followable(Protocol):
-    def wait(self, timeout_seconds: float, *, stop: threading.Event) -> Followed | None: ...
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +122,7 @@ def _check(args: argparse.Namespace) -> None:
         args.usage_error(f"--marker {args.marker} is not the name of a file in a checkpoint directory")
 
 
-def _follower(args: argparse.Namespace, stack: contextlib.ExitStack) -> _Followable:
+def _follower(args: argparse.Namespace, stack: contextlib.ExitStack) -> Follower | DirectoryFollower:
     with output.stage(output.IMPORTING):
         from weightcast.checkpoint.directories import CheckpointDirectories
         from weightcast.cli.directory_follower import DirectoryFollower

@@ -103,16 +103,8 @@ def measured(text: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextlib.contextmanager
-def counted(text: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes on a terminal, nothing elsewhere. Call what it gives with how many more are done."""
-    amount = TextColumn("{task.completed:,.0f}/{task.total:,.0f} bytes", markup=False)
-    with _progress(text, _TEXT, BarColumn(), amount, total=total_bytes) as update:
-        yield lambda num_bytes: update(advance=num_bytes)
-
-
-@contextlib.contextmanager
-def _progress(text: str, *columns: ProgressColumn, total: int | None = None) -> Iterator[Callable[..., None]]:
+def _progress(text: str, *columns: ProgressColumn) -> Iterator[Callable[..., None]]:
     console = Console(stderr=True)
     shown = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
     with shown as progress:
-        yield functools.partial(progress.update, progress.add_task(text, total=total))
+        yield functools.partial(progress.update, progress.add_task(text, total=None))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from weightcast.bench import shapes
 from weightcast.bench.deployment import Deployment, Scheme, Sharding
@@ -18,7 +18,6 @@ from weightcast.format.amounts import count, size
 if TYPE_CHECKING:
     from weightcast.bench.cost import Estimate
     from weightcast.bench.parts import Parts
-    from weightcast.format.manifest import TensorSpec
 
 EPILOG = """
 examples:
@@ -115,16 +114,13 @@ def run(args: argparse.Namespace) -> int:
             output.show(parts, args.json, lambda: _view_parts(parts))
             return exits.OK
     with output.stage("planning"):
-        specs = _specs(args)
+        if args.params:
+            specs = shapes.equal(args.params, args.tensors, args.dtype)
+        else:
+            specs = shapes.of_config(args.config, args.dtype) if args.config else shapes.named(args.shapes)
         found = estimate(specs, deployment, parts)
     output.show(found, args.json, lambda: _view(found, deployment, parts))
     return exits.OK
-
-
-def _specs(args: argparse.Namespace) -> Sequence[TensorSpec]:
-    if args.params:
-        return shapes.equal(args.params, args.tensors, args.dtype)
-    return shapes.of_config(args.config, args.dtype) if args.config else shapes.named(args.shapes)
 
 
 def _view(it: Estimate, to: Deployment, parts: Parts | None) -> Iterator[str | Table]:
@@ -134,25 +130,21 @@ def _view(it: Estimate, to: Deployment, parts: Parts | None) -> Iterator[str | T
     yield f"{size(it.num_bytes)} in {count(it.num_tensors, 'tensor')}, {to.transport}, {to.install}"
     yield f"from {trainer}, to {engines}"
     yield ""
-    counted = Table()
-    for name, justify in (("counted", "left"), ("value", "right"), ("", "left")):
-        counted.add_column(name, justify=justify)  # type: ignore[arg-type]
+    counted = Table("counted", Column("value", justify="right"), "")
     for row in _counted(it, to):
         counted.add_row(*row)
     yield counted
     if parts is None:
         yield "no seconds without the parts of such a host: run weightcast plan --measure FILE there, then add --parts"
         return
-    timed = Table()
-    for name, justify in (("calculated", "left"), ("seconds", "right"), ("", "left")):
-        timed.add_column(name, justify=justify)  # type: ignore[arg-type]
+    timed = Table("calculated", Column("seconds", justify="right"), "")
     for stage, seconds in it.seconds.items():
-        timed.add_row(
-            stage, _seconds(seconds), "" if stage != "transfer" else "of these at once the longest, and what is left"
-        )
-        if stage == "transfer":
-            for name, each in it.parallel.items():
-                timed.add_row(f"  {name}", _seconds(each), "")
+        if stage != "transfer":
+            timed.add_row(stage, _seconds(seconds), "")
+            continue
+        timed.add_row(stage, _seconds(seconds), "of these at once the longest, and what is left")
+        for name, each in it.parallel.items():
+            timed.add_row(f"  {name}", _seconds(each), "")
     timed.add_section()
     timed.add_row("publish", _seconds(it.publish_seconds), f"bottleneck: {it.bottleneck}")
     timed.add_row("pause of an engine", _seconds(it.pause_seconds), "")
@@ -163,12 +155,8 @@ def _view(it: Estimate, to: Deployment, parts: Parts | None) -> Iterator[str | T
 def _counted(it: Estimate, to: Deployment) -> Iterator[tuple[str, str, str]]:
     yield "buckets", f"{it.num_buckets:,}", f"of at most {size(it.bucket_size_bytes)}"
     smallest, largest = size(min(it.origins, default=0)), size(max(it.origins, default=0))
-    of = "each" if len(it.origins) > 1 else "in all"
-    yield (
-        "origins",
-        f"{len(it.origins):,}",
-        f"{largest} {of}" if smallest == largest else f"{smallest} to {largest} each",
-    )
+    sizes = f"{largest} {'each' if len(it.origins) > 1 else 'in all'}"
+    yield "origins", f"{len(it.origins):,}", sizes if smallest == largest else f"{smallest} to {largest} each"
     if it.members:
         tree = "gloo's tree passes bytes on from engine to engine" if to.transport == "gloo" else "a ring"
         yield "members of a group", f"{it.members:,}", tree
@@ -178,14 +166,12 @@ def _counted(it: Estimate, to: Deployment) -> Iterator[tuple[str, str, str]]:
             yield f"{whose} host sends", size(host.sent), f"{links}; of all {whose} hosts the most"
     slots = "all buckets" if to.is_staged and to.transport in ("ipc", "memory") else "slots for buckets"
     yield "trainer host's memory", size(it.trainer_host.trainer), slots
-    put = f"; in it {size(it.straddling_bytes)} a worker for tensors of several origins" if it.straddling_bytes else ""
     what = "all buckets, until they are installed" if to.is_staged else "slots for buckets"
-    shared = to.transport in ("ipc", "memory")
-    yield (
-        "engine host's memory",
-        size(it.engine_host.staged),
-        ("the trainer's is read in place" if shared else what) + put,
-    )
+    if to.transport in ("ipc", "memory"):
+        what = "the trainer's is read in place"
+    if it.straddling_bytes:
+        what += f"; in it {size(it.straddling_bytes)} a worker for tensors of several origins"
+    yield "engine host's memory", size(it.engine_host.staged), what
     if to.undo:
         yield "  for the undo", size(it.engine_host.undo), "what engines serve, once more"
     if it.store_bytes:
@@ -194,9 +180,7 @@ def _counted(it: Estimate, to: Deployment) -> Iterator[tuple[str, str, str]]:
 
 def _view_parts(parts: Parts) -> Iterator[str | Table]:
     yield parts.machine
-    table = Table()
-    for name, justify in (("part", "left"), ("alone, GB/s", "right"), ("beside others", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table = Table("part", Column("alone, GB/s", justify="right"), Column("beside others", justify="right"))
     for name in ("copy", "pack", "check", "install", "write", "read"):
         rate = getattr(parts, name)
         table.add_row(name, f"{1e-9 / rate.alone:.2f}", f"{1e-9 / rate.crowded:.2f}")

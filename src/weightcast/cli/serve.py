@@ -108,16 +108,10 @@ def _serve(model: Any, tokenizer: Any, args: argparse.Namespace, token: str | No
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("weightcast").setLevel(logging.INFO)
-    gate, name = Gate(), args.model.resolve().name
-    with contextlib.closing(TextGenerator(model, tokenizer, gate=gate)) as generator:
+    name = args.model.resolve().name
+    with contextlib.closing(TextGenerator(model, tokenizer, gate=Gate())) as generator:
         server = EngineServer(
-            ModuleEngine(model),
-            host=args.host,
-            port=args.port,
-            token=token,
-            gate=gate,
-            generator=generator,
-            model_name=name,
+            ModuleEngine(model), host=args.host, port=args.port, token=token, generator=generator, model_name=name
         )
 
         def announce() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
@@ -84,19 +85,12 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory of safetensors files, or file:///dir")
+    add, positive = parser.add_argument, values.integer(1)
+    add("checkpoint", metavar="CHECKPOINT", help="a directory of safetensors files, or file:///dir")
     output.add_engines(parser, required=False)
-    parser.add_argument(
-        "--bandwidth",
-        type=values.integer(1),
-        metavar="BYTES",
-        help="read at most so many bytes a second of an engine's weights",
-    )
-    parser.add_argument(
-        "--quarantine",
-        action="store_true",
-        help="have an engine that differs refuse to serve until a complete update has come",
-    )
+    add("--bandwidth", type=positive, metavar="BYTES", help="read at most so many a second of an engine's weights")
+    quarantine_help = "have an engine that differs refuse to serve until a complete update has come"
+    add("--quarantine", action="store_true", help=quarantine_help)
     parser.set_defaults(usage_error=parser.error)
     output.add_json(parser)
 
@@ -141,9 +135,10 @@ def _verify_store(url: str) -> Verdict:
 
     with pinned(StoreAddress.parse(url).directory, label="weightcast verify") as version:
         manifest = version.manifest
-        with output.counted("store", sum(manifest.buckets)) as step:
-            for _, num_bytes in zip(version.payloads(), manifest.buckets, strict=True):
-                step(num_bytes)
+        total_bytes = sum(manifest.buckets)
+        with output.measured("store") as show:
+            for _, done_bytes in zip(version.payloads(), itertools.accumulate(manifest.buckets), strict=True):
+                show(done_bytes, total_bytes)
         return Verdict(True, len(manifest.tensors), manifest.num_bytes, [])
 
 
@@ -169,12 +164,13 @@ def verify(
         for url in engines
     ]  # they compute while we do
     specs, regions = source.specs(), source.regions()
-    num_bytes, digests = sum(spec.num_bytes for spec in specs), {}
-    with output.counted("checkpoint", num_bytes) as step:
+    num_bytes, done_bytes, digests = sum(spec.num_bytes for spec in specs), 0, {}
+    with output.measured("checkpoint") as show:
         for spec in specs:
             ((_, tensor),) = regions[spec.name]
             digests[spec.name] = tensor_digest(tensor)
-            step(spec.num_bytes)
+            done_bytes += spec.num_bytes
+            show(done_bytes, num_bytes)
     verdicts, ours = [], Holding(specs, digests)
     with output.stage("waiting for the engines"):
         for url, answer in zip(engines, asked, strict=True):

@@ -97,10 +97,8 @@ class Result(msgspec.Struct, kw_only=True):
         if self.start and self.end:
             found.append(f"reward: {self.start.reward:.3f} at the start, {self.end.reward:.3f} at the end")
         if self.updates:
-            num_spanning, num_rollouts = (
-                sum(s.num_spanning for s in self.steps),
-                sum(s.num_rollouts for s in self.steps),
-            )
+            num_spanning = sum(s.num_spanning for s in self.steps)
+            num_rollouts = sum(s.num_rollouts for s in self.steps)
             publish_ms = 1e3 * self.typical(lambda s: s.report.seconds.total)
             pause_ms = 1e3 * self.typical(lambda s: s.report.seconds.pause)
             found.append(

@@ -16,16 +16,16 @@ import functools
 import itertools
 import operator
 import os
-import queue
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeAlias
 
 import torch
 
 from weightcast.host import device as host_device
-from weightcast.host.closing import ClosedOnExit, on_failure
+from weightcast.host.closing import ClosedOnExit
 
 PLAIN_BYTES = 64 << 10
 """From here on a plain copy is worth a call of its own; below, torch uses no team and batches."""
@@ -282,7 +282,7 @@ def _move(parts: Sequence[tuple[int, int, int]]) -> None:
 
 
 class CopyTeam(ClosedOnExit):
-    """The thread that calls `run`, and helpers that are started at once and wait for the next `run` in between.
+    """The thread that calls `run`, and helpers that wait for the next `run` in between.
 
     For one `with` block of one thread. A process that is forked within the block must not use it.
     """
@@ -290,37 +290,31 @@ class CopyTeam(ClosedOnExit):
     def __init__(self, num_threads: int) -> None:
         """Of at most so many threads; of no more than there are cores."""
         # Not torch's number of threads, which an engine may have set to one: it computes nothing while it is copied to.
-        num_threads = min(num_threads, _MAX_THREADS, len(os.sched_getaffinity(0)))
-        self._calls = queue.SimpleQueue[Job | None]()
-        self._helpers: list[threading.Thread] = []
-        with on_failure(self.close):
-            for _ in range(num_threads - 1):
-                helper = threading.Thread(target=_help, args=[self._calls], name="weightcast-copy", daemon=True)
-                helper.start()
-                self._helpers.append(helper)
+        self._num_helpers = min(num_threads, _MAX_THREADS, len(os.sched_getaffinity(0))) - 1
+        self._helpers: ThreadPoolExecutor | None = None
+        if self._num_helpers > 0:
+            self._helpers = ThreadPoolExecutor(self._num_helpers, thread_name_prefix="weightcast-copy")
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Run every job, each thread the next one; raise what one of them raised, once none runs any more."""
-        left, lock, errors, ended = iter(jobs), threading.Lock(), list[BaseException](), threading.Semaphore(0)
+        left, lock, errors = iter(jobs), threading.Lock(), list[BaseException]()
 
         def work() -> None:
             while True:
                 with lock:
                     job = None if errors else next(left, None)
                 if job is None:
-                    ended.release()
                     return
                 try:
                     job()
                 except BaseException as exc:
                     errors.append(exc)
 
-        helpers = self._helpers[: max(len(jobs) - 1, 0)]
-        for _ in helpers:
-            self._calls.put(work)
+        helping: list[Future[None]] = []
+        if self._helpers is not None:
+            helping = [self._helpers.submit(work) for _ in jobs[1 : 1 + self._num_helpers]]
         work()
-        for _ in range(len(helpers) + 1):
-            ended.acquire()
+        wait(helping)
         if errors:
             # Not kept here too: an error that this frame refers to would keep its frames, and the tensors in them.
             del errors[1:]
@@ -328,13 +322,5 @@ class CopyTeam(ClosedOnExit):
 
     def close(self) -> None:
         """Wait until the helpers have ended."""
-        for _ in self._helpers:
-            self._calls.put(None)
-        for helper in self._helpers:
-            helper.join()
-
-
-def _help(calls: queue.SimpleQueue[Job | None]) -> None:
-    while (call := calls.get()) is not None:
-        call()
-        del call  # with its tensors
+        if self._helpers is not None:
+            self._helpers.shutdown()

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET
 
-from weightcast.errors import ErrorRecord, ManifestError, PeerDiedError, PeerTimeoutError, from_record
+from weightcast.errors import ErrorRecord, ManifestError, PeerDiedError, PeerTimeoutError, from_record, malformed
 from weightcast.format.manifest import PROTOCOL, decode, encode
 from weightcast.format.messages import MAX_LINK_MESSAGE_BYTES, Failed, Heartbeat, Hello, LinkMessage
 from weightcast.host.closing import awaited_at_exit, close_in_child, on_failure
@@ -64,8 +64,7 @@ class Frames:
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)
             if length > MAX_LINK_MESSAGE_BYTES:
-                what = f"a link message of {length} bytes; the limit is {MAX_LINK_MESSAGE_BYTES}"
-                raise ManifestError(f"{what} [too_large]", fault="too_large")
+                raise malformed("too_large", f"a link message of {length} bytes; the limit is {MAX_LINK_MESSAGE_BYTES}")
             if len(self._data) < _LENGTH.size + length:
                 return
             body = bytes(self._data[_LENGTH.size : _LENGTH.size + length])
@@ -267,11 +266,6 @@ class Link:
             found = [message for message in self._messages if isinstance(message, Failed)]
         return [message.error for message in found if message.version == version]
 
-    def forget(self) -> None:
-        """Drop what was received for former versions."""
-        with self._condition:
-            self._messages.clear()
-
     def take(self) -> list[Any]:
         """Every message since the last `take`, in order, without waiting."""
         with self._condition:
@@ -368,15 +362,8 @@ class LinkListener:
                 )
             ask()
 
-    def end_links(self, reason: str) -> None:
-        """End every link at once. The thread goes on until `close`."""
-        with self.condition:
-            links = list(self._links.values())
-        for link in links:
-            link.end(reason)
-
-    def drop(self, engine: str, reason: str) -> None:
-        """End every link of an engine."""
+    def end_links(self, reason: str, engine: str | None = None) -> None:
+        """End every link of an engine at once; None: of all engines. The thread goes on until `close`."""
         for link in self.links(engine):
             link.end(reason)
 

@@ -58,12 +58,7 @@ class LazyNccl:
     """
 
     def __init__(
-        self,
-        gpu: LazyGpu,
-        *,
-        reports_errors: bool = False,
-        has_exceptions: bool = True,
-        connects_pairs: bool = False,
+        self, gpu: LazyGpu, *, reports_errors: bool = False, has_exceptions: bool = True, connects_pairs: bool = False
     ) -> None:
         self.gpu = gpu
         self.reports_errors = reports_errors

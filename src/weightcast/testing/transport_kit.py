@@ -71,10 +71,8 @@ def write_raw_header(
     buffer: BucketBuffer, raw_bytes: int, version: WeightVersion, index: int, kind: DigestKind, origin: int = 0
 ) -> int:
     """Write the header of a payload that is in its place already; return how many bytes are to be sent."""
-    digest, sizes = (
-        queued_digest(buffer.payload[:raw_bytes], kind),
-        {"raw_bytes": raw_bytes, "encoded_bytes": raw_bytes},
-    )
+    digest = queued_digest(buffer.payload[:raw_bytes], kind)
+    sizes = {"raw_bytes": raw_bytes, "encoded_bytes": raw_bytes}
     write_header(buffer.header, version, index, digest, **sizes, codec="raw", origin=origin)
     return HEADER_BYTES + raw_bytes
 

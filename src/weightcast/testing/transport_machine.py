@@ -15,14 +15,7 @@ from weightcast.errors import PeerDiedError, UpdateAbortedError, WeightcastError
 from weightcast.format.bucket import HEADER_BYTES, Layout
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.testing.payloads import PAYLOADS, Payload
-from weightcast.testing.transport_kit import (
-    Reader,
-    RecoveringSender,
-    TransportEnds,
-    pack_and_send,
-    unpack,
-    version,
-)
+from weightcast.testing.transport_kit import Reader, RecoveringSender, TransportEnds, pack_and_send, unpack, version
 from weightcast.trainer.packer import Packer
 
 _PEERS = ("a", "b")

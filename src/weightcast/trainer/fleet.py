@@ -128,7 +128,7 @@ class FleetMember:
     def ask(self, listener: LinkListener) -> None:
         """Drop what was connected, and ask what the engine is now; again if it was absent before."""
         self.result = EngineResult()
-        listener.drop(self.name, "the publisher connects again")
+        listener.end_links("the publisher connects again", self.name)
         self.links, self._known_manifest = [], ""
         self._connection = Connection.LOST
         self.client = self._given.connect()

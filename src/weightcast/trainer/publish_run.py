@@ -303,7 +303,7 @@ class PublishRun:
                 fleet.each(self._join_member, [member for member in newcomers if member.result.error is None])
                 for member in fleet:
                     for link in member.links:
-                        link.forget()
+                        link.take()  # of former versions
                 if isinstance(fill, StreamPacker):
                     self._fail_other_routes()
                 sender, keeps_versions = self._connections.sender, self._connections.keeps_versions
@@ -585,7 +585,7 @@ class PublishRun:
             self._abort(self._fleet, reason)
         else:
             for member in self._fleet:
-                self._connections.listener.drop(member.name, reason)
+                self._connections.listener.end_links(reason, member.name)
 
     def _abort(self, members: Iterable[FleetMember], reason: str) -> None:
         """Have these engines drop what they hold, as far as they can be reached."""

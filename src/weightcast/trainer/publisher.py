@@ -155,7 +155,7 @@ class Publisher(ClosedOnExit):
                 return
             member = self._fleet.pop(name)
             if self._connections is not None:
-                self._connections.listener.drop(name, "the engine was removed from the fleet")
+                self._connections.listener.end_links("the engine was removed from the fleet", name)
             # Only one that did not answer is paused still, and this is the last request to it.
             self._fleet.each(FleetMember.resume, [member], notes=False)
             self._watchdog.release(name)

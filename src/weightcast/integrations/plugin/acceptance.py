@@ -5,7 +5,7 @@ What each can prove:
 - `ByReference` knows every name, shape and dtype of the start-up checkpoint and, from one dry run of it, which of them
   this rank's loader uses. An offer must have the same, so that its install sets what the start set. Names that the
   loader would take as well, but that the checkpoint does not have, are refused.
-- `ByDryRun` knows what the loader does with the offer itself. It finds names that the loader refuses or, in an engine
+- `by_dry_run` knows what the loader does with the offer itself. It finds names that the loader refuses or, in an engine
   of one rank, ignores; parameters that would not be set or be set twice; other dtypes than the live ones. A tensor that
   is too large is found only in an engine of one rank: a rank of several takes its part of whatever comes.
 
@@ -15,6 +15,7 @@ Neither can see two tensors of one shape that are exchanged, or a square one tha
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TypeAlias
@@ -51,6 +52,9 @@ class AcceptedOffer:
     pads: bool
 
 
+Acceptance: TypeAlias = Callable[[Manifest], AcceptedOffer]
+"""Decides about an offer. Raises IncompatibleWeightsError, naming every offender."""
+
 Trial: TypeAlias = Callable[[Sequence[TensorSpec]], DryRunOutcome]
 """A dry run of the model's loader on tensors like these, in this order."""
 
@@ -78,7 +82,7 @@ class ByReference:
             self._held[spec.name] = _Held(spec, known, is_required=num_used > 0)
         for name, owner in self._tied.items():
             self._held[name] = dataclasses.replace(self._held[owner], is_required=False)
-        self._recorded = _recorded(model, loaded, outcome, self._tied)
+        self._accepted = _accepted(model, loaded, outcome, self._tied)
 
     def accept(self, manifest: Manifest) -> AcceptedOffer:
         problems = []
@@ -97,81 +101,68 @@ class ByReference:
         problems += [f"missing tensor {_shown(spec)}" for spec in missing]
         if problems:
             raise misfit_error(problems, dtype_remedies(misfits, {held.spec.dtype for held in self._held.values()}))
-        return AcceptedOffer(frozenset(offered - self._tied.keys()), self._tied, *self._recorded)
+        return dataclasses.replace(self._accepted, names=frozenset(offered - self._tied.keys()))
 
 
-class ByDryRun:
-    """Lets the loader try each offer."""
-
-    def __init__(self, model: nn.Module, trial: Trial, *, is_alone: bool) -> None:
-        self._model = model
-        self._trial = trial
-        self._is_alone = is_alone
-
-    def accept(self, manifest: Manifest) -> AcceptedOffer:
-        offered = {name: TensorSpec(name, r.dtype, r.shape) for r in manifest.tensors for name in r.names}
-        tied = _tied(self._model, offered.keys())
-        specs = [spec for name, spec in offered.items() if name not in tied]
-        outcome = self._trial(specs)
-        problems, misfits = _faults(outcome), set[tuple[str, str]]()
-        for spec in specs:
-            if spec.name not in outcome.used:
-                continue
-            (num_used, dtypes), whole = outcome.used[spec.name], math.prod(spec.shape)
-            if num_used and spec.dtype not in {DTYPE_NAMES[dtype] for dtype in dtypes}:
-                problems.append(f"{spec.name!r} is {spec.dtype}, the engine has {', '.join(map(str, dtypes))}")
-                misfits |= {(spec.dtype, DTYPE_NAMES[dtype]) for dtype in dtypes}
-            if self._is_alone and num_used < whole:
-                what = f"only {num_used} of its {whole} elements are" if num_used else "is not"
-                problems.append(f"unfit tensor {_shown(spec)}: {what} used by {type(self._model).__name__}")
-        for name, owner in tied.items():
-            if name in offered:
-                held = _Held(offered[owner], frozenset({offered[owner].dtype}))
-                problems += _differences(name, offered[name], held)
-        twins = _tied(self._model, outcome.targets.keys())
-        for target in outcome.targets.values():
-            for names in target.loaded.values():
-                if len(names) > 1:
-                    problems.append(f"{' and '.join(map(repr, sorted(names)))} are both loaded into {target.name}")
-            if target.is_parameter and target.num_unset and target.name not in twins:
-                whole = math.prod(target.form.shape)
-                problems.append(f"missing tensors: {target.num_unset} of {whole} elements of {target.name} are not set")
-        if problems:
-            live = {DTYPE_NAMES[dtype] for _, dtypes in outcome.used.values() for dtype in dtypes}
-            raise misfit_error(problems, dtype_remedies(misfits, live))
-        recorded = _recorded(self._model, specs, outcome, tied)
-        return AcceptedOffer(frozenset(offered.keys() - tied.keys()), tied, *recorded)
-
-
-Acceptance: TypeAlias = ByReference | ByDryRun
-"""Decides about offers. Its `accept` raises IncompatibleWeightsError, naming every offender."""
+def by_dry_run(model: nn.Module, trial: Trial, manifest: Manifest, *, is_alone: bool) -> AcceptedOffer:
+    """Lets the loader try the offer."""
+    offered = {name: TensorSpec(name, r.dtype, r.shape) for r in manifest.tensors for name in r.names}
+    tied = _tied(model, offered.keys())
+    specs = [spec for name, spec in offered.items() if name not in tied]
+    outcome = trial(specs)
+    problems, misfits = _faults(outcome), set[tuple[str, str]]()
+    for spec in specs:
+        if spec.name not in outcome.used:
+            continue
+        (num_used, dtypes), whole = outcome.used[spec.name], math.prod(spec.shape)
+        if num_used and spec.dtype not in {DTYPE_NAMES[dtype] for dtype in dtypes}:
+            problems.append(f"{spec.name!r} is {spec.dtype}, the engine has {', '.join(map(str, dtypes))}")
+            misfits |= {(spec.dtype, DTYPE_NAMES[dtype]) for dtype in dtypes}
+        if is_alone and num_used < whole:
+            what = f"only {num_used} of its {whole} elements are" if num_used else "is not"
+            problems.append(f"unfit tensor {_shown(spec)}: {what} used by {type(model).__name__}")
+    for name, owner in tied.items():
+        if name in offered:
+            held = _Held(offered[owner], frozenset({offered[owner].dtype}))
+            problems += _differences(name, offered[name], held)
+    twins = _tied(model, outcome.targets.keys())
+    for target in outcome.targets.values():
+        for names in target.loaded.values():
+            if len(names) > 1:
+                problems.append(f"{' and '.join(map(repr, sorted(names)))} are both loaded into {target.name}")
+        if target.is_parameter and target.num_unset and target.name not in twins:
+            whole = math.prod(target.form.shape)
+            problems.append(f"missing tensors: {target.num_unset} of {whole} elements of {target.name} are not set")
+    if problems:
+        live = {DTYPE_NAMES[dtype] for _, dtypes in outcome.used.values() for dtype in dtypes}
+        raise misfit_error(problems, dtype_remedies(misfits, live))
+    return _accepted(model, specs, outcome, tied)
 
 
 def acceptance(model: nn.Module, trial: Trial, reference: Sequence[TensorSpec] | None, *, is_alone: bool) -> Acceptance:
     """`is_alone`: the engine has one rank. Raises UnsupportedError if the model's loader can't be tried."""
     if reference is None:
-        return ByDryRun(model, trial, is_alone=is_alone)
-    return ByReference(model, trial, reference)
+        return functools.partial(by_dry_run, model, trial, is_alone=is_alone)
+    return ByReference(model, trial, reference).accept
 
 
-def _recorded(
+def _accepted(
     model: nn.Module, specs: Sequence[TensorSpec], outcome: DryRunOutcome, tied: Mapping[str, str]
-) -> tuple[
-    Mapping[str, int],
-    RecordedMap,
-    frozenset[str],
-    Sequence[torch.Tensor],
-    Mapping[str, frozenset[str]],
-    frozenset[str],
-    bool,
-]:
-    """What an accepted offer has of a dry run."""
+) -> AcceptedOffer:
+    """An offer of all that a dry run was given."""
     targets = {copy.target: outcome.targets[copy.target].form for copy in outcome.copies}
-    install_map = RecordedMap(model, specs, outcome.copies, targets, outcome.opaque, tied=tied)
     written = (target.name for target in outcome.targets.values() if target.loaded or target.padded)
-    modules = frozenset(name.rpartition(".")[0] for name in written)
-    pads = any(target.padded for target in outcome.targets.values())
-    return outcome.calls, install_map, modules, outcome.beside, outcome.together, outcome.overwritten, pads
+    return AcceptedOffer(
+        names=frozenset(spec.name for spec in specs),
+        tied=tied,
+        calls=outcome.calls,
+        install_map=RecordedMap(model, specs, outcome.copies, targets, outcome.opaque, tied=tied),
+        modules=frozenset(name.rpartition(".")[0] for name in written),
+        beside=outcome.beside,
+        together=outcome.together,
+        overwritten=outcome.overwritten,
+        pads=any(target.padded for target in outcome.targets.values()),
+    )
 
 
 def _tied(model: nn.Module, names: Collection[str]) -> dict[str, str]:

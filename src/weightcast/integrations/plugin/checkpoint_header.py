@@ -26,15 +26,11 @@ def reference(model: str, *, revision: str | None, cache_dir: str | None) -> lis
         if not folder.is_dir():
             from huggingface_hub import snapshot_download
 
-            folder = Path(
-                snapshot_download(
-                    model,
-                    revision=revision,
-                    cache_dir=cache_dir,
-                    allow_patterns=["*.safetensors", INDEX_FILE],
-                    local_files_only=True,
-                )
+            wanted = ["*.safetensors", INDEX_FILE]
+            snapshot = snapshot_download(
+                model, revision=revision, cache_dir=cache_dir, allow_patterns=wanted, local_files_only=True
             )
+            folder = Path(snapshot)
         # Engines read the files that an index names, or else all, and take every tensor of these.
         weight_map = read_index(folder)
         files = folder.glob("*.safetensors") if weight_map is None else {folder / name for name in weight_map.values()}

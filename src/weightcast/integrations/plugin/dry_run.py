@@ -110,11 +110,10 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
     while True:
         fault = ""
         with _without_memory(model, form) as (targets, is_explained):
-            probe = _Probe(targets)
-            sources = probe.sources([spec for spec in specs if spec.name not in faults])
+            probe = _Probe(targets, [spec for spec in specs if spec.name not in faults])
             with probe if sees_all else _copies_seen_by(probe):
                 try:
-                    loader.load_weights(sources)
+                    loader.load_weights(probe.sources())
                 except Exception as exc:
                     fault = f"{type(exc).__name__}: {exc}"
             probe.look_for_writes()
@@ -124,17 +123,15 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
         if fault:
             faults[probe.current] = fault
         if not fault or not probe.current or len(faults) == MAX_FAULTS:
-            by_name = {target.name: target for target in targets.values()}
-            opaque, overwritten = probe.opaque_names(), frozenset(probe.overwritten)
             return DryRunOutcome(
-                faults,
-                by_name,
-                probe.used,
-                probe.copies,
-                opaque,
-                probe.beside,
-                probe.together,
-                overwritten=overwritten,
+                faults=faults,
+                targets={target.name: target for target in targets.values()},
+                used=probe.used,
+                copies=probe.copies,
+                opaque=probe.opaque_names(),
+                beside=probe.beside,
+                together=probe.together,
+                overwritten=frozenset(probe.overwritten),
             )
 
 
@@ -242,13 +239,14 @@ class _Whole(NamedTuple):
 class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows sources by their storage, through views, casts and whatever is computed from them, into targets."""
 
-    def __init__(self, targets: Mapping[int, DryRunTarget]) -> None:
+    def __init__(self, targets: Mapping[int, DryRunTarget], specs: Sequence[TensorSpec]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.targets = targets
+        self._specs = specs
         self.current = ""
         self.knows_all = True
         """Whether it knew where everything that was copied came from."""
-        self.used: dict[str, tuple[int, frozenset[torch.dtype]]] = {}
+        self.used = dict.fromkeys((spec.name for spec in specs), (0, frozenset[torch.dtype]()))
         self.copies: list[RecordedCopy] = []
         self.beside: list[torch.Tensor] = []
         self.together: dict[str, frozenset[str]] = {}
@@ -266,23 +264,18 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A storage that is freed leaves its address to the next.
         self._alive: list[torch.UntypedStorage] = []
 
-    def sources(self, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+    def sources(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors without memory, each made when it is asked for."""
-        self.used = dict.fromkeys((spec.name for spec in specs), (0, frozenset()))
         given, alive, sources = self._given, self._alive, self._sources
-
-        def one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
-            for spec in specs:
-                self.current = name = spec.name
-                tensor = _source(spec) if not torch.is_inference_mode_enabled() else _source_outside(spec)
-                given[name] = tensor
-                storage = tensor.untyped_storage()
-                alive.append(storage)
-                sources[storage._cdata] = name
-                yield name, tensor
-            self.current = ""
-
-        return one_by_one()
+        for spec in self._specs:
+            self.current = name = spec.name
+            tensor = _source(spec) if not torch.is_inference_mode_enabled() else _source_outside(spec)
+            given[name] = tensor
+            storage = tensor.untyped_storage()
+            alive.append(storage)
+            sources[storage._cdata] = name
+            yield name, tensor
+        self.current = ""
 
     def look_for_writes(self) -> None:
         """After the loader: what it wrote to sources by operations that were not seen."""

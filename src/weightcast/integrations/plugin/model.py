@@ -80,9 +80,10 @@ class LoaderEngine(abc.ABC):
     def _begin_load(self, calls: Mapping[str, int]) -> None:
         """Make the model ready for its loader. `calls`: as in `AcceptedOffer`, of layers that the loader fills."""
 
-    @abc.abstractmethod
     def _load_some(self, tensors: Tensors) -> None:
         """Have the model's loader take these tensors."""
+        loader: Any = self._model
+        loader.load_weights(tensors)
 
     @abc.abstractmethod
     def _finish_load(self) -> list[str]:
@@ -114,7 +115,7 @@ class LoaderEngine(abc.ABC):
             # Layers or parameters were exchanged since the loader was tried.
             self._offer, self._acceptance = None, self._make_acceptance()
         if self._offer is None or self._offer[0] != digest:
-            accepted = self._acceptance.accept(manifest)
+            accepted = self._acceptance(manifest)
             owners = Counter(owner for r in manifest.tensors for owner in {accepted.tied.get(n, n) for n in r.names})
             self._apart = {owner for owner in accepted.tied.values() if owners[owner] > 1}
             self._offer = digest, accepted

@@ -75,7 +75,6 @@ class RankWorker:
         require_ready: Callable[[], None] = lambda: None,
         weights_asleep: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._engine_rank = engine_rank
         self._ranks = ranks
         self._token = token
         self._unsupported = unsupported
@@ -83,11 +82,7 @@ class RankWorker:
         self._weights_asleep = weights_asleep
         self._gate = Gate()
         self._worker = Worker(
-            make_engine(self._agree),
-            gate=self._gate,
-            engine_rank=engine_rank,
-            world_size=world_size,
-            settles=True,
+            make_engine(self._agree), gate=self._gate, engine_rank=engine_rank, world_size=world_size, settles=True
         )
         self._is_agreeing = False
         """Whether an install is under way, none of whose steps has failed yet."""
@@ -111,9 +106,9 @@ class RankWorker:
                 self.do(call)
         serial = str(values.get("serial", "")) if isinstance(values, dict) else ""
         seconds, asleep = time.perf_counter() - start, self._weights_asleep()
-        instance = self._worker.instance
+        rank, instance = self._worker.engine_rank, self._worker.instance
         info, is_loading = self.info(), self._gate.is_writing
-        reply = RankReply(self._engine_rank, info, attempt.error, seconds, asleep, serial, instance, *held, is_loading)
+        reply = RankReply(rank, info, attempt.error, seconds, asleep, serial, instance, *held, is_loading)
         return msgspec.to_builtins(reply)
 
     def info(self) -> WeightInfo:

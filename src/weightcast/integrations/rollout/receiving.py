@@ -1,4 +1,4 @@
-"""A rollout worker's end: an `Engine` whose model a framework loads, and a server for the trainer that updates it.
+"""A rollout worker's end: an `Engine` whose model a framework loads.
 
 Invariants: the framework is given no tensor of a staged update before all rollout workers have all of it; an update
 that was given up after that is an InstallError; no wait goes on after its deadline, or after the trainer has gone.
@@ -7,14 +7,12 @@ that was given up after that is an InstallError; no wait goes on after its deadl
 from __future__ import annotations
 
 import asyncio
-import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 
 import torch
 
-from weightcast.control.server.app import EngineServer
 from weightcast.engines.gate import Gate
 from weightcast.errors import (
     InstallError,
@@ -194,17 +192,3 @@ class RolloutWorker(Worker):
     def shutdown(self) -> None:
         super().shutdown()
         self.engine.give_up()
-
-
-class RolloutServer:
-    """Serves a `RolloutEngine` to the trainer that has its token."""
-
-    def __init__(self, engine: RolloutEngine, host: str) -> None:
-        """Starts it on a free port of `host`. Raises WeightcastError."""
-        self.token = secrets.token_hex(32)
-        worker = engine.worker
-        self._server = EngineServer(engine, host=host, token=self.token, gate=worker.gate, worker=worker).start()
-        self.url = self._server.url
-
-    def close(self) -> None:
-        self._server.close()

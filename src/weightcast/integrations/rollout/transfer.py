@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import cast
 
 import torch
 
 from weightcast import registry
+from weightcast.control.server.app import EngineServer
 from weightcast.errors import InstallError, PublishError, detached
 from weightcast.format.messages import InstallMode
 from weightcast.format.plan import fitting_bucket_size
 from weightcast.host.closing import on_failure
 from weightcast.host.deadline import number_of_seconds
 from weightcast.host.memory import host_identity
-from weightcast.integrations.rollout.receiving import Named, RolloutEngine, RolloutServer
+from weightcast.integrations.rollout.receiving import Named, RolloutEngine
 from weightcast.integrations.rollout.workers import RolloutWorkers
 from weightcast.sources.stream import IteratorSource
 from weightcast.trainer.options import PublishOptions
@@ -114,7 +116,8 @@ class RolloutTransfer:
         self._publisher: Publisher | None = None
         self._workers: RolloutWorkers | None = None
         self._engine: RolloutEngine | None = None
-        self._server: RolloutServer | None = None
+        self._server: EngineServer | None = None
+        self._token = ""
 
     # --- before each update ---
 
@@ -129,9 +132,10 @@ class RolloutTransfer:
                 batch_bytes=self._batch_bytes,
                 deadline_option=f"{self._framework.options}.deadline_seconds",
             )
-            self._server = RolloutServer(self._engine, self._own_host())
+            host, self._token, worker = self._own_host(), secrets.token_hex(32), self._engine.worker
+            self._server = EngineServer(self._engine, host=host, token=self._token, worker=worker).start()
         self._engine.expect()
-        return self._server.url, self._server.token, host_identity()
+        return self._server.url, self._token, host_identity()
 
     def receive_as(self, rank: int, world_size: int) -> None:
         """Be this rollout worker. Nothing is connected before weights are sent."""

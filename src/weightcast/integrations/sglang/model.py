@@ -70,8 +70,7 @@ class SglangModel(LoaderEngine):
     def _load_some(self, tensors: Tensors) -> None:
         if not self._is_in_session:
             self._begin_session()
-        loader: Any = self._model
-        loader.load_weights(tensors)
+        super()._load_some(tensors)
 
     def _finish_load(self) -> list[str]:
         self._end_load()

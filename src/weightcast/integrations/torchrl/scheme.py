@@ -232,12 +232,7 @@ class VLLMDoubleBufferWeightReceiver:
     _undo = True
 
     def __init__(
-        self,
-        scheme: VLLMDoubleBufferSyncScheme,
-        vllm_engine: Any,
-        *,
-        transport: str = "ipc://",
-        undo: bool = True,
+        self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any, *, transport: str = "ipc://", undo: bool = True
     ) -> None:
         """`transport`: how weights get from here to workers behind `collective_rpc`; `gloo://HOST:PORT` to other hosts.
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import trl
 
+from weightcast.checkpoint.live import memory_key
 from weightcast.errors import PublishError, warn_if_untested
 from weightcast.host.deadline import number_of_seconds
 from weightcast.seams.client import EngineClient
@@ -136,7 +137,7 @@ class WeightcastTransfer:
                     held = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                 tensors[name] = held.copy_(tensor.detach())
             else:
-                tensors[name] = held if held is not None and _memory(held) == _memory(tensor) else tensor
+                tensors[name] = held if held is not None and memory_key(held) == memory_key(tensor) else tensor
         return tensors
 
     def destroy(self) -> None:
@@ -145,11 +146,6 @@ class WeightcastTransfer:
             self._publisher.close()
         self._publisher, self._has_updated = None, False
         self._source.replace({})
-
-
-def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where a tensor's elements are: equal for two tensors, both alive, that are views of the same memory."""
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _metrics(iterator: Iterator[Any]) -> dict[str, list[Any]] | None:

@@ -11,7 +11,6 @@ from verl.checkpoint_engine.base import CheckpointEngine
 
 from weightcast.integrations.rollout.receiving import Named
 from weightcast.integrations.rollout.transfer import Framework, RolloutTransfer
-from weightcast.trainer.report import PublishReport
 
 
 class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -80,7 +79,16 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Blocks, and raises, as `RolloutTransfer.send`.
         """
         report = self._transfer.send(weights, global_steps)
-        return {} if report is None else _metrics(report)
+        if report is None:
+            return {}
+        stages = {f"weightcast/{name}_seconds": value for name, value in msgspec.structs.asdict(report.seconds).items()}
+        return {
+            **stages,
+            "weightcast/version": report.version,
+            "weightcast/num_bytes": report.num_bytes,
+            "weightcast/num_buckets": report.num_buckets,
+            "weightcast/gb_per_second": report.gb_per_second,
+        }
 
     def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[Named]:
         """The tensors of version `global_steps`; see `RolloutEngine.receive`, which blocks and raises."""
@@ -94,14 +102,3 @@ async def _each(batches: AsyncIterator[list[Named]]) -> AsyncIterator[Named]:
     async for batch in batches:
         for named in batch:
             yield named
-
-
-def _metrics(report: PublishReport) -> dict[str, Any]:
-    stages = {f"weightcast/{name}_seconds": value for name, value in msgspec.structs.asdict(report.seconds).items()}
-    return {
-        **stages,
-        "weightcast/version": report.version,
-        "weightcast/num_bytes": report.num_bytes,
-        "weightcast/num_buckets": report.num_buckets,
-        "weightcast/gb_per_second": report.gb_per_second,
-    }

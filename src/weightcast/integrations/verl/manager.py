@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -61,11 +61,11 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
             refs = self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
             refs += rollout.update_weights(global_steps=global_steps)
             torn = replicas  # as long as it is not known what became of them: this wait may be cancelled
-            outcomes = await self._settled(map(_result, refs), is_bounded=False)
+            outcomes = await self._settled(refs, is_bounded=False)
             trainers, rollouts = outcomes[: self.actor_wg.world_size], outcomes[self.actor_wg.world_size :]
             torn = self._torn(replicas, trainers, rollouts)
             _raise_first(outcomes, torn=torn)
-            await self._on_all(rollout, {"method": "finalize"}, {"method": "finalize"})
+            await self._on_all(rollout, "finalize")
         finally:
             self.torn_replicas = torn
             errors = await self._resume([replica for replica in replicas if replica not in torn])
@@ -75,22 +75,22 @@ class WeightcastCheckpointManager(CheckpointEngineManager):  # type: ignore[misc
 
     async def _connect(self, rollout: Any) -> None:
         """verl's `build_process_group`, with a deadline."""
-        metadata = await self._on_all(rollout, {"method": "prepare"}, {"method": "prepare"})
+        metadata = await self._on_all(rollout, "prepare")
         sizes = self.actor_wg.world_size, rollout.world_size
-        topology = self.backend_cls.build_topology(*sizes, metadata)
-        await self._on_all(rollout, *({**each, "method": "init_process_group"} for each in topology))
+        await self._on_all(rollout, "init_process_group", *self.backend_cls.build_topology(*sizes, metadata))
 
-    async def _on_all(self, rollout: Any, on_trainers: dict[str, Any], on_rollouts: dict[str, Any]) -> list[Any]:
-        """Call the engines of all workers, a method by its name; arguments are lists, one for each worker."""
+    async def _on_all(
+        self, rollout: Any, method: str, on_trainers: Mapping[str, Any] = {}, on_rollouts: Mapping[str, Any] = {}
+    ) -> list[Any]:
+        """Call a method of all workers' engines, by its name; arguments are lists, one for each worker."""
         refs = []
         for workers, arguments in ((self.actor_wg, on_trainers), (rollout, on_rollouts)):
-            method = [arguments["method"]] * workers.world_size
-            refs += workers.execute_checkpoint_engine(**{**arguments, "method": method})
-        outcomes = await self._settled(map(_result, refs))
+            refs += workers.execute_checkpoint_engine(method=[method] * workers.world_size, **arguments)
+        outcomes = await self._settled(refs)
         _raise_first(outcomes)
         return outcomes
 
-    async def _settled(self, calls: Iterable[Coroutine[Any, Any, Any]], *, is_bounded: bool = True) -> list[Any]:
+    async def _settled(self, calls: Iterable[Awaitable[Any]], *, is_bounded: bool = True) -> list[Any]:
         """What each call returned, or its exception; what has not ended by the deadline is not waited for any more.
 
         Not bounded: the deadline begins when one of them has failed.
@@ -149,10 +149,6 @@ def _raise_first(outcomes: Sequence[Any], *, torn: Sequence[Any] = ()) -> None:
         raise InstallError(f"{message}: {error}", torn=True) from error
     # What others say of a worker that died is that a connection ended.
     raise error from next((each for each in errors if each is not error and isinstance(each, RayActorError)), None)
-
-
-async def _result(ref: Any) -> Any:
-    return await ref
 
 
 def _is_untouched(outcome: Any) -> bool:

@@ -101,11 +101,7 @@ class RankClient(EngineClient, ServesTraffic):
         version = status.label if info.weight_version == "default" else info.weight_version
         abilities = tuple(ability for ability in info.abilities if ability != "streaming")
         return msgspec.structs.replace(
-            info,
-            weight_version=version,
-            paused=status.is_paused,
-            world_size=self._world_size,
-            abilities=abilities,
+            info, weight_version=version, paused=status.is_paused, world_size=self._world_size, abilities=abilities
         )
 
     def init(self, info: InitInfo) -> None:

@@ -110,14 +110,11 @@ class FlatBuckets:
     @torch.no_grad()
     def fill(self, number: int, index: int, payload: torch.Tensor) -> None:
         """Copy what the publisher's bucket `index`, with this payload, brings for it. On a GPU this is only queued."""
-        parts, entries, views = (
-            self.parts[index][number],
-            self._layout.entries[index],
-            self._layout.views(index, payload),
-        )
+        parts, views = self.parts[index][number], self._layout.views(index, payload)
         targets = self._targets.get((number, index))
         if targets is None:
             flat = self.bucket(number)
+            entries = self._layout.entries[index]
             targets = [narrow(place.view(flat), entries[entry].piece.region) for entry, place in parts]
             self._targets[number, index] = targets
         copy_all(targets, [views[entry] for entry, _ in parts])

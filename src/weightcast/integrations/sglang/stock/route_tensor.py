@@ -200,6 +200,4 @@ def _written(value: Value) -> bytes:
             return b"](" + b"".join(map(_written, value)) + b"e"
         case dict():
             return b"}(" + b"".join(_written(key) + _written(item) for key, item in value.items()) + b"u"
-        case tuple():
-            return b"(" + b"".join(map(_written, value)) + b"t"
-    raise AssertionError(value)
+    return b"(" + b"".join(map(_written, value)) + b"t"

@@ -19,13 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from weightcast.errors import (
-    IncompleteUpdateError,
-    InstallError,
-    UnsupportedError,
-    WeightcastError,
-    detached,
-)
+from weightcast.errors import IncompleteUpdateError, InstallError, UnsupportedError, WeightcastError, detached
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import InitInfo, Offer, UpdateInfo, WeightInfo
 from weightcast.integrations.plugin.checkpoint_header import reference
@@ -196,14 +190,11 @@ class SglangStockServer(EngineClient, ServesTraffic):
         known = "" if self._checksums is None else self._checksums.per_engine_checksum
         # Whatever is not the known checksum.
         other = rf'"per_engine_checksum":\s*"(?!{re.escape(known)}")' if known else "."
+        relabel = _encode({"new_version": label, "abort_all_requests": False}).decode()
         return [
             RecoveryRequest(f"{self.name}/end_weight_update", headers, "{}"),
             RecoveryRequest(f"{self.name}/weights_checker", headers, '{"action": "checksum"}', stop_if=other),
-            RecoveryRequest(
-                f"{self.name}/update_weight_version",
-                headers,
-                _encode({"new_version": label, "abort_all_requests": False}).decode(),
-            ),
+            RecoveryRequest(f"{self.name}/update_weight_version", headers, relabel),
             RecoveryRequest(f"{self.name}/continue_generation", headers, '{"torch_empty_cache": false}'),
         ]
 
