@@ -156,7 +156,7 @@ class OneWeight(torch.nn.Module):
 
     def __init__(self, load: Callable[[torch.Tensor, torch.Tensor], object], dtype: torch.dtype) -> None:
         super().__init__()
-        self.size, self.num_loads, self.load = 1, 0, load
+        self.size, self.num_loads, self.load, self.count = 1, 0, load, torch.zeros(())
         self.weight = torch.nn.Parameter(torch.zeros(8, 8, dtype=dtype), requires_grad=False)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -230,6 +230,25 @@ def test_bits_that_are_taken_for_other_values_are_no_copy(
     load: Callable[[torch.Tensor, torch.Tensor], object], source: str, target: str
 ) -> None:
     assert installs_as_it_loads(load, source=source, target=target)
+
+
+def test_what_a_loader_changes_by_itself_is_named_and_undone(caplog: pytest.LogCaptureFixture) -> None:
+    def load(weight: torch.Tensor, tensor: torch.Tensor) -> None:
+        weight.copy_(tensor)
+        model.count.add_(1)
+
+    model, tensors = OneWeight(load, torch.float32), {"weight": torch.ones(8, 8)}
+    model.count = torch.zeros(1)
+    engine = ModelEngine(model, reference=tensors)  # type: ignore[arg-type]
+    assert "writes to count by itself, also when it is tried" in caplog.text
+    with fleet(TensorSource(tensors), engine, undo=True) as (publisher, _):
+        publisher.publish(1)
+        before, tensors["weight"][:] = model.count.item(), 2
+        engine.after_copy = lambda _: 1 / 0
+        with pytest.raises(PublishError, match="division by zero"):
+            publisher.publish(2)
+        assert model.weight.eq(1).all()
+        assert model.count.item() == before
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])

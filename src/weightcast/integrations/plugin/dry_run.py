@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -22,12 +23,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weightcast.errors import ManifestError
+from weightcast.errors import ManifestError, listed
 from weightcast.format.bucket import TORCH_DTYPES
 from weightcast.format.geometry import check_disjoint, common
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.memory import collector_paused
 from weightcast.serving.install_map import RecordedCopy, StridedBlock, TargetForm
+
+logger = logging.getLogger(__name__)
 
 MAX_FAULTS = 64
 """After so many tensors at which the loader failed the rest is not tried: each costs another run."""
@@ -111,15 +114,24 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
         fault = ""
         with _without_memory(model, form) as (targets, is_explained):
             probe = _Probe(targets, [spec for spec in specs if spec.name not in faults])
+            live = _writes_to_live_tensors(model)
             with probe if sees_all else _copies_seen_by(probe):
                 try:
                     loader.load_weights(probe.sources())
                 except Exception as exc:
                     fault = f"{type(exc).__name__}: {exc}"
             probe.look_for_writes()
+            written = [name for name, (tensor, count) in live.items() if tensor._version != count]
             if not sees_all and (fault or not probe.knows_all or not is_explained()):
                 sees_all = True
                 continue
+        if written:
+            logger.warning(
+                "the loader of %s writes to %s by itself, also when it is tried without weights",
+                type(model).__name__,
+                listed(written, separator=", "),
+            )
+            probe.beside += (live[name][0] for name in written)
         if fault:
             faults[probe.current] = fault
         if not fault or not probe.current or len(faults) == MAX_FAULTS:
@@ -133,6 +145,16 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
                 together=probe.together,
                 overwritten=frozenset(probe.overwritten),
             )
+
+
+def _writes_to_live_tensors(model: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
+    """The tensors that modules have besides parameters and buffers, and how often each was written to until now."""
+    return {
+        f"{prefix}.{name}" if prefix else name: (value, value._version)
+        for prefix, layer in model.named_modules()
+        for name, value in vars(layer).items()
+        if isinstance(value, torch.Tensor) and not value.is_meta and not value.is_inference()
+    }
 
 
 @contextlib.contextmanager
