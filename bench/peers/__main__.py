@@ -58,8 +58,9 @@ def main() -> None:
             checkpoints, name = [Path(folder, "first"), Path(folder, "negated")], SHAPES
             specs = make_checkpoints(checkpoints, asked.layers or 14)
         runs = [[peer] for peer in peers] if asked.separate else [peers]
-        for run in runs:
-            measure(run, specs, name, checkpoints, asked)
+        problems = [measure(run, specs, name, checkpoints, asked) for run in runs]
+    if any(problems):
+        sys.exit("\n".join(filter(None, problems)))
 
 
 def measure(
@@ -68,8 +69,8 @@ def measure(
     name: str,
     checkpoints: Sequence[Path],
     asked: argparse.Namespace,
-) -> None:
-    """Measure peers in one run and keep the result. Exits if an engine did not hold what was sent."""
+) -> str:
+    """Measure peers in one run and keep the result; return why it was not kept, or nothing."""
     num_bytes = sum(spec.num_bytes for spec in specs)
     ways = {name for peer in peers for name in (peer.name, *peer.against)}
     # At each end a model, between them one or two that are sent, stored or staged; and the buffers of the memcpy.
@@ -98,11 +99,12 @@ def measure(
         )
     print(f"  other work took {other_cores:.2f} cores")
     if wrong := [row.name for row in rows if not row.verified]:
-        sys.exit(f"an engine did not hold what was sent: {', '.join(wrong)}")
+        return f"an engine did not hold what was sent: {', '.join(wrong)}"
     try:
         put(asked.json, comparison)
     except ValueError as exc:
-        sys.exit(str(exc))
+        return str(exc)
+    return ""
 
 
 if __name__ == "__main__":
