@@ -237,8 +237,9 @@ def test_what_a_loader_changes_by_itself_is_named_and_undone(caplog: pytest.LogC
         weight.copy_(tensor)
         model.count.add_(1)
 
+    ModelEngine(Model())  # whose copies to what lies beside its parameters are not made
+    assert "by itself" not in caplog.text
     model, tensors = OneWeight(load, torch.float32), {"weight": torch.ones(8, 8)}
-    model.count = torch.zeros(1)
     engine = ModelEngine(model, reference=tensors)  # type: ignore[arg-type]
     assert "writes to count by itself, also when it is tried" in caplog.text
     with fleet(TensorSource(tensors), engine, undo=True) as (publisher, _):

@@ -15,6 +15,7 @@ import functools
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -121,7 +122,9 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
                 except Exception as exc:
                     fault = f"{type(exc).__name__}: {exc}"
             probe.look_for_writes()
-            written = [name for name, (tensor, count) in live.items() if tensor._version != count]
+            # Copies of what has no memory are counted as writes, and are none.
+            skipped = Counter(map(_address, probe.beside))
+            written = [name for name, (t, count) in live.items() if t._version > count + skipped[_address(t)]]
             if not sees_all and (fault or not probe.knows_all or not is_explained()):
                 sees_all = True
                 continue
