@@ -242,6 +242,17 @@ def test_memory_that_moves_between_the_offer_and_the_install_is_written_where_it
         assert torch.equal(module.value, part)
 
 
+@pytest.mark.parametrize("num_elements", [4, 1 << 20])
+def test_memory_that_was_freed_since_the_offer_fails_the_install(num_elements: int) -> None:
+    module = buffers(value=torch.zeros(num_elements))
+    engine = ModuleEngine(module)
+    copies = BlockCopies(engine.install_map, [("value", None)], [torch.ones(num_elements)])
+    engine.specs()
+    module.value.untyped_storage().resize_(0)
+    with pytest.raises(InstallError, match="was freed"):
+        engine.load_mapped([], ["value"], copies.run)
+
+
 def test_an_undo_copy_restores_every_bit() -> None:
     net = make_net()
     engine = ModuleEngine(net)

@@ -28,10 +28,11 @@ from weightcast.host import device as host_device
 from weightcast.host.closing import ClosedOnExit
 
 PLAIN_BYTES = 64 << 10
-"""From here on a plain copy is worth a call of its own; below, torch uses no team and batches."""
+"""From here on a plain copy is worth a call of its own, in which other Python threads run.
 
-_SMALL_BYTES = 16 << 10
-"""Up to here a call of torch takes longer than its copy: Python makes the copy, and keeps its lock meanwhile."""
+Below, torch uses no team, and what it does for a tensor besides takes as long as the copy. Where copies are kept for
+the next time, Python makes these.
+"""
 
 _HOST_MEMORY = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0)).cast("B")
 """The memory of this process, by address."""
@@ -102,7 +103,9 @@ class PreparedCopies:
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, runs_once: bool = False
     ) -> None:
         self._tensors = targets, sources
-        self._addresses = [] if runs_once else list(map(_address, targets))
+        self._addresses = list(map(_address, targets))
+        if 0 in self._addresses and any(t.nbytes for t in targets if not t.data_ptr()):
+            raise RuntimeError("the memory that is to be written was freed: its tensor has none")
         self._jobs: list[Job] = []
         self._num_bytes = 0
         """Of copies within host memory, which threads share."""
@@ -241,7 +244,7 @@ def small_copies(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
     other_targets, other_sources = list[torch.Tensor](), list[torch.Tensor]()
     into, of, size_bytes = list[memoryview](), list[memoryview](), 0
     for target, source, num_bytes in zip(targets, sources, map(_num_bytes, targets), strict=True):
-        if num_bytes > _SMALL_BYTES or not _has_equal_bytes(target, source):
+        if num_bytes >= PLAIN_BYTES or not _has_equal_bytes(target, source):
             other_targets.append(target)
             other_sources.append(source)
             continue
