@@ -269,7 +269,7 @@ def test_an_abort_in_any_phase_frees_everything(phase: str, install: InstallMode
     hosts.give_up(2)
     hosts.client.worker._session.end_update(UpdateAbortedError("the test waits for its thread"))  # type: ignore[union-attr]
     assert not update._staged.payloads
-    assert not update._staged.straddling
+    assert not update._staged.joined
     assert bits(model.state_dict()) == bits(weights(1))
     assert hosts.client.gate.is_open
     hosts.publish(manifest, weights(3), 3, install)
@@ -345,8 +345,9 @@ def test_an_engine_that_is_copied_to_piece_by_piece_needs_no_memory_for_them(sta
     assert bits(model.state_dict()) == bits(weights(1))
 
 
-def test_what_straddles_origins_is_put_together_before_the_install(stack: contextlib.ExitStack) -> None:
-    manifest = over(SPECS, BUCKET_BYTES, 2)
+@pytest.mark.parametrize("num_origins", [1, 2])
+def test_what_is_cut_is_put_together_before_the_install(num_origins: int, stack: contextlib.ExitStack) -> None:
+    manifest = over(SPECS, BUCKET_BYTES, num_origins)
     given: list[int] = []
 
     class Watching(WholeTensors):
@@ -363,14 +364,15 @@ def test_what_straddles_origins_is_put_together_before_the_install(stack: contex
     hosts.link.wait(Received, 1, PATIENCE_SECONDS)
     update = hosts.client.worker._session.update  # type: ignore[union-attr]
     assert update is not None
-    ready = dict(update._staged.straddling)
+    ready = dict(update._staged.joined)
+    assert ready
     assert {name: raw_bytes(tensor) for name, tensor in ready.items()} == bits(
         {name: tensor for name, tensor in weights(1).items() if name in ready}
     )
     hosts.seal(manifest, 1, root)
     hosts.client.finish(1)
     assert {tensor.data_ptr() for tensor in ready.values()} <= set(given)
-    assert not update._staged.straddling
+    assert not update._staged.joined
     assert bits(model.state_dict()) == bits(weights(1))
 
 

@@ -3,8 +3,8 @@
 Invariants: a tensor is handed out once and only when every byte of it is there, all of them by the last bucket (a
 manifest's pieces tile its tensors); members of a load group go in one call. Tensors that lie whole in one piece of
 memory are views of it; only what was cut is put together in memory of its own, and when streaming also what belongs to
-a group that spans buckets, unless it is copied piece by piece (see `InstallMap`). Staged, a tensor with pieces of
-several origins is put together while buckets arrive, never while the engine is paused.
+a group that spans buckets, unless it is copied piece by piece (see `InstallMap`). Staged, that is done while buckets
+arrive, never while the engine is paused.
 """
 
 from __future__ import annotations
@@ -96,19 +96,20 @@ class _MappedLoad:
 
 
 class StagedBuckets:
-    """What a staged update has received. Memory: `LoadPlan.straddling_bytes`, besides the transport's buckets.
+    """What a staged update has received. Memory, besides the transport's buckets: the tensors that were put together.
 
-    `payloads`: by number of the bucket. `straddling`: tensors with pieces of several origins, by name.
+    `payloads`: by number of the bucket. `joined`: tensors that were cut, by name: put together, or as views of buckets
+    that lie end to end.
     """
 
     def __init__(self) -> None:
         self.payloads: dict[int, torch.Tensor] = {}
-        self.straddling: dict[str, torch.Tensor] = {}
+        self.joined: dict[str, torch.Tensor] = {}
 
     def clear(self) -> None:
         """Free everything."""
         self.payloads.clear()
-        self.straddling.clear()
+        self.joined.clear()
 
 
 class LoadPlan:
@@ -187,7 +188,7 @@ class LoadPlan:
             )
 
     def stage(self, index: int, payload: torch.Tensor, staged: StagedBuckets) -> None:
-        """Staged: keep a bucket until `load_all`, and copy its pieces of tensors that straddle origins."""
+        """Staged: keep a bucket until `load_all`, and put together what is cut, as far as it has come."""
         staged.payloads[index] = payload
         # Made now, and kept, so that they need not be made while the engine is paused.
         with collector_paused():
@@ -202,21 +203,23 @@ class LoadPlan:
                     for name in self._names(entry.record):
                         if self._is_copied_in_pieces(name):
                             self._cut(self._install_map, name, views[position], entry.piece.region)
-        found = [
-            (position, entry) for position, entry in self._loads[index].partial if entry.record.name in self._straddling
-        ]
-        if not found:
-            return
-        targets = []
-        for _, entry in found:
+        targets, sources = list[torch.Tensor](), list[torch.Tensor]()
+        for position, entry in self._loads[index].partial:
             record = entry.record
-            if record.name not in staged.straddling:
-                whole = torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype], device=payload.device)
-                staged.straddling[record.name] = whole
-            targets.append(narrow(staged.straddling[record.name], entry.piece.region))
-        copy_all(targets, [views[position] for position, _ in found])
-        # The thread that installs has a stream of its own.
-        host_device.synchronize_stream(payload.device)
+            if record.name in self._straddling:
+                if record.name not in staged.joined:
+                    whole = torch.empty(record.shape, dtype=TORCH_DTYPES[record.dtype], device=payload.device)
+                    staged.joined[record.name] = whole
+                targets.append(narrow(staged.joined[record.name], entry.piece.region))
+                sources.append(views[position])
+        copy_all(targets, sources)
+        for record in self._loads[index].ends:
+            # Of one origin, whose buckets come in the order of their numbers: this was the last piece.
+            if record.name not in self._straddling and not all(map(self._is_copied_in_pieces, self._names(record))):
+                staged.joined[record.name] = self._joined_of(record, staged)
+        if self._loads[index].partial:
+            # The thread that installs has a stream of its own.
+            host_device.synchronize_stream(payload.device)
 
     def load_all(self, staged: StagedBuckets) -> None:
         """Staged: one call of `load` with everything, or with what an install map does not copy."""
@@ -253,7 +256,7 @@ class LoadPlan:
                 parts.take(name, tensor, kept[1] if kept and kept[0] is tensor else None)
             for record in self._loads[index].ends:
                 names = self._names(record)
-                if record.name in staged.straddling or not all(map(self._is_copied_in_pieces, names)):
+                if record.name in staged.joined or not all(map(self._is_copied_in_pieces, names)):
                     are_views, tensor = False, self._joined_of(record, staged)
                     for name in names:
                         parts.take(name, tensor)
@@ -375,7 +378,7 @@ class LoadPlan:
 
     def _joined_of(self, record: TensorRecord, staged: StagedBuckets) -> torch.Tensor:
         """Staged: a tensor that was cut, as one."""
-        tensor = staged.straddling.get(record.name)
+        tensor = staged.joined.get(record.name)
         if tensor is not None:
             return tensor
         return _joined(
@@ -478,8 +481,7 @@ def _joined(record: TensorRecord, parts: Sequence[tuple[Entry, torch.Tensor]]) -
     ):
         return first.as_strided(record.shape, row_major(record.shape), first.storage_offset())
     tensor = torch.empty(record.shape, dtype=first.dtype, device=first.device)
-    for entry, piece in parts:
-        narrow(tensor, entry.piece.region).copy_(piece)
+    copy_all([narrow(tensor, entry.piece.region) for entry, _ in parts], [piece for _, piece in parts])
     return tensor
 
 
