@@ -234,7 +234,7 @@ FACTS = {
     "primitives": "registering 8 GiB, s",
     "end_to_end": "ipc staged with undo late: median ms",
     "memory": "after 12 publishes",
-    "faults": "an update that is given up while a bucket is half loaded, s",
+    "faults": "an update that is given up while a bucket is loaded, s",
     "consumers": "a wait for the whole device beside a capture",
     "nccl": "close after an error, s",
     "speed": "1 GB, 64 MiB x 4 slots",

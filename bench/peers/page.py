@@ -142,9 +142,10 @@ def summary(comparisons: Sequence[Comparison]) -> str:
         f"{times('SGLang flattened bucket, 512 MiB', 'weightcast ipc, sglang', layers)}."
     )
     won = [(peer.name, field, found) for it in comparisons for peer, _, field, found in ahead(it)]
-    faster = sorted((name, found) for name, field, found in won if field == "seconds")
-    # Of each peer the ratio that is furthest ahead.
-    others = [f"{name} down to {found:.2f}" for name, found in dict(reversed(faster)).items()]
+    faster = sorted((found, name) for name, field, found in won if field == "seconds")
+    num_peers = len({name for _, name in faster})
+    others = [f"{name} takes {found:.2f} times as long" for found, name in faster[:1]]
+    others += [f"{num_peers - 1} more by less"] if num_peers > 1 else []
     others += ["some pause for less"] if any(field == "pause_seconds" for _, field, _ in won) else []
     if others:
         text += f" Where others are ahead: {', '.join(others)}."

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -285,20 +285,25 @@ class EngineCommands(Commands):
         return {"url": self.server.url}
 
     def hold_next_load(self, milliseconds: float) -> dict[str, Any]:
-        """The next bucket is loaded by half, then "held" is said, and the rest comes after a kernel of that length."""
-        load = self.engine.load
+        """The next bucket is copied, then "held" is said, and after a kernel of that length it is copied once more.
 
-        def held(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-            self.engine.load = load
-            whole = list(tensors)
-            load(whole[: len(whole) // 2])
-            section.hold(self.device, milliseconds)
-            print(json.dumps({"held": len(whole) // 2}), flush=True)
-            if self.device.type == "cpu":
-                time.sleep(milliseconds / 1e3)
-            load(whole[len(whole) // 2 :])
+        So it is in the model, and its load is not over.
+        """
+        load = self.engine.load_mapped
 
-        self.engine.load = held
+        def held(tensors: Any, mapped: Any, copy: Callable[[], None], *, is_last: bool) -> None:
+            def copy_and_hold() -> None:
+                copy()
+                section.hold(self.device, milliseconds)
+                print(json.dumps({"held": True}), flush=True)
+                if self.device.type == "cpu":
+                    time.sleep(milliseconds / 1e3)
+                copy()
+
+            self.engine.load_mapped = load
+            load(tensors, mapped, copy_and_hold, is_last=is_last)
+
+        self.engine.load_mapped = held
         return {}
 
     def held(self) -> dict[str, Any]:

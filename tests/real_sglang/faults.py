@@ -41,7 +41,7 @@ def register() -> None:
         return
     from weightcast.integrations.sglang.internals import parallel
     from weightcast.integrations.sglang.model import SglangModel
-    from weightcast.serving.install_map import BlockCopies
+    from weightcast.serving.load_plan import BlockCopies
 
     load, finish, copy = SglangModel._load_some, SglangModel._finish_load, BlockCopies.run
 
@@ -66,7 +66,7 @@ def register() -> None:
         install_map, some = copies._install_map, copies._pieces[: found.after]
         assert install_map.bind()
         num_blocks = sum(len(install_map.blocks(*piece)) for piece in some)
-        copy(install_map.copies(some, copies._sources[:num_blocks]))
+        copy(BlockCopies(install_map, some, copies._sources[:num_blocks]))
         raise RuntimeError("the test's fault")
 
     SglangModel._load_some = faulty  # type: ignore[method-assign]
