@@ -11,10 +11,13 @@ from core.direct import RecordingEngine, fleet
 from weightcast import TensorSource
 from weightcast.checkpoint.live import InstallMap
 from weightcast.errors import IncompatibleWeightsError, PublishError, UnsupportedError
+from weightcast.format.bucket import narrow
 from weightcast.format.manifest import TensorSpec
+from weightcast.format.plan import plan
 from weightcast.host.copy import PreparedCopies
+from weightcast.seams.transport import Share
 from weightcast.serving import load_plan
-from weightcast.serving.load_plan import Named
+from weightcast.serving.load_plan import Named, admit
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -101,6 +104,21 @@ def test_what_an_engine_has_in_memory_is_copied_there_piece_by_piece(
     assert len(prepared) == first, "the copies of one layout are prepared once"
     assert len(prepared) == 1 if install == "staged" else len(prepared) > 1
     assert all(number == 1 if install == "staged" else number > 2 for number in engine.num_copies)
+
+
+def test_what_other_ranks_read_is_put_together_once_all_of_it_is_here() -> None:
+    """Over a store, buckets are handed out that another rank is still reading into memory that the ranks share."""
+    manifest, engine = plan([TensorSpec("big", "float32", (100, 50))], 4096), RecordingEngine()
+    payloads = [torch.zeros(num_bytes, dtype=torch.uint8) for num_bytes in manifest.buckets]
+    load, staged = admit(manifest, manifest.digest(), engine, None), load_plan.StagedBuckets()
+    share = Share.of(manifest, 0, 2)
+    for index, payload in enumerate(payloads):
+        load.stage(index, payload, staged, share)
+    for index, payload in enumerate(payloads):
+        for entry, view in zip(load.layout.entries[index], load.layout.views(index, payload), strict=True):
+            view.copy_(narrow(BIG, entry.piece.region))
+    load.load_all(staged)
+    assert_same(engine.held, {"big": BIG})
 
 
 @pytest.mark.parametrize("install", ["staged", "streaming"])

@@ -4,7 +4,7 @@ Invariants: a tensor is handed out once and only when every byte of it is there,
 manifest's pieces tile its tensors); members of a load group go in one call. Tensors that lie whole in one piece of
 memory are views of it; only what was cut is put together in memory of its own, and when streaming also what belongs to
 a group that spans buckets, unless it is copied piece by piece (see `InstallMap`). Staged, that is done while buckets
-arrive, never while the engine is paused.
+arrive, and while the engine is paused only for what other ranks read to memory that is shared.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from weightcast.host import memory as host_memory
 from weightcast.host.copy import PreparedCopies, copy_all
 from weightcast.host.memory import collector_paused
 from weightcast.seams.engine import Casting, Engine, OnDevice, Undoable, Validating
+from weightcast.seams.transport import Share
 from weightcast.serving.install_map import Mapped
 
 Named = tuple[str, torch.Tensor]
@@ -187,8 +188,11 @@ class LoadPlan:
                 'publish with origins=1 or install="streaming", or free memory',
             )
 
-    def stage(self, index: int, payload: torch.Tensor, staged: StagedBuckets) -> None:
-        """Staged: keep a bucket until `load_all`, and put together what is cut, as far as it has come."""
+    def stage(self, index: int, payload: torch.Tensor, staged: StagedBuckets, share: Share | None = None) -> None:
+        """Staged: keep a bucket until `load_all`, and put together what is cut, as far as it has come.
+
+        `share`: of which buckets alone the payload is sure to be here.
+        """
         staged.payloads[index] = payload
         # Made now, and kept, so that they need not be made while the engine is paused.
         with collector_paused():
@@ -215,7 +219,9 @@ class LoadPlan:
         copy_all(targets, sources)
         for record in self._loads[index].ends:
             # Of one origin, whose buckets come in the order of their numbers: this was the last piece.
-            if record.name not in self._straddling and not all(map(self._is_copied_in_pieces, self._names(record))):
+            is_here = share is None or all(bucket in share.buckets for bucket, _, _ in self._pieces[record.name])
+            is_copied = all(map(self._is_copied_in_pieces, self._names(record)))
+            if is_here and not is_copied and record.name not in self._straddling:
                 staged.joined[record.name] = self._joined_of(record, staged)
         if self._loads[index].partial:
             # The thread that installs has a stream of its own.

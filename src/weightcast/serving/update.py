@@ -170,7 +170,7 @@ class Update:
                 digests[index] = header.digest
                 payload = decoded(bucket.buffer, header)
                 if parts is None:
-                    self._load_plan.stage(index, payload, self._staged)
+                    self._load_plan.stage(index, payload, self._staged, self._share)
                 else:
                     with self._loading():
                         self._load_plan.load_bucket(index, payload, parts)
