@@ -242,6 +242,19 @@ def free_port() -> int:
             return int(sock.getsockname()[1])
 
 
+class Halfway:
+    """Asks the server for something once half of a version has come."""
+
+    def __init__(self, server: ServerProcess, path: str, body: dict[str, str] | None = None) -> None:
+        self._server = server
+        self._request = path, body
+        self.replies: list[int] = []
+
+    def __call__(self, done: int, total: int) -> None:
+        if 2 * done >= total and not self.replies:
+            self.replies.append(self._server.post(*self._request).status_code)
+
+
 def _session(pid: int) -> int | None:
     try:
         return os.getsid(pid)

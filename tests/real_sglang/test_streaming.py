@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
+from real_engines.process import Halfway
 from real_engines.setups import on
 from real_vllm.oracle import PROMPT
 from real_vllm.trainer import GLOO, IPC, trainer
@@ -55,19 +56,6 @@ def test_a_bucket_that_fails(server: Server, undo: bool) -> None:
             assert server.version() == str(version)
         for seed in (1, 0):
             assert_as_before(server, seed, it.publish(seed).version)
-
-
-class Halfway:
-    """Asks the server for something once half of a version has come."""
-
-    def __init__(self, server: Server, path: str, body: dict[str, str] | None = None) -> None:
-        self._server = server
-        self._request = path, body
-        self.replies: list[int] = []
-
-    def __call__(self, done: int, total: int) -> None:
-        if 2 * done >= total and not self.replies:
-            self.replies.append(self._server.post(*self._request).status_code)
 
 
 @on(ONE, TWO)

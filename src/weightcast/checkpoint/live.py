@@ -473,7 +473,7 @@ class InstallMap:
         return [tensor_digest(source.to(live.dtype)) for source, live in zip(sources, self.blocks(name), strict=True)]
 
     def prove(self, tensors: Iterable[tuple[str, Sequence[torch.Tensor | str]]]) -> None:
-        """After an install through the loader: may what has come of these be copied from now on?"""
+        """After an install through the loader: find out which of these may be copied from now on. Here all may."""
 
 
 class TensorChangeDetector:
