@@ -62,7 +62,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
         *("checkpoint.*", "store.reading", "sources.*", "engines.*", "transports.*"),
         *("serving.*", "trainer.*", "integrations.*", "testing.*", "bench.*", "demo.*", "cli.serve"),
     ),
-    "numpy": ("format.tensor_digest", "bench.*", "demo.*", "testing.*"),
+    "numpy": ("format.tensor_digest", "host.copy", "bench.*", "demo.*", "testing.*"),
     "xxhash": ("format.bucket", "trainer.packer"),
     "triton": ("format.sum_kernel",),
     "h11": ("control.client",),

@@ -14,7 +14,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import torch
@@ -27,6 +27,7 @@ from weightcast.format.bucket import DTYPE_NAMES, narrow
 from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.tensor_digest import tensor_digest
+from weightcast.host.copy import Ints, TensorPlaces, word_of, words_at, words_of
 from weightcast.seams.source import Regions
 
 Buffers: TypeAlias = Literal["persistent", "none", "all"]
@@ -64,9 +65,6 @@ def cast_specs(specs: Iterable[TensorSpec], dtype: str | None) -> tuple[TensorSp
 _WRAPPER_CHILDREN = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "Float16Module"})
 """Modules whose child `module` is the real one; known by name, so that no framework is imported."""
-
-_BATCH_REGISTERS = 1024
-_LOOKS = (torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous)
 
 
 def checkpoint_tensors(
@@ -337,8 +335,7 @@ class LiveCheckpoint:
     def refresh(self, *, merge: bool = False) -> bool:
         """Look for replaced tensors (`param.data = ...`, reassignment, other modules); whether there were any.
 
-        `merge`: have adapters that are merged be merged as they are now. A new shape of as many elements over the same
-        memory is not noticed.
+        `merge`: have adapters that are merged be merged as they are now.
         """
         self._reshard()
         is_other = self._changes.has_changed() or self._fsdp1_states != self._read_fsdp1_states()
@@ -477,7 +474,7 @@ class InstallMap:
 
 
 class TensorChangeDetector:
-    """Notices that a module has other tensors than when this was made, at a fraction of a microsecond per tensor.
+    """Notices that a module has other tensors than when this was made, at about 0.2 us per tensor.
 
     The views that were made then keep their memory alive, so an equal address is the same memory.
     """
@@ -488,59 +485,77 @@ class TensorChangeDetector:
             registers += [part._parameters, part._modules]
             if with_buffers:
                 registers.append(part._buffers)
-        self._empty = [register for register in registers if not register]
-        filled = [register for register in registers if register]
-        starts = range(0, len(filled), _BATCH_REGISTERS)
-        self._batches = [_Registers.of(filled[start : start + _BATCH_REGISTERS]) for start in starts]
-        tensors = [value for batch in self._batches for value in batch.values if isinstance(value, torch.Tensor)]
-        self._shards = [t._local_tensor for t in map(sharding.as_dtensor, tensors) if t is not None]
-        locals_ = map(sharding.local_tensor, tensors)
-        self._spread = [tensor for tensor, local in zip(tensors, locals_, strict=True) if not local.is_contiguous()]
-        self._other_places = self._places_of_others()
+        self._registers = _Registers(registers)
+        tensors = (value for value in self._registers.values if isinstance(value, torch.Tensor))
+        self._places = TensorPlaces(list(map(sharding.local_tensor, tensors)))
 
     def has_changed(self) -> bool:
-        return self._differs(with_places=True) or self._places_of_others() != self._other_places
+        return self.has_other_members() or not self._places.are_same()
 
     def has_other_members(self) -> bool:
-        return self._differs(with_places=False)
-
-    def _differs(self, *, with_places: bool) -> bool:
-        return any(self._empty) or any(batch.differs(with_places=with_places) for batch in self._batches)
-
-    def _places_of_others(self) -> tuple[list[Any], ...]:
-        """Of shards, and of tensors whose strides say more than that they are contiguous, which is rare."""
-        return (*_places(self._shards), [sharding.local_tensor(tensor).stride() for tensor in self._spread])
+        return self._registers.have_changed()
 
 
-class _Registers(NamedTuple):
-    """Some modules' mappings of parameters, buffers or children, and what was in them.
+class _Registers:
+    """Modules' mappings of parameters, buffers and children, and the `values` that were in them.
 
-    One batch is looked at in every way before the next: what the first look has fetched from memory is in the cache for
-    the others.
+    CPython counts the changes of a dict (PEP 509), until 3.14. Those counts are read for all of them at once, and what
+    is in the dicts is compared only where a count is another.
     """
 
-    registers: list[dict[str, Any]]
-    names: list[str]
-    values: list[Any]
-    plain: list[torch.Tensor]
-    places: tuple[list[Any], ...]
+    def __init__(self, registers: Sequence[dict[str, Any]]) -> None:
+        self._registers = registers
+        word = _count_word()
+        is_counted = all(type(register) is dict for register in registers)
+        self._words = words_of(registers) + word if word is not None and is_counted else None
+        self._counts = self._read_counts()
+        self._sizes, self._names, self.values = self._read()
 
-    @classmethod
-    def of(cls, registers: list[dict[str, Any]]) -> _Registers:
-        values = list(itertools.chain.from_iterable(map(dict.values, registers)))
-        plain = [v for v in values if isinstance(v, torch.Tensor) and sharding.as_dtensor(v) is None]
-        return cls(registers, list(itertools.chain.from_iterable(registers)), values, plain, _places(plain))
+    def have_changed(self) -> bool:
+        counts = self._read_counts()
+        if self._words is not None and (counts == self._counts).all():
+            return False
+        sizes, names, values = self._read()
+        if (sizes, names) != (self._sizes, self._names) or not all(map(operator.is_, values, self.values)):
+            return True
+        # Something was there in between, as for a call of torch.func.functional_call.
+        self._counts = counts
+        return False
 
-    def differs(self, *, with_places: bool) -> bool:
-        values = list(itertools.chain.from_iterable(map(dict.values, self.registers)))
-        return (
-            len(values) != len(self.values)
-            or not all(map(operator.is_, values, self.values))
-            or list(itertools.chain.from_iterable(self.registers)) != self.names
-            or (with_places and _places(self.plain) != self.places)
-        )
+    def _read_counts(self) -> Ints:
+        return words_at([] if self._words is None else self._words)
+
+    def _read(self) -> tuple[list[int], list[str], list[Any]]:
+        names, values = map(itertools.chain.from_iterable, (self._registers, map(dict.values, self._registers)))
+        return list(map(len, self._registers)), list(names), list(values)
 
 
-def _places(tensors: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
-    """Where the tensors' memory is, and what differs in another view of it. Shapes take ten times as long."""
-    return tuple(list(map(look, tensors)) for look in _LOOKS)
+@functools.cache
+def _count_word() -> int | None:
+    """Which word of a dict counts its changes; None if none does."""
+    changes: list[Callable[[dict[str, Any]], object]] = [
+        lambda found: found.update(a=object()),
+        lambda found: found.__setitem__("a", object()),
+        lambda found: found.setdefault("b", object()),
+        lambda found: found.__setitem__("c", found.pop("b")),
+        lambda found: found.__delitem__("c"),
+        lambda found: found.__ior__({"a": 1, "d": 2}),
+        lambda found: found.popitem(),
+        dict.clear,
+    ]
+
+    num_words = dict.__basicsize__ // 8
+
+    def words(of: dict[str, Any]) -> list[int]:
+        return list(words_at(range(first := word_of(id(of)), first + num_words)))
+
+    counting = set(range(num_words))
+    for found in ({}, {"a": None}, dict.fromkeys(map(str, range(100)))):
+        for change in changes:
+            before = words(found)
+            change(found)
+            after = words(found)
+            list(found.items()), found.get("a")
+            later = words(found)
+            counting &= {number for number in counting if before[number] != after[number] == later[number]}
+    return counting.pop() if len(counting) == 1 else None

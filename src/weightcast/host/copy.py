@@ -6,6 +6,8 @@ Here the calling thread copies; a copy as large as an install is shared out, in 
 
 Between host memory and a GPU torch waits for each tensor, which the driver copies through a small buffer of its own.
 Here they go in groups through two slots of pinned memory: one is written while the other is read, by several threads.
+
+What was prepared for tensors is good while they stay where they are, which `TensorPlaces` sees for all of them at once.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from weightcast.host import device as host_device
@@ -36,6 +39,14 @@ the next time, Python makes these.
 
 _HOST_MEMORY = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0)).cast("B")
 """The memory of this process, by address."""
+_INLINE_DIMS = 5
+"""torch's tensors have sizes and strides of more dims in memory of their own."""
+_FORM_WORDS = 1 + 2 * _INLINE_DIMS + 2
+_WORDS = np.frombuffer(_HOST_MEMORY.toreadonly()[8 : 1 << 62], dtype=np.int64)
+"""The same in words of 8 bytes, to be read, from the second one on: NumPy takes no array that begins at address 0."""
+_FORMS = np.ndarray(1 << 53, f"V{8 * _FORM_WORDS}", buffer=_WORDS, strides=(8,))
+"""So many words from each word on. No variable of a function is to have these arrays: who shows an error with those
+reads what is in them, to which most addresses do not belong."""
 
 _PIECE_BYTES = 4 << 20
 _SMALL_BATCH_BYTES = 1 << 20
@@ -48,15 +59,133 @@ _MAX_THREADS = 4
 _PINNED_SLOTS, _PINNED_SLOT_BYTES = 2, 64 << 20
 _SLOT_BYTES_PER_THREAD = 8 << 20
 """A GPU waits for each slot, and one thread copies more slowly than a GPU does."""
+_LOOKED_AT_WORDS = 24
+"""Of an object of torch's."""
+_SAMPLES = (
+    ((3, 5, 7, 2, 4), (1009, 211, 29, 13, 3), 17),
+    ((6, 4, 2, 3, 5), (907, 199, 31, 11, 2), 41),
+    ((8, 2, 3, 9, 6), (803, 401, 97, 19, 5), 23),
+)
 _TYPES = (torch.Tensor, torch.nn.Parameter)
 _address = torch.Tensor.data_ptr
 _num_bytes = operator.attrgetter("nbytes")
+_itemsize = operator.attrgetter("itemsize")
+_LOOKS = (_address, torch.Tensor.numel, torch.Tensor.stride)
 _is_cpu = operator.attrgetter("is_cpu")
 _assign: Any = operator.setitem
 
+Ints: TypeAlias = np.ndarray[Any, Any]
 Job: TypeAlias = Callable[[], None]
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """A target and its source."""
+
+
+class TensorPlaces:
+    """Where tensors lie in memory and in which form, for finding out whether that is still so. The tensors are kept.
+
+    torch tells it of one tensor at a time, which for many small ones takes as long as their copies. It stands in the
+    C++ objects of the tensors, which are read here for all of them at once. Where in these it is was found by looking
+    (see `_object_layout`), and is compared with what torch tells of each; torch is asked about those of which it is not
+    so: tensors of more than five dims, or without elements. Engines' classes of tensors, which may answer each call in
+    Python, are not asked themselves.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self.addresses = list(map(_address, tensors))
+            itemsizes = np.fromiter(map(_itemsize, tensors), np.int64, len(tensors))
+        self._tensors = tensors
+        self._reads: list[tuple[Callable[[Ints], Ints], Ints, Ints]] = []
+        """What reads, where, and what it found there."""
+        is_read, layout = np.zeros(len(tensors), dtype=bool), _object_layout()
+        if layout is not None and all(issubclass(kind, torch._C.TensorBase) for kind in set(map(type, tensors))):
+            objects = words_of(tensors)
+            impls = word_of(words_at(objects + layout.impl))
+            storages, forms = words_at(impls + layout.storage), _forms_at(impls + layout.form)
+            is_read = (storages != 0) & (forms[:, 0] <= _INLINE_DIMS)
+            memory = np.zeros_like(storages)
+            memory[is_read] = words_at(word_of(storages[is_read]) + layout.data)
+            is_read &= memory + forms[:, -2] * itemsizes == self.addresses
+            objects, impls, storages = objects[is_read], impls[is_read], word_of(storages[is_read])
+            # In this order: a storage is read once it is known that its tensor still has it.
+            for read, places in (
+                (words_at, objects + layout.impl),
+                (words_at, impls + layout.storage),
+                (_forms_at, impls + layout.form),
+                (words_at, storages + layout.data),
+            ):
+                self._reads.append((read, places, read(places)))
+        self._others = list(itertools.compress(tensors, ~is_read))
+        self._looks = self._look_at_others()
+
+    def are_same(self) -> bool:
+        """Whether each has the memory, sizes and strides that it had."""
+        are_as_found = (np.array_equal(read(places), found) for read, places, found in self._reads)
+        return all(are_as_found) and self._look_at_others() == self._looks
+
+    def _look_at_others(self) -> list[list[Any]]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [list(map(look, self._others)) for look in _LOOKS]
+
+
+class _ObjectLayout(NamedTuple):
+    """Where torch's objects have what `TensorPlaces` reads, in words from their beginnings.
+
+    `impl`: in a Python tensor, the address of its C++ object. `storage`: in that, the address of the storage's; `form`:
+    there too, the number of dims, five sizes, five strides, the offset, the number of elements. `data`: in a storage,
+    the address of its memory.
+    """
+
+    impl: int
+    storage: int
+    form: int
+    data: int
+
+
+@functools.cache
+def _object_layout() -> _ObjectLayout | None:
+    """Found by looking for what torch tells of some tensors in their objects; None where it is not there."""
+    plain = [torch.empty(9999, dtype=torch.uint8).as_strided(*form) for form in _SAMPLES]
+    tensors = [*plain, torch.nn.Parameter(plain[0], requires_grad=False)]
+
+    def find(address: Callable[[Any], int], told: Callable[[Any], Sequence[int]]) -> int | None:
+        """The first word of the objects from which on each has what was told of it."""
+        places = [(word_of(address(tensor)), told(tensor)) for tensor in tensors]
+        for number in range(_LOOKED_AT_WORDS):
+            if all([*words_at(range(n := first + number, n + len(values)))] == values for first, values in places):
+                return number
+        return None
+
+    storage_of, impl_of = torch.Tensor.untyped_storage, operator.attrgetter("_cdata")
+    impl = find(id, lambda t: [t._cdata])
+    storage = find(impl_of, lambda t: [storage_of(t)._cdata])
+    form = find(impl_of, lambda t: [t.ndim, *t.shape, *t.stride(), t.storage_offset(), t.numel()])
+    data = find(lambda t: storage_of(t)._cdata, lambda t: [storage_of(t).data_ptr()])
+    if impl is None or storage is None or form is None or data is None:
+        return None
+    return _ObjectLayout(impl, storage, form, data)
+
+
+def word_of(address: Any) -> Any:
+    """The word at an address of this process, or at each of an array's, for `words_at`."""
+    return address // 8 - 1
+
+
+def words_of(objects: Sequence[object]) -> Ints:
+    """The first word of each object."""
+    return np.asarray(word_of(np.fromiter(map(id, objects), np.int64, len(objects))))
+
+
+def words_at(places: Ints | Sequence[int]) -> Ints:
+    """What stands in these words, for what Python and torch tell of one object at a time, of tens of thousands.
+
+    They have to belong to objects that are alive.
+    """
+    return _WORDS[places]
+
+
+def _forms_at(places: Ints) -> Ints:
+    return _FORMS[places].view(np.int64).reshape(-1, _FORM_WORDS)
 
 
 def is_plain(target: torch.Tensor, source: torch.Tensor) -> bool:
@@ -103,8 +232,9 @@ class PreparedCopies:
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, runs_once: bool = False
     ) -> None:
         self._tensors = targets, sources
-        self._addresses = list(map(_address, targets))
-        if 0 in self._addresses and any(t.nbytes for t in targets if not t.data_ptr()):
+        self._places = None if runs_once else TensorPlaces(targets)
+        addresses = list(map(_address, targets)) if self._places is None else self._places.addresses
+        if 0 in addresses and any(t.nbytes for t in targets if not t.data_ptr()):
             raise RuntimeError("the memory that is to be written was freed: its tensor has none")
         self._jobs: list[Job] = []
         self._num_bytes = 0
@@ -142,7 +272,7 @@ class PreparedCopies:
 
     def are_in_place(self) -> bool:
         """Whether the targets have the memory that they had: to copy to where another's may be by now ends badly."""
-        return list(map(_address, self._tensors[0])) == self._addresses
+        return self._places is not None and self._places.are_same()
 
     def run(self) -> None:
         """Copy. Raises RuntimeError as torch does."""

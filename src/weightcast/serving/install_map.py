@@ -38,9 +38,10 @@ from weightcast.format.geometry import (
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import HeldBlock, HeldWeights
 from weightcast.format.tensor_digest import add, tensor_digest
+from weightcast.host.copy import TensorPlaces
 
 logger = logging.getLogger(__name__)
-_address, _strides, _modules = torch.Tensor.data_ptr, torch.Tensor.stride, operator.attrgetter("_modules")
+_modules = operator.attrgetter("_modules")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """A dtype for the bits of each size of element."""
 
@@ -171,8 +172,8 @@ class RecordedMap(InstallMap):
         """The modules that have any, and these."""
         self._owners = list[nn.Module](), list[str](), list[str]()
         """Of the live tensors: modules, whether as parameter or buffer, and as which."""
-        self._places = list[torch.Tensor](), list[int](), list[tuple[int, ...]]()
-        """The live tensors, with their addresses and strides."""
+        self._places = TensorPlaces([])
+        """Of the live tensors."""
         self._blocks: dict[tuple[str, Region | None], list[torch.Tensor]] = {}
         self._shapes = {spec.name: spec.shape for spec in catalog}
         self._regions: dict[str, list[tuple[Region, tuple[int, ...]]]] = {}
@@ -258,8 +259,7 @@ class RecordedMap(InstallMap):
         parents = [module for module in modules.values() if module._modules]
         self._tree = parents, list(_children(parents))
         self._owners = [each[0] for each in owners], [each[1] for each in owners], [each[2] for each in owners]
-        tensors = list(live.values())
-        self._places = tensors, list(map(_address, tensors)), list(map(_strides, tensors))
+        self._places = TensorPlaces(list(live.values()))
         return True
 
     def _is_in_place(self) -> bool:
@@ -269,17 +269,13 @@ class RecordedMap(InstallMap):
         """
         parents, children = self._tree
         owners, kinds, leaves = self._owners
-        tensors, addresses, strides = self._places
-        found = list(_children(parents))
-        # Engines' classes of parameters may answer each call in Python.
-        with torch._C.DisableTorchFunctionSubclass():
-            return (
-                len(found) == len(children)
-                and all(map(operator.is_, found, children))
-                and all(map(operator.is_, map(dict.get, map(getattr, owners, kinds), leaves), tensors))
-                and list(map(_address, tensors)) == addresses
-                and list(map(_strides, tensors)) == strides
-            )
+        found, tensors = list(_children(parents)), map(dict.get, map(getattr, owners, kinds), leaves)
+        return (
+            len(found) == len(children)
+            and all(map(operator.is_, found, children))
+            and all(map(operator.is_, tensors, self._live.values()))
+            and self._places.are_same()
+        )
 
     def digests(self, name: str, sources: Sequence[torch.Tensor]) -> list[str]:
         dtypes = (self._targets[copy.target].dtype for copy in self._copies[name])

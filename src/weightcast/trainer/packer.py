@@ -50,7 +50,7 @@ from weightcast.format.geometry import (
 )
 from weightcast.format.manifest import ITEMSIZE_BYTES, Manifest, TensorSpec, WeightVersion
 from weightcast.host import device as host_device
-from weightcast.host.copy import Job, copy_all, copy_plain, is_plain, small_copies
+from weightcast.host.copy import Job, TensorPlaces, copy_all, copy_plain, is_plain, small_copies
 from weightcast.host.memory import collector_paused
 from weightcast.seams.source import Held, Regions
 
@@ -490,29 +490,28 @@ class SeenRegions:
 
     def __init__(self, regions: Regions) -> None:
         self.regions, self._held = regions, list(itertools.chain.from_iterable(regions.values()))
-        self._views = [view for _, view in self._held]
-        self._addresses = list(map(torch.Tensor.data_ptr, self._views))
+        self._places = TensorPlaces([view for _, view in self._held])
 
     def is_of(self, regions: Regions) -> bool:
         """Whether the source gives the same object again. Raises IncompatibleWeightsError if its views have moved."""
         if regions is not self.regions:
             return False
         held = list(itertools.chain.from_iterable(regions.values()))
-        views = self._views
-        if len(held) != len(views) or not all(map(operator.is_, held, self._held)):
-            views = [view for _, view in held]
-            if [*map(_read_as, held)] != [*map(_read_as, self._held)]:
-                problem = "found other regions, or views of other shapes, strides or dtypes, in the same object"
-                raise _misfit([problem], "where tensors change, have regions() return another object")
-        addresses = list(map(torch.Tensor.data_ptr, views))
-        if addresses != self._addresses:
+        are_kept = len(held) == len(self._held) and all(map(operator.is_, held, self._held))
+        if are_kept and self._places.are_same():
+            return True
+        addresses, formers = [view.data_ptr() for _, view in held], self._places.addresses
+        if addresses != formers and len(held) == len(formers):
             names = [name for name, parts in regions.items() for _ in parts]
             moved = [
                 f"{name!r}: found a view at {address:#x}, expected it at {former:#x}"
-                for name, address, former in zip(names, addresses, self._addresses, strict=False)
+                for name, address, former in zip(names, addresses, formers, strict=True)
                 if address != former
-            ] or [f"found {len(addresses)} views, expected {len(self._addresses)}"]
+            ]
             raise _misfit(moved, "where tensors move, have regions() return another object")
+        if are_kept or [*map(_read_as, held)] != [*map(_read_as, self._held)]:
+            problem = "found other regions, or views of other shapes, strides or dtypes, in the same object"
+            raise _misfit([problem], "where tensors change, have regions() return another object")
         return True
 
 
