@@ -127,9 +127,8 @@ def by_dry_run(model: nn.Module, trial: Trial, manifest: Manifest, *, is_alone: 
             problems += _differences(name, offered[name], held)
     twins = _tied(model, outcome.targets.keys())
     for target in outcome.targets.values():
-        for names in target.loaded.values():
-            if len(names) > 1:
-                problems.append(f"{' and '.join(map(repr, sorted(names)))} are both loaded into {target.name}")
+        for names in target.twice.values():
+            problems.append(f"{' and '.join(map(repr, sorted(names)))} are both loaded into {target.name}")
         if target.is_parameter and target.num_unset and target.name not in twins:
             whole = math.prod(target.form.shape)
             problems.append(f"missing tensors: {target.num_unset} of {whole} elements of {target.name} are not set")

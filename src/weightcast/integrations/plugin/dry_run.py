@@ -15,6 +15,7 @@ import functools
 import itertools
 import logging
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -36,40 +37,45 @@ logger = logging.getLogger(__name__)
 MAX_FAULTS = 64
 """After so many tensors at which the loader failed the rest is not tried: each costs another run."""
 
+Modules: TypeAlias = Sequence[tuple[str, nn.Module]]
+"""A model's own and all inside it, by name."""
+
 Form: TypeAlias = Callable[[nn.Module], tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
 """A layer's parameters and buffers in the form that its loader fills; those without memory are followed."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class DryRunTarget:
-    """A parameter or buffer of the model in checkpoint form. `loaded`: the blocks that were set, and from which names.
+    """A parameter or buffer of the model in checkpoint form. `loaded`: the blocks that were set, each from which name.
 
-    Names that one write has its values from, such as a concatenation, are one entry there. `padded`: blocks that the
-    loader filled with a constant. `num_set`: elements of all of them.
+    Names that one write has its values from, such as a concatenation, are one there. `twice`: of blocks that were set
+    from several, all of them. `padded`: blocks that the loader filled with a constant, as keys. `num_set`: elements of
+    all of them. Of these there are as many as tensors: none is anything for the garbage collector to look at.
     """
 
     name: str
     form: TargetForm
     is_parameter: bool
-    loaded: dict[StridedBlock, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    padded: set[StridedBlock] = dataclasses.field(default_factory=set)
+    loaded: dict[StridedBlock, str] = dataclasses.field(default_factory=dict)
+    twice: dict[StridedBlock, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    padded: dict[StridedBlock, None] = dataclasses.field(default_factory=dict)
     num_set: int = 0
 
     def load(self, block: StridedBlock, num_elements: int, names: str) -> None:
         """A block was set from these names."""
         known = self.loaded.get(block)
         if known is None:
-            self.loaded[block] = (names,)
+            self.loaded[block] = names
             if not self.padded or block not in self.padded:
                 self.num_set += num_elements
-        elif names not in known:
-            self.loaded[block] = (*known, names)
+        elif names not in (all_known := self.twice.get(block, (known,))):
+            self.twice[block] = (*all_known, names)
 
     def pad(self, block: StridedBlock, num_elements: int) -> None:
         """A block was set to a constant."""
         if block not in self.padded and block not in self.loaded:
             self.num_set += num_elements
-        self.padded.add(block)
+        self.padded[block] = None
 
     @property
     def num_unset(self) -> int:
@@ -113,34 +119,34 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
     sees_all = False
     while True:
         fault = ""
-        with _without_memory(model, form) as (targets, is_explained):
-            probe = _Probe(targets, [spec for spec in specs if spec.name not in faults])
-            live = _writes_to_live_tensors(model)
+        modules, exchange = list(model.named_modules()), _Exchange()
+        with exchange.of(modules, form):
+            probe = _Probe(exchange.targets, [spec for spec in specs if spec.name not in faults])
             with probe if sees_all else _copies_seen_by(probe):
                 try:
                     loader.load_weights(probe.sources())
                 except Exception as exc:
                     fault = f"{type(exc).__name__}: {exc}"
-            probe.look_for_writes()
-            # Copies of what has no memory are counted as writes, and are none.
-            skipped = Counter(map(_address, probe.beside))
-            written = [name for name, (t, count) in live.items() if t._version > count + skipped[_address(t)]]
-            if not sees_all and (fault or not probe.knows_all or not is_explained()):
-                sees_all = True
-                continue
+        if not sees_all and (fault or not probe.knows_all or not exchange.is_explained()):
+            sees_all = True
+            continue
+        probe.look_for_writes()
+        # Copies of what has no memory are counted as writes, and are none.
+        skipped = Counter(map(_address, probe.beside))
+        written = [name for name, (t, count) in exchange.live.items() if t._version > count + skipped[_address(t)]]
         if written:
             logger.warning(
                 "the loader of %s writes to %s by itself, also when it is tried without weights",
                 type(model).__name__,
                 listed(written, separator=", "),
             )
-            probe.beside += (live[name][0] for name in written)
+            probe.beside += (exchange.live[name][0] for name in written)
         if fault:
             faults[probe.current] = fault
         if not fault or not probe.current or len(faults) == MAX_FAULTS:
             return DryRunOutcome(
                 faults=faults,
-                targets={target.name: target for target in targets.values()},
+                targets={target.name: target for target in exchange.targets.values()},
                 used=probe.used,
                 copies=probe.copies,
                 opaque=probe.opaque_names(),
@@ -148,16 +154,6 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
                 together=probe.together,
                 overwritten=frozenset(probe.overwritten),
             )
-
-
-def _writes_to_live_tensors(model: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
-    """The tensors that modules have besides parameters and buffers, and how often each was written to until now."""
-    return {
-        f"{prefix}.{name}" if prefix else name: (value, value._version)
-        for prefix, layer in model.named_modules()
-        for name, value in vars(layer).items()
-        if isinstance(value, torch.Tensor) and not value.is_meta and not value.is_inference()
-    }
 
 
 @contextlib.contextmanager
@@ -169,7 +165,7 @@ def _copies_seen_by(probe: _Probe) -> Iterator[None]:
     of_run = [probe]  # torch keeps these functions until others take their place
 
     def copied(part: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        of_run[0].written(part, source)
+        of_run[0].copied(part, source)
         return part
 
     def filled(part: torch.Tensor, *value: Any) -> torch.Tensor:
@@ -193,59 +189,106 @@ def _copies_seen_by(probe: _Probe) -> Iterator[None]:
             yield
     finally:
         of_run.clear()
+        probe.settle()
 
 
-@contextlib.contextmanager
-def _without_memory(model: nn.Module, form: Form) -> Iterator[tuple[dict[int, DryRunTarget], Callable[[], bool]]]:
-    """Give each module private tensors in checkpoint form; yields them by their storage's address.
+@dataclasses.dataclass
+class _Exchange:
+    """Modules that have tensors without memory for a while: the `targets`, by their storage's address."""
 
-    Also whether what was written to them is all that there is: no parameter is unset, and no module has other tensors.
-    """
-    saved: list[tuple[nn.Module, dict[str, Any]]] = []
-    targets: dict[int, DryRunTarget] = {}
-    unset: dict[int, list[DryRunTarget]] = {}  # by the live parameter, which may have several names
-    alive: list[torch.UntypedStorage] = []  # one that the loader drops would leave its address to the next
+    targets: dict[int, DryRunTarget] = dataclasses.field(default_factory=dict)
+    live: dict[str, tuple[torch.Tensor, int]] = dataclasses.field(default_factory=dict)
+    """The tensors that modules have besides parameters and buffers, and how often each was written to before."""
+    _parameters: list[tuple[int, DryRunTarget]] = dataclasses.field(default_factory=list)
+    """Each with the live parameter, which may have several names."""
+    _left: list[Mapping[str, torch.Tensor | None]] = dataclasses.field(default_factory=list)
+    """The parameters and the buffers that modules had in the end."""
+    _changed: list[tuple[list[Any], list[Any]]] = dataclasses.field(default_factory=list)
+    """Of modules with other attributes in the end: what these were before, and in the end."""
+    _alive: list[torch.UntypedStorage] = dataclasses.field(default_factory=list)
+    """A storage that the loader drops would leave its address to the next."""
+    _tuples: dict[tuple[int, ...], tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    """Equal shapes and strides are one object: few differ."""
 
-    def is_explained() -> bool:
-        if any(all(target.num_unset for target in of_one) for of_one in unset.values()):
+    @contextlib.contextmanager
+    def of(self, modules: Modules, form: Form) -> Iterator[None]:
+        """Give each module private tensors in checkpoint form, and put back afterwards what it had."""
+        exchanged: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes of each module, and what they were
+        plain: set[type] = set()  # attributes are of few types, most of them no tensors'
+        try:
+            # Engines' classes of parameters may answer each call in Python.
+            with torch._C.DisableTorchFunctionSubclass():
+                for prefix, layer in modules:
+                    attributes = layer.__dict__
+                    before, (parameters, buffers) = dict(attributes), form(layer)
+                    exchanged.append((attributes, before))
+                    if new := {*map(type, before.values())} - plain:
+                        plain |= {kind for kind in new if not issubclass(kind, torch.Tensor)}
+                        for name, value in before.items():
+                            if isinstance(value, torch.Tensor) and not value.is_meta and not value.is_inference():
+                                self.live[f"{prefix}.{name}" if prefix else name] = value, value._version
+                    made = parameters, buffers, set(layer._non_persistent_buffers_set)
+                    attributes.update(zip(_EXCHANGED, made, strict=True))
+                    for name, tensor in itertools.chain(parameters.items(), buffers.items()):
+                        if tensor.is_meta:
+                            target = self._target(f"{prefix}.{name}" if prefix else name, tensor, name in parameters)
+                            if target.is_parameter:
+                                self._parameters.append((id(before["_parameters"].get(name)), target))
+            yield
+        finally:
+            for attributes, before in exchanged:
+                self._left += filter(None, (attributes.get("_parameters"), attributes.get("_buffers")))
+                for kind in _EXCHANGED:
+                    attributes[kind] = before[kind]
+                if [*attributes] != [*before] or not all(map(operator.is_, attributes.values(), before.values())):
+                    self._changed.append(([*before.values()], [*attributes.values()]))
+                    attributes.clear()
+                    attributes.update(before)
+
+    def _target(self, name: str, tensor: torch.Tensor, is_parameter: bool) -> DryRunTarget:
+        storage = tensor.untyped_storage()
+        self._alive.append(storage)
+        shape, strides, one_of = tuple(tensor.shape), tensor.stride(), self._tuples.setdefault
+        form = TargetForm(one_of(shape, shape), one_of(strides, strides), tensor.dtype)
+        target = self.targets[storage._cdata] = DryRunTarget(name, form, is_parameter)
+        return target
+
+    def is_explained(self) -> bool:
+        """Afterwards: whether what was written to targets is all that the loader has left behind.
+
+        No parameter is unset, and no module has other tensors.
+        """
+        whole = {live for live, target in self._parameters if not target.num_unset}
+        if any(live not in whole for live, _ in self._parameters):
             return False
-        for layer, attributes in saved:
-            for tensor in (*layer._parameters.values(), *layer._buffers.values()):
-                if tensor is not None and tensor.is_meta and _address(tensor) not in targets:
-                    return False
+        # Engines' classes of parameters may answer each call in Python.
+        with torch._C.DisableTorchFunctionSubclass():
+            left = [tensor for tensors in self._left for tensor in tensors.values() if tensor is not None]
+            if not self.targets.keys() >= {_address(tensor) for tensor in left if tensor.is_meta}:
+                return False
+        for before, after in self._changed:
             # One that was deleted shifts the rest: then all of them count as made.
-            pairs = itertools.zip_longest(vars(layer).values(), attributes.values())
-            for made in [value for value, former in pairs if value is not former]:
-                if isinstance(made, torch.Tensor):
-                    return False
+            pairs = itertools.zip_longest(after, before)
+            if any(isinstance(value, torch.Tensor) for value, former in pairs if value is not former):
+                return False
         return True
 
-    try:
-        for prefix, layer in model.named_modules():
-            saved.append((layer, dict(layer.__dict__)))
-            live = dict(layer._parameters)
-            parameters, buffers = form(layer)
-            layer.__dict__.update(_parameters=parameters, _buffers=buffers)
-            layer.__dict__["_non_persistent_buffers_set"] = set(layer._non_persistent_buffers_set)
-            for name, tensor in [*parameters.items(), *buffers.items()]:
-                if tensor.is_meta:
-                    full = f"{prefix}.{name}" if prefix else name
-                    held = TargetForm(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-                    storage = tensor.untyped_storage()
-                    alive.append(storage)
-                    target = targets[storage._cdata] = DryRunTarget(full, held, name in parameters)
-                    if name in parameters:
-                        unset.setdefault(id(live.get(name)), []).append(target)
-        yield targets, is_explained
-    finally:
-        for layer, attributes in saved:
-            layer.__dict__.clear()
-            layer.__dict__.update(attributes)
+
+_EXCHANGED = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+"""Of a module's attributes."""
 
 
 def present(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
     """Those of a module's parameters or buffers that are there."""
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def twin(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory, of the same class and attributes, its loader among them."""
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    made = torch.Tensor._make_subclass(type(tensor), empty, tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)
+    return made
 
 
 class _Whole(NamedTuple):
@@ -286,6 +329,8 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tuples: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._given: dict[str, torch.Tensor] = {}
         self._wholes: dict[int, _Whole] = {}
+        self._plain: list[tuple[Any, ...]] = []
+        """Copies that are known to be no more than that, and are still to be noted."""
         # A storage that is freed leaves its address to the next.
         self._alive: list[torch.UntypedStorage] = []
 
@@ -359,8 +404,40 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._inherit(func, [*args, *(kwargs or {}).values()], out)
         return out
 
+    def copied(self, part: torch.Tensor, source: torch.Tensor) -> None:
+        """`written`, for copies: what is common is noted later, all at once. A loader may make one for each tensor."""
+        target = self.targets.get(part.untyped_storage()._cdata)
+        name = self._sources.get(source.untyped_storage()._cdata)
+        sizes, num_elements = part.shape, part.numel()
+        if (
+            target is None
+            or name is None
+            or source.shape != sizes
+            or part.dtype != target.form.dtype
+            or not self._is_as_it_came(source, name)
+            or not num_elements
+        ):
+            self.written(part, source)
+        else:
+            held = source.storage_offset(), source.stride()
+            self._plain.append((name, *held, target, part.storage_offset(), sizes, part.stride(), num_elements))
+
+    def settle(self) -> None:
+        """Note the copies that are still to be noted."""
+        plain, self._plain = self._plain, []
+        one_of = self._tuples.setdefault  # equal sizes and strides are one object: few differ
+        for name, source_offset, source_strides, target, offset, sizes, strides, num_elements in plain:
+            known_sizes = one_of(sizes, sizes)
+            block = StridedBlock(offset, known_sizes, one_of(strides, strides))
+            source = StridedBlock(source_offset, known_sizes, one_of(source_strides, source_strides))
+            target.load(block, num_elements, name)
+            self._use(name, num_elements, target.form.dtype)
+            self.copies.append(RecordedCopy(name, source, target.name, block))
+
     def written(self, part: torch.Tensor, source: torch.Tensor | None) -> None:
         """A copy of `source` to `part`, or of a constant. Raises RuntimeError for another shape."""
+        if self._plain:
+            self.settle()
         address = _address(part)
         target = self.targets.get(address)
         if target is None and (overwritten := self._sources.get(address)) is not None:
@@ -484,8 +561,16 @@ def _used(num_elements: int, dtypes: frozenset[torch.dtype], dtype: torch.dtype)
     return num_elements, dtypes | {dtype}
 
 
+_META = torch.device("meta")
+
+
+@functools.lru_cache(maxsize=1024)
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device=_META).stride()
+
+
 def _source(spec: TensorSpec) -> torch.Tensor:
-    return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
+    return torch.empty_strided(spec.shape, _row_major(spec.shape), dtype=TORCH_DTYPES[spec.dtype], device=_META)
 
 
 _source_outside = torch.inference_mode(False)(_source)

@@ -19,7 +19,7 @@ from weightcast.errors import InstallError
 from weightcast.host import device as host_device
 from weightcast.integrations.plugin.acceptance import Acceptance, acceptance
 from weightcast.integrations.plugin.checkpoint_header import reference
-from weightcast.integrations.plugin.dry_run import dry_run, present
+from weightcast.integrations.plugin.dry_run import dry_run, present, twin
 from weightcast.integrations.plugin.model import Agree, LoaderEngine, Tensors, alone
 from weightcast.integrations.sglang import internals
 
@@ -127,15 +127,7 @@ def _held(model: nn.Module) -> list[object]:
 
 def _without_memory(layer: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The layer's tensors as they are, but for their memory: SGLang serves unquantised weights as it loads them."""
-    parameters = {name: _twin(tensor) for name, tensor in present(layer._parameters).items()}
+    parameters = {name: twin(tensor) for name, tensor in present(layer._parameters).items()}
     # Loaders read maps of experts and the like, which are integers.
-    buffers = {name: _twin(t) if t.is_floating_point() else t for name, t in present(layer._buffers).items()}
+    buffers = {name: twin(t) if t.is_floating_point() else t for name, t in present(layer._buffers).items()}
     return parameters, buffers
-
-
-def _twin(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory, of the same class and attributes, its loader among them."""
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    made = torch.Tensor._make_subclass(type(tensor), empty, tensor.requires_grad)
-    made.__dict__.update(tensor.__dict__)
-    return made

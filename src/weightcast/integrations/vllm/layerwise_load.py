@@ -25,7 +25,7 @@ from torch import nn
 
 from weightcast.errors import InstallError, UnsupportedError
 from weightcast.host.closing import on_failure
-from weightcast.integrations.plugin.dry_run import present
+from weightcast.integrations.plugin.dry_run import present, twin
 from weightcast.integrations.vllm import internals
 
 Tensors = dict[str, torch.Tensor]
@@ -208,18 +208,18 @@ def _is_cpu_experts(layer: nn.Module) -> bool:
 def in_checkpoint_form(layer: nn.Module) -> tuple[Tensors, Tensors]:
     """Its parameters and buffers without memory, as vLLM noted them at start-up; not those that vLLM leaves live."""
     vllm = internals.require()
-    parameters, buffers = (
-        {name: without_memory(tensor, layer) for name, tensor in noted.items() if name not in vllm.kept_tensors}
-        for noted in vllm.layer_info(layer).restore_metadata
+    parameters, buffers = vllm.layer_info(layer).restore_metadata
+    kept = vllm.kept_tensors
+    return (
+        {name: without_memory(tensor, layer) for name, tensor in parameters.items() if name not in kept},
+        {name: without_memory(tensor, layer) for name, tensor in buffers.items() if name not in kept},
     )
-    return parameters, buffers
 
 
 def without_memory(tensor: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-    """A tensor of the same class and attributes, with the loader that it had at start-up."""
+    """A `twin`, with the loader that the tensor had at start-up."""
     vllm = internals.require()
-    with torch.device("meta"):
-        made = vllm.with_layer(vllm.made_of(tensor), layer)
+    made = vllm.with_layer(twin(tensor), layer)
     # After a reload by vLLM itself its record keeps the loader of that reload, which would load nothing.
     made.weight_loader = vllm.original_loader(made)  # type: ignore[attr-defined]
     return made

@@ -18,6 +18,7 @@ from torch import nn
 
 from weightcast.format.manifest import TensorSpec
 from weightcast.host import device as host_device
+from weightcast.host.memory import collector_paused
 from weightcast.integrations.plugin import checkpoint_header
 from weightcast.integrations.plugin import dry_run as loader_dry_run
 from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer, acceptance
@@ -73,69 +74,60 @@ class VllmModel(LoaderEngine):
         self._reload.abort()
 
 
+@collector_paused()
 def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> DryRunOutcome:
     """What vLLM's loader would do with tensors of these names, shapes and dtypes, in this order.
 
     `calls` counts those into what `layerwise_load.Filling` fills.
     """
-    names = {layer: name for name, layer in model.named_modules()}
+    modules = dict(model.named_modules())
+    names = {layer: name for name, layer in modules.items()}
     calls: Counter[str] = Counter()
-
-    def form(layer: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        name = names[layer]
-
-        def count() -> None:
-            calls[name] += 1
-
-        return _checkpoint_form(layer, count)
-
     with internals.require().current_config(vllm_config):
-        outcome = loader_dry_run.dry_run(model, form, specs)
+        outcome = loader_dry_run.dry_run(model, lambda layer: _checkpoint_form(layer, calls, names[layer]), specs)
     # vLLM packs these, so that a copy to their parameters is not all.
     opaque = dict(outcome.opaque)
-    modules = dict(model.named_modules())
-    reasons = {
-        target: f"vLLM keeps {layer} in another form than a checkpoint's"
-        for target in dict.fromkeys(copy.target for copy in outcome.copies)
-        if not has_plain_weights(modules[layer := target.rpartition(".")[0]])
-    }
-    for copy in outcome.copies:
-        if copy.target in reasons:
-            opaque.setdefault(copy.name, reasons[copy.target])
+    reasons: dict[str, str] = {}
     # What is set in layers that must be filled by their loaders, but by other means.
     passed_by = []
     for target in outcome.targets.values():
-        layer = target.name.rpartition(".")[0]
-        if target.loaded and not calls[layer] and is_packed(model.get_submodule(layer)):
-            passed_by.append(target.name)
+        if target.loaded:
+            name = target.name.rpartition(".")[0]
+            layer = modules[name]
+            if not has_plain_weights(layer):
+                reasons[target.name] = f"vLLM keeps {name} in another form than a checkpoint's"
+            if name not in calls and is_packed(layer):
+                passed_by.append(target.name)
+    for copy in outcome.copies if reasons else ():
+        if copy.target in reasons:
+            opaque.setdefault(copy.name, reasons[copy.target])
     faults = {"": f"without a call of their loaders it sets {', '.join(passed_by)}"} if passed_by else {}
     return dataclasses.replace(outcome, calls=calls, faults=outcome.faults | faults, opaque=opaque)
 
 
 def _checkpoint_form(
-    layer: nn.Module, on_call: Callable[[], None]
+    layer: nn.Module, calls: Counter[str], name: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The layer's parameters and buffers as they were before they were packed, as vLLM noted them at start-up."""
     vllm = internals.require()
-    live = present(layer._parameters), present(layer._buffers)
     if type(layer).__name__ in vllm.kept_modules:
-        return live
+        return present(layer._parameters), present(layer._buffers)
     noted = in_checkpoint_form(layer)
-    if is_packed(layer):
+    if any(noted) and is_packed(layer):
         for tensor in itertools.chain.from_iterable(tensors.values() for tensors in noted):
-            tensor.weight_loader = _counted(tensor.weight_loader, on_call)  # type: ignore[attr-defined]
-    for made, held in zip(noted, live, strict=True):
+            tensor.weight_loader = _counted(tensor.weight_loader, calls, name)  # type: ignore[attr-defined]
+    for made, held in zip(noted, (present(layer._parameters), present(layer._buffers)), strict=True):
         # Of what vLLM leaves live in a reload, biases are loaded; maps of experts are read by loaders.
-        for name, tensor in held.items():
-            if name in vllm.kept_tensors:
-                made[name] = without_memory(tensor, layer) if tensor.is_floating_point() else tensor
+        for kept, tensor in held.items():
+            if kept in vllm.kept_tensors:
+                made[kept] = without_memory(tensor, layer) if tensor.is_floating_point() else tensor
     return noted
 
 
-def _counted(loader: Callable[..., Any], on_call: Callable[[], None]) -> Callable[..., Any]:
+def _counted(loader: Callable[..., Any], calls: Counter[str], name: str) -> Callable[..., Any]:
     @functools.wraps(loader)
     def load(*args: Any, **kwargs: Any) -> Any:
-        on_call()
+        calls[name] += 1
         return loader(*args, **kwargs)
 
     return load
