@@ -225,3 +225,33 @@ def test_what_a_source_was_changed_with_goes_with_it() -> None:
     both = {"weights.0", "weights.1"}
     assert outcome.together == {"weights.0": both, "weights.1": both}
     assert set(outcome.opaque) == both
+
+
+def test_only_what_is_installed_to_is_looked_up_again() -> None:
+    """An engine may put other children, and the same ones again, while it serves."""
+    shapes = {name: (4, 3, torch.float32, False) for name in ("a", "b")}
+    steps = [Step(name, 0, 4, name, 0, turned=False) for name in shapes]
+    tensors = {name: torch.randn(4, 3) for name in shapes}
+    model = Program(shapes, steps)
+    install_map = recorded(model, tensors)
+    model.load_weights(tensors.items())
+    install_map.prove((name, install_map.cut(name, tensor)) for name, tensor in tensors.items())
+    assert install_map.bind()
+    live = install_map.live
+    model.add_module("graph", nn.Identity())
+    layer = model.a
+    del model.a
+    model.a = layer
+    assert install_map.bind()
+    assert install_map.live is live
+    model.b.weight.data = torch.zeros(4, 3)
+    assert install_map.bind()
+    assert install_map.live is not live
+    live = install_map.live
+    model.b.weight = nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+    assert install_map.bind()
+    assert install_map.live is not live
+    assert install_map.live["b.weight"] is model.b.weight
+    del model.b.weight
+    assert not install_map.bind()
+    assert install_map.is_stale

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -127,3 +128,25 @@ def test_an_error_of_a_helper_is_the_callers_and_the_team_goes_on(monkeypatch: p
         assert sorted(done) == [1, 2]
         assert seen() is None, "what failed is kept"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("weightcast-copy")]
+
+
+def test_what_torch_copies_is_shared_out_by_bytes_and_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of padded targets are no plain copies: one call for all of them would keep the other threads waiting."""
+    monkeypatch.setattr(host_copy, "_PIECE_BYTES", 4 * LARGE)
+    sizes: list[tuple[int, int]] = []
+    copy_batch = host_copy._copy_batch
+
+    def noted(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        sizes.append((len(targets), sum(target.nbytes for target in targets)))
+        copy_batch(targets, sources)
+
+    monkeypatch.setattr(host_copy, "_copy_batch", noted)
+    sources = [_random((LARGE // 64, 32)) for _ in range(21)]
+    targets = [torch.zeros(LARGE // 64, 40, dtype=torch.bfloat16)[:, :32] for _ in sources]
+    copy_all(targets, sources)
+    assert all(_same(t, s) for t, s in zip(targets, sources, strict=True))
+    assert sorted(sizes, reverse=True) == [(4, 4 * LARGE)] * 5 + [(1, LARGE)]
+    sizes.clear()
+    monkeypatch.setattr(host_copy, "_BATCH_TENSORS", 2)
+    copy_all(targets, sources)
+    assert sorted(sizes, reverse=True) == [(2, 2 * LARGE)] * 10 + [(1, LARGE)]

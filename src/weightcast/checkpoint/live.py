@@ -485,19 +485,19 @@ class TensorChangeDetector:
             registers += [part._parameters, part._modules]
             if with_buffers:
                 registers.append(part._buffers)
-        self._registers = _Registers(registers)
-        tensors = (value for value in self._registers.values if isinstance(value, torch.Tensor))
+        self._members = ModuleMembers(registers)
+        tensors = (value for value in self._members.values if isinstance(value, torch.Tensor))
         self._places = TensorPlaces(list(map(sharding.local_tensor, tensors)))
 
     def has_changed(self) -> bool:
         return self.has_other_members() or not self._places.are_same()
 
     def has_other_members(self) -> bool:
-        return self._registers.have_changed()
+        return self._members.have_changed()
 
 
-class _Registers:
-    """Modules' mappings of parameters, buffers and children, and the `values` that were in them.
+class ModuleMembers:
+    """Modules' own mappings of parameters, buffers and children, and the `values` that were in them.
 
     CPython counts the changes of a dict (PEP 509), until 3.14. Those counts are read for all of them at once, and what
     is in the dicts is compared only where a count is another.

@@ -362,9 +362,13 @@ def _copy_by_pinned_slots(loads: Sequence[list[Pair]]) -> None:
 
 
 def _batches(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Iterator[Job]:
-    for start in range(0, len(targets), _BATCH_TENSORS):
-        part = slice(start, start + _BATCH_TENSORS)
-        yield functools.partial(_copy_batch, targets[part], sources[part])
+    """Jobs that copy all of these, none of which is much longer than others."""
+    start, batch_bytes = 0, 0
+    for end, num_bytes in enumerate(map(_num_bytes, targets), 1):
+        batch_bytes += num_bytes
+        if batch_bytes >= _PIECE_BYTES or end - start == _BATCH_TENSORS or end == len(targets):
+            yield functools.partial(_copy_batch, targets[start:end], sources[start:end])
+            start, batch_bytes = end, 0
 
 
 def small_copies(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Iterator[Job]:

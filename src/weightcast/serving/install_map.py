@@ -11,7 +11,6 @@ the recording could not follow stays with the loader, with a reason (`opaque`).
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import math
 import operator
@@ -22,7 +21,7 @@ import msgspec
 import torch
 from torch import nn
 
-from weightcast.checkpoint.live import InstallMap
+from weightcast.checkpoint.live import InstallMap, ModuleMembers
 from weightcast.errors import IntegrityError, ManifestError, UnsupportedError, malformed
 from weightcast.format.bucket import DTYPE_NAMES, narrow
 from weightcast.format.geometry import (
@@ -41,7 +40,6 @@ from weightcast.format.tensor_digest import add, tensor_digest
 from weightcast.host.copy import TensorPlaces
 
 logger = logging.getLogger(__name__)
-_modules = operator.attrgetter("_modules")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """A dtype for the bits of each size of element."""
 
@@ -168,10 +166,8 @@ class RecordedMap(InstallMap):
             self._opaque.setdefault(name, reason)
         self._proven = set[str]()
         super().__init__({})
-        self._tree = list[nn.Module](), list[object]()
-        """The modules that have any, and these."""
-        self._owners = list[nn.Module](), list[str](), list[str]()
-        """Of the live tensors: modules, whether as parameter or buffer, and as which."""
+        self._members = ModuleMembers([])
+        """The model's modules, and what those have that hold the live tensors."""
         self._places = TensorPlaces([])
         """Of the live tensors."""
         self._blocks: dict[tuple[str, Region | None], list[torch.Tensor]] = {}
@@ -236,46 +232,29 @@ class RecordedMap(InstallMap):
         """As above: where it is False, the model has to be recorded again."""
         if self.is_stale:
             return False
-        if self._live and self._is_in_place():
+        # An engine may put other memory behind a parameter.
+        if self._live and not self._members.have_changed() and self._places.are_same():
             return True
-        self._live, self._blocks = {}, {}
         modules = dict(self._model.named_modules())
-        owners: list[tuple[nn.Module, str, str]] = []
+        registers = [module._modules for module in modules.values()]
         live: dict[str, torch.Tensor] = {}
         for name, target in self._mapped_targets.items():
             parent, _, leaf = name.rpartition(".")
             module, tensor = modules.get(parent), None
             if module is not None:
-                kind = "_parameters" if leaf in module._parameters else "_buffers"
-                tensor = getattr(module, kind).get(leaf)
-                owners.append((module, kind, leaf))
+                register = module._parameters if leaf in module._parameters else module._buffers
+                tensor = register.get(leaf)
+                registers.append(register)
             form = None if tensor is None else TargetForm(tuple(tensor.shape), tensor.stride(), tensor.dtype)
             if tensor is None or tensor.is_meta or form != target:
                 logger.warning("%s is not as it was when the model's loader was tried: it is to be tried again", name)
-                self.is_stale = True
+                self._live, self.is_stale = {}, True
                 return False
             live[name] = tensor
-        self._live = live
-        parents = [module for module in modules.values() if module._modules]
-        self._tree = parents, list(_children(parents))
-        self._owners = [each[0] for each in owners], [each[1] for each in owners], [each[2] for each in owners]
-        self._places = TensorPlaces(list(live.values()))
+        self._members = ModuleMembers(registers)
+        if not (self._live and all(map(operator.is_, live.values(), self._live.values())) and self._places.are_same()):
+            self._live, self._blocks, self._places = live, {}, TensorPlaces(list(live.values()))
         return True
-
-    def _is_in_place(self) -> bool:
-        """Whether the same tensors have the same memory: an engine may put other memory behind a parameter.
-
-        Without Python for each of them: an engine is paused meanwhile.
-        """
-        parents, children = self._tree
-        owners, kinds, leaves = self._owners
-        found, tensors = list(_children(parents)), map(dict.get, map(getattr, owners, kinds), leaves)
-        return (
-            len(found) == len(children)
-            and all(map(operator.is_, found, children))
-            and all(map(operator.is_, tensors, self._live.values()))
-            and self._places.are_same()
-        )
 
     def digests(self, name: str, sources: Sequence[torch.Tensor]) -> list[str]:
         dtypes = (self._targets[copy.target].dtype for copy in self._copies[name])
@@ -416,10 +395,6 @@ def whole_digest(ranks: Mapping[int, HeldTensor]) -> str:
     except ManifestError as exc:
         raise UnsupportedError(f"its ranks do not hold all of it: {exc}") from exc
     return functools.reduce(add, (digest for digest, _ in found.values()), "0" * 32)
-
-
-def _children(modules: Iterable[nn.Module]) -> Iterable[nn.Module | None]:
-    return itertools.chain.from_iterable(map(dict.values, map(_modules, modules)))
 
 
 def _module(target: str) -> str:
