@@ -229,7 +229,7 @@ def test_what_a_source_was_changed_with_goes_with_it() -> None:
 
 def test_only_what_is_installed_to_is_looked_up_again() -> None:
     """An engine may put other children, and the same ones again, while it serves."""
-    shapes = {name: (4, 3, torch.float32, False) for name in ("a", "b")}
+    shapes = dict.fromkeys(("a", "b"), (4, 3, torch.float32, False))
     steps = [Step(name, 0, 4, name, 0, turned=False) for name in shapes]
     tensors = {name: torch.randn(4, 3) for name in shapes}
     model = Program(shapes, steps)
