@@ -6,6 +6,7 @@ import gc
 from collections import OrderedDict
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -94,6 +95,14 @@ def test_seven_dims_are_seen_in_another_order() -> None:
     places = TensorPlaces(tensors)
     tensors[1].transpose_(0, 6)
     assert not places.are_same()
+
+
+def test_memory_is_not_shown() -> None:
+    """A debugger shows the variables of modules, a report of an error those of functions."""
+    for value in vars(host_copy).values():
+        repr(value), str(value), f"{value}"
+    value = object()
+    assert type(host_copy.words_at(host_copy.words_of([value]))) is np.ndarray
 
 
 def test_no_tensors_have_not_moved() -> None:

@@ -42,12 +42,21 @@ _HOST_MEMORY = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0)).cast("
 _INLINE_DIMS = 5
 """torch's tensors have sizes and strides of more dims in memory of their own."""
 _FORM_WORDS = 1 + 2 * _INLINE_DIMS + 2
-_WORDS = np.frombuffer(_HOST_MEMORY.toreadonly()[8 : 1 << 62], dtype=np.int64)
-"""The same in words of 8 bytes, to be read, from the second one on: NumPy takes no array that begins at address 0."""
-_FORMS = np.ndarray(1 << 53, f"V{8 * _FORM_WORDS}", buffer=_WORDS, strides=(8,))
-"""So many words from each word on. No variable of a function is to have these arrays: who shows an error with those
-reads what is in them, to which most addresses do not belong."""
 
+
+class _Unshown(np.ndarray[Any, Any]):
+    """Most of this can't be read: no debugger and no report of an error is to try."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
+    __str__ = __repr__
+
+
+_WORDS = np.frombuffer(_HOST_MEMORY.toreadonly()[8 : 1 << 62], dtype=np.int64).view(_Unshown)
+"""The same in words of 8 bytes, to be read, from the second one on: NumPy takes no array that begins at address 0."""
+_FORMS = np.ndarray(1 << 53, f"V{8 * _FORM_WORDS}", buffer=_WORDS, strides=(8,)).view(_Unshown)
+"""So many words from each word on."""
 _PIECE_BYTES = 4 << 20
 _SMALL_BATCH_BYTES = 1 << 20
 _BATCH_TENSORS = 2048
@@ -181,11 +190,11 @@ def words_at(places: Ints | Sequence[int]) -> Ints:
 
     They have to belong to objects that are alive.
     """
-    return _WORDS[places]
+    return np.asarray(_WORDS[places])
 
 
 def _forms_at(places: Ints) -> Ints:
-    return _FORMS[places].view(np.int64).reshape(-1, _FORM_WORDS)
+    return np.asarray(_FORMS[places]).view(np.int64).reshape(-1, _FORM_WORDS)
 
 
 def is_plain(target: torch.Tensor, source: torch.Tensor) -> bool:
