@@ -314,7 +314,7 @@ def test_an_engine_that_is_late_to_end_an_aborted_version_stays_in_the_group_of_
     hall.sender.send(0, fill(hall.sender.buffer(0), hall.manifest, 1, 0))
     opening = Background(lambda: hall.sender.open(hall.manifest, version(2), peers=["a"], staged=True))
     deadline = Deadline(DEADLINE_SECONDS)
-    assert any(receiver._stream and receiver._stream.epoch == 2 for _ in deadline.polls(0.001, 0.01))
+    assert any(receiver._stream and receiver._stream.join.epoch == 2 for _ in deadline.polls(0.001, 0.01))
     reader = Reader(receiver, hall.manifest, version(2), staged=True)
     opening.result()
     for index in range(len(hall.manifest.buckets)):

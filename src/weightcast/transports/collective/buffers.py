@@ -48,12 +48,8 @@ class BucketTarget:
         """What is broadcast."""
         return self.buffer.flat(self.num_bytes)
 
-    @property
-    def destination(self) -> BucketBuffer:
-        """Where its bytes come to lie in the end."""
-        return self.buffer if self.staging is None else self.staging
 
-
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Writing:
     """A thread that may write to `targets`, also after its group was left."""
 
@@ -206,7 +202,7 @@ class ReceiveBuffers:
         buffer = self.buffer(index)
         # Another manifest's buckets may lie across.
         start, end = _span(buffer)
-        late = [_span(target.destination) for stream in self._left for target in stream.targets]
+        late = [_span(target.staging or target.buffer) for stream in self._left for target in stream.targets]
         if any(start < other_end and other_start < end for other_start, other_end in late):
             slots, sizes = self._memory.arena_layout.slots, self._memory.arena_layout.sizes_bytes
             largest = max(size for slot, size in zip(slots, sizes, strict=True) if slot == slots[index])
