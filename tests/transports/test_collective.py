@@ -279,6 +279,19 @@ def test_late_bytes_of_a_group_that_was_left_never_land_in_another_manifests_buc
         assert all(bool((part == 7).all()) for part in (place.header, place.payload))
 
 
+def test_a_worker_that_reads_along_keeps_no_memory_of_when_others_read_along_with_it() -> None:
+    with nothing_left(), contextlib.ExitStack() as stack:
+        buffers = ReceiveBuffers(RUN, "w#1", torch.device("cpu"), DEADLINE_SECONDS)
+        stack.callback(buffers.close)
+        others = SharedMemory(RUN, ("w", "w#1", "w#2"), DEADLINE_SECONDS)
+        stack.callback(others.close)
+        first = buffers.share(("w#2",))
+        buffers.read_from(others.address)
+        assert not buffers.is_shared
+        again = buffers.share(("w#2",))
+        assert again not in (first, others.address)
+
+
 class StillReceiving:
     """A stream whose broadcasts go on after it was left."""
 

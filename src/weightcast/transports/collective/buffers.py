@@ -19,6 +19,7 @@ from weightcast import registry
 from weightcast.errors import PeerTimeoutError, detached
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, place
 from weightcast.format.manifest import Manifest
+from weightcast.host.closing import on_failure
 from weightcast.seams.transport import Receiver
 from weightcast.transports.kept_memory import KeptMemory, allocate
 from weightcast.transports.receiving import PeerUpdate
@@ -145,16 +146,17 @@ class ReceiveBuffers:
         if self._shared is None or self._shared.readers != names:
             self._stop_sharing()
             if readers:
-                self._shared = SharedMemory(self._run, names, self._deadline_seconds)
-                self.read_from(self._shared.address)
+                shared = SharedMemory(self._run, names, self._deadline_seconds)
+                with on_failure(shared.close):
+                    self.read_from(shared.address)
+                self._shared = shared
         return self._address
 
     def read_from(self, address: str) -> None:
         """Read what another worker receives, or this one itself. Raises PeerError."""
         if self._address == address and self.reader is not None:
             return
-        if self.reader is not None:
-            self.reader.close()
+        self._stop_sharing()
         self.free()
         patience = self._deadline_seconds * _READERS_PATIENCE
         make = registry.transport(_SHARED).receiver
