@@ -279,6 +279,19 @@ def test_late_bytes_of_a_group_that_was_left_never_land_in_another_manifests_buc
         assert all(bool((part == 7).all()) for part in (place.header, place.payload))
 
 
+def test_a_worker_that_reads_along_keeps_no_memory_of_when_others_read_along_with_it() -> None:
+    with nothing_left(), contextlib.ExitStack() as stack:
+        buffers = ReceiveBuffers(RUN, "w#1", torch.device("cpu"), DEADLINE_SECONDS)
+        stack.callback(buffers.close)
+        others = SharedMemory(RUN, ("w", "w#1", "w#2"), DEADLINE_SECONDS)
+        stack.callback(others.close)
+        first = buffers.share(("w#2",))
+        buffers.read_from(others.address)
+        assert not buffers.is_shared
+        again = buffers.share(("w#2",))
+        assert again not in (first, others.address)
+
+
 class StillReceiving:
     """A stream whose broadcasts go on after it was left."""
 
@@ -314,7 +327,7 @@ def test_an_engine_that_is_late_to_end_an_aborted_version_stays_in_the_group_of_
     hall.sender.send(0, fill(hall.sender.buffer(0), hall.manifest, 1, 0))
     opening = Background(lambda: hall.sender.open(hall.manifest, version(2), peers=["a"], staged=True))
     deadline = Deadline(DEADLINE_SECONDS)
-    assert any(receiver._stream and receiver._stream.epoch == 2 for _ in deadline.polls(0.001, 0.01))
+    assert any(receiver._stream and receiver._stream.join.epoch == 2 for _ in deadline.polls(0.001, 0.01))
     reader = Reader(receiver, hall.manifest, version(2), staged=True)
     opening.result()
     for index in range(len(hall.manifest.buckets)):

@@ -316,10 +316,7 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         with self._condition:
             self._require_open()
             if self._together is None or self._together.memory.location != share.memory:
-                memory = self._common_memory
-                if memory is None or memory.location != share.memory:
-                    memory = CommonMemory.find(share.memory)
-                self._together = FilledTogether(memory)
+                self._together = FilledTogether(CommonMemory.find(share.memory))
             self._share = share
         return True
 

@@ -19,6 +19,7 @@ from weightcast import registry
 from weightcast.errors import PeerTimeoutError, detached
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, place
 from weightcast.format.manifest import Manifest
+from weightcast.host.closing import on_failure
 from weightcast.seams.transport import Receiver
 from weightcast.transports.kept_memory import KeptMemory, allocate
 from weightcast.transports.receiving import PeerUpdate
@@ -48,12 +49,8 @@ class BucketTarget:
         """What is broadcast."""
         return self.buffer.flat(self.num_bytes)
 
-    @property
-    def destination(self) -> BucketBuffer:
-        """Where its bytes come to lie in the end."""
-        return self.buffer if self.staging is None else self.staging
 
-
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Writing:
     """A thread that may write to `targets`, also after its group was left."""
 
@@ -149,16 +146,17 @@ class ReceiveBuffers:
         if self._shared is None or self._shared.readers != names:
             self._stop_sharing()
             if readers:
-                self._shared = SharedMemory(self._run, names, self._deadline_seconds)
-                self.read_from(self._shared.address)
+                shared = SharedMemory(self._run, names, self._deadline_seconds)
+                with on_failure(shared.close):
+                    self.read_from(shared.address)
+                self._shared = shared
         return self._address
 
     def read_from(self, address: str) -> None:
         """Read what another worker receives, or this one itself. Raises PeerError."""
         if self._address == address and self.reader is not None:
             return
-        if self.reader is not None:
-            self.reader.close()
+        self._stop_sharing()
         self.free()
         patience = self._deadline_seconds * _READERS_PATIENCE
         make = registry.transport(_SHARED).receiver
@@ -206,7 +204,7 @@ class ReceiveBuffers:
         buffer = self.buffer(index)
         # Another manifest's buckets may lie across.
         start, end = _span(buffer)
-        late = [_span(target.destination) for stream in self._left for target in stream.targets]
+        late = [_span(target.staging or target.buffer) for stream in self._left for target in stream.targets]
         if any(start < other_end and other_start < end for other_start, other_end in late):
             slots, sizes = self._memory.arena_layout.slots, self._memory.arena_layout.sizes_bytes
             largest = max(size for slot, size in zip(slots, sizes, strict=True) if slot == slots[index])

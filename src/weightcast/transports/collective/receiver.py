@@ -67,15 +67,15 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
 
         Raises PeerDiedError, UnsupportedError, ManifestError.
         """
-        self._backend = parse_address(url).scheme
-        process_group.require(self._backend)
-        if self._backend == "nccl" and (device is None or device.type != "cuda"):
+        self.backend = parse_address(url).scheme
+        process_group.require(self.backend)
+        if self.backend == "nccl" and (device is None or device.type != "cuda"):
             raise UnsupportedError(
                 "nccl moves memory of GPUs, and this engine does not say that its weights are on one: give the engine "
                 "a property `devices` (see weightcast.seams.engine.OnDevice), or publish over gloo://"
             )
-        self._device = torch.device("cpu") if device is None or self._backend != "nccl" else device
-        self._buffers = ReceiveBuffers(run, peer, self._device, deadline_seconds)
+        self.device = torch.device("cpu") if device is None or self.backend != "nccl" else device
+        self._buffers = ReceiveBuffers(run, peer, self.device, deadline_seconds)
         self._stream: BroadcastStream | None = None
         super().__init__(url, peer=peer, run=run, deadline_seconds=deadline_seconds, records=records.ToReceiver)
         close_at_exit(self)
@@ -92,7 +92,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         with self._condition:
             if not self._closed and self._wanted is None:
                 self._buffers.free()
-                host_device.empty_cache(self._device)
+                host_device.empty_cache(self.device)
 
     def close(self) -> None:
         super().close()
@@ -148,8 +148,8 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         return Bucket(index, self._buffers.buffer(index)) if wanted.num_received > index else None
 
     def _release(self, wanted: BroadcastUpdate, index: int) -> None:
-        is_queued = not wanted.staged and host_device.has_streams(self._device)
-        read = host_device.recorded(self._device) if is_queued else None
+        is_queued = not wanted.staged and host_device.has_streams(self.device)
+        read = host_device.recorded(self.device) if is_queued else None
         with self._condition:
             if read is not None:
                 wanted.reads[index % NUM_SLOTS] = read
@@ -186,7 +186,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
                 except WeightcastError as exc:
                     self._tell(records.JoinFailed(record.epoch, str(exc)[:MAX_REASON_CHARACTERS]))
             case records.Connect():
-                if self._stream is not None and self._stream.epoch == record.epoch:
+                if self._stream is not None and self._stream.join.epoch == record.epoch:
                     self._stream.start()
             case records.ProgressQuestion():
                 wanted, stream = self._wanted, self._stream
@@ -198,7 +198,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         shared, wanted = self._buffers.share(join.readers), self._wanted
         if wanted is not None and wanted.begun is None:
             self._buffers.prepare(wanted.manifest, staged=wanted.staged)
-        self._stream = BroadcastStream(self, join, self._backend, host=self._link.local_host, device=self._device)
+        self._stream = BroadcastStream(self, join, self._link.local_host)
         return records.Joining(join.epoch, *self._progress(), shared)
 
     def _progress(self) -> tuple[int, int]:
@@ -232,7 +232,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
             is_here = index < wanted.num_received
             read = wanted.reads.get(index % NUM_SLOTS)
         if read is not None:
-            host_device.queue_behind(read, self._device)
+            host_device.queue_behind(read, self.device)
         return self._buffers.target(wanted, index, is_here=is_here)
 
     @property
@@ -243,10 +243,10 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         queue of the GPU's before that of another origin, for which another engine waits, and so on in a circle: surely
         with CUDA_DEVICE_MAX_CONNECTIONS=1. What stands behind none runs beside the others, in whichever order.
         """
-        if self._backend != "nccl":
+        if self.backend != "nccl":
             return False
         with _receivers_lock:
-            return sum(other._device == self._device and not other._closed for other in _receivers) > 1
+            return sum(other.device == self.device and not other._closed for other in _receivers) > 1
 
     def _has_room(self, stream: BroadcastStream) -> bool:
         wanted, index = self._wanted, stream.position
@@ -277,28 +277,24 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         with self._condition:
             if not stream.is_left:
                 self._leave_group()
-                self._tell(records.JoinFailed(stream.epoch, str(error)[:MAX_REASON_CHARACTERS], is_own))
+                self._tell(records.JoinFailed(stream.join.epoch, str(error)[:MAX_REASON_CHARACTERS], is_own))
 
 
+@dataclasses.dataclass(eq=False)
 class BroadcastStream(Writing):
     """A receiver's part in one group: a thread that connects to it and takes its broadcasts in order, two at a time.
 
-    `position`: the bucket that comes next, once the sender has said so.
+    `host`: the address of this host that the others reach. `position`: the bucket that comes next, once the sender has
+    said so. `is_in_group`: whether what fails now is the group's failure, and not this receiver's own.
     """
 
-    def __init__(
-        self, receiver: CollectiveReceiver, join: records.Join, backend: str, *, host: str, device: torch.device
-    ) -> None:
-        self.epoch = join.epoch
-        self.position: int | None = None
-        self.is_left = False
-        self._is_in_group = True
-        self._receiver = receiver
-        self._join = join
-        self._backend = backend
-        self._host = host
-        self._device = device
-        self._group: ProcessGroup | None = None
+    receiver: CollectiveReceiver
+    join: records.Join
+    host: str
+    position: int | None = None
+    is_left: bool = False
+    is_in_group: bool = True
+    group: ProcessGroup | None = None
 
     def start(self) -> None:
         """Connect, and take what is broadcast. Idempotent."""
@@ -308,30 +304,30 @@ class BroadcastStream(Writing):
     def leave(self) -> None:
         """Nothing that comes counts any more. With NCCL, a broadcast that is waited for ends; gloo's can't be ended."""
         self.is_left = True
-        if self._group is not None and self._backend == "nccl":
-            awaited_at_exit(self._group.close, "weightcast-group-end")
+        if self.group is not None and self.receiver.backend == "nccl":
+            awaited_at_exit(self.group.close, "weightcast-group-end")
 
     def _run(self) -> None:
         try:
-            join = self._join
+            join = self.join
             # The engine's default stream must never wait for a broadcast.
-            with host_device.own_stream(self._device):
-                self._group = ProcessGroup(
-                    self._backend,
+            with host_device.own_stream(self.receiver.device):
+                self.group = ProcessGroup(
+                    self.receiver.backend,
                     join_store(join.host, join.port, join.timeout_seconds),
                     rank=join.group_rank,
                     size=join.group_size,
                     timeout_seconds=join.timeout_seconds,
-                    host=self._host,
-                    device=self._device,
+                    host=self.host,
+                    device=self.receiver.device,
                     is_left=self._was_left,
                 )
-                self._take_all(self._group)
+                self._take_all(self.group)
         except Exception as exc:
-            is_own = not self._is_in_group or not isinstance(exc, WeightcastError)
-            self._receiver.on_broken(self, detached(exc), is_own=is_own)
+            is_own = not self.is_in_group or not isinstance(exc, WeightcastError)
+            self.receiver.on_broken(self, detached(exc), is_own=is_own)
         finally:
-            group, self._group = self._group, None
+            group, self.group = self.group, None
             if group is not None:
                 group.close()
 
@@ -343,26 +339,26 @@ class BroadcastStream(Writing):
         """Begin to receive as many buckets as can be, if need be wait for one, take the first; until it was left."""
         works: collections.deque[Work] = collections.deque()
         while True:
-            while len(works) < (1 if self._receiver.is_among_several else NUM_UNDER_WAY):
-                self._is_in_group = False
-                target = self._receiver.next_target(self, wait=not works)
+            while len(works) < (1 if self.receiver.is_among_several else NUM_UNDER_WAY):
+                self.is_in_group = False
+                target = self.receiver.next_target(self, wait=not works)
                 if target is None:
                     break
                 self.targets = (*self.targets, target)
                 if self._was_left():
                     # Whoever left it may have looked for targets before.
                     return
-                self._is_in_group = True
+                self.is_in_group = True
                 works.append(group.broadcast(target.flat, root=0))
             if self._was_left() or not works:
                 return
-            self._is_in_group = True
+            self.is_in_group = True
             group.wait(works.popleft(), self._was_left)
-            self._is_in_group = False
+            self.is_in_group = False
             if self._was_left():
                 return
             target = self.targets[0]
             if target.staging is not None:
                 copy_all([target.staging.flat(target.num_bytes)], [target.flat])
             self.targets = self.targets[1:]
-            self._receiver.on_received(self, target)
+            self.receiver.on_received(self, target)
