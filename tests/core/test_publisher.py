@@ -23,6 +23,7 @@ from weightcast.errors import (
     StaleVersionError,
     UnsupportedError,
 )
+from weightcast.format.messages import Offer
 from weightcast.host import memory as host_memory
 from weightcast.host.deadline import Deadline
 from weightcast.seams.client import EngineClient
@@ -42,6 +43,8 @@ TENSORS = {f"t{i}": torch.randn(40, 40) for i in range(12)}
         ({"on_failure": "ignore"}, "'raise' or 'report'"),
         ({"deadline_seconds": 0}, "must be positive"),
         ({"deadline_seconds": float("nan")}, "must be positive"),
+        ({"deadline_seconds": 1e9}, "at most 864000"),
+        ({"lease_seconds": 86401}, "at most 86400"),
         ({"bucket_size_bytes": 0}, "must be at least 256"),
         ({"engines": ["http://[::1"]}, "not the URL of an engine"),
         ({"engines": ["localhost:8000"]}, "not the URL of an engine"),
@@ -51,6 +54,54 @@ TENSORS = {f"t{i}": torch.randn(40, 40) for i in range(12)}
 def test_wrong_arguments_say_what_is_right(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         publisher_of(TensorSource(TENSORS), **options)
+
+
+@pytest.mark.parametrize("name", ["publish", "sync", "add_engine", "remove_engine", "release", "close"])
+def test_what_a_publish_calls_can_not_call_the_publisher(name: str) -> None:
+    """It would end the update under way, or take its memory, and the report would say that it went well."""
+    with fleet(TensorSource(TENSORS), RecordingEngine(), RecordingEngine()) as (publisher, clients):
+        publisher.publish()
+        arguments = [clients[0]] if name in ("sync", "add_engine", "remove_engine") else []
+
+        def on_progress(done_bytes: int, total_bytes: int) -> None:
+            with pytest.raises(ValueError, match="this thread is publishing"):
+                getattr(publisher, name)(*arguments)
+
+        assert publisher.publish(on_progress=on_progress).ok
+        assert [client.gate.version and client.gate.version.number for client in clients] == [1, 1]
+
+
+def test_a_call_that_a_ctrl_c_has_left_is_waited_for() -> None:
+    """Coming later, it would take what the next publish knows of its engine for what it knew itself."""
+    entered, ended = threading.Event(), threading.Event()
+
+    class Slow(DirectEngine):
+        def update(self, message: Any) -> None:
+            super().update(message)
+            if isinstance(message, Offer) and message.version == 1:
+                entered.set()
+                ended.wait(10.0)
+
+    class Interrupting(DirectEngine):
+        def update(self, message: Any) -> None:
+            super().update(message)
+            if isinstance(message, Offer) and message.version == 1:
+                entered.wait(10.0)
+                raise KeyboardInterrupt
+
+    # Futures are waited for in the order of the engines.
+    clients = [Interrupting("a", RecordingEngine()), Slow("b", RecordingEngine())]
+    with Publisher(TensorSource(TENSORS), engines=clients) as publisher:
+        publisher.publish()
+        later = threading.Timer(0.2, ended.set)
+        later.start()
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish()
+        assert ended.is_set()
+        later.join()
+        assert publisher.publish().ok
+    for client in clients:
+        client.close()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -215,3 +216,18 @@ def test_a_module_takes_it(sharded: Path) -> None:
         for name, ((_, tensor),) in source.regions().items():
             net.get_buffer(name).copy_(tensor)
     assert all(bits(net.get_buffer(name)) == bits(tensor) for name, tensor in TENSORS.items())
+
+
+def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
+    """Opening a FIFO would wait for whoever writes into it."""
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"no model\.safetensors and no"):
+        SafetensorsSource(tmp_path)
+
+
+def test_a_size_that_no_tensor_can_have_is_named_in_one_line(tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [0, 1 << 63], "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match=r"can't be read as a safetensors file: reshape.*$") as found:
+        SafetensorsSource(tmp_path)
+    assert "\n" not in str(found.value)

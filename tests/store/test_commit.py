@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -61,6 +62,28 @@ def fill(source: TensorSource, number: int) -> None:
 
 def specs_of(tensors: dict[str, torch.Tensor]) -> list[TensorSpec]:
     return [TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()]
+
+
+def test_a_ctrl_c_right_after_the_commit_leaves_a_whole_version_and_a_writer_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, rename = TensorSource(model(1)), os.replace
+
+    def interrupted(path: Path, target: Path) -> None:
+        rename(path, target)
+        if target.name == "current.json":
+            raise KeyboardInterrupt
+
+    with Publisher(source, transport=url(tmp_path)) as publisher:
+        monkeypatch.setattr("weightcast.store.writing.os.replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish(5)
+        monkeypatch.undo()
+        assert newest(tmp_path).number == 5
+        assert number_held(tmp_path) == 1
+        fill(source, 2)
+        assert publisher.publish().version == 6
+        assert number_held(tmp_path) == 2
 
 
 # --- what engines say of it ---

@@ -92,8 +92,9 @@ def read_tensors(file: Path, *, copied: bool = False) -> Iterator[tuple[str, tor
             found = Path(f"/proc/self/fd/{stack.enter_context(_copied(file))}") if copied else file
             opened = stack.enter_context(safe_open(str(found), framework="pt"))
             tensors = [(name, opened.get_tensor(name)) for name in opened.offset_keys()]
-    except (SafetensorError, OSError) as exc:
-        raise ValueError(f"{file} can't be read as a safetensors file: {exc}") from exc
+    except (SafetensorError, OSError, TypeError) as exc:  # TypeError: of torch, for a size that no tensor can have
+        what, *_ = str(exc).splitlines() or [type(exc).__name__]
+        raise ValueError(f"{file} can't be read as a safetensors file: {what}") from exc
     for name, tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
             raise ValueError(f"{name!r} in {file} is {tensor.dtype}, which can't travel")

@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Callable
 
+from weightcast.host.deadline import MAX_SECONDS
 from weightcast.store.address import StoreAddress
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -29,13 +30,13 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    """A finite number above 0."""
+    """A number above 0, and no more than a wait can take."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number of seconds above 0")
+    if not 0 < number <= MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number of seconds above 0, at most {MAX_SECONDS}")
     return number
 
 

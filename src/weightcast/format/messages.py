@@ -19,6 +19,7 @@ InstallMode = Literal["staged", "streaming"]
 PauseMode = Literal["keep", "wait", "abort"]
 
 MAX_LINK_MESSAGE_BYTES = 1 << 20
+MAX_LEASE_SECONDS = 86_400
 ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
 Digest128 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Digest256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -44,7 +45,7 @@ class InitInfo(msgspec.Struct, frozen=True):
     transport: ShortText
     link: ShortText
     secret: Digest256
-    lease_seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)]
+    lease_seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_SECONDS)]
     takeover: bool = False
     protocol: int = PROTOCOL
     token: ShortText = ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import threading
 import time
@@ -12,15 +11,17 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+MAX_SECONDS = 864_000
+"""Ten days: poll(2), which sockets and pipes wait with, counts milliseconds in 31 bits."""
+
 
 def number_of_seconds(name: str, value: Any) -> float:
-    """What a caller gave as a time, as a float. Raises TypeError for no number, ValueError for no finite duration."""
+    """What a caller gave as a time, as a float. Raises TypeError for no number, ValueError for no such duration."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r:.80}; it must be a number of seconds, such as 60.0")
-    seconds = float(value)
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"{name} is {value}; it must be positive and finite")
-    return seconds
+    if not 0 < value <= MAX_SECONDS:
+        raise ValueError(f"{name} is {value}; it must be positive and finite, at most {MAX_SECONDS}")
+    return float(value)
 
 
 class Deadline:

@@ -91,7 +91,7 @@ def _files(path: Path, weight_map: Mapping[str, str] | None) -> list[Path]:
         return [path / name for name in sorted(set(weight_map.values()))]
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE]
-    others = sorted(path.glob("*.safetensors"))
+    others = sorted(file for file in path.glob("*.safetensors") if file.is_file())  # opening a FIFO would wait
     if len(others) == 1:
         return others
     if others:

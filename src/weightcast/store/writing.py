@@ -309,6 +309,12 @@ class StoreWriter(_SlotWriter):
             return
         aborted = encodable(reason)[:MAX_REASON_CHARACTERS] or "aborted"
         with contextlib.suppress(OSError, InsufficientMemoryError, IntegrityError):
+            if attempt.sealed is not None:
+                data = seal(attempt.sealed)
+                if files.read_file(self._directory / files.POINTER, MAX_RECORD_BYTES) == data:
+                    # A Ctrl-C came right after the commit's rename: the version is the store's newest.
+                    self._seen, self._commit = data, attempt.sealed
+                    return
             # Who has pinned the slot reads on: the seal is looked at only once, before.
             for path in (self._directory / files.NEXT, attempt.slot.path / files.SEAL):
                 found = None

@@ -11,7 +11,7 @@ import copy
 import enum
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -381,6 +381,7 @@ class Fleet:
         self._everybody = self._members
         """Also where this is a part of a fleet."""
         self._pool = ThreadPoolExecutor(max_workers=_MAX_PARALLEL, thread_name_prefix="weightcast-fleet")
+        self._calls: list[Future[None]] = []
 
     def __iter__(self) -> Iterator[FleetMember]:
         return iter(list(self._members.values()))
@@ -434,7 +435,8 @@ class Fleet:
         """
         todo = self.healthy() if members is None else list(members)
         if len(todo) > 1:
-            for future in [self._pool.submit(self.each, call, [member], notes=notes) for member in todo]:
+            self._calls[:] = [self._pool.submit(self.each, call, [member], notes=notes) for member in todo]
+            for future in self._calls:
                 future.result()
             return
         for member in todo:
@@ -443,6 +445,10 @@ class Fleet:
             except Exception as exc:
                 if notes:
                     member.fail(exc if isinstance(exc, WeightcastError) else detached(exc))
+
+    def wait(self) -> None:
+        """Wait for the calls that a Ctrl-C has left in threads: what they do to a member must not come later."""
+        wait(self._calls)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)

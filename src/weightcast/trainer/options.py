@@ -7,7 +7,7 @@ from typing import Literal
 
 from weightcast.format.geometry import ALIGNMENT_BYTES
 from weightcast.format.manifest import MAX_ORIGINS
-from weightcast.format.messages import InstallMode
+from weightcast.format.messages import MAX_LEASE_SECONDS, InstallMode
 from weightcast.host.deadline import number_of_seconds
 from weightcast.trainer.arguments import whole_number
 
@@ -62,7 +62,8 @@ class PublishOptions:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         number_of_seconds("deadline_seconds", self.deadline_seconds)
-        number_of_seconds("lease_seconds", self.lease_seconds)
+        if number_of_seconds("lease_seconds", self.lease_seconds) > MAX_LEASE_SECONDS:
+            raise ValueError(f"lease_seconds is {self.lease_seconds}; it must be at most {MAX_LEASE_SECONDS}")
         if self.bucket_size_bytes is not None:
             size = whole_number("bucket_size_bytes", self.bucket_size_bytes)
             if size < ALIGNMENT_BYTES:

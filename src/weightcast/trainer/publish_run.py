@@ -291,7 +291,8 @@ class PublishRun:
         if again is not None:
             self._fingerprints, self._sent = again.fingerprints, again.sent
         options, secret = self._options, inputs.connections.listener.secret
-        for member in self._fleet:
+        fleet.wait()
+        for member in fleet:
             member.begin(self._run, options.deadline_seconds, self._watchdog)
         try:
             with self._timed("offer"):
@@ -377,7 +378,8 @@ class PublishRun:
             self._give_up(exc)
             raise
         finally:
-            self._fleet.each(FleetMember.resume, list(self._fleet))
+            fleet.wait()
+            fleet.each(FleetMember.resume, list(fleet))
         if self._digests is not None:
             digest = self._pack_plan.manifest_digest
             self.published = PublishedVersion(

@@ -106,6 +106,7 @@ class Publisher(ClosedOnExit):
         self._group: TrainerGroup | None = None
         self._is_joined = False
         self._closed = False
+        self._is_publishing = False
         self._process = 0
         """The one that has the connections; 0 while there are none."""
         self._owned: list[Closeable] = [self._watchdog]
@@ -153,6 +154,7 @@ class Publisher(ClosedOnExit):
         with self._lock:
             if self._is_following:
                 return
+            self._require_idle()
             member = self._fleet.pop(name)
             if self._connections is not None:
                 self._connections.listener.end_links("the engine was removed from the fleet", name)
@@ -186,6 +188,7 @@ class Publisher(ClosedOnExit):
         with self._lock:
             if self._closed:
                 return
+            self._require_idle()
             self._closed = True
             self._drop.detach()
             with contextlib.ExitStack() as stack:
@@ -209,6 +212,15 @@ class Publisher(ClosedOnExit):
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("this publisher was closed")
+        self._require_idle()
+
+    def _require_idle(self) -> None:
+        """Of a publish that another thread makes, the lock has waited for the end."""
+        if self._is_publishing:
+            raise ValueError(
+                "this thread is publishing: on_progress, a source or a signal handler can't call this publisher in "
+                "between; call it afterwards, or raise an exception, which ends the publish"
+            )
 
     @property
     def _is_copy(self) -> bool:
@@ -301,6 +313,7 @@ class Publisher(ClosedOnExit):
             on_progress=on_progress,
         )
         try:
+            self._is_publishing = True
             if group is None:
                 report = run.run(inputs())
             elif group.is_publishing:
@@ -311,6 +324,7 @@ class Publisher(ClosedOnExit):
             clear_frames(exc)
             raise
         finally:
+            self._is_publishing = False
             self.version = max(last, run.number)
             if isinstance(self._source, StreamSource) and self._pack_plan is not None:
                 # What remains of a stream, after a failure, may be an exporter's that keeps memory until it is freed.

@@ -16,6 +16,7 @@ import torch
 
 from weightcast.errors import PeerDiedError, WeightcastError, detached
 from weightcast.host.closing import awaited_at_exit
+from weightcast.host.deadline import MAX_SECONDS
 from weightcast.process_group import Broadcast, ProcessGroup, Store, serve_store
 from weightcast.transports.collective import records
 from weightcast.transports.linked import LinkedPeer
@@ -90,7 +91,7 @@ class BroadcastGroup:
                 group_size=len(self.joined) + 1,
                 host=self._settings.host,
                 port=self._port,
-                timeout_seconds=self._settings.deadline_seconds * _RECEIVERS_PATIENCE,
+                timeout_seconds=min(self._settings.deadline_seconds * _RECEIVERS_PATIENCE, MAX_SECONDS),
                 readers=tuple(reader.name for reader in self.readers[member]),
             )
             member.link.send(join)
