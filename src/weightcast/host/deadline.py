@@ -19,7 +19,7 @@ def number_of_seconds(name: str, value: Any) -> float:
     """What a caller gave as a time, as a float. Raises TypeError for no number, ValueError for no such duration."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r:.80}; it must be a number of seconds, such as 60.0")
-    if not 0 < value <= MAX_SECONDS:
+    if value <= 0 or not value <= MAX_SECONDS:
         raise ValueError(f"{name} is {value}; it must be positive and finite, at most {MAX_SECONDS}")
     return float(value)
 
