@@ -21,7 +21,7 @@ from weightcast.errors import PeerTimeoutError, WeightcastError
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.messages import Offer, Seal
 from weightcast.host.closing import ClosedOnExit
-from weightcast.host.deadline import Deadline, number_of_seconds
+from weightcast.host.deadline import MAX_SECONDS, Deadline, number_of_seconds
 from weightcast.seams.engine import Engine
 from weightcast.seams.versions import StoredVersion
 from weightcast.serving.load_plan import LoadPlan, admit, check_undo, require_engine
@@ -188,7 +188,7 @@ def follow(
     None: wait for as long as it takes. Other arguments and errors as of `Follower`.
     """
     stop = stop or threading.Event()
-    timeout_seconds = threading.TIMEOUT_MAX
+    timeout_seconds = float(MAX_SECONDS)
     if deadline_seconds is not None:
         timeout_seconds = number_of_seconds("deadline_seconds", deadline_seconds)
     follower = Follower(
@@ -205,5 +205,5 @@ def follow(
             followed = follower.wait(timeout_seconds, stop=stop)
             if followed is not None:
                 yield followed
-            elif not stop.is_set():
+            elif deadline_seconds is not None and not stop.is_set():
                 raise PeerTimeoutError(f"nothing new came into {url} for {timeout_seconds:g} s", peer="trainer")
