@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import json
 import os
 import subprocess
@@ -143,6 +145,18 @@ def test_with_json_an_error_is_an_object(capsys: pytest.CaptureFixture[str]) -> 
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["kind"] == "PeerDiedError"
     assert error["peer"] == NOBODY
+
+
+def test_a_stdout_that_can_not_be_written_is_no_second_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("sys.stdout", Full())
+    assert cli.main(["inspect", "no/such/directory", "--json"]) == exits.USAGE
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:

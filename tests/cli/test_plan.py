@@ -83,6 +83,7 @@ def test_a_directory_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ([*FEW, "--parts", "no/such/file"], "no/such/file has no measured parts"),
         ([*FEW, "--link-gbit", "-1"], "link_gbit is -1.0; it must be a finite number above 0"),
         (["plan", "--params", "5", "--tensors", "10"], "5 parameters can't fill 10 tensors"),
+        (["plan", "--params", "1e18", "--tensors", "1e7"], "10000000 tensors; the limit is 1048576"),
         (["plan", "--config", "no/such/directory"], "no/such/directory has no config.json"),
         (["plan", "--measure", "no/such/directory/parts.json"], "is not a directory"),
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from store.store_kit import RUN, follow_command, model, url, write
+from store.store_kit import RUN, can_mount, follow_command, model, small_filesystem, url, write
 
 from weightcast import TensorSource, cli
 from weightcast.cli import exits
@@ -71,6 +71,15 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="complex128"):
         export(source, tmp_path / "out", max_shard_bytes=1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not can_mount(), reason="mounting a small filesystem needs root")
+@pytest.mark.cluster
+def test_an_export_onto_a_full_disk_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    with small_filesystem(tmp_path / "small", 64 << 10):
+        with pytest.raises(OSError, match="No space left on device"):
+            export(TensorSource({"large": torch.ones(1 << 16)}), tmp_path / "small" / "out", max_shard_bytes=1 << 30)
+        assert list((tmp_path / "small").iterdir()) == []
 
 
 def test_inspect_shows_versions_readers_and_tensors(tmp_path: Path, call: Callable[..., tuple[int, dict]]) -> None:

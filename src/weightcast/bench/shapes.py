@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightcast.format.manifest import TensorSpec
+from weightcast.format.manifest import MAX_TENSORS, TensorSpec
 
 Field = int | bool | None
 
@@ -113,6 +113,8 @@ def _of_model(config: Any, dtype: str) -> Sequence[TensorSpec]:
 
 def equal(num_params: int, num_tensors: int, dtype: str) -> Sequence[TensorSpec]:
     """Flat tensors of as many parameters each, but for the last, which has what is left. Raises ValueError."""
+    if num_tensors > MAX_TENSORS:
+        raise ValueError(f"{num_tensors} tensors; the limit is {MAX_TENSORS}")
     each = num_params // num_tensors
     if each < 1:
         raise ValueError(f"{num_params} parameters can't fill {num_tensors} tensors: each has one at least")

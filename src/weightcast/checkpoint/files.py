@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -54,6 +55,9 @@ def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     try:
         save_file(dict(tensors), str(file), metadata={"format": "pt"})
     except (SafetensorError, KeyError, ValueError) as exc:
+        if found := re.search(r"\(os error (\d+)\)", str(exc)):  # in words only
+            number = int(found[1])
+            raise OSError(number, os.strerror(number), str(file)) from exc
         dtypes = ", ".join(sorted({DTYPE_NAMES.get(t.dtype, str(t.dtype)) for t in tensors.values()}))
         raise UnsupportedError(f"{file.name} can't be written as safetensors (of {dtypes}): {exc}") from exc
 

@@ -7,6 +7,7 @@ and nothing else; the exit status is one of `exits.py`; an error is one line unl
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import sys
 import traceback
@@ -60,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif status is None:
             raise
         if "--json" in argv and not isinstance(exc, KeyboardInterrupt):
-            sys.stdout.write(exits.describe(exc, as_json=True) + "\n")
+            with contextlib.suppress(OSError):  # which may be the error
+                print(exits.describe(exc, as_json=True), flush=True)
         print(f"weightcast: {exits.describe(exc)}", file=sys.stderr)
         return exits.NEGATIVE if status is None else status
 
