@@ -769,6 +769,7 @@ COMMANDS: tuple[tuple[str, int, str], ...] = (
     ("verify {store} --engine {url}", exits.USAGE, "store is a store of versions, not a checkpoint"),
     ("serve Qwen/Qwen3-0.6B", exits.USAGE, "is no directory: download the model first, nothing is fetched from a hub"),
     ("serve {checkpoint}", exits.USAGE, "has no config.json: give the directory that save_pretrained wrote"),
+    ("demo --quick --output {checkpoint}/model.safetensors", exits.USAGE, "safetensors is no directory: name one"),
     ("bench --num-engines 0", exits.USAGE, "num_engines is 0"),
     (
         "publish {checkpoint} --transport file:///proc/x",

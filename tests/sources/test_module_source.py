@@ -91,6 +91,16 @@ def test_replaced_memory_gives_new_regions_and_the_same_specs() -> None:
     assert source.specs() is specs
 
 
+def test_another_dtype_of_the_same_memory_gives_new_specs() -> None:
+    net = make_net()
+    source = ModuleSource(net)
+    assert source.specs()[0].dtype == "float32"
+    net[0].weight.requires_grad_(False)
+    net[0].weight.data = net[0].weight.data.view(torch.int32)
+    assert source.specs()[0].dtype == "int32"
+    assert source.regions()["0.weight"][0][1].dtype == torch.int32
+
+
 def test_another_shape_gives_new_specs() -> None:
     net = make_net()
     source = ModuleSource(net)

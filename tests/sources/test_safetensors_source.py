@@ -150,6 +150,12 @@ def test_nothing_there(tmp_path: Path) -> None:
         SafetensorsSource(tmp_path)
 
 
+def test_no_tensors(tmp_path: Path) -> None:
+    write_index(tmp_path, {})
+    with pytest.raises(ValueError, match="has no tensors"):
+        SafetensorsSource(tmp_path)
+
+
 def test_many_files_without_an_index(tmp_path: Path) -> None:
     for name in "ab":
         save_file({name: torch.ones(1)}, tmp_path / f"{name}.safetensors")

@@ -473,6 +473,9 @@ class InstallMap:
         """After an install through the loader: find out which of these may be copied from now on. Here all may."""
 
 
+_dtype_of = operator.attrgetter("dtype")
+
+
 class TensorChangeDetector:
     """Notices that a module has other tensors than when this was made, at about 0.2 us per tensor.
 
@@ -487,10 +490,12 @@ class TensorChangeDetector:
                 registers.append(part._buffers)
         self._members = ModuleMembers(registers)
         tensors = (value for value in self._members.values if isinstance(value, torch.Tensor))
-        self._places = TensorPlaces(list(map(sharding.local_tensor, tensors)))
+        self._tensors = list(map(sharding.local_tensor, tensors))
+        self._places, self._dtypes = TensorPlaces(self._tensors), list(map(_dtype_of, self._tensors))
 
     def has_changed(self) -> bool:
-        return self.has_other_members() or not self._places.are_same()
+        is_same = self._places.are_same() and list(map(_dtype_of, self._tensors)) == self._dtypes
+        return self.has_other_members() or not is_same
 
     def has_other_members(self) -> bool:
         return self._members.have_changed()

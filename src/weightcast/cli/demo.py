@@ -40,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo, print the result, write the report. The status is 128 + n after signal n."""
+    if args.output.exists() and not args.output.is_dir():
+        raise NotADirectoryError(f"--output {args.output} is no directory: name one for the report, or a new one")
     settings = DemoSettings(
         seed=args.seed,
         num_steps=args.steps or (QUICK_STEPS if args.quick else DEFAULT_STEPS),

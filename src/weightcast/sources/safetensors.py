@@ -50,6 +50,8 @@ class SafetensorsSource(ClosedOnExit):
         if missing:
             shown = ", ".join(missing[:8])
             raise ValueError(f"{len(missing)} tensors that {path / INDEX_FILE} names are in no shard: {shown}")
+        if not tensors:
+            raise ValueError(f"{path} has no tensors: an engine would lack them all")
         held = (TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in tensors.items())
         self._specs = cast_specs(held, target)
         self._regions = {name: ((whole(tensor.shape), tensor),) for name, tensor in tensors.items()}
