@@ -66,6 +66,8 @@ _WRAPPER_CHILDREN = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint
 _WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "Float16Module"})
 """Modules whose child `module` is the real one; known by name, so that no framework is imported."""
 
+_dtype_of = operator.attrgetter("dtype")
+
 
 def checkpoint_tensors(
     module: nn.Module, *, buffers: Buffers = "persistent", names: Names | None = None, blocks: Blocks | None = None
@@ -473,9 +475,6 @@ class InstallMap:
         """After an install through the loader: find out which of these may be copied from now on. Here all may."""
 
 
-_dtype_of = operator.attrgetter("dtype")
-
-
 class TensorChangeDetector:
     """Notices that a module has other tensors than when this was made, at about 0.2 us per tensor.
 
@@ -494,8 +493,11 @@ class TensorChangeDetector:
         self._places, self._dtypes = TensorPlaces(self._tensors), list(map(_dtype_of, self._tensors))
 
     def has_changed(self) -> bool:
-        is_same = self._places.are_same() and list(map(_dtype_of, self._tensors)) == self._dtypes
-        return self.has_other_members() or not is_same
+        return (
+            self.has_other_members()
+            or not self._places.are_same()
+            or list(map(_dtype_of, self._tensors)) != self._dtypes
+        )
 
     def has_other_members(self) -> bool:
         return self._members.have_changed()

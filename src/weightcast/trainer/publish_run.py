@@ -378,7 +378,6 @@ class PublishRun:
             self._give_up(exc)
             raise
         finally:
-            fleet.wait()
             fleet.each(FleetMember.resume, list(fleet))
         if self._digests is not None:
             digest = self._pack_plan.manifest_digest
@@ -588,6 +587,8 @@ class PublishRun:
         else:
             for member in self._fleet:
                 self._connections.listener.end_links(reason, member.name)
+        # A pause that came later would not be lifted.
+        self._fleet.wait()
 
     def _abort(self, members: Iterable[FleetMember], reason: str) -> None:
         """Have these engines drop what they hold, as far as they can be reached."""

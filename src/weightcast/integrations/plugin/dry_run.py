@@ -565,12 +565,13 @@ _META = torch.device("meta")
 
 
 @functools.lru_cache(maxsize=1024)
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """As torch has them, also where there are no elements."""
     return torch.empty(shape, device=_META).stride()
 
 
 def _source(spec: TensorSpec) -> torch.Tensor:
-    return torch.empty_strided(spec.shape, _row_major(spec.shape), dtype=TORCH_DTYPES[spec.dtype], device=_META)
+    return torch.empty_strided(spec.shape, _strides(spec.shape), dtype=TORCH_DTYPES[spec.dtype], device=_META)
 
 
 _source_outside = torch.inference_mode(False)(_source)
