@@ -159,7 +159,7 @@ def specs(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
     return [TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
 
 
-def without_memory(layer: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def without_memory(layer: nn.Module, _: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The form of a dry run."""
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:

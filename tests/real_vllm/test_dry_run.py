@@ -207,3 +207,12 @@ def through_loaders(model: Any, weights: Weights) -> None:
     weight, bias = model.inner.weight, model.inner.bias
     getattr(weight, "weight_loader", default_weight_loader)(weight, torch.cat([whole["a"], whole["b"]]))
     getattr(bias, "weight_loader", default_weight_loader)(bias, whole["bias"])
+
+
+def test_calls_are_those_of_one_run(config: Any) -> None:
+    """The loader is run again to look at every operation, here a concatenation; a load fills a layer in as many calls."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    model: Any = made(through_loaders)
+    model.inner.quant_method = UnquantizedLinearMethod()
+    assert dry_run(model, config, WHOLE).calls == {"inner": 1}  # vLLM leaves biases live

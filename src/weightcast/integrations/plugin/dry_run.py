@@ -40,8 +40,10 @@ MAX_FAULTS = 64
 Modules: TypeAlias = Sequence[tuple[str, nn.Module]]
 """A model's own and all inside it, by name."""
 
-Form: TypeAlias = Callable[[nn.Module], tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
-"""A layer's parameters and buffers in the form that its loader fills; those without memory are followed."""
+Form: TypeAlias = Callable[[nn.Module, str], tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
+"""The parameters and buffers of a layer, given with its name, in the form that its loader fills; those without memory
+are followed.
+"""
 
 
 @dataclasses.dataclass(slots=True)
@@ -220,7 +222,7 @@ class _Exchange:
             with torch._C.DisableTorchFunctionSubclass():
                 for prefix, layer in modules:
                     attributes = layer.__dict__
-                    before, (parameters, buffers) = dict(attributes), form(layer)
+                    before, (parameters, buffers) = dict(attributes), form(layer, prefix)
                     exchanged.append((attributes, before))
                     if new := {*map(type, before.values())} - plain:
                         plain |= {kind for kind in new if not issubclass(kind, torch.Tensor)}
@@ -326,7 +328,7 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Targets that something is computed from, and by which operation."""
         self._origins: dict[int, set[str]] = {}
         self._sources: dict[int, str] = {}
-        self._tuples: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._blocks: dict[tuple[int, tuple[int, ...], tuple[int, ...]], StridedBlock] = {}
         self._given: dict[str, torch.Tensor] = {}
         self._wholes: dict[int, _Whole] = {}
         self._plain: list[tuple[Any, ...]] = []
@@ -349,9 +351,8 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def look_for_writes(self) -> None:
         """After the loader: what it wrote to sources by operations that were not seen."""
-        for name, tensor in self._given.items():
-            if tensor._version:
-                self._overwrite(name)
+        for name in itertools.compress(self._given, map(_count_of_writes, self._given.values())):
+            self._overwrite(name)
 
     def _overwrite(self, name: str) -> None:
         """The loader writes to a source: what it copies from it is not what came."""
@@ -419,20 +420,17 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ):
             self.written(part, source)
         else:
-            held = source.storage_offset(), source.stride()
-            self._plain.append((name, *held, target, part.storage_offset(), sizes, part.stride(), num_elements))
+            self._plain.append((name, self._block(source), target, self._block(part), num_elements))
 
     def settle(self) -> None:
         """Note the copies that are still to be noted."""
         plain, self._plain = self._plain, []
-        one_of = self._tuples.setdefault  # equal sizes and strides are one object: few differ
-        for name, source_offset, source_strides, target, offset, sizes, strides, num_elements in plain:
-            known_sizes = one_of(sizes, sizes)
-            block = StridedBlock(offset, known_sizes, one_of(strides, strides))
-            source = StridedBlock(source_offset, known_sizes, one_of(source_strides, source_strides))
+        copies, used = self.copies, self.used
+        for name, source, target, block, num_elements in plain:
             target.load(block, num_elements, name)
-            self._use(name, num_elements, target.form.dtype)
-            self.copies.append(RecordedCopy(name, source, target.name, block))
+            former, dtypes = used[name]
+            used[name] = _used(former + num_elements, dtypes, target.form.dtype)
+            copies.append(RecordedCopy(name, source, target.name, block))
 
     def written(self, part: torch.Tensor, source: torch.Tensor | None) -> None:
         """A copy of `source` to `part`, or of a constant. Raises RuntimeError for another shape."""
@@ -487,9 +485,12 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.copies.append(RecordedCopy(whole.name, whole.block, target.name, block))
 
     def _block(self, tensor: torch.Tensor) -> StridedBlock:
-        """Where a tensor lies in its storage. Equal sizes and strides are one object: few differ."""
-        sizes, strides, one_of = tensor.shape, tensor.stride(), self._tuples.setdefault
-        return StridedBlock(int(tensor.storage_offset()), one_of(sizes, sizes), one_of(strides, strides))
+        """Where a tensor lies in its storage. Equal ones are one object: few differ."""
+        place = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        block = self._blocks.get(place)
+        if block is None:
+            block = self._blocks[place] = StridedBlock(*place)
+        return block
 
     def _pad(self, target: DryRunTarget, part: torch.Tensor, block: StridedBlock) -> None:
         form = target.form
@@ -562,6 +563,7 @@ def _used(num_elements: int, dtypes: frozenset[torch.dtype], dtype: torch.dtype)
 
 
 _META = torch.device("meta")
+_count_of_writes = operator.attrgetter("_version")
 
 
 @functools.lru_cache(maxsize=1024)

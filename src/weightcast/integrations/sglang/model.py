@@ -125,7 +125,7 @@ def _held(model: nn.Module) -> list[object]:
     return found
 
 
-def _without_memory(layer: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _without_memory(layer: nn.Module, _: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The layer's tensors as they are, but for their memory: SGLang serves unquantised weights as it loads them."""
     parameters = {name: twin(tensor) for name, tensor in present(layer._parameters).items()}
     # Loaders read maps of experts and the like, which are integers.

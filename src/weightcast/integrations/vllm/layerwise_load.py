@@ -194,7 +194,7 @@ def has_plain_weights(layer: nn.Module) -> bool:
     if type(layer.quant_method) not in internals.require().plain_methods:
         return False
     live: Any = layer
-    if not all(parameter.is_cpu for parameter in layer.parameters(recurse=False)):
+    if not all(parameter.is_cpu for parameter in present(layer._parameters).values()):
         return not hasattr(layer, "cpu_linear")
     return "cpu_linear" in vars(layer) and getattr(live.cpu_linear, "__closure__", None) is None
 

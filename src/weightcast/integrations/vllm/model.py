@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -80,23 +79,27 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
 
     `calls` counts those into what `layerwise_load.Filling` fills.
     """
-    modules = dict(model.named_modules())
-    names = {layer: name for name, layer in modules.items()}
     calls: Counter[str] = Counter()
+    packed: dict[str, nn.Module] = {}
+
+    def form(layer: nn.Module, name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        if layer is model:  # the first one of each run
+            calls.clear()
+        return _checkpoint_form(layer, name, calls, packed)
+
     with internals.require().current_config(vllm_config):
-        outcome = loader_dry_run.dry_run(model, lambda layer: _checkpoint_form(layer, calls, names[layer]), specs)
+        outcome = loader_dry_run.dry_run(model, form, specs)
     # vLLM packs these, so that a copy to their parameters is not all.
     opaque = dict(outcome.opaque)
     reasons: dict[str, str] = {}
     # What is set in layers that must be filled by their loaders, but by other means.
     passed_by = []
     for target in outcome.targets.values():
-        if target.loaded:
-            name = target.name.rpartition(".")[0]
-            layer = modules[name]
-            if not has_plain_weights(layer):
+        name = target.name.rpartition(".")[0]
+        if name in packed and target.loaded:
+            if not has_plain_weights(packed[name]):
                 reasons[target.name] = f"vLLM keeps {name} in another form than a checkpoint's"
-            if name not in calls and is_packed(layer):
+            if name not in calls:
                 passed_by.append(target.name)
     for copy in outcome.copies if reasons else ():
         if copy.target in reasons:
@@ -106,26 +109,31 @@ def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> 
 
 
 def _checkpoint_form(
-    layer: nn.Module, calls: Counter[str], name: str
+    layer: nn.Module, name: str, calls: Counter[str], packed: dict[str, nn.Module]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The layer's parameters and buffers as they were before they were packed, as vLLM noted them at start-up."""
+    """The layer's parameters and buffers as they were before they were packed, as vLLM noted them at start-up.
+
+    `packed`: if it may be, it is noted there.
+    """
     vllm = internals.require()
     if type(layer).__name__ in vllm.kept_modules:
         return present(layer._parameters), present(layer._buffers)
-    noted = in_checkpoint_form(layer)
-    if any(noted) and is_packed(layer):
-        for tensor in itertools.chain.from_iterable(tensors.values() for tensors in noted):
-            tensor.weight_loader = _counted(tensor.weight_loader, calls, name)  # type: ignore[attr-defined]
-    for made, held in zip(noted, (present(layer._parameters), present(layer._buffers)), strict=True):
+    made = in_checkpoint_form(layer)
+    noted = [tensor for tensors in made for tensor in tensors.values()]
+    for tensors, held in zip(made, (layer._parameters, layer._buffers), strict=True):
         # Of what vLLM leaves live in a reload, biases are loaded; maps of experts are read by loaders.
         for kept, tensor in held.items():
-            if kept in vllm.kept_tensors:
-                made[kept] = without_memory(tensor, layer) if tensor.is_floating_point() else tensor
-    return noted
+            if kept in vllm.kept_tensors and tensor is not None:
+                tensors[kept] = without_memory(tensor, layer) if tensor.is_floating_point() else tensor
+    if any(made) and is_packed(layer):
+        packed[name] = layer
+        for tensor in noted:
+            tensor.weight_loader = _counted(tensor.weight_loader, calls, name)  # type: ignore[attr-defined]
+    return made
 
 
 def _counted(loader: Callable[..., Any], calls: Counter[str], name: str) -> Callable[..., Any]:
-    @functools.wraps(loader)
+    @functools.wraps(loader, assigned=())  # its attributes and signature, which vLLM looks at
     def load(*args: Any, **kwargs: Any) -> Any:
         calls[name] += 1
         return loader(*args, **kwargs)
