@@ -210,7 +210,7 @@ def through_loaders(model: Any, weights: Weights) -> None:
 
 
 def test_calls_are_those_of_one_run(config: Any) -> None:
-    """The loader is run again to look at every operation, here a concatenation; a load fills a layer in as many calls."""
+    """A loader that computes something is run again; a load fills a layer in as many calls as one run makes."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     model: Any = made(through_loaders)
