@@ -120,7 +120,8 @@ def _checkpoint_form(
         return present(layer._parameters), present(layer._buffers)
     made = in_checkpoint_form(layer)
     noted = [tensor for tensors in made for tensor in tensors.values()]
-    for tensors, held in zip(made, (layer._parameters, layer._buffers), strict=True):
+    live: tuple[Any, Any] = layer._parameters, layer._buffers
+    for tensors, held in zip(made, live, strict=True):
         # Of what vLLM leaves live in a reload, biases are loaded; maps of experts are read by loaders.
         for kept, tensor in held.items():
             if kept in vllm.kept_tensors and tensor is not None:
