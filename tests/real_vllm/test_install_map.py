@@ -61,6 +61,31 @@ def test_what_is_copied_is_what_a_cold_start_has(offline: Offline) -> None:
         assert all("experts" in name or "gate" in name for name in names)
 
 
+@offline_on(PLAIN, DENSE)
+def test_a_loader_that_computes_something_fills_every_layer(offline: Offline) -> None:
+    """It is tried twice, and a load fills the layers that vLLM packs in the calls of one of these."""
+    loader = offline.model.load_weights
+
+    def computing(tensors: Any) -> Any:
+        return loader((name, tensor * 1 if name.endswith("norm.weight") else tensor) for name, tensor in tensors)
+
+    tensors = {name: tensor.clone() for name, tensor in weights(offline, 0).items()}
+    offline.model.load_weights = computing
+    try:
+        engine = engine_of(offline)
+        with publisher_of(TensorSource(tensors), transport="ipc://", engines=[LocalEngine(engine)]) as publisher:
+            for number, seed in enumerate((1, 0), 1):
+                for name, tensor in weights(offline, seed).items():
+                    tensors[name].copy_(tensor)
+                assert publisher.publish(number).ok
+                assert offline.ask(PROMPT, NUM_TOKENS) == offline.cold[seed]
+    finally:
+        del offline.model.load_weights
+    assert engine.install_map is not None
+    reasons = {n: reason for n, reason in engine.install_map.opaque.items() if n.endswith("norm.weight")}
+    assert reasons and all("made from it" in reason for reason in reasons.values())
+
+
 @offline_on(PLAIN)
 def test_one_bit_of_a_fused_weight_is_found(offline: Offline) -> None:
     tensors = {name: tensor.clone() for name, tensor in weights(offline, 0).items()}
