@@ -425,12 +425,10 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def settle(self) -> None:
         """Note the copies that are still to be noted."""
         plain, self._plain = self._plain, []
-        copies, used = self.copies, self.used
         for name, source, target, block, num_elements in plain:
             target.load(block, num_elements, name)
-            former, dtypes = used[name]
-            used[name] = _used(former + num_elements, dtypes, target.form.dtype)
-            copies.append(RecordedCopy(name, source, target.name, block))
+            self._use(name, num_elements, target.form.dtype)
+            self.copies.append(RecordedCopy(name, source, target.name, block))
 
     def written(self, part: torch.Tensor, source: torch.Tensor | None) -> None:
         """A copy of `source` to `part`, or of a constant. Raises RuntimeError for another shape."""

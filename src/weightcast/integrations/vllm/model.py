@@ -113,7 +113,7 @@ def _checkpoint_form(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The layer's parameters and buffers as they were before they were packed, as vLLM noted them at start-up.
 
-    `packed`: if it may be, it is noted there.
+    A layer that vLLM may pack is noted in `packed`, and each call of its tensors' loaders in `calls`, by its name.
     """
     vllm = internals.require()
     if type(layer).__name__ in vllm.kept_modules:
