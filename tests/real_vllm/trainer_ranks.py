@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, base
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from real_vllm.models import make_model
+from real_vllm.programs import end_rank
 from weightcast.integrations.vllm import WeightcastTrainerInitInfo
 
 _IS_0_33 = hasattr(base, "Placement")
@@ -124,7 +125,7 @@ def main() -> None:
         trainer.send_weights()
     finally:
         trainer.shutdown()
-    dist.destroy_process_group()
+    end_rank()
 
 
 if __name__ == "__main__":

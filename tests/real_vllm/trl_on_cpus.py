@@ -6,14 +6,12 @@ The program is imported under its own name, by which the processes that TRL spaw
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 
 
@@ -54,17 +52,6 @@ def shard_without_gpus() -> dict[str, Any]:
 
     AcceleratorState.__init__ = make_sharding
     return {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}}
-
-
-def end_rank() -> NoReturn:
-    """End this rank's process, once all ranks are here.
-
-    An interpreter that ends as usual is aborted now and then, with "terminate called without an active exception":
-    torch or pyarrow leaves it a thread. It happens on ranks that never publish.
-    """
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def main() -> None:

@@ -12,7 +12,8 @@ import torch
 import trl
 from torch.distributed.tensor import DTensor
 
-from real_vllm.trl_on_cpus import end_rank, shard_without_gpus
+from real_vllm.programs import end_rank
+from real_vllm.trl_on_cpus import shard_without_gpus
 
 
 def even_tokens(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:

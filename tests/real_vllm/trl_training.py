@@ -27,7 +27,8 @@ from trl.experimental.async_distillation import async_rollout_worker as distilla
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo import async_rollout_worker as grpo
 
-from real_vllm.trl_on_cpus import end_rank, shard_without_gpus, train_without_a_gpu
+from real_vllm.programs import end_rank
+from real_vllm.trl_on_cpus import shard_without_gpus, train_without_a_gpu
 from weightcast import PublishError, PublishOptions
 from weightcast.integrations.trl import WeightcastTransfer
 
