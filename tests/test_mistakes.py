@@ -405,6 +405,11 @@ def a_server_on_another_hosts_address(folder: Path) -> None:
     EngineServer(ModuleEngine(linear()), host="192.0.2.1", token="s3cret").start()
 
 
+@gives(OSError, "192.0.2.1:0 can't be listened at: Cannot assign requested address; write an address of this host")
+def a_store_that_is_to_be_served_at_another_hosts_address(folder: Path) -> None:
+    publish(ModuleSource(linear()), transport=f"file://192.0.2.1{folder}/store")
+
+
 @gives(TypeError, "Linear is no causal language model of transformers: it can't generate")
 def a_module_that_does_not_generate(folder: Path) -> None:
     TextGenerator(linear(), gate=Gate())

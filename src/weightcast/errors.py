@@ -238,6 +238,11 @@ def listed(items: Sequence[str], *, most: int = 8, separator: str = "; ") -> str
     return separator.join([*items[:most], *more])
 
 
+def printable(text: str) -> str:
+    """The text on one line of a terminal, which acts on nothing in it: names of tensors may be a stranger's."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def with_extra(error: ModuleNotFoundError) -> ModuleNotFoundError:
     """The error, or one that also says how to get the missing package."""
     package = (error.name or "").partition(".")[0]

@@ -266,3 +266,15 @@ def test_an_engine_that_does_not_list_its_tensors(tmp_path: Path, capsys: pytest
         assert (shown["engine"]["weight_version"], shown["tensors"]) == ("7", [])
         assert cli.main(["verify", str(tmp_path), "--engine", server.url]) == exits.NEGATIVE
         assert f"{server.url} does not say what it holds" in capsys.readouterr().err
+
+
+def test_what_a_terminal_would_act_on_is_shown_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file(
+        {"\x1b[31mred": torch.zeros(3), "two\nlines": torch.zeros(3), "größe": torch.zeros(3)},
+        tmp_path / "a.safetensors",
+    )
+    assert cli.main(["inspect", str(tmp_path)]) == exits.OK
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert all(name in out for name in (r"\x1b[31mred", r"two\nlines", "größe"))
+    assert exits.describe(PeerDiedError("a peer's \x1b[31mword")) == r"PeerDiedError: a peer's \x1b[31mword"

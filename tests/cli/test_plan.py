@@ -86,6 +86,7 @@ def test_a_directory_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["plan", "--params", "1e18", "--tensors", "1e7"], "10000000 tensors; the limit is 1048576"),
         (["plan", "--config", "no/such/directory"], "no/such/directory has no config.json"),
         (["plan", "--measure", "no/such/directory/parts.json"], "is not a directory"),
+        (["plan", "--measure", "."], "Is a directory"),
     ],
 )
 def test_a_wrong_plan_is_one_line_with_the_remedy(

@@ -190,6 +190,15 @@ def test_every_shape_and_dtype_in_regions_of_one_rank(cut: str) -> None:
     )
 
 
+@pytest.mark.parametrize("inner", [1, 2, 16])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.complex128])
+def test_what_alternates_is_packed_from_where_it_lies_in_blocks(inner: int, dtype: torch.dtype) -> None:
+    tensor = torch.arange(3 * 16 * 50).to(dtype).reshape(3, 16 * 50)
+    blocks = tensor.reshape(3, -1, inner).transpose(1, 2).contiguous()
+    source = RegionSource({"t": tensor}, {"t": [(Region((0, 0), (3, 16 * 50)), blocks.transpose(1, 2))]})
+    assert torch.equal(published(source, "memory://", bucket_size_bytes=256)["t"], tensor)
+
+
 def whole(rows: int, at: int = 0) -> Held:
     return Region((at, 0), (rows, 3)), torch.ones(rows, 3)
 
@@ -204,6 +213,7 @@ def whole(rows: int, at: int = 0) -> Held:
         ([whole(2), whole(2, at=1)], r"'b' .*overlap"),
         ([whole(5)], r"'b': found a region at \[0, 0\] of sizes \[5, 3\]"),
         ([(Region((0, 0), (4, 3)), torch.ones(3, 4))], r"'b': found a view of \[3, 4\]"),
+        ([(Region((0, 0), (4, 3)), torch.ones(4, 1, 3))], r"'b': found a view of \[4, 1, 3\]"),
         ([(Region((0, 0), (4, 3)), torch.ones(4, 3, device="meta"))], "'b': found a view .* on meta.*, expected"),
         ([(Region((0, 0), (4, 3)), torch.ones(4, 3).to_sparse())], "'b': found a view .* without memory, expected"),
     ],

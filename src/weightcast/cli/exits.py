@@ -6,7 +6,7 @@ import sys
 
 import msgspec
 
-from weightcast.errors import WeightcastError, to_record, with_extra
+from weightcast.errors import WeightcastError, printable, to_record, with_extra
 
 OK = 0
 NEGATIVE = 1
@@ -49,4 +49,4 @@ def describe(exc: BaseException, *, as_json: bool = False) -> str:
     if as_json:
         record = to_record(exc) if isinstance(exc, WeightcastError) else {"kind": kind, "message": message}
         return msgspec.json.encode({"error": record}).decode()
-    return f"{kind}: {' '.join(message.split())}"
+    return f"{kind}: {printable(' '.join(message.split()))}"

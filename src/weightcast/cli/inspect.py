@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from weightcast.cli import exits, output, values
+from weightcast.errors import printable
 from weightcast.format.amounts import count, size
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.messages import WeightInfo
@@ -94,7 +95,7 @@ def _view(found: Inspection, pattern: str) -> Iterator[str | Table]:
     for heading in ("name", "dtype", "shape", "bytes"):
         table.add_column(heading, justify="right" if heading == "bytes" else "left", overflow="fold")
     for spec in found.tensors:
-        name = spec.name + "".join(f"\n= {alias}" for alias in spec.aliases)
+        name = "\n= ".join(map(printable, spec.names))
         table.add_row(escape(name), spec.dtype, " x ".join(map(str, spec.shape)) or "scalar", f"{spec.num_bytes:,}")
     yield table
     state = "" if found.engine is None else f"; {_state(found.engine)}"

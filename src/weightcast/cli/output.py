@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weightcast.cli import values
+from weightcast.errors import printable
 
 IMPORTING = "importing torch"
 """What a command shows on a terminal while it imports, which takes seconds."""
@@ -85,7 +86,7 @@ def show(result: object, as_json: bool, view: Callable[[], Iterable[str | Table]
     if not console.is_terminal:
         console = Console(width=_UNBOUNDED)
     for part in view():
-        console.print(Text(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str))
+        console.print(Text(printable(part)) if isinstance(part, str) else part, soft_wrap=isinstance(part, str))
 
 
 @contextlib.contextmanager

@@ -107,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
     if args.measure is not None:
         if not args.measure.absolute().parent.is_dir():
             raise FileNotFoundError(f"{args.measure.parent}, where the parts are to be written, is not a directory")
+        args.measure.open("ab").close()  # what can't be written to fails before the measuring, which takes minutes
         with output.stage("measuring") as say:
             parts = measure_parts(say)
         args.measure.write_bytes(parts.encode() + b"\n")

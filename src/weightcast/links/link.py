@@ -323,11 +323,11 @@ class LinkListener:
         """Notified whenever a link opens, ends or brings a message."""
         self._messages = messages
         self._links: dict[tuple[str, int], Link] = {}
-        self._selector = selectors.DefaultSelector()
         self._listener, self.address = _listen(run, host, port)
         self.port = 0 if host is None else int(self._listener.getsockname()[1])
         """The TCP port; 0 for a Unix socket."""
         self._wake_reader, self._wake_writer = map(close_in_child, socket.socketpair())
+        self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="weightcast-links", daemon=True)
@@ -483,7 +483,11 @@ def _listen(run: str, host: str | None, port: int) -> tuple[socket.socket, str]:
             address = f"unix:@{name}"
         else:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((host, port))
+            try:
+                sock.bind((host, port))
+            except OSError as exc:
+                remedy = "write an address of this host and a free port, or 0, into the transport's URL"
+                raise OSError(exc.errno, f"{host}:{port} can't be listened at: {exc.strerror}; {remedy}") from exc
             address = f"tcp:{host}:{sock.getsockname()[1]}"
         sock.listen(128)
         sock.setblocking(False)

@@ -19,7 +19,7 @@ Held: TypeAlias = tuple[Region, torch.Tensor]
 """A view of memory of this trainer rank, and its place in the global tensor; the view has the region's sizes.
 
 In place of the last of these it may have two dims, of as many elements: rows or columns that alternate in the global
-tensor, and lie in blocks here.
+tensor, and lie in blocks here. The second of the two has a size that divides 16, so that no bucket cuts through it.
 """
 
 Regions: TypeAlias = Mapping[str, Sequence[Held]]

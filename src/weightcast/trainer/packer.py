@@ -55,6 +55,8 @@ from weightcast.host.memory import collector_paused
 from weightcast.seams.source import Held, Regions
 
 _STEP_BYTES = 512 << 10
+_MAX_INNER = 16
+"""Of the two dims that a view may have in place of one (see `Held`): buckets are cut at multiples of 256 bytes."""
 _ALONE = (
     "this rank publishes alone and does not hold all of these: a model that is sharded over ranks (FSDP, HSDP, tensor "
     "parallelism) is published by all of them; call publish on every rank, with trainer_group='auto' or their group"
@@ -535,7 +537,7 @@ def held_shards(specs: Sequence[TensorSpec], regions: Regions) -> list[Shard]:
                 dtype is not None and all(d.is_floating_point and d.itemsize > 1 for d in (dtype, data.dtype))
             )
             sizes = tuple(data.shape)
-            if len(sizes) > len(region.sizes) > 0:
+            if len(sizes) > len(region.sizes) > 0 and sizes[-1] and _MAX_INNER % sizes[-1] == 0:
                 sizes = (*sizes[:-2], sizes[-2] * sizes[-1])
             is_fitting = sizes == region.sizes and is_cast
             if not is_inside(region, spec.shape):

@@ -44,16 +44,12 @@ class LinkedSender(SendingEnd[U, L], Generic[U, L]):
     def __init__(self, url: str, *, run: str, deadline_seconds: float, records: Any, **options: Any) -> None:
         """Listen at the URL's host and port. `records`: the union of what receivers may send. `options`: of the base.
 
-        Raises ValueError, OSError if the address can't be had.
+        Raises ValueError, or OSError if the address can't be had.
         """
         scheme, host, port = parse_endpoint(url)
-        try:
-            self._listener = LinkListener(
-                run, host=host, port=port, heartbeat_seconds=sign_seconds(deadline_seconds), messages=records
-            )
-        except OSError as exc:
-            what = f"{url!r} can't be listened at: {exc.strerror}; write an address of this host and a free port, or 0"
-            raise OSError(exc.errno, what) from exc
+        self._listener = LinkListener(
+            run, host=host, port=port, heartbeat_seconds=sign_seconds(deadline_seconds), messages=records
+        )
         condition = self._listener.condition
         super().__init__(run, deadline_seconds=deadline_seconds, condition=condition, **options)
         self.address = Address(scheme, host, self._listener.port, self._listener.secret).url
