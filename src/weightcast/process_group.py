@@ -30,6 +30,7 @@ from weightcast.errors import (
     UnsupportedError,
     WeightcastError,
     detached,
+    thrown,
 )
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline, in_background
@@ -353,7 +354,7 @@ def translated(what: str) -> Iterator[None]:
         text = str(exc)
         reason = _CHATTER.split(text)[0].strip()[:400]
         is_late = "imed out" in text or "imeout" in text
-        raise (PeerTimeoutError if is_late else PeerDiedError)(f"{what} failed: {reason}") from exc
+        raise (PeerTimeoutError if is_late else PeerDiedError)(f"{what} failed: {reason}") from thrown(exc)
 
 
 def require(backend: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -29,7 +30,7 @@ def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_this_torch_and_this_python_are_read_at_once(how: str) -> None:
     if how == "at once":
         assert host_copy._object_layout() is not None
-        assert live._count_word() is not None
+        assert (live._count_word() is None) == (sys.version_info >= (3, 14)), "a dict counts its changes until 3.13"
 
 
 def swap_memory(tensor: torch.Tensor) -> None:

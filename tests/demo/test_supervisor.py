@@ -40,12 +40,16 @@ def test_a_signal_is_noted_and_the_former_handlers_come_back(number: signal.Sign
     assert {each: signal.getsignal(each) for each in SIGNALS} == former
 
 
-def test_the_lines_and_the_end_of_a_process_come_into_the_inbox(tmp_path: Path) -> None:
+def test_the_lines_and_the_end_of_a_process_come_into_the_inbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "repeats.py").write_text("import sys\nfor line in sys.stdin:\n    print(2 * line.strip())\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     inbox = queue.SimpleQueue()
     with closing(Processes(str(tmp_path), inbox)) as processes:
-        processes.start("good", "json.tool", "--json-lines", "--compact")
-        processes.send("good", b"[1, 2]\n")
-        assert inbox.get(timeout=60) == ("good", b"[1,2]\n")
+        processes.start("good", "repeats")
+        processes.send("good", b"12\n")
+        assert inbox.get(timeout=60) == ("good", b"1212\n")
         processes.start("bad one", "json.tool", "--no-such-option")
         assert inbox.get(timeout=60) == ("bad one", 2)
         processes.send("bad one", b"too late")

@@ -17,7 +17,7 @@ from torch import nn
 
 from weightcast.checkpoint import conversion
 from weightcast.checkpoint.live import CASTABLE, Buffers, InstallMap, LiveCheckpoint, Names, state_dict_hooks
-from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError, listed
+from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError, listed, thrown
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.host import copy as host_copy
@@ -190,7 +190,7 @@ class ModuleEngine:
             with torch.inference_mode():
                 yield
         except RuntimeError as exc:
-            raise InstallError(f"copying into the module failed: {exc}", torn=True) from exc
+            raise InstallError(f"copying into the module failed: {exc}", torn=True) from thrown(exc)
 
     def _finish_copies(self) -> None:
         for device in self._live.devices:

@@ -24,6 +24,7 @@ from weightcast.errors import (
     UpdateAbortedError,
     WeightcastError,
     detached,
+    thrown,
 )
 from weightcast.format.bucket import BucketHeader, check_bucket, decoded, root_digest
 from weightcast.format.manifest import WeightVersion
@@ -213,7 +214,8 @@ class Update:
             try:
                 yield
             except Exception as exc:
-                raise InstallError(f"loading version {self.version.number} failed: {exc}", torn=not self._undo) from exc
+                what = f"loading version {self.version.number} failed: {exc}"
+                raise InstallError(what, torn=not self._undo) from thrown(exc)
 
     def _touch(self) -> None:
         """From here on the live weights change. Call while no step of generation runs."""

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from weightcast.errors import InsufficientMemoryError, IntegrityError
+from weightcast.errors import InsufficientMemoryError, IntegrityError, thrown
 from weightcast.format.bucket import HEADER_BYTES
 from weightcast.format.manifest import Manifest
 from weightcast.host.closing import on_failure
@@ -115,9 +115,9 @@ def must_read(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as exc:
-        raise missing(path) from exc
+        raise missing(path) from thrown(exc)
     except OSError as exc:
-        raise IntegrityError(f"{path} can't be read: {exc.strerror}") from exc
+        raise IntegrityError(f"{path} can't be read: {exc.strerror}") from thrown(exc)
 
 
 def missing(path: Path) -> IntegrityError:
@@ -277,7 +277,8 @@ def room_for(path: Path) -> Iterator[None]:
         elif exc.errno == errno.ENOSPC and (free := _without_inodes(path)) is not None:
             what = f"the filesystem has no inodes left, which every file takes one of, though {free} bytes are free"
             remedy = "Remove files there, or make the filesystem with more inodes"
-        raise InsufficientMemoryError(f"no room for {path}: {what}; the version before stays. {remedy}") from exc
+        found = f"no room for {path}: {what}; the version before stays. {remedy}"
+        raise InsufficientMemoryError(found) from thrown(exc)
 
 
 def _without_inodes(path: Path) -> int | None:

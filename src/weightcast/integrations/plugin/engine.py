@@ -26,6 +26,7 @@ from weightcast.errors import (
     PeerTimeoutError,
     StaleVersionError,
     WeightcastError,
+    thrown,
 )
 from weightcast.format.messages import HeldWeights, Offer, PauseMode, WeightInfo
 from weightcast.integrations.plugin.replies import Replies
@@ -273,4 +274,4 @@ class PluginEngine(abc.ABC):
         except (WeightcastError, TimeoutError):
             raise
         except Exception as exc:
-            raise ControlError(f"{self._host} failed: {type(exc).__name__}: {exc}", peer=_PEER) from exc
+            raise ControlError(f"{self._host} failed: {type(exc).__name__}: {exc}", peer=_PEER) from thrown(exc)

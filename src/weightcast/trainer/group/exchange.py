@@ -25,6 +25,7 @@ from weightcast.errors import (
     PeerDiedError,
     PeerError,
     from_record,
+    thrown,
     to_record,
 )
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode, encode
@@ -405,7 +406,7 @@ class TrainerRanks:
             self._verdict = self._explained(exc) if isinstance(exc, PeerError) else exc
             if self._verdict is exc:
                 raise
-            raise self._verdict from exc
+            raise self._verdict from thrown(exc)
 
     def _explained(self, exc: PeerError) -> PeerError:
         """The loss of another rank, with who that was, as far as the others' signs say it."""
