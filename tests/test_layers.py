@@ -276,7 +276,7 @@ def test_one_file_asks_torch_for_the_order_of_a_gpus_work() -> None:
 
 
 def test_what_a_context_manager_raises_in_place_of_an_error_names_its_cause_by_thrown() -> None:
-    """Without `errors.thrown` Python 3.12 and 3.13 make cycles, which tests there see as sockets and memory left behind."""
+    """Else Python 3.12 and 3.13 make cycles, which tests there see as sockets and memory left behind."""
     wrong = []
     for path in MODULES.values():
         for function in ast.walk(ast.parse(path.read_text())):

@@ -230,7 +230,7 @@ def clear_frames(error: BaseException) -> None:
 def thrown(error: BaseException) -> BaseException:
     """An error that was thrown into a `contextlib.contextmanager`, as the cause of the one that this raises instead.
 
-    Without the generator's frame, which on Python 3.12 and 3.13 leads to contextlib's and by that to the error itself: a
+    Without the generator's frame, which on Python 3.12 and 3.13 leads to contextlib's and so to the error itself: a
     cycle, by which buffers, sockets and groups of the error's frames would stay until the garbage collector comes.
     """
     return error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)

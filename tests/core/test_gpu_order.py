@@ -414,20 +414,6 @@ def test_targets_of_several_dtypes_are_copied_in_batches_of_their_own(gpu: LazyG
     assert [gpu.read(target).tolist() for target in targets] == [[float(number)] * 64 for number in range(4)]
 
 
-def test_tensors_of_too_many_elements_for_a_batch_are_copied_alone(
-    gpu: LazyGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lazy_gpu, "BATCH_ELEMENTS", 64)
-    monkeypatch.setattr(host_copy, "_BATCH_ELEMENTS", 64, raising=False)
-    sizes = [3, 64, 5, 100, 64]
-    targets = [gpu.tensor(torch.zeros(size, dtype=torch.bfloat16)) for size in sizes]
-    launches = gpu.num_launches
-    copy_all(targets, [gpu.tensor(torch.full((size,), float(size))) for size in sizes])
-    assert gpu.num_launches - launches == 4, "the small ones together"
-    gpu.synchronize(gpu.device)
-    assert [gpu.read(target).tolist() for target in targets] == [[float(size)] * size for size in sizes]
-
-
 @pytest.mark.parametrize("to_host", [True, False], ids=["to the host", "to the GPU"])
 def test_copies_between_host_memory_and_a_gpu_take_turns_in_two_slots_of_pinned_memory(
     gpu: LazyGpu, to_host: bool, monkeypatch: pytest.MonkeyPatch

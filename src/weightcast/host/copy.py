@@ -60,8 +60,6 @@ _FORMS = np.ndarray(1 << 53, f"V{8 * _FORM_WORDS}", buffer=_WORDS, strides=(8,))
 _PIECE_BYTES = 4 << 20
 _SMALL_BATCH_BYTES = 1 << 20
 _BATCH_TENSORS = 2048
-_BATCH_ELEMENTS = 1 << 31
-"""A tensor of so many is copied alone: torch up to 2.7 counts a batch's in 32 bits, and crashes (pytorch#156261)."""
 _BYTES_PER_THREAD = 64 << 20
 _MAX_THREADS = 4
 """Fewer than these fill a memory channel's bandwidth, and other ranks copy beside them."""
@@ -252,10 +250,9 @@ class PreparedCopies:
             # Copies of a GPU belong to the caller's stream: other threads have streams of their own. One call for each
             # pair of dtypes and devices: torch before 2.11 writes all targets as if they were of the first one's dtype,
             # where sources are of one.
-            by_kind: dict[tuple[torch.dtype | torch.device | int, ...], list[Pair]] = {}
-            for number, (target, source) in enumerate(zip(targets, sources, strict=True)):
-                alone = number if target.numel() >= _BATCH_ELEMENTS else -1
-                kind = target.dtype, source.dtype, target.device, source.device, alone
+            by_kind: dict[tuple[torch.dtype | torch.device, ...], list[Pair]] = {}
+            for target, source in zip(targets, sources, strict=True):
+                kind = target.dtype, source.dtype, target.device, source.device
                 by_kind.setdefault(kind, []).append((target, source))
             for pairs in by_kind.values():
                 if {tensor.device.type for tensor in pairs[0]} == {"cpu", "cuda"}:

@@ -39,8 +39,6 @@ from weightcast.testing.fake_libcuda import FakeLibcuda
 POISON = 0xCC
 PATIENCE_SECONDS = 10.0
 """A wait of the host that takes longer is taken for one that would never end."""
-BATCH_ELEMENTS = 1 << 31
-"""Where counting in 32 bits ends."""
 _CHUNK_ELEMENTS, _KERNEL_CHUNKS, _KERNEL_TENSORS = 1 << 16, 320, 64
 """Of a batch's tensors, what one kernel of torch's takes (MultiTensorApply.cuh, two lists)."""
 _POLL_SECONDS = 0.001
@@ -474,11 +472,7 @@ def num_chunked_kernels(sizes: Sequence[int]) -> int:
 
 
 def _copy_as_old_torch(targets: list[torch.Tensor], sources: list[torch.Tensor], non_blocking: bool = False) -> None:
-    """torch before 2.11 spoils targets of several dtypes, where all sources are of one (pytorch#173383).
-
-    Up to 2.7 it can't access all of a large one (pytorch#156261).
-    """
-    assert all(target.numel() < BATCH_ELEMENTS for target in targets), "an illegal memory access"
+    """torch before 2.11 spoils targets of several dtypes, where all sources are of one (pytorch#173383)."""
     torch._foreach_copy_(targets, sources)
     if len({source.dtype for source in sources}) == 1:
         for target in targets:
