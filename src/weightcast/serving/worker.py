@@ -32,6 +32,7 @@ from weightcast.errors import (
     UnsupportedError,
     UpdateAbortedError,
     WeightcastError,
+    thrown,
     to_record,
 )
 from weightcast.format.bucket import DTYPE_NAMES
@@ -316,8 +317,9 @@ class Worker:
             try:
                 yield session
             except Exception as exc:
+                record = to_record(thrown(exc))
                 if session.is_of(info.secret):
-                    session.send(Failed(info.version, to_record(exc)))
+                    session.send(Failed(info.version, record))
                 session.require_going_on()
                 raise
 

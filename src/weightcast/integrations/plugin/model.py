@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from weightcast.errors import IncompleteUpdateError, InstallError, UnsupportedError, listed
+from weightcast.errors import IncompleteUpdateError, InstallError, UnsupportedError, listed, thrown
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import copy as host_copy
 from weightcast.host.closing import on_failure
@@ -242,7 +242,7 @@ class LoaderEngine(abc.ABC):
         try:
             yield
         except BaseException as exc:
-            self._agree(exc)
+            self._agree(thrown(exc))
             raise
         self._agree(None)
 
