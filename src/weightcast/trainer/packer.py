@@ -56,7 +56,8 @@ from weightcast.seams.source import Held, Regions
 
 _STEP_BYTES = 512 << 10
 _MAX_INNER = 16
-"""Of the two dims that a view may have in place of one (see `Held`): buckets are cut at multiples of 256 bytes."""
+"""What the second of two dims in place of one divides (see `Held`): buckets are cut at multiples of 256 bytes, which
+are 16 elements or more."""
 _ALONE = (
     "this rank publishes alone and does not hold all of these: a model that is sharded over ranks (FSDP, HSDP, tensor "
     "parallelism) is published by all of them; call publish on every rank, with trainer_group='auto' or their group"
