@@ -14,7 +14,7 @@ import torch
 pytest.register_assert_rewrite("weightcast.testing")
 
 from weightcast.errors import UnsupportedError  # noqa: E402
-from weightcast.format import device_sums  # noqa: E402
+from weightcast.format import device_digest  # noqa: E402
 from weightcast.host.device_memory import DeviceMemory  # noqa: E402
 from weightcast.process_group import serve_store  # noqa: E402
 from weightcast.testing.leftovers import nothing_left  # noqa: E402
@@ -67,7 +67,7 @@ def _cuda_is_up(request: pytest.FixtureRequest) -> None:
         torch.zeros(1, device="cuda").untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         torch.cuda.ipc_collect()
         # Triton's compiler, and the driver's own memory with its descriptor.
-        device_sums.kernel(torch.device("cuda", 0))
+        device_digest.kernel(torch.device("cuda", 0))
         with contextlib.suppress(UnsupportedError):
             DeviceMemory.allocate(1 << 20, torch.device("cuda", 0), "a trial").close()
 

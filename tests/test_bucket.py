@@ -20,7 +20,6 @@ from weightcast.format.bucket import (
     Layout,
     check_bucket,
     decoded,
-    device_sums,
     narrow,
     payload_digest,
     place,
@@ -36,7 +35,7 @@ from weightcast.testing.transport_kit import write_raw_header
 from weightcast.trainer.packer import Packer, pack
 
 VERSION = WeightVersion("0123456789abcdef" * 2, 7)
-KINDS: tuple[DigestKind, ...] = ("xxh3-128", "sum-64x2")
+KINDS: tuple[DigestKind, ...] = ("xxh3-128", "nh-128")
 
 
 def buffer_for(layout: Layout, filled_with: int = 0xAA) -> BucketBuffer:
@@ -215,22 +214,6 @@ def test_a_codec_is_one_entry(monkeypatch: pytest.MonkeyPatch, kind: DigestKind)
     write_header(buffer.header, VERSION, 0, digest, raw_bytes=2048, encoded_bytes=2049, codec="halves")
     with pytest.raises(IntegrityError, match="encoded length 2049, expected encoded length 2048"):
         check_bucket(buffer, 2048, VERSION, 0, kind)
-
-
-# sizes around the 4096 columns of 8 bytes that the sum's matrix has
-@pytest.mark.parametrize("num_words", [1, 2, 4095, 4096, 4097, 8192, 3 * 4096 + 17, 100_003])
-@pytest.mark.parametrize("fill", ["random", "ones"])
-def test_sum_64x2_is_what_the_wire_format_says(num_words: int, fill: str) -> None:
-    rng = np.random.default_rng(num_words)
-    words = rng.integers(0, 1 << 64, num_words, dtype=np.uint64)
-    if fill == "ones":
-        words[:] = np.uint64((1 << 64) - 1)
-    plain = int(words.astype(object).sum()) % (1 << 64)
-    weighted = sum((i + 1) * int(w) for i, w in enumerate(words)) % (1 << 64)
-    payload = torch.from_numpy(words.view(np.uint8).copy())
-    assert [int(s) % (1 << 64) for s in device_sums(payload)] == [plain, weighted]
-    expected = plain.to_bytes(8, "little") + weighted.to_bytes(8, "little")
-    assert payload_digest(payload, "sum-64x2") == expected
 
 
 @pytest.mark.parametrize("num_bytes", [8, 5000, 256 << 10, (256 << 10) + 8, 1_000_000])

@@ -24,7 +24,7 @@ import torch
 from _gpu import section
 from _gpu.peers import Peer
 from _gpu.section import GIB, MIB, Here
-from weightcast.format.bucket import device_sums
+from weightcast.format.device_digest import device_digest
 from weightcast.host import memory as host_memory
 from weightcast.host.copy import copy_all, copy_plain
 from weightcast.testing import LazyGpu
@@ -68,21 +68,21 @@ def _on_device(here: Here) -> None:
     _rate(here, "sum(dim=0)", size, lambda: words.sum(dim=0))
     _rate(here, "sum(dim=1)", size, lambda: words.sum(dim=1))
     payload = source.view(torch.uint8)
-    _rate(here, "device_sums, by torch or by the kernel", size, lambda: device_sums(payload))
+    _rate(here, "device_digest, by torch or by the kernel", size, lambda: device_digest(payload))
     with here.part("the fused kernel"):
         _fused(here)
 
 
 def _fused(here: Here) -> None:
     """One read of each byte for copy and digest; on a CPU the kernel of the pretended GPU, if it has one."""
-    if importlib.util.find_spec("weightcast.format.device_sums") is None:
-        here.skip("the fused kernel that copies and digests (weightcast.format.device_sums)")
+    if importlib.util.find_spec("weightcast.format.device_digest") is None:
+        here.skip("the fused kernel that copies and digests (weightcast.format.device_digest)")
         return
-    sums: Any = importlib.import_module("weightcast.format.device_sums")
+    module: Any = importlib.import_module("weightcast.format.device_digest")
     with contextlib.ExitStack() as stack:
         gpu = stack.enter_context(LazyGpu()) if here.dry else None
         device = gpu.device if gpu else here.device
-        if sums.kernel(device) is None:
+        if module.kernel(device) is None:
             here.skip("the fused kernel that copies and digests (no Triton that works here: see the log)")
             return
         size, num_tensors = here.size(GIB, MIB), 340
@@ -93,11 +93,11 @@ def _fused(here: Here) -> None:
         sources = [source[row * rows : (row + 1) * rows] for row in range(num_tensors)]
         bucket = payload.view(torch.int64)
         targets = [bucket[row * rows : (row + 1) * rows] for row in range(num_tensors)]
-        fused = sums.CopyAndSum(payload, targets, sources)
+        fused = module.CopyAndDigest(payload, targets, sources)
         found = fused.run().cpu()
         used = num_tensors * rows
         here.check("it copies", torch.equal(bucket[:used].cpu(), words[:used]))
-        here.check("its sums are torch's", torch.equal(found, device_sums(payload.cpu())), found.tolist())
+        here.check("its digest is torch's", torch.equal(found, device_digest(payload.cpu())), found.tolist())
         if gpu is None:
             _rate(here, "copy and digest of 340 tensors, fused", 2 * size, fused.run)
 

@@ -18,8 +18,9 @@ from core.direct import fleet
 from core.parallel import ParallelEngine
 from weightcast import ModuleEngine, TensorSource
 from weightcast.errors import ClosedError, InsufficientMemoryError, PeerTimeoutError, PublishError
-from weightcast.format import device_sums
+from weightcast.format import device_digest
 from weightcast.format.bucket import Layout, root_digest
+from weightcast.format.bucket_digest import torch_digest
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
@@ -102,7 +103,7 @@ def ends_on(gpu: LazyGpu, deadline_seconds: float = 60.0) -> Iterator[tuple[Any,
     ends = TransportEnds()
     ends.url, ends.device = "memory://", gpu.device
     specs = [TensorSpec(f"t{number}", "uint8", (4096,)) for number in range(4)]
-    manifest = plan(specs, 4096, digest_kind="sum-64x2")
+    manifest = plan(specs, 4096, digest_kind="nh-128")
     with contextlib.ExitStack() as ends.stack:
         sender = ends.sender(deadline_seconds)
         receiver = ends.receiver(sender)
@@ -505,7 +506,7 @@ def test_a_bucket_is_announced_once_it_is_packed_and_not_before(gpu: LazyGpu) ->
 
 @pytest.mark.parametrize(
     ("transport", "install", "kind"),
-    [("ipc://", "staged", "xxh3-128"), ("ipc://", "streaming", "sum-64x2"), ("memory://", "staged", "xxh3-128")],
+    [("ipc://", "staged", "xxh3-128"), ("ipc://", "streaming", "nh-128"), ("memory://", "staged", "xxh3-128")],
 )
 def test_buckets_are_digested_by_what_is_fast_where_they_lie(
     gpu: LazyGpu, transport: str, install: str, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -641,31 +642,32 @@ def test_memory_is_given_back_once_an_update_that_is_given_up_reads_nothing(
 def test_kernels_are_launched_on_the_gpu_of_what_they_read(install: str) -> None:
     """The current one may be another: an engine on cuda:0 checks buckets in arenas of cuda:1 too."""
     with LazyGpu(index=1) as gpu, published(gpu, install, engine := OnGpu(gpu)) as (publisher, _):
-        assert device_sums.device_sums(gpu.tensor(torch.ones(8, dtype=torch.int64))).tolist() == [8, 36]
+        words = torch.ones(8, dtype=torch.int64)
+        assert device_digest.device_digest(gpu.tensor(words)).tolist() == torch_digest(words).tolist()
         publisher.publish()
         assert torch.equal(engine.committed["t1"], values(1)["t1"])
 
 
-@pytest.mark.parametrize("broken", [None, "sums", "copies", "compiler"])
+@pytest.mark.parametrize("broken", [None, "digests", "copies", "compiler"])
 def test_the_kernel_is_tried_with_and_without_tables_before_it_is_used(
     broken: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What fails with tables alone would fail in a publish, where torch's sums are no way out any more."""
-    kernel = device_sums.kernel.__wrapped__
+    """What fails with tables alone would fail in a publish, where torch is no way out any more."""
+    kernel = device_digest.kernel.__wrapped__
     with LazyGpu(index=1) as gpu:
 
-        def launch(bucket: torch.Tensor, partial: torch.Tensor, program_words: int, *tables: torch.Tensor) -> None:
+        def launch(bucket: torch.Tensor, partial: torch.Tensor, size: int, number: int, *tables: torch.Tensor) -> None:
             if broken == "compiler" and tables:
                 raise RuntimeError("PassManager::run failed")
-            gpu.copy_and_sum(bucket, partial, program_words, *tables)
+            gpu.copy_and_digest(bucket, partial, size, number, *tables)
             if broken == "copies" and tables:
                 bucket[0] += 1
-            if broken == "sums" and tables:
+            if broken == "digests" and tables:
                 partial[0] += 1
 
         monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
         sys.modules["triton"].__spec__ = importlib.machinery.ModuleSpec("triton", None)
-        monkeypatch.setitem(sys.modules, "weightcast.format.sum_kernel", types.SimpleNamespace(launch=launch))
+        monkeypatch.setitem(sys.modules, "weightcast.format.digest_kernel", types.SimpleNamespace(launch=launch))
         assert kernel(gpu.device) is (None if broken else launch)
 
 
@@ -741,7 +743,7 @@ def test_how_often_a_byte_is_read_and_written_and_how_much_is_launched(
         assert (trainers, engines) == (5 if gap_elements else 4, 4)
         assert kernels == launches, "tensors of 1 MiB are one kernel"
     else:
-        # torch's own sums read twice, on each side.
+        # torch reads many times, on each side.
         assert per_byte[0] > 6
 
 
@@ -750,7 +752,7 @@ def test_what_ranks_send_is_packed_and_unpacked_by_views_that_are_made_once(
 ) -> None:
     """Buckets in device memory: another rank of the origin sends its part of each."""
     specs = [TensorSpec(f"t{number}", "float32", (8, 64)) for number in range(4)]
-    layout = Layout(plan(specs, 4096, digest_kind="sum-64x2"))
+    layout = Layout(plan(specs, 4096, digest_kind="nh-128"))
     halves = [Region((row, 0), (4, 64)) for row in (0, 4)]
     weights = [[gpu.tensor(torch.randn(4, 64)) for _ in specs] for _ in halves]
     shards = [

@@ -35,7 +35,7 @@ from weightcast.testing.transport_kit import write_raw_header
 
 RUN = "0123456789abcdeffedcba9876543210"
 VERSION = WeightVersion(RUN, 7)
-DIGEST_KINDS: tuple[DigestKind, ...] = ("xxh3-128", "sum-64x2")
+DIGEST_KINDS: tuple[DigestKind, ...] = ("xxh3-128", "nh-128")
 
 MANIFEST = Manifest(
     protocol=2,

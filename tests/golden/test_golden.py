@@ -12,6 +12,7 @@ import pytest
 import torch
 import xxhash
 from golden.objects import DIGEST_KINDS, MANIFEST, MESSAGES, VERSION, bucket, payload
+from nh_128 import nh_128
 
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, check_bucket, payload_digest, root_digest
 from weightcast.format.manifest import DigestKind, Manifest, decode, encode
@@ -54,10 +55,10 @@ def test_digest_of_a_payload(kind: DigestKind) -> None:
     assert payload_digest(payload(), kind).hex() == DIGESTS[kind]
 
 
-def test_sum_64x2_by_its_definition() -> None:
-    words = struct.unpack("<128Q", bytes(payload().tolist()))
-    sums = [sum(words), sum((i + 1) * w for i, w in enumerate(words))]
-    assert b"".join((s % (1 << 64)).to_bytes(8, "little") for s in sums).hex() == DIGESTS["sum-64x2"]
+def test_nh_128_by_its_definition() -> None:
+    assert nh_128(bytes(payload().tolist())).hex() == DIGESTS["nh-128"]
+    assert nh_128(b"").hex() == "0" * 32
+    assert nh_128(b"abc").hex() == "53edaf8685e329c4980a8d59ce5ddf05"
 
 
 @pytest.mark.parametrize("kind", DIGEST_KINDS)
@@ -78,7 +79,7 @@ def test_header(kind: DigestKind) -> None:
 
 
 def test_root_digest() -> None:
-    digests = [bytes.fromhex(DIGESTS["xxh3-128"]), bytes.fromhex(DIGESTS["sum-64x2"])]
+    digests = [bytes.fromhex(DIGESTS["xxh3-128"]), bytes.fromhex(DIGESTS["nh-128"])]
     expected = xxhash.xxh3_128(bytes.fromhex(DIGESTS["manifest"]) + b"".join(digests)).hexdigest()
     assert root_digest(DIGESTS["manifest"], digests) == expected == DIGESTS["root"]
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 NUM_BUCKETS = 6
 SPECS = [TensorSpec(f"t{index}", "bfloat16", (512, 1024)) for index in range(NUM_BUCKETS)]
-MANIFEST = plan(SPECS, 1 << 20, digest_kind="sum-64x2")
+MANIFEST = plan(SPECS, 1 << 20, digest_kind="nh-128")
 
 
 def _value(number: int, index: int) -> int:

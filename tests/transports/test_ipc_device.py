@@ -33,7 +33,7 @@ from weightcast.transports.ipc import IpcReceiver, IpcSender
 from weightcast.transports.ipc.cuda import OwnedTorchArena, owned_arena
 
 NUM_BUCKETS = 6
-MANIFEST = plan([TensorSpec(f"t{k}", "uint8", (4096,)) for k in range(NUM_BUCKETS)], 4096, digest_kind="sum-64x2")
+MANIFEST = plan([TensorSpec(f"t{k}", "uint8", (4096,)) for k in range(NUM_BUCKETS)], 4096, digest_kind="nh-128")
 
 
 @pytest.fixture

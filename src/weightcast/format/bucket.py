@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from weightcast.errors import IntegrityError
-from weightcast.format.device_sums import device_sums
+from weightcast.format.device_digest import device_digest
 from weightcast.format.geometry import Region, row_major
 from weightcast.format.manifest import (
     ITEMSIZE_BYTES,
@@ -254,7 +254,7 @@ def payload_digest(payload: torch.Tensor, kind: DigestKind) -> bytes:
     if kind == "xxh3-128":
         data, starts = payload.cpu().numpy().data, range(0, payload.numel(), DIGEST_BLOCK_BYTES)
         return blocks_digest(b"".join(xxhash.xxh3_128_digest(data[at : at + DIGEST_BLOCK_BYTES]) for at in starts))
-    return device_sums(payload).cpu().numpy().tobytes()
+    return device_digest(payload).cpu().numpy().tobytes()
 
 
 def blocks_digest(digests: bytes | memoryview) -> bytes:
@@ -263,8 +263,8 @@ def blocks_digest(digests: bytes | memoryview) -> bytes:
 
 
 def queued_digest(payload: torch.Tensor, kind: DigestKind) -> Digest:
-    """As `payload_digest`, but on a GPU, where `kind` is `sum-64x2`, only queued on the current stream."""
-    return device_sums(payload) if payload.is_cuda and kind == "sum-64x2" else payload_digest(payload, kind)
+    """As `payload_digest`, but on a GPU, where `kind` is `nh-128`, only queued on the current stream."""
+    return device_digest(payload) if payload.is_cuda and kind == "nh-128" else payload_digest(payload, kind)
 
 
 # --- codecs ---
@@ -387,9 +387,9 @@ def check_bucket(
             f"bucket {index}: {buffer.header.numel()} bytes arrived, a header of {HEADER_BYTES} was expected"
         )
     header, digest = buffer.header, None
-    if header.is_cuda and kind == "sum-64x2" and buffer.payload.numel() >= num_bytes:
+    if header.is_cuda and kind == "nh-128" and buffer.payload.numel() >= num_bytes:
         # With the digest of a raw payload, so that the host waits once.
-        header = torch.cat([header[:HEADER_BYTES], device_sums(buffer.payload[:num_bytes]).view(torch.uint8)]).cpu()
+        header = torch.cat([header[:HEADER_BYTES], device_digest(buffer.payload[:num_bytes]).view(torch.uint8)]).cpu()
         digest = header[HEADER_BYTES:].numpy().tobytes()
     found = BucketHeader(*_HEADER.unpack_from(header.cpu().numpy().data))
     codec = found.codec_name

@@ -33,7 +33,7 @@ MAX_DIMS = 16
 MAX_BYTES = 1 << 56
 MAX_VERSION = (1 << 63) - 1
 
-DigestKind = Literal["xxh3-128", "sum-64x2"]
+DigestKind = Literal["xxh3-128", "nh-128"]
 
 ITEMSIZE_BYTES: Mapping[str, int] = {
     "bool": 1,

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from weightcast.format.bucket_digest import mixed
 from weightcast.format.geometry import Region, is_inside, row_major, start_elements, whole
 
 _MASK = (1 << 64) - 1
@@ -127,20 +128,8 @@ def _device_lanes(block: torch.Tensor, offsets: tuple[int, ...], shape: tuple[in
         elements = elements.unsqueeze(-1) + torch.arange(size, device=block.device) * stride
     positions = elements.view(-1, 1) * words_per_element + torch.arange(words_per_element, device=block.device)
     columns, rows, values = positions & (_BLOCK_WORDS - 1), positions >> _BLOCK_BITS, words + _OFFSET
-    weights = [_mixed(SEEDS[lane], columns) * _mixed(SEEDS[2 + lane], rows) for lane in range(2)]
+    weights = [(mixed(SEEDS[lane], columns) | 1) * (mixed(SEEDS[2 + lane], rows) | 1) for lane in range(2)]
     return torch.stack([(values * weight).sum() for weight in weights])
-
-
-def _mixed(seed: int, indexes: torch.Tensor) -> torch.Tensor:
-    """As `_weights`, of int64, which torch shifts by their sign."""
-    z = indexes + _signed(seed + _INCREMENT)
-    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _signed(_FACTORS[0])
-    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _signed(_FACTORS[1])
-    return (z ^ ((z >> 31) & ((1 << 33) - 1))) | 1
-
-
-def _signed(value: int) -> int:
-    return (value & _MASK) - ((value & (1 << 63)) << 1)
 
 
 def _runs(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: Sequence[int]) -> tuple[_Words, int]:

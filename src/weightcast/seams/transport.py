@@ -188,4 +188,4 @@ class Transport:
     all from the publishing rank's."""
     buckets_on_gpu: Literal["never", "streaming", "always"] = "always"
     """When buckets of weights that are on a GPU lie there as well, by the way of installing: it decides what digests
-    them. Of buckets in host memory xxh3-128 is twice as fast as what a GPU computes."""
+    them. Of buckets in host memory xxh3-128 is faster than nh-128, which a GPU computes."""

@@ -30,7 +30,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from weightcast.format import device_sums
+from weightcast.format import device_digest
+from weightcast.format.bucket_digest import torch_digest
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
 from weightcast.host.device_memory import DeviceMemory
@@ -136,7 +137,7 @@ class LazyGpu:
         self._replace(host_device, "cuda", self)
         self._replace(host_device, "driver", lambda: self.libcuda)
         self._replace(host_device, "tensor_of", self._tensor_of)
-        self._replace(device_sums, "kernel", lambda device: self.copy_and_sum if self.has_kernel else None)
+        self._replace(device_digest, "kernel", lambda device: self.copy_and_digest if self.has_kernel else None)
         self._replace(torch.cuda, "device_of", lambda tensor: self._on_device())
         for name in _FACTORIES:
             self._replace(torch, name, functools.partial(self._made, getattr(torch, name)))
@@ -268,34 +269,38 @@ class LazyGpu:
         self.num_kernels += num_kernels
         self.current_stream(self.device).give(operation)
 
-    def copy_and_sum(
+    def copy_and_digest(
         self,
         bucket: torch.Tensor,
         partial: torch.Tensor,
-        program_words: int,
-        programs: torch.Tensor | None = None,
+        step_words: int,
+        program_steps: int,
+        steps: torch.Tensor | None = None,
         segments: torch.Tensor | None = None,
     ) -> None:
-        """What `format.sum_kernel` does, with the words that the tables name when its turn comes."""
+        """What `format.digest_kernel` does, with the words that the tables name when its turn comes."""
         assert self.current_index == self.device.index, "launched on another device"
 
         def run() -> None:
-            rows = [[bucket.data_ptr(), 0, bucket.numel(), 0]] if segments is None else segments.tolist()
-            num_programs = partial.shape[0]
-            parts = [[0, p * program_words] for p in range(num_programs)] if programs is None else programs.tolist()
-            for number, (segment, first) in enumerate(parts):
-                address, base, num_words, is_copied = rows[segment]
-                size = min(program_words, num_words - first)
-                words = torch.frombuffer(
-                    (ctypes.c_longlong * size).from_address(address + 8 * first), dtype=torch.int64
-                )
-                place = base + first
+            num_words = bucket.numel()
+            assert partial.shape[0] == -(-num_words // (step_words * program_steps))
+            rows = [[bucket.data_ptr(), 0, num_words, 0]] if segments is None else segments.view(-1, 4).tolist()
+            ends = [base + size for _, base, size, _ in rows]
+            assert [base for _, base, _, _ in rows] == [0, *ends[:-1]]
+            assert ends[-1] == num_words
+            if steps is not None:
+                assert steps.numel() == 2 * program_steps * partial.shape[0]
+                for number, (first, last) in enumerate(steps.view(-1, 2).tolist()):
+                    start, end = (min(each * step_words, num_words) for each in (number, number + 1))
+                    assert start == end or rows[first][1] <= start < end <= ends[last - 1]
+            for address, base, size, is_copied in rows:
                 if is_copied:
-                    bucket[place : place + size] = words
-                partial[number, 0] = words.sum()
-                partial[number, 1] = (words * torch.arange(place + 1, place + 1 + size)).sum()
-                self.num_read_bytes += 8 * size
-                self.num_written_bytes += 8 * size * is_copied
+                    memory = (ctypes.c_longlong * size).from_address(address)
+                    bucket[base : base + size] = torch.frombuffer(memory, dtype=torch.int64)
+                    self.num_written_bytes += 8 * size
+            partial.zero_()
+            partial[0] = torch_digest(bucket.as_subclass(torch.Tensor))
+            self.num_read_bytes += 8 * num_words
 
         self.launch(run)
 

@@ -19,7 +19,7 @@ import xxhash
 
 from weightcast.checkpoint.live import is_memory
 from weightcast.errors import IncompatibleWeightsError, ManifestError, listed
-from weightcast.format import device_sums
+from weightcast.format import device_digest
 from weightcast.format.bucket import (
     DIGEST_BLOCK_BYTES,
     DIGEST_BYTES,
@@ -36,7 +36,7 @@ from weightcast.format.bucket import (
     split_like,
     write_header,
 )
-from weightcast.format.device_sums import CopyAndSum
+from weightcast.format.device_digest import CopyAndDigest
 from weightcast.format.geometry import (
     Region,
     check_tiling,
@@ -181,8 +181,8 @@ class Packer:
         """
         num_bytes, kind = self._layout.manifest.buckets[index], self._layout.manifest.digest_kind
         self._layout.clear_gaps(index, payload)
-        if kind == "sum-64x2" and payload.is_cuda and num_bytes and device_sums.kernel(payload.device) is not None:
-            return self._part.pack_and_sum(index, payload, num_bytes)
+        if kind == "nh-128" and payload.is_cuda and num_bytes and device_digest.kernel(payload.device) is not None:
+            return self._part.pack_and_digest(index, payload, num_bytes)
         if kind != "xxh3-128" or payload.is_cuda:
             self._part.pack(index, payload, None)
             return queued_digest(payload[:num_bytes], kind)
@@ -320,7 +320,7 @@ class PartPacker:
         self._steps: dict[int, list[_Step]] = {}
         self._copies: dict[int, tuple[Sequence[torch.Tensor], list[list[Job]]]] = {}
         """Of each step, with the targets that they were made for."""
-        self._fused: dict[int, tuple[torch.Tensor, CopyAndSum]] = {}
+        self._fused: dict[int, tuple[torch.Tensor, CopyAndDigest]] = {}
 
     def rebind(self, shards: Sequence[Shard]) -> None:
         """The same regions lie in other memory now, with other dims in two than before, if any (see `Held`)."""
@@ -355,14 +355,14 @@ class PartPacker:
             digests.mark(step.blocks)
 
     @torch.no_grad()
-    def pack_and_sum(self, index: int, payload: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    def pack_and_digest(self, index: int, payload: torch.Tensor, num_bytes: int) -> torch.Tensor:
         """As `pack`, on a GPU with a kernel, for a rank that fills the bucket alone: reads each byte once.
 
-        Returns the payload's `device_sums`.
+        Returns the payload's `device_digest`.
         """
         known = self._fused.get(index)
         if known is None or known[0] is not payload:
-            fused = CopyAndSum(payload[:num_bytes], self._views(index, payload), self.sources(index))
+            fused = CopyAndDigest(payload[:num_bytes], self._views(index, payload), self.sources(index))
             known = self._fused[index] = payload, fused
         if known[1].others:
             copy_all(*map(list, zip(*known[1].others, strict=True)))

@@ -453,7 +453,7 @@ class Publisher(ClosedOnExit):
             # A client's own sender may have its buckets on the GPU, whatever the transport does.
             where, is_brought = self._transport.buckets_on_gpu, self._has_brought_senders
             is_on_gpu = is_brought or where == "always" or where == install == "streaming"
-            kind: DigestKind = "sum-64x2" if device.type != "cpu" and is_on_gpu else "xxh3-128"
+            kind: DigestKind = "nh-128" if device.type != "cpu" and is_on_gpu else "xxh3-128"
             with collector_paused():
                 self._pack_plan = PackPlan(specs, Layout(plan(specs, size, digest_kind=kind)), size)
         return self._pack_plan

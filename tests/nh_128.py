@@ -1,0 +1,45 @@
+"""The digest of buckets by its definition in docs/wire-format.md, in plain Python: the oracle of all other forms."""
+
+from __future__ import annotations
+
+_WORD, _HALF = (1 << 64) - 1, (1 << 32) - 1
+_PI = (0x452821E638D01377, 0xBE5466CF34E90C6C, 0xC0AC29B7C97C50DD, 0x3F84D5B5B5470917)
+
+
+def mix(z: int) -> int:
+    """splitmix64: its increment, then its output function."""
+    z = (z + 0x9E3779B97F4A7C15) & _WORD
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
+    return z ^ (z >> 31)
+
+
+KEYS = [[mix(seed + i) for i in range(256)] for seed in _PI[:2]]
+"""Of each lane, of each word of a chunk."""
+
+
+def product(word: int, key: int) -> int:
+    """The product of a word's halves, to each of which the key's is added modulo 2^32."""
+    return (((word & _HALF) + (key & _HALF)) & _HALF) * (((word >> 32) + (key >> 32)) & _HALF)
+
+
+def chunk_key(lane: int, number: int) -> int:
+    """The key of a lane of chunk `number`."""
+    return mix(_PI[2 + lane] + number)
+
+
+def chunk_product(lanes: list[int], number: int) -> int:
+    """The 128-bit number that chunk `number` brings to the digest."""
+    return ((lanes[0] + chunk_key(0, number)) & _WORD) * ((lanes[1] + chunk_key(1, number)) & _WORD)
+
+
+def nh_128(data: bytes) -> bytes:
+    """The 16 bytes of a payload's digest."""
+    sums = [len(data), 0]
+    for number, start in enumerate(range(0, len(data), 2048)):
+        chunk = data[start : start + 2048].ljust(2048, b"\0")
+        words = [int.from_bytes(chunk[i : i + 8], "little") for i in range(0, 2048, 8)]
+        lanes = [sum(map(product, words, keys)) & _WORD for keys in KEYS]
+        found = chunk_product(lanes, number)
+        sums = [sums[0] + (found & _WORD), sums[1] + (found >> 64)]
+    return b"".join((s & _WORD).to_bytes(8, "little") for s in sums)
