@@ -6,6 +6,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Processes by the hundred import weightcast: it is compiled once, whatever a user's shell says.
 unset PYTHONDONTWRITEBYTECODE
 
+# Without a C compiler the native core is built with that of the package index's wheel `ziglang` (setup.py).
+export WEIGHTCAST_CC=${WEIGHTCAST_CC:-auto}
+
 _say() { printf '[weightcast] %s\n' "$*" >&2; }
 
 _find_python() {
@@ -35,8 +38,12 @@ _install_once() {
 # Installs are made with --no-compile: of an engine's 24,000 modules some 5,000 are ever imported, and compiled then.
 _pip() { "$PYTHON" -m pip --disable-pip-version-check "$@"; }
 
-# _stamp FILE...: stands for an environment that is made as pyproject.toml and these files say, in this folder.
-_stamp() { { pwd; cat pyproject.toml "$@"; } | sha256sum | cut -d' ' -f1; }
+# _stamp FILE...: stands for an environment that is made as pyproject.toml, the native core's sources and these files
+# say, in this folder.
+_stamp() { { pwd; cat pyproject.toml setup.py src/weightcast/native/*.[ch] "$@"; } | sha256sum | cut -d' ' -f1; }
+
+# For an interpreter that is used as it is: the native core beside its sources, which needs setuptools there.
+_build_core() { "$PYTHON" setup.py --quiet build_ext --inplace; }
 
 # pip copies entry points when it installs: an interpreter of somebody else's needs them once more after each change.
 _knows_our_plugins() {

@@ -1,7 +1,7 @@
 # Sourced by the other scripts. Leaves $PYTHON, an interpreter with weightcast and all its extras installed.
 #
-# Makes .venv when it is missing or broken, and installs again only when pyproject.toml, constraints.txt or this
-# folder's place has changed. WEIGHTCAST_PYTHON names an interpreter to use as it is, with nothing installed.
+# Makes .venv when it is missing or broken, and installs again only when pyproject.toml, the native core's sources,
+# constraints.txt or this folder's place has changed. WEIGHTCAST_PYTHON names an interpreter to use as it is, with nothing installed.
 # pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) decide where packages come from and which build of torch.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_python.sh"
@@ -22,6 +22,7 @@ _install() {
 if [[ -n "${WEIGHTCAST_PYTHON:-}" ]]; then
     PYTHON=$WEIGHTCAST_PYTHON
     export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+    _build_core
 else
     _install_once .venv "$(_stamp constraints.txt)"
     PYTHON=$PWD/.venv/bin/python

@@ -1,7 +1,7 @@
 # Sourced by test-megatron. Leaves $PYTHON, an interpreter with Megatron-core, mbridge and weightcast.
 #
 # Makes .venv-megatron when it is missing or broken (1.3 GB on disk, torch included), and installs again only when
-# pyproject.toml, constraints-megatron.txt or this folder's place has changed. WEIGHTCAST_MEGATRON_PYTHON names an
+# pyproject.toml, the core's sources, constraints-megatron.txt or this folder's place has changed. WEIGHTCAST_MEGATRON_PYTHON names an
 # interpreter to use as it is, with nothing installed.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_python.sh"
@@ -22,6 +22,7 @@ _install() {
 if [[ -n "${WEIGHTCAST_MEGATRON_PYTHON:-}" ]]; then
     PYTHON=$WEIGHTCAST_MEGATRON_PYTHON
     export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+    _build_core
 else
     PYTHON=$PWD/.venv-megatron/bin/python
     _install_once .venv-megatron "$(_stamp constraints-megatron.txt)"

@@ -1,7 +1,7 @@
 # Sourced by test-sglang. Leaves $PYTHON, an interpreter with SGLang, as it is on a CPU, and weightcast.
 #
 # Makes .venv-sglang when it is missing or broken (a download of some 0.7 GB, 2.4 GB on disk), and installs again only
-# when pyproject.toml, constraints-sglang.txt, this file or this folder's place has changed. WEIGHTCAST_SGLANG_PYTHON
+# when pyproject.toml, the core's sources, constraints-sglang.txt, this file or this folder's place has changed. WEIGHTCAST_SGLANG_PYTHON
 # names an interpreter to use instead; into that one nothing but weightcast itself is installed (editable, so that
 # SGLang finds its plugin).
 
@@ -38,6 +38,7 @@ _install() {
 if [[ -n "${WEIGHTCAST_SGLANG_PYTHON:-}" ]]; then
     PYTHON=$WEIGHTCAST_SGLANG_PYTHON
     _knows_our_plugins || _pip install --quiet --no-deps -e .
+    _build_core
 else
     PYTHON=$PWD/.venv-sglang/bin/python
     _install_once .venv-sglang "$(_stamp constraints-sglang.txt scripts/_venv_sglang.sh)"

@@ -1,7 +1,7 @@
 # Sourced by test-verl. Leaves $PYTHON, an interpreter with verl, Ray and weightcast.
 #
 # Makes .venv-verl when it is missing or broken (1.6 GB on disk, torch included), and installs again only when
-# pyproject.toml, constraints-verl.txt or this folder's place has changed. WEIGHTCAST_VERL_PYTHON names an interpreter to
+# pyproject.toml, the core's sources, constraints-verl.txt or this folder's place has changed. WEIGHTCAST_VERL_PYTHON names an interpreter to
 # use as it is, with nothing installed.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_python.sh"
@@ -25,6 +25,7 @@ _install() {
 if [[ -n "${WEIGHTCAST_VERL_PYTHON:-}" ]]; then
     PYTHON=$WEIGHTCAST_VERL_PYTHON
     export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+    _build_core
 else
     PYTHON=$PWD/.venv-verl/bin/python
     _install_once .venv-verl "$(_stamp constraints-verl.txt)"

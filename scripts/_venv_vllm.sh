@@ -1,7 +1,7 @@
 # Sourced by test-vllm. Leaves $PYTHON, an interpreter with vLLM for CPUs and weightcast.
 #
 # Makes .venv-vllm when it is missing or broken (a download of some 1 GB, 3.5 GB on disk), and installs again only when
-# pyproject.toml, constraints-vllm.txt or this folder's place has changed. WEIGHTCAST_VLLM_PYTHON names an interpreter
+# pyproject.toml, the core's sources, constraints-vllm.txt or this folder's place has changed. WEIGHTCAST_VLLM_PYTHON names an interpreter
 # to use instead; into that one nothing but weightcast itself is installed (editable, so that vLLM finds its plugins).
 
 source "$(dirname "${BASH_SOURCE[0]}")/_python.sh"
@@ -33,6 +33,7 @@ _name_it_vllm() {
 if [[ -n "${WEIGHTCAST_VLLM_PYTHON:-}" ]]; then
     PYTHON=$WEIGHTCAST_VLLM_PYTHON
     _knows_our_plugins || _pip install --quiet --no-deps -e .
+    _build_core
 else
     PYTHON=$PWD/.venv-vllm/bin/python
     _install_once .venv-vllm "$(_stamp constraints-vllm.txt)"

@@ -15,6 +15,7 @@ SRC = Path(__file__).parents[1] / "src" / "weightcast"
 
 # A folder, or a file at the top, imports only from rows above its own, and from `errors`.
 ROWS: tuple[tuple[str, ...], ...] = (
+    ("native",),
     ("host", "format"),
     ("links", "process_group"),
     ("seams",),
@@ -58,13 +59,14 @@ FOREIGN: dict[str, tuple[str, ...]] = {
             "format.device_digest",
             "format.digest_kernel",
             "format.tensor_digest",
+            "native.tables",
             "process_group",
             "seams.*",
         ),
         *("checkpoint.*", "store.reading", "sources.*", "engines.*", "transports.*"),
         *("serving.*", "trainer.*", "integrations.*", "testing.*", "bench.*", "demo.*", "cli.serve"),
     ),
-    "numpy": ("format.tensor_digest", "host.copy", "bench.*", "demo.*", "testing.*"),
+    "numpy": ("format.tensor_digest", "host.copy", "native.tables", "bench.*", "demo.*", "testing.*"),
     "xxhash": ("format.bucket", "trainer.packer"),
     "triton": ("format.digest_kernel",),
     "h11": ("control.client",),

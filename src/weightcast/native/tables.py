@@ -1,0 +1,176 @@
+"""Tables of copies for the native core, made from tensors, checked against their storages, and run as often as wanted.
+
+Invariant: no row of a table reaches outside of the storages that its tensors had when it was made. The tensors are
+kept, and their storages must keep their memory: compare `places`, of which one call looks at thousands of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from weightcast.native import _core
+
+CHUNK_BYTES = _core.CHUNK_BYTES
+"""Of the digest `nh-128`: who digests a part of a payload takes whole chunks of it."""
+MAX_THREADS = _core.MAX_THREADS
+_PIECE_BYTES = 1 << 20
+"""Of a row, so that threads end together."""
+_COPY_WORDS, _STRIDED_WORDS = 3, 12
+
+Rows: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+Sums: TypeAlias = tuple[int, int]
+"""Of some chunks of a payload, or of all: the digest's two words. Those of parts add up."""
+
+same_members = _core.same_members
+populate = _core.populate
+
+
+def places(tensors: Sequence[torch.Tensor]) -> bytes:
+    """Return where tensors lie, their dtypes, sizes and strides, as bytes to be compared with a later call's."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _core.places(list(tensors))
+
+
+def added(*parts: Sums) -> bytes:
+    """The 16 bytes of the digest of a payload, all of whose chunks are in these parts, each once."""
+    return b"".join((sum(words) % (1 << 64)).to_bytes(8, "little") for words in zip(*parts, strict=True))
+
+
+def digest(payload: torch.Tensor, chunks: range | None = None, *, threads: int = 1) -> Sums:
+    """Digest these chunks, by default all, of a contiguous payload in host memory."""
+    _require_host_bytes(payload)
+    first, last = (0, -(-payload.nbytes // CHUNK_BYTES)) if chunks is None else (chunks.start, chunks.stop)
+    return _core.digest(payload.data_ptr(), payload.nbytes, first, max(first, last), threads)
+
+
+class CopyTable:
+    """Copies between tensors of one shape and dtype in host memory, contiguous or of up to three dims of strides.
+
+    `others`: the numbers of the pairs that are no such copies (casts, broadcasts, other devices, complex numbers,
+    memory that overlaps): they are torch's.
+    """
+
+    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Raises ValueError for a tensor that reaches outside of its storage."""
+        if len(targets) != len(sources):
+            raise ValueError(f"{len(sources)} tensors are to be copied to {len(targets)}: give one for each")
+        self._tensors = targets, sources
+        with torch._C.DisableTorchFunctionSubclass():
+            plain, strided, kinds = _core.pairs(list(targets), list(sources), _PIECE_BYTES)
+            negated = [*map(torch.Tensor.is_neg, targets)], [*map(torch.Tensor.is_neg, sources)]
+        is_other = (np.frombuffer(kinds, np.uint8) > 1) | np.array(negated, dtype=bool).any(axis=0)
+        self.others: list[int] = np.flatnonzero(is_other).tolist()
+        self.rows, self.pairs = _kept(plain, _COPY_WORDS, is_other)
+        """Rows of `copy`, and the number of each one's pair."""
+        self.strided, self.strided_pairs = _kept(strided, _STRIDED_WORDS, is_other)
+        counts = self.strided[:, 3::3]
+        self.num_bytes = int(self.rows[:, 2].sum() + (self.strided[:, 2] * counts.prod(axis=1)).sum())
+        for side, tensors in enumerate((targets, sources)):
+            bounds = _storage_bounds(tensors, (*self.pairs.tolist(), *self.strided_pairs.tolist()))
+            _require_inside(self.rows[:, side], self.rows[:, 2], bounds[: len(self.rows)])
+            extents = self.strided[:, 2] + ((counts - 1) * self.strided[:, 4 + side :: 3]).sum(axis=1)
+            _require_inside(self.strided[:, side], extents, bounds[len(self.rows) :])
+
+    def run(self, *, threads: int = 1, cached: bool = False) -> None:
+        """Copy, the others left out. `cached`: the targets are read again at once."""
+        _core.copy(self.rows, threads, cached)
+        _core.copy_strided(self.strided, threads, cached)
+
+
+class PackTable:
+    """Fills a payload from tensors in one pass in which it is digested.
+
+    `others`: the numbers of the pairs that are to be copied before each run, as those of `CopyTable`. `missing`: the
+    chunks that these pairs do not fill whole, or that lie in targets whose bytes don't follow one another. They are to
+    be digested once everything is there.
+    """
+
+    def __init__(
+        self,
+        payload: torch.Tensor,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        gaps: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """`targets`: views of `payload`, all that is digested, that don't overlap. `gaps`: bytes that become zeros.
+
+        Raises ValueError for a tensor that reaches outside of its storage, or a target outside of the payload.
+        """
+        _require_host_bytes(payload)
+        self._payload, self._copies = payload, CopyTable(targets, sources)
+        self.others = self._copies.others
+        start = payload.data_ptr()
+        rows = [self._copies.rows - np.array([start, 0, 0])]
+        # What is copied otherwise lies there when this runs.
+        strided = {*self._copies.strided_pairs.tolist(), *self.others}
+        runs = [(targets[k].data_ptr(), targets[k].nbytes) for k in strided if targets[k].is_contiguous()]
+        rows.append(np.array([(at - start, at, size) for at, size in runs if size], np.int64).reshape(-1, 3))
+        rows.append(np.array([(at, 0, end - at) for at, end in gaps], np.int64).reshape(-1, 3))
+        found = np.concatenate(rows)
+        found = found[np.argsort(found[:, 0], kind="stable")]
+        ends = found[:, 0] + found[:, 2]
+        if len(found) and (found[0, 0] < 0 or ends[-1] > payload.nbytes or (ends[:-1] > found[1:, 0]).any()):
+            raise ValueError(f"targets and gaps overlap, or end outside of the payload of {payload.nbytes} bytes")
+        self._rows = np.ascontiguousarray(found)
+        self.missing = _missing_chunks(found, payload.nbytes)
+
+    def run(self, *, threads: int = 1, cached: bool = False) -> Sums:
+        """Fill the payload, and digest all chunks but the missing ones. `cached`: it is read again at once."""
+        _core.copy_strided(self._copies.strided, threads, True)
+        payload = self._payload
+        return _core.copy_and_digest(payload.data_ptr(), payload.nbytes, self._rows, threads, cached)
+
+
+def _kept(found: bytes, num_words: int, is_other: np.ndarray[Any, Any]) -> tuple[Rows, Rows]:
+    rows = np.frombuffer(found, np.int64).reshape(-1, num_words + 1)
+    rows = rows[~is_other[rows[:, num_words]]]
+    return np.ascontiguousarray(rows[:, :num_words]), rows[:, num_words]
+
+
+def _storage_bounds(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> Rows:
+    """The first address of the storage of each of these tensors, and the first one behind it."""
+    found: dict[int, tuple[int, int]] = {}
+    for number in numbers:
+        if number not in found:
+            storage = torch.Tensor.untyped_storage(tensors[number])
+            found[number] = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    return np.array([found[number] for number in numbers], np.int64).reshape(-1, 2)
+
+
+def _require_inside(starts: Rows, sizes: Rows, bounds: Rows) -> None:
+    outside = np.flatnonzero((starts < bounds[:, 0]) | (sizes < 0) | (sizes > bounds[:, 1] - starts))
+    if outside.size:
+        row = int(outside[0])
+        (first, end), start, size = bounds[row].tolist(), int(starts[row]), int(sizes[row])
+        raise ValueError(
+            f"a copy of {size} bytes at {start:#x} reaches outside of its tensor's storage, which is {end - first} "
+            f"bytes at {first:#x}: the storage was resized or freed"
+        )
+
+
+def _require_host_bytes(payload: torch.Tensor) -> None:
+    if payload.device.type != "cpu" or payload.dtype != torch.uint8 or not payload.is_contiguous():
+        raise ValueError(f"a payload is contiguous uint8 in host memory, found {payload.dtype} on {payload.device}")
+    storage = payload.untyped_storage()
+    first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    if payload.nbytes and not first <= payload.data_ptr() <= payload.data_ptr() + payload.nbytes <= end:
+        raise ValueError(f"a payload of {payload.nbytes} bytes reaches outside of its storage of {end - first} bytes")
+
+
+def _missing_chunks(rows: Rows, num_bytes: int) -> list[range]:
+    """The chunks that rows, which are in order, don't cover whole."""
+    ends = rows[:, 0] + rows[:, 2]
+    # From each row's end to the next one's beginning.
+    first, last = np.concatenate([[0], ends]), np.concatenate([rows[:, 0], [num_bytes]])
+    found: list[range] = []
+    for start, end in np.stack([first, last], axis=1)[first < last].tolist():
+        chunks = range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES))
+        if found and chunks.start <= found[-1].stop:
+            found[-1] = range(found[-1].start, max(found[-1].stop, chunks.stop))
+        else:
+            found.append(chunks)
+    return found

@@ -1,0 +1,361 @@
+/* Where tensors lie, by DLPack's table of C functions where their class has it, else by their Python methods; and whether
+   dicts have the members that they had. With the GIL, which is let go now and then. */
+#include "module.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { MANY = 2048, MAX_TENSOR_DIMS = 64, CPU = 1, COMPLEX = 5 };
+
+/* --- DLPack 1.x, as far as it is used here (its header: dlpack/dlpack.h of github.com/dmlc/dlpack) --- */
+
+typedef struct {
+    void *data;
+    struct {
+        int32_t type, id;
+    } device;
+    int32_t ndim;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
+    int64_t *shape, *strides; /* strides are in elements */
+    uint64_t byte_offset;
+} dl_tensor;
+
+typedef struct {
+    struct {
+        uint32_t major, minor;
+    } version;
+    void *former;
+    void *allocate, *from_object, *to_object;
+    int (*tensor_of_object)(void *object, dl_tensor *out);
+    void *current_stream;
+} dl_exchange;
+
+/* --- one tensor --- */
+
+typedef struct {
+    uint64_t address, dtype, device;
+    int ndim, itemsize, is_cpu, is_complex;
+    int64_t sizes[MAX_TENSOR_DIMS], strides[MAX_TENSOR_DIMS];
+} place;
+
+/* The class that was asked last, and its table, if it has one. */
+typedef struct {
+    PyObject *type;
+    const dl_exchange *exchange;
+} asked;
+
+static const dl_exchange *exchange_of(PyObject *type) {
+    PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
+    if (!capsule) {
+        PyErr_Clear();
+        return NULL;
+    }
+    const dl_exchange *found = NULL;
+    if (PyCapsule_IsValid(capsule, "dlpack_exchange_api")) {
+        found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+        /* The table outlives the capsule, by DLPack's rules. */
+        if (found && (found->version.major != 1 || !found->tensor_of_object))
+            found = NULL;
+    }
+    Py_DECREF(capsule);
+    return found;
+}
+
+static int read_ints(PyObject *tensor, const char *method, int64_t *out) {
+    PyObject *found = PyObject_CallMethod(tensor, method, NULL);
+    PyObject *numbers = found ? PySequence_Tuple(found) : NULL;
+    Py_XDECREF(found);
+    if (!numbers)
+        return -1;
+    Py_ssize_t count = PyTuple_Size(numbers);
+    if (count > MAX_TENSOR_DIMS) {
+        PyErr_Format(PyExc_ValueError, "a tensor has %zd dims, at most %d were expected", count, MAX_TENSOR_DIMS);
+        count = -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        out[i] = PyLong_AsLongLong(PyTuple_GetItem(numbers, i));
+        if (out[i] == -1 && PyErr_Occurred())
+            count = -1;
+    }
+    Py_DECREF(numbers);
+    return (int)count;
+}
+
+static long long read_int(PyObject *tensor, const char *name, int is_method) {
+    PyObject *found = is_method ? PyObject_CallMethod(tensor, name, NULL) : PyObject_GetAttrString(tensor, name);
+    if (!found)
+        return -1;
+    long long number = PyLong_AsLongLong(found);
+    Py_DECREF(found);
+    return number;
+}
+
+static int read_by_methods(PyObject *tensor, place *out) {
+    long long address = read_int(tensor, "data_ptr", 1), itemsize = read_int(tensor, "itemsize", 0);
+    if (PyErr_Occurred())
+        return -1;
+    PyObject *dtype = PyObject_GetAttrString(tensor, "dtype"), *device = PyObject_GetAttrString(tensor, "device");
+    PyObject *is_cpu = PyObject_GetAttrString(tensor, "is_cpu"), *is_complex = NULL;
+    if (dtype)
+        is_complex = PyObject_GetAttrString(dtype, "is_complex");
+    int failed = !dtype || !device || !is_cpu || !is_complex;
+    if (!failed) {
+        out->address = (uint64_t)address;
+        out->itemsize = (int)itemsize;
+        out->dtype = (uint64_t)(uintptr_t)dtype; /* torch's dtypes live as long as the process */
+        out->device = (uint64_t)PyObject_Hash(device);
+        out->is_cpu = PyObject_IsTrue(is_cpu);
+        out->is_complex = PyObject_IsTrue(is_complex);
+        out->ndim = read_ints(tensor, "size", out->sizes);
+        failed = PyErr_Occurred() || out->ndim < 0 || read_ints(tensor, "stride", out->strides) != out->ndim;
+    }
+    Py_XDECREF(dtype);
+    Py_XDECREF(device);
+    Py_XDECREF(is_cpu);
+    Py_XDECREF(is_complex);
+    return failed ? -1 : 0;
+}
+
+static int read_place(PyObject *tensor, asked *last, place *out) {
+    PyObject *type = (PyObject *)Py_TYPE(tensor);
+    if (type != last->type) {
+        last->type = type;
+        last->exchange = exchange_of(type);
+    }
+    dl_tensor found;
+    if (!last->exchange || last->exchange->tensor_of_object(tensor, &found)) {
+        PyErr_Clear();
+        return read_by_methods(tensor, out);
+    }
+    if (found.ndim < 0 || found.ndim > MAX_TENSOR_DIMS || (found.ndim && (!found.shape || !found.strides)))
+        return read_by_methods(tensor, out);
+    out->address = (uint64_t)(uintptr_t)found.data + found.byte_offset;
+    out->dtype = found.dtype.code | (uint64_t)found.dtype.bits << 8 | (uint64_t)found.dtype.lanes << 16;
+    out->device = (uint32_t)found.device.type | (uint64_t)(uint32_t)found.device.id << 32;
+    out->ndim = found.ndim;
+    out->itemsize = (found.dtype.bits * found.dtype.lanes + 7) / 8;
+    out->is_cpu = found.device.type == CPU;
+    out->is_complex = found.dtype.code == COMPLEX;
+    memcpy(out->sizes, found.shape, sizeof(int64_t) * (size_t)found.ndim);
+    memcpy(out->strides, found.strides, sizeof(int64_t) * (size_t)found.ndim);
+    return 0;
+}
+
+/* Of a tensor that its list may lose meanwhile, by Python code of its class. */
+static int read_kept(PyObject *tensor, asked *last, place *out) {
+    Py_INCREF(tensor);
+    int failed = read_place(tensor, last, out);
+    Py_DECREF(tensor);
+    return failed;
+}
+
+/* --- bytes that grow --- */
+
+typedef struct {
+    uint8_t *data;
+    size_t size, room;
+} growing;
+
+static int append(growing *all, const void *data, size_t size) {
+    if (all->room - all->size < size) {
+        size_t room = all->room * 2 > all->size + size ? all->room * 2 : all->size + size + 4096;
+        uint8_t *moved = realloc(all->data, room);
+        if (!moved) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        all->data = moved;
+        all->room = room;
+    }
+    memcpy(all->data + all->size, data, size);
+    all->size += size;
+    return 0;
+}
+
+static PyObject *taken(growing *all) {
+    PyObject *made = PyErr_Occurred() ? NULL : PyBytes_FromStringAndSize((const char *)all->data, (Py_ssize_t)all->size);
+    free(all->data);
+    return made;
+}
+
+/* Other threads' turn, after so many objects. */
+static void give_way(Py_ssize_t number) {
+    if (number % MANY == MANY - 1) {
+        Py_BEGIN_ALLOW_THREADS
+        Py_END_ALLOW_THREADS
+    }
+}
+
+PyObject *wc_places(PyObject *self, PyObject *tensors) {
+    (void)self;
+    if (!PyList_Check(tensors))
+        return PyErr_Format(PyExc_TypeError, "expected a list of tensors");
+    growing rows = {0};
+    asked last = {0};
+    place found;
+    for (Py_ssize_t i = 0; i < PyList_Size(tensors); i++) {
+        PyObject *tensor = PyList_GetItem(tensors, i);
+        if (!tensor || read_kept(tensor, &last, &found))
+            break;
+        uint64_t head[4] = {found.address, found.dtype, found.device, (uint64_t)found.ndim};
+        size_t size = sizeof(int64_t) * (size_t)found.ndim;
+        if (append(&rows, head, sizeof head) || append(&rows, found.sizes, size) || append(&rows, found.strides, size))
+            break;
+        give_way(i);
+    }
+    return taken(&rows);
+}
+
+/* --- rows of copies --- */
+
+enum { AS_BYTES, STRIDED, OTHERWISE };
+
+static uint64_t extent(const place *of) {
+    uint64_t end = (uint64_t)of->itemsize;
+    for (int d = 0; d < of->ndim; d++)
+        end += (uint64_t)(of->sizes[d] - 1) * (uint64_t)of->strides[d] * (uint64_t)of->itemsize;
+    return end;
+}
+
+/* Rows of one pair; how it is copied, or -1. `number` goes with each row, so that its bounds can be checked. */
+static int append_pair(const place *target, const place *source, uint64_t piece, uint64_t number, growing *plain,
+                       growing *strided) {
+    if (!target->is_cpu || !source->is_cpu || target->dtype != source->dtype || target->is_complex ||
+        target->ndim != source->ndim)
+        return OTHERWISE;
+    int dims = 0;
+    uint64_t item = (uint64_t)target->itemsize;
+    struct {
+        uint64_t count, to, from;
+    } left[MAX_TENSOR_DIMS + 1];
+    for (int d = 0; d < target->ndim; d++) {
+        if (target->sizes[d] != source->sizes[d])
+            return OTHERWISE;
+        if (!target->sizes[d])
+            return AS_BYTES;
+        if (target->sizes[d] == 1)
+            continue;
+        uint64_t count = (uint64_t)target->sizes[d], to = (uint64_t)target->strides[d] * item,
+                 from = (uint64_t)source->strides[d] * item;
+        /* A dim whose rows follow one another on both sides goes into the one before. */
+        if (dims && left[dims - 1].to == count * to && left[dims - 1].from == count * from) {
+            left[dims - 1].count *= count;
+            left[dims - 1].to = to;
+            left[dims - 1].from = from;
+        } else {
+            left[dims].count = count;
+            left[dims].to = to;
+            left[dims++].from = from;
+        }
+    }
+    uint64_t run = item;
+    if (dims && left[dims - 1].to == item && left[dims - 1].from == item)
+        run *= left[--dims].count;
+    uint64_t to = target->address, from = source->address;
+    int overlap = to < from + extent(source) && from < to + extent(target);
+    if (dims > WC_MAX_DIMS || overlap)
+        return OTHERWISE;
+    if (!dims) {
+        for (uint64_t at = 0; at < run; at += piece) {
+            uint64_t row[4] = {to + at, from + at, run - at < piece ? run - at : piece, number};
+            if (append(plain, row, sizeof row))
+                return -1;
+        }
+        return AS_BYTES;
+    }
+    uint64_t row[4 + 3 * WC_MAX_DIMS] = {to, from, run};
+    for (int d = 0; d < WC_MAX_DIMS; d++) {
+        int k = d - (WC_MAX_DIMS - dims);
+        row[3 + 3 * d] = k < 0 ? 1 : left[k].count;
+        row[4 + 3 * d] = k < 0 ? 0 : left[k].to;
+        row[5 + 3 * d] = k < 0 ? 0 : left[k].from;
+    }
+    row[3 + 3 * WC_MAX_DIMS] = number;
+    /* Cut along the first dim, so that threads can share it. */
+    uint64_t *first = &row[3 + 3 * (WC_MAX_DIMS - dims)], count = first[0], inner = run;
+    for (int k = 1; k < dims; k++)
+        inner *= left[k].count;
+    uint64_t step = inner >= piece ? 1 : piece / inner;
+    for (uint64_t at = 0; at < count; at += step) {
+        first[0] = count - at < step ? count - at : step;
+        row[0] = to + at * first[1];
+        row[1] = from + at * first[2];
+        if (append(strided, row, sizeof row))
+            return -1;
+    }
+    return STRIDED;
+}
+
+PyObject *wc_pairs(PyObject *self, PyObject *arguments) {
+    (void)self;
+    PyObject *targets, *sources;
+    unsigned long long piece;
+    if (!PyArg_ParseTuple(arguments, "OOK:pairs", &targets, &sources, &piece))
+        return NULL;
+    if (!PyList_Check(targets) || !PyList_Check(sources) || PyList_Size(targets) != PyList_Size(sources) || !piece)
+        return PyErr_Format(PyExc_ValueError, "expected two lists of equally many tensors, and a size of pieces");
+    growing plain = {0}, strided = {0}, kinds = {0};
+    asked last_target = {0}, last_source = {0};
+    place target, source;
+    for (Py_ssize_t i = 0; i < PyList_Size(targets); i++) {
+        PyObject *into = PyList_GetItem(targets, i), *of = into ? PyList_GetItem(sources, i) : NULL;
+        Py_XINCREF(of);
+        int failed = !of || read_kept(into, &last_target, &target) || read_kept(of, &last_source, &source);
+        Py_XDECREF(of);
+        if (failed)
+            break;
+        int kind = append_pair(&target, &source, piece, (uint64_t)i, &plain, &strided);
+        uint8_t said = (uint8_t)kind;
+        if (kind < 0 || append(&kinds, &said, 1))
+            break;
+        give_way(i);
+    }
+    PyObject *first = taken(&plain), *second = taken(&strided), *third = taken(&kinds);
+    PyObject *made = first && second && third ? PyTuple_Pack(3, first, second, third) : NULL;
+    Py_XDECREF(first);
+    Py_XDECREF(second);
+    Py_XDECREF(third);
+    return made;
+}
+
+/* --- members of dicts --- */
+
+static int same_name(PyObject *a, PyObject *b) { return a == b ? 1 : PyObject_RichCompareBool(a, b, Py_EQ); }
+
+PyObject *wc_same_members(PyObject *self, PyObject *arguments) {
+    (void)self;
+    PyObject *dicts, *sizes, *names, *values;
+    if (!PyArg_ParseTuple(arguments, "O!O!O!O!:same_members", &PyList_Type, &dicts, &PyList_Type, &sizes, &PyList_Type,
+                          &names, &PyList_Type, &values))
+        return NULL;
+    Py_ssize_t number = 0;
+    for (Py_ssize_t i = 0; i < PyList_Size(dicts); i++) {
+        PyObject *each = PyList_GetItem(dicts, i), *size = each ? PyList_GetItem(sizes, i) : NULL;
+        if (!size)
+            return NULL;
+        if (!PyDict_Check(each))
+            return PyErr_Format(PyExc_TypeError, "expected a list of dicts");
+        if (PyDict_Size(each) != PyLong_AsSsize_t(size)) {
+            if (PyErr_Occurred())
+                return NULL;
+            Py_RETURN_FALSE;
+        }
+        PyObject *name, *value;
+        for (Py_ssize_t position = 0; PyDict_Next(each, &position, &name, &value); number++) {
+            PyObject *former_name = PyList_GetItem(names, number);
+            PyObject *former = former_name ? PyList_GetItem(values, number) : NULL;
+            if (!former)
+                return NULL;
+            int same = value == former ? same_name(name, former_name) : 0;
+            if (same < 0)
+                return NULL;
+            if (!same)
+                Py_RETURN_FALSE;
+        }
+        give_way(i);
+    }
+    Py_RETURN_TRUE;
+}
