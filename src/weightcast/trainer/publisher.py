@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from weightcast import registry
+from weightcast.engines.gate import require_no_step
 from weightcast.errors import ClosedError, PublishError, clear_frames, from_record
 from weightcast.format.amounts import count
 from weightcast.format.bucket import Layout
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from weightcast.trainer.group.lead import TrainerGroup
 
 _DROPPED_SECONDS = 5.0
-_NOTHING_YET = "nothing was published yet: call publish, which brings the source's weights to every engine"
+_NOTHING_YET = "nothing was published yet: call publish() first"
 
 
 class Publisher(ClosedOnExit):
@@ -118,36 +119,39 @@ class Publisher(ClosedOnExit):
         self._drop.atexit = False
         with on_failure(self.close):
             for engine in engines:
-                self.add_engine(engine)
+                self._add(engine)
 
     # --- the fleet ---
 
     def add_engine(self, engine: str | EngineClient, *, sync: bool = False) -> None:
         """Add an engine; the next publish connects it, or with `sync` this call, which brings it to the last version.
 
-        Raises ValueError if it is there already, TypeError for what is no engine; with `sync` what `sync` raises: it is
-        in the fleet still.
+        Does nothing on a trainer rank that another one publishes for. Raises ValueError if it is there already,
+        TypeError for what is no engine; with `sync` what `sync` raises: it is in the fleet still.
         """
         with self._lock:
             self._require_open()
             if sync and self.version < 0:
                 raise ValueError(_NOTHING_YET)
-            if self._is_following:
-                if sync:
-                    self.sync(engine)
-                return
-            if isinstance(engine, str):
-                timeout_seconds = self._options.deadline_seconds
-                client = registry.http_client(engine, token=self._token, timeout_seconds=timeout_seconds)
-            else:
-                arguments.require_client(engine)
-                client = engine
-            self._fleet.add(FleetMember(client, owned=isinstance(engine, str)))
+            if not self._is_following:
+                self._add(engine)
             if sync:
                 self.sync(engine)
 
+    def _add(self, engine: str | EngineClient) -> None:
+        if isinstance(engine, str):
+            timeout_seconds = self._options.deadline_seconds
+            client = registry.http_client(engine, token=self._token, timeout_seconds=timeout_seconds)
+        else:
+            arguments.require_client(engine)
+            client = engine
+        self._fleet.add(FleetMember(client, owned=isinstance(engine, str)))
+
     def remove_engine(self, engine: str | EngineClient) -> None:
-        """Disconnect an engine: it keeps the version it has, and another publisher may take it. Raises ValueError."""
+        """Disconnect an engine: it keeps the version it has, and another publisher may take it.
+
+        Does nothing on a trainer rank that another one publishes for. Raises ValueError if it is not in the fleet.
+        """
         if not isinstance(engine, str):
             arguments.require_client(engine)
         name = _name_of(engine)
@@ -206,8 +210,10 @@ class Publisher(ClosedOnExit):
 
     @property
     def _is_following(self) -> bool:
-        """Whether another trainer rank publishes: engines are its concern."""
-        return self._group is not None and not self._group.is_publishing
+        """Whether another trainer rank publishes, as far as torch.distributed says so by now: it has the engines."""
+        if self._is_joined or self._trainer_group is None or not (dist.is_available() and dist.is_initialized()):
+            return self._group is not None and not self._group.is_publishing
+        return dist.get_rank(None if self._trainer_group == "auto" else self._trainer_group) > 0
 
     def _require_open(self) -> None:
         if self._closed:
@@ -366,6 +372,7 @@ class Publisher(ClosedOnExit):
         The sender and the listener are made at the first publish, when the device of the weights is known.
         """
         start = time.perf_counter()
+        require_no_step("publish or sync")
         if version is not None:
             if not 0 <= version <= MAX_VERSION:
                 raise ValueError(f"version {version} is not from 0 to {MAX_VERSION}")
