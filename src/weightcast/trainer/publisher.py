@@ -108,6 +108,8 @@ class Publisher(ClosedOnExit):
         self._is_joined = False
         self._closed = False
         self._is_publishing = False
+        self._num_published = 0
+        """Versions that were sent whole."""
         self._process = 0
         """The one that has the connections; 0 while there are none."""
         self._owned: list[Closeable] = [self._watchdog]
@@ -315,6 +317,7 @@ class Publisher(ClosedOnExit):
             self._options,
             self._watchdog,
             above=last,
+            proves_all=self._num_published % self._options.verify_every == 0,
             wait_ready_seconds=wait_ready_seconds,
             on_progress=on_progress,
         )
@@ -338,6 +341,7 @@ class Publisher(ClosedOnExit):
             if group is not None:
                 self.version, self.run = max(self.version, group.version), group.run or self.run
             self._published = run.published or (self._published if run.number in (-1, last) else None)
+            self._num_published += run.published is not None and run.number > last
         is_ok = all(result.ok for result in report.engines.values())
         if not is_ok and self._options.on_failure == "raise":
             failures = {name: from_record(r.error) for name, r in report.engines.items() if r.error is not None}
