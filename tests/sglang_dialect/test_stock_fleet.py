@@ -31,7 +31,6 @@ from weightcast.errors import (
     ControlError,
     IncompatibleWeightsError,
     InstallError,
-    IntegrityError,
     PeerDiedError,
     PeerError,
     PeerTimeoutError,

@@ -62,5 +62,5 @@ class LocalEngine(EngineClient, ServesTraffic):
         self.gate.tear(reason)
 
     def close(self) -> None:
-        """End the publisher's session; the engine keeps its version. A step that waits raises ClosedError. Idempotent."""
+        """End the publisher's session; the engine keeps its version. Steps that wait raise ClosedError. Idempotent."""
         self.worker.close()

@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from weightcast import registry
 from weightcast.engines.gate import require_no_step
-from weightcast.errors import ClosedError, PublishError, clear_frames, from_record
-from weightcast.format.amounts import count
+from weightcast.errors import ClosedError, clear_frames
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_ORIGINS, MAX_VERSION, DigestKind, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
@@ -40,7 +39,7 @@ from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import PackPlan
 from weightcast.trainer.publish_run import Connections, OnProgress, PublishedVersion, PublishInputs, PublishRun
-from weightcast.trainer.report import PublishReport
+from weightcast.trainer.report import PublishReport, publish_error
 from weightcast.trainer.stream_packer import StreamPacker
 
 if TYPE_CHECKING:
@@ -342,12 +341,8 @@ class Publisher(ClosedOnExit):
                 self.version, self.run = max(self.version, group.version), group.run or self.run
             self._published = run.published or (self._published if run.number in (-1, last) else None)
             self._num_published += run.published is not None and run.number > last
-        is_ok = all(result.ok for result in report.engines.values())
-        if not is_ok and self._options.on_failure == "raise":
-            failures = {name: from_record(r.error) for name, r in report.engines.items() if r.error is not None}
-            what = f"{len(failures)} of {count(len(report.engines), 'engine')} did not take version {report.version}"
-            causes = "; ".join(f"{name}: {error}" for name, error in failures.items())
-            raise PublishError(f"{what}: {causes}", failures, report)
+        if not report.ok and self._options.on_failure == "raise":
+            raise publish_error(report)
         return report
 
     def _join_trainer_group(self) -> None:
