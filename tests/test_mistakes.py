@@ -428,6 +428,11 @@ def a_module_to_serve(folder: Path) -> None:
     EngineServer(linear())  # type: ignore[arg-type]
 
 
+@gives(ValueError, "ipc:// keeps no versions to go back to: publish into a store (file:///DIR), or publish the old")
+def a_rollback_without_a_store(folder: Path) -> None:
+    publisher(engines=[NOBODY]).rollback(3)
+
+
 @gives(ValueError, "local is in the fleet already: each engine is named once, by a name of its own")
 def two_engines_of_one_name(folder: Path) -> None:
     publisher(engines=[LocalEngine(ModuleEngine(linear())), LocalEngine(ModuleEngine(linear()))])

@@ -34,6 +34,7 @@ from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, EngineClient
 from weightcast.seams.source import Regions, Source, StreamSource, TensorStream
 from weightcast.seams.transport import Origins
+from weightcast.sources.store import StoreSource
 from weightcast.trainer import arguments
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
@@ -303,6 +304,34 @@ class Publisher(ClosedOnExit):
                 raise ValueError(_NOTHING_YET)
             return self._publish(lambda: self._inputs(None, of=_name_of(engine)), on_progress)
 
+    def rollback(self, version: SupportsIndex | None = None) -> PublishReport:
+        """Publish a version that the store still holds once more, as a new version; blocks until engines serve it.
+
+        For a publisher into a store, `file:///DIR`. `version`: its number; by default the one before the newest (see
+        `weightcast.rollback`). It is read whole first: host memory of one version. The source is left alone, and the
+        next publish sends its weights again. Raises VersionNotFoundError if the store does not hold it any more,
+        ValueError for another transport or with several trainer ranks; otherwise what `publish` raises.
+        """
+        self._require_here()
+        with self._lock:
+            self._require_open()
+            if not self._transport.keeps_versions:
+                raise ValueError(
+                    f"{self._url} keeps no versions to go back to: publish into a store (file:///DIR), or publish the "
+                    "old weights from a checkpoint, SafetensorsSource(DIR)"
+                )
+            if not self._is_joined:
+                self._join_trainer_group()
+            if self._group is not None:
+                raise ValueError(
+                    "several trainer ranks publish together, and a version of a store is read by one: close this "
+                    "publisher on every rank, and on one of them publish StoreSource(url, version=...) by a Publisher "
+                    "with trainer_group=None and the same engines, or call weightcast.rollback where engines follow"
+                )
+            number = None if version is None else arguments.whole_number("version", version)
+            source = StoreSource(self._url, previous=number is None, version=number)
+            return self._publish(lambda: self._inputs(None, stored=source), None)
+
     def _publish(
         self, inputs: Callable[[], PublishInputs], on_progress: OnProgress | None, wait_ready_seconds: float = 0.0
     ) -> PublishReport:
@@ -363,10 +392,13 @@ class Publisher(ClosedOnExit):
                 self._owned[:0] = self._group.owned
         self._is_joined = True
 
-    def _inputs(self, version: int | None, *, of: str | None = None) -> PublishInputs:
+    def _inputs(
+        self, version: int | None, *, of: str | None = None, stored: StoreSource | None = None
+    ) -> PublishInputs:
         """What a publish needs of this process alone: the source's regions, connections and plan. No communication.
 
-        `of`: the name of the only engine, which is to have the last version.
+        `of`: the name of the only engine, which is to have the last version. `stored`: what is published in place of
+        the source.
 
         The sender and the listener are made at the first publish, when the device of the weights is known.
         """
@@ -380,21 +412,24 @@ class Publisher(ClosedOnExit):
         fleet, again = (self._fleet, None) if of is None else (self._fleet.only(of), self._published)
         if of is not None and again is None:
             raise ValueError(f"version {self.version} was not sent whole to any engine: publish a new version")
+        source = self._source if stored is None else stored
         regions: Regions = {}
         stream: TensorStream | None = None
-        if not isinstance(self._source, StreamSource):
-            regions = self._source.regions()
+        if not isinstance(source, StreamSource):
+            regions = source.regions()
         elif again is None:
-            stream = self._source.stream()
+            stream = source.stream()
         pack_plan, connections = self._pack_plan, self._connections
         is_known = pack_plan is not None and pack_plan.is_of(regions)
         if connections is None or not is_known:
             device = _device_of(regions) if stream is None else stream.device
+            if stored is not None and not isinstance(self._source, StreamSource):
+                device = _device_of(self._source.regions())  # of what comes after it
         if connections is not None:
             device = connections.device
         if pack_plan is None or not is_known:
-            pack_plan = self._ready_pack_plan(device)
-        if isinstance(self._source, StreamSource):
+            pack_plan = self._ready_pack_plan(device, source)
+        if isinstance(source, StreamSource):
             pack_plan.use(regions, StreamPacker(pack_plan.layout, None if stream is None else stream.tensors))
         elif self._group is None:
             # Before there is a sender, which may write.
@@ -446,9 +481,9 @@ class Publisher(ClosedOnExit):
     def _has_brought_senders(self) -> bool:
         return any(isinstance(member.client, BringsSender) for member in self._fleet)
 
-    def _ready_pack_plan(self, device: torch.device) -> PackPlan:
+    def _ready_pack_plan(self, device: torch.device, source: Source | StreamSource) -> PackPlan:
         """The plan for the source's specs: made once, and again when they have changed."""
-        specs = self._source.specs()
+        specs = source.specs()
         if self._pack_plan is None or self._pack_plan.specs is not specs:
             _require_specs(specs)
             size, install = self._options.bucket_size_bytes, self._options.install
