@@ -454,5 +454,7 @@ class Fleet:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
-        for member in self:
-            member.close()
+        with contextlib.ExitStack() as stack:
+            # Each, whatever another one's client raises.
+            for member in self:
+                stack.callback(member.close)

@@ -564,15 +564,16 @@ class PublishRun:
     def _give_up(self, exc: BaseException) -> None:
         """The publish itself failed: end the update everywhere. A Ctrl-C does not wait for answers."""
         reason = f"{type(exc).__name__}: {exc}"[:4000]
-        for sender in (self._connections.sender, *self._connections.client_senders):
-            sender.abort(reason)
-        if isinstance(exc, Exception):
-            self._abort(self._fleet, reason)
-        else:
-            for member in self._fleet:
-                self._connections.listener.end_links(reason, member.name)
-        # A pause that came later would not be lifted.
-        self._fleet.wait()
+        with contextlib.ExitStack() as stack:
+            # Each, whatever another one raises; a pause that came later than the last would not be lifted.
+            stack.callback(self._fleet.wait)
+            if isinstance(exc, Exception):
+                stack.callback(self._abort, self._fleet, reason)
+            else:
+                for member in self._fleet:
+                    stack.callback(self._connections.listener.end_links, reason, member.name)
+            for sender in (*self._connections.client_senders, self._connections.sender):
+                stack.callback(sender.abort, reason)
 
     def _abort(self, members: Iterable[FleetMember], reason: str) -> None:
         """Have these engines drop what they hold, as far as they can be reached."""
