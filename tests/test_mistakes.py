@@ -716,9 +716,9 @@ def a_wait_for_a_string(folder: Path) -> None:
         follower.wait("5")  # type: ignore[arg-type]
 
 
-@gives(TypeError, "version is 0; it must be a WeightVersion(run, number)")
-def a_number_as_a_stores_version(folder: Path) -> None:
-    StoreSource(f"file://{folder}", version=0)  # type: ignore[arg-type]
+@gives(TypeError, "version is '0'; it must be a number, or a WeightVersion(run, number)")
+def a_text_as_a_stores_version(folder: Path) -> None:
+    StoreSource(f"file://{folder}", version="0")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", MISTAKES)
