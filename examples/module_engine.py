@@ -6,10 +6,12 @@ publishes it after every step; the engine goes on computing meanwhile. Needs `pi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import threading
+import time
 
 import torch
 from torch import nn
@@ -25,17 +27,21 @@ def serve() -> None:
     """The engine's side: wrap the model, start the server, and use the model inside `server.step()` only."""
     model = make_model().eval()
     probe = torch.ones(1, 16)
-    stop = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
-    with weightcast.EngineServer(weightcast.ModuleEngine(model)) as server:
-        print(server.url, flush=True)
-        seen: object = None
-        while not stop.wait(0.001):
+    server = weightcast.EngineServer(weightcast.ModuleEngine(model)).start()
+    closing = threading.Thread(target=lambda: (sys.stdin.read(), server.close()))
+    closing.start()
+    print(server.url, flush=True)
+    seen: object = None
+    with contextlib.suppress(weightcast.errors.ClosedError):  # `step` raises it once the server is closed
+        while True:
+            # Waits while an update is installed; after one that failed half-way, until the next has healed the engine.
             with server.step() as version, torch.inference_mode():
                 answer = model(probe).item()
             if version is not None and version != seen:
                 print(json.dumps({"version": version.number, "answer": answer}), flush=True)
                 seen = version
+            time.sleep(0.001)
+    closing.join()
 
 
 def train(num_steps: int = 5) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from weightcast.engines.gate import Gate
-from weightcast.errors import EngineTornError, PeerTimeoutError
+from weightcast.errors import ClosedError, EngineTornError, PeerTimeoutError
 from weightcast.format.manifest import WeightVersion
 
 DEADLINE = 10.0
@@ -244,29 +244,66 @@ def test_a_step_that_fails_is_over() -> None:
     gate.pause(deadline_seconds=0)
 
 
-def test_a_torn_engine_refuses_each_step_until_it_is_whole(threads: Threads) -> None:
+def test_a_torn_engine_has_steps_wait_until_it_is_whole(threads: Threads) -> None:
     gate = Gate()
     gate.pause()
-    waiting = threads.start(run_step, gate)
+    waiting = threads.start(run_step, gate, None)
     assert_blocked(waiting)
     gate.tear("an install failed half-way")
-    with pytest.raises(EngineTornError, match="half-way"):
-        waiting.result(DEADLINE)
     gate.resume()
-    with pytest.raises(EngineTornError):
-        run_step(gate)
+    assert_blocked(waiting)
+    with pytest.raises(EngineTornError, match="half-way"):
+        run_step(gate, 0)
     assert not gate.is_open
     gate.set_version(TWO)
+    assert waiting.result(DEADLINE) == TWO
     assert run_step(gate) == TWO
     assert gate.torn == ""
 
 
+@pytest.mark.parametrize("is_torn", [True, False])
+def test_a_wait_that_nothing_can_end_any_more_ends_with_the_gate(is_torn: bool, threads: Threads) -> None:
+    gate = Gate()
+    gate.tear("half of version 7") if is_torn else gate.pause()
+    waiting = threads.start(run_step, gate, None)
+    assert_blocked(waiting)
+    gate.close()
+    with pytest.raises(ClosedError, match="half of version 7" if is_torn else "paused"):
+        waiting.result(DEADLINE)
+    with pytest.raises(ClosedError):
+        run_step(gate, None)
+
+
+def test_an_open_gate_has_steps_after_it_was_closed() -> None:
+    gate = Gate()
+    gate.set_version(TWO)
+    gate.close()
+    gate.close()
+    assert run_step(gate) == TWO
+
+
+def test_a_thread_in_a_step_is_refused_what_would_wait_for_its_end(threads: Threads) -> None:
+    gate = Gate()
+    with gate.step():
+        for call in (gate.pause, lambda: gate.begin_writing("update"), lambda: gate.exclusive().__enter__()):
+            with pytest.raises(ValueError, match="inside `with step"):
+                call()
+        assert gate.is_open
+        with step_of_another_thread(gate, threads):
+            pass
+    gate.pause(deadline_seconds=0)
+
+
 def test_a_step_sees_one_version_however_often_it_asks(threads: Threads) -> None:
+    def install(gate: Gate) -> None:
+        with gate.exclusive(deadline_seconds=SOON):
+            pytest.fail("an install ran inside a step")
+
     gate = Gate()
     gate.set_version(ONE)
     with gate.step() as version:
-        with pytest.raises(PeerTimeoutError), gate.exclusive(deadline_seconds=SOON):
-            pytest.fail("an install ran inside a step")
+        with pytest.raises(PeerTimeoutError):
+            threads.start(install, gate).result(DEADLINE)
         assert gate.version == version == ONE
 
 

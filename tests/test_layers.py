@@ -43,7 +43,7 @@ SHARED_BY_LEAVES = (
 
 BLIND = ("serving", "trainer")
 """To these, leaves are handed over, or found by the registry; a store is published again by its source."""
-SEES = {("trainer.rollback", "sources.store")}
+SEES = {("trainer.rollback", "sources.store"), ("trainer.publisher", "sources.store")}
 
 # a package that is not of the standard library -> the modules that may import it
 FOREIGN: dict[str, tuple[str, ...]] = {

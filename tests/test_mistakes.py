@@ -428,6 +428,11 @@ def a_module_to_serve(folder: Path) -> None:
     EngineServer(linear())  # type: ignore[arg-type]
 
 
+@gives(ValueError, "ipc:// keeps no versions to go back to: publish into a store (file:///DIR), or publish the old")
+def a_rollback_without_a_store(folder: Path) -> None:
+    publisher(engines=[NOBODY]).rollback(3)
+
+
 @gives(ValueError, "local is in the fleet already: each engine is named once, by a name of its own")
 def two_engines_of_one_name(folder: Path) -> None:
     publisher(engines=[LocalEngine(ModuleEngine(linear())), LocalEngine(ModuleEngine(linear()))])
@@ -711,9 +716,9 @@ def a_wait_for_a_string(folder: Path) -> None:
         follower.wait("5")  # type: ignore[arg-type]
 
 
-@gives(TypeError, "version is 0; it must be a WeightVersion(run, number)")
-def a_number_as_a_stores_version(folder: Path) -> None:
-    StoreSource(f"file://{folder}", version=0)  # type: ignore[arg-type]
+@gives(TypeError, "version is '0'; it must be a number, or a WeightVersion(run, number)")
+def a_text_as_a_stores_version(folder: Path) -> None:
+    StoreSource(f"file://{folder}", version="0")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -12,10 +12,11 @@ from weightcast import TensorSource
 from weightcast.errors import PeerDiedError, PublishError, WeightcastError
 from weightcast.format.bucket import BucketBuffer, slot_size_bytes
 from weightcast.format.manifest import Manifest, WeightVersion
-from weightcast.format.messages import WeightInfo
+from weightcast.format.messages import Abort, WeightInfo
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import EngineClient, SenderContext, ServesTraffic
 from weightcast.trainer import publish_run
+from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.publisher import Publisher
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -70,7 +71,8 @@ class Bringing(EngineClient, ServesTraffic):
 
     def init(self, info: Any) -> None: ...
 
-    def update(self, info: Any) -> None: ...
+    def update(self, info: Any) -> None:
+        self.calls += ["abort"] * isinstance(info, Abort)
 
     def sender(self, known: Sequence[Any], context: SenderContext) -> Any:
         return self.own
@@ -106,7 +108,8 @@ def test_a_pause_ends_whatever_becomes_of_the_transfer(guarded: set[str], error:
         client.own.raises = error
         with pytest.raises(PublishError if isinstance(error, WeightcastError) else type(error)):
             publisher.publish()
-        assert (client.calls, guarded) == (["pause", "resume"], set())
+        aborted = ["abort"] if isinstance(error, ValueError) else []
+        assert (client.calls, guarded) == (["pause", "resume", *aborted], set())
         client.calls.clear()
         assert publisher.publish().ok
         assert (client.calls, guarded) == (["pause", "finish", "resume"], set())
@@ -119,6 +122,42 @@ def test_an_engine_that_does_not_finish_is_resumed(guarded: set[str]) -> None:
         with pytest.raises(PublishError, match="gone"):
             publisher.publish()
         assert (client.calls, guarded) == (["pause", "finish", "resume"], set())
+
+
+def test_an_abort_that_fails_at_one_sender_keeps_no_engine_from_its_own(
+    monkeypatch: pytest.MonkeyPatch, guarded: set[str]
+) -> None:
+    def abort(reason: str) -> None:
+        raise ZeroDivisionError
+
+    client = Bringing()
+    with Publisher(TensorSource(TENSORS), engines=[client]) as publisher:
+        client.own.raises = ValueError("no")
+        monkeypatch.setattr(client.own, "abort", abort)
+        with pytest.raises(ZeroDivisionError):
+            publisher.publish()
+        assert (client.calls, guarded) == (["pause", "resume", "abort"], set())
+
+
+def test_every_client_is_closed_whatever_another_one_raises() -> None:
+    closed = []
+
+    class Closing(Bringing):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def close(self) -> None:
+            closed.append(self.name)
+            if self.name == "b":
+                raise ZeroDivisionError
+
+    fleet = Fleet()
+    for name in "abc":
+        fleet.add(FleetMember(Closing(name), owned=True))
+    with pytest.raises(ZeroDivisionError):
+        fleet.close()
+    assert sorted(closed) == ["a", "b", "c"]
 
 
 def test_nothing_waits_for_digests_that_no_worker_compares(monkeypatch: pytest.MonkeyPatch, guarded: set[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -143,6 +144,44 @@ def test_report_instead_of_raise() -> None:
     assert error is not None
     assert error.kind == "InstallError"
     assert b'"engine-1"' in report.to_json()
+
+
+def test_a_report_is_printed_as_a_table() -> None:
+    good, bad = RecordingEngine(), RecordingEngine()
+    bad.fail_after = 3
+    with fleet(TensorSource(TENSORS), good, bad, on_failure="report") as (publisher, _):
+        first, second, heading, *rows, problem = str(publisher.publish(version=7)).splitlines()
+        for engine in (good, bad):
+            engine.fail_after = 0
+        nowhere = str(publisher.publish())
+        bad.fail_after = good.fail_after = None
+        whole = str(publisher.publish())
+    assert first.startswith("version 7: 12 tensors, 76.8 kB in ")
+    assert second.startswith("offer ")
+    assert heading.split() == ["engine", "result", "pause", "install"]
+    assert [row.split()[:2] for row in rows[:1]] == [["engine-0", "serves"]]
+    assert rows[1].split()[:2] == ["engine-1", "InstallError"]
+    assert len({len(line) for line in (heading, *rows)}) == 1, "columns are aligned"
+    assert problem.startswith("engine-1: InstallError: ")
+    assert nowhere.startswith("version 8 was not installed anywhere\n")
+    assert whole.count("serves 9") == 2
+    assert len(whole.splitlines()) == 5
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+@pytest.mark.parametrize("call", ["publish", "sync"])
+def test_a_publish_inside_a_step_of_this_thread_is_refused_at_once(call: str, over_http: bool) -> None:
+    model = torch.nn.Linear(4, 3)
+    if over_http:
+        engine: Any = weightcast.EngineServer(weightcast.ModuleEngine(torch.nn.Linear(4, 3))).start()
+    else:
+        engine = weightcast.LocalEngine(weightcast.ModuleEngine(torch.nn.Linear(4, 3)))
+    target = engine.url if over_http else engine
+    with contextlib.closing(engine), Publisher(weightcast.ModuleSource(model), engines=[target]) as publisher:
+        publisher.publish()
+        with engine.gate.step(), pytest.raises(ValueError, match=r"was called inside `with step\(\):` of this thread"):
+            publisher.publish() if call == "publish" else publisher.sync(target)
+        assert publisher.publish().version == 1
 
 
 def test_fleet_may_change_between_publishes() -> None:

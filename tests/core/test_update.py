@@ -16,11 +16,12 @@ from weightcast.errors import (
     IncompatibleWeightsError,
     IncompleteUpdateError,
     IntegrityError,
+    PeerDiedError,
     PublishError,
     UpdateAbortedError,
 )
 from weightcast.format.manifest import TensorSpec
-from weightcast.format.messages import InitInfo, Offer, Seal
+from weightcast.format.messages import InitInfo, Offer, Seal, WeightInfo
 from weightcast.format.plan import plan
 from weightcast.host.deadline import Deadline
 from weightcast.seams.transport import Bucket
@@ -28,6 +29,7 @@ from weightcast.serving.load_plan import admit
 from weightcast.serving.update import State, Update
 from weightcast.serving.worker import Worker
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, TransportEnds, numbered, send_all, version
+from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.relay import Relay
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -171,3 +173,41 @@ def test_a_relay_that_failed_holds_no_engine() -> None:
             relay.commit(version(1))
         # The worker notices by itself that its publisher has gone.
         assert any(client.info().holder == "" for _ in Deadline(PATIENCE_SECONDS).polls(0.001, 0.1))
+
+
+class Away(DirectEngine):
+    """Can't be reached while it `is_away`."""
+
+    is_away = False
+
+    def info(self) -> WeightInfo:
+        if self.is_away:
+            raise PeerDiedError(f"{self.name} is away", peer=self.name)
+        return super().info()
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "report"])
+@pytest.mark.parametrize("order", ["dead, back, ok", "back, dead, ok", "ok, dead, back"])
+def test_a_relay_brings_the_version_to_every_engine_that_is_back(order: str, on_failure: str) -> None:
+    clients = {name: Away(name, RecordingEngine()) for name in order.split(", ")}
+    manifest = plan([TensorSpec("a", "float32", (4,))], 4096)
+    options = PublishOptions(on_failure=on_failure)  # type: ignore[arg-type]
+    with contextlib.ExitStack() as stack:
+        for client in clients.values():
+            stack.callback(client.close)
+        relay = stack.enter_context(contextlib.closing(Relay(list(clients.values()), options=options)))
+        relay.validate(manifest)
+        clients["dead"].is_away = clients["back"].is_away = True
+        for lacking in ({"dead", "back"}, {"dead"}, {"dead"}, set()):
+            clients["back"].is_away = "back" in lacking
+            clients["dead"].is_away = "dead" in lacking
+            relay.load([("a", torch.ones(4))])
+            if lacking:
+                with pytest.raises(PublishError) as failed:
+                    relay.commit(version(1))
+                assert failed.value.failures.keys() == lacking
+            else:
+                relay.commit(version(1))
+            assert set(relay.missing) == lacking
+            served = {name for name, client in clients.items() if client.gate.version is not None}
+            assert served == clients.keys() - lacking

@@ -370,8 +370,28 @@ class Rank:
 
         self.engines[0].connect = connect_later
 
-    def publish(self, version: int | None = None, **arguments: Any) -> dict[str, Any]:
-        return self._outcome(lambda: self.publisher.publish(version, **arguments))
+    def publish(self, version: int | None = None, *, in_step: bool = False, **arguments: Any) -> dict[str, Any]:
+        from weightcast.engines.gate import Gate
+
+        with Gate().step() if in_step else contextlib.nullcontext():
+            return self._outcome(lambda: self.publisher.publish(version, **arguments))
+
+    def change_fleet(self, engine: str, *, is_known: bool = True) -> dict[str, Any]:
+        """Add an engine, if it is known, and remove it again."""
+        from core.direct import DirectEngine, RecordingEngine
+
+        def change() -> None:
+            if is_known:
+                client = DirectEngine(engine, RecordingEngine())
+                self.engines.append(client)
+                self.publisher.add_engine(client)
+            self.publisher.remove_engine(engine)
+
+        try:
+            change()
+        except ValueError as exc:
+            return {"error": (type(exc).__name__, str(exc))}
+        return {"error": None}
 
     def sync(self, engine: str, *, is_new: bool = False) -> dict[str, Any]:
         """Bring one engine to the last version; `is_new`: one that is added for it."""

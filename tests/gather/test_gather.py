@@ -169,6 +169,37 @@ def test_every_rank_brings_a_late_engine_to_the_version_of_the_others(ranks: Squ
     assert ranks[0].ask("serves") == [1, 1, 1]
 
 
+def test_a_follower_leaves_the_engines_to_the_publishing_rank_before_its_first_publish_too(ranks: Squad) -> None:
+    ranks.all("make", "many", "rows")
+    for _ in range(2):
+        assert [outcome["error"] for outcome in ranks.all("change_fleet", "late")] == [None] * NUM_RANKS
+        for rank in range(1, NUM_RANKS):
+            assert ranks[rank].ask("change_fleet", "late", is_known=False)["error"] is None
+        assert ranks[0].ask("change_fleet", "late", is_known=False)["error"][0] == "ValueError"
+        published(ranks.publish(1))
+
+
+def test_all_ranks_report_the_same_of_which_publish_is_verified(ranks: Squad) -> None:
+    ranks.all("make", "many", "rows", verify="installed", verify_every=3)
+    found = []
+    for version in (5, 15, 25, 35, 45):
+        outcomes = [ranks[rank].tell("publish", version + rank) or ranks[rank] for rank in range(NUM_RANKS)]
+        report = published([rank.hear() for rank in outcomes])
+        found.append(bool(report["engines"]["engine-0"]["unproven"]))  # an engine that can't be read says so when asked
+    assert found == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_publish_inside_a_step_of_its_thread_fails_at_once_on_every_rank(ranks: Squad, rank: int) -> None:
+    ranks.all("make", "many", "rows")
+    for other in range(NUM_RANKS):
+        ranks[other].tell("publish", in_step=other == rank)
+    errors = failed([ranks[other].hear() for other in range(NUM_RANKS)])
+    assert {kind for kind, _ in errors} == {"ValueError"}
+    assert all("was called inside `with step():` of this thread" in text for _, text in errors)
+    published(ranks.publish(1))
+
+
 def test_versions_are_those_of_the_publishing_rank(ranks: Squad) -> None:
     ranks.all("make", "many", "rows")
     ranks.all("fill", 1)

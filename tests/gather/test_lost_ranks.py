@@ -44,7 +44,10 @@ def test_a_rank_that_died_before(ranks: Squad) -> None:
     ranks[0].tell("publish")
     ranks[1].tell("publish")
     for _, text in errors_of(ranks, [0, 1], since):
-        assert text.startswith(f"trainer rank 2 did not publish within {DEADLINE:g} s")
+        assert text.startswith(
+            f"trainer rank 2 did not publish within {DEADLINE:g} s: it has published before, and has"
+        )
+        assert "call publish" not in text
     keeps(ranks, 1)
     assert ranks[0].ask("serves") == [0]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from core.direct import fleet
+from core.direct import DirectEngine, fleet
 from publishers import publisher_of
 
 from integrations.loader_model import FUSED, HIDDEN, Model, ModelEngine, checkpoint
@@ -111,16 +112,79 @@ def test_clean_updates_are_clean_and_name_what_is_not_proven() -> None:
     assert "held as float32" in result.unproven["turned.router"]
 
 
-def test_every_nth_version_is_proven() -> None:
-    model, tensors = Model(), checkpoint(1)
-    engine = ModelEngine(model)
-    options = {"verify": "installed", "verify_every": 3}
-    with fleet(TensorSource(tensors), engine, **options) as (publisher, _):
-        assert publisher.publish(1).ok
-        engine.after_copy = stale_expert
-        assert publisher.publish(2).ok
-        with pytest.raises(PublishError, match=r"experts\.2\.w2"):
-            publisher.publish(3)
+class Corrupt(ModuleEngine):
+    """Changes a bit of what it has installed, as long as `is_faulty`."""
+
+    def __init__(self, *, is_faulty: bool = True) -> None:
+        self.linear, self.is_faulty = torch.nn.Linear(4, 3), is_faulty
+        super().__init__(self.linear)
+
+    def commit(self, version: WeightVersion) -> None:
+        super().commit(version)
+        self.linear.weight.data[1, 2] += self.is_faulty
+
+
+@pytest.mark.parametrize("versions", [(1, 2, 3, 4, 5, 6, 7), (5, 15, 25, 35, 45, 55, 65), (2, 4, 6, 9, 12, 15, 18)])
+def test_the_first_publish_and_each_nth_after_it_is_proven_whatever_the_versions(versions: tuple[int, ...]) -> None:
+    engine, source = Corrupt(is_faulty=False), ModuleSource(torch.nn.Linear(4, 3))
+    options = {"verify": "installed", "verify_every": 3, "on_failure": "report"}
+    with fleet(source, engine, **options) as (publisher, _):
+        found = []
+        for version in versions:
+            engine.is_faulty = bool(found)
+            found.append(publisher.publish(version).ok)
+            if not found[-1]:
+                engine.is_faulty = False
+                assert publisher.publish(version + 1).ok, "a quarantined engine is proven again when it is healed"
+                break
+    assert found == [True, True, True, False]
+    with fleet(source, Corrupt(), **options) as (publisher, _):
+        assert not publisher.publish(versions[0]).ok
+
+
+@pytest.mark.parametrize("is_first_wrong", [True, False])
+def test_the_wrong_engine_is_found_wherever_it_is_in_the_list(is_first_wrong: bool) -> None:
+    engines = [Corrupt(is_faulty=is_wrong) for is_wrong in (is_first_wrong, False, False, not is_first_wrong)]
+    source = ModuleSource(torch.nn.Linear(4, 3))
+    with fleet(source, *engines, verify="installed", on_failure="report") as (publisher, clients):
+        report = publisher.publish()
+        wrong = f"engine-{0 if is_first_wrong else 3}"
+        assert [name for name, result in report.engines.items() if not result.ok] == [wrong]
+        assert [client.name for client in clients if client.gate.torn] == [wrong]
+
+
+def test_an_engine_that_has_connected_since_is_proven_between_two_such_publishes() -> None:
+    source, late = ModuleSource(torch.nn.Linear(4, 3)), DirectEngine("late", Corrupt())
+    options = {"verify": "installed", "verify_every": 100, "on_failure": "report"}
+    num_asked = 0
+
+    class Asked(DirectEngine):
+        def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
+            nonlocal num_asked
+            num_asked += 1
+            return super().held(names)
+
+    first = Asked("first", Corrupt(is_faulty=False))
+    with contextlib.closing(late), contextlib.closing(first), publisher_of(source, engines=[first], **options) as made:
+        assert made.publish().ok
+        assert made.publish().ok
+        made.add_engine(late, sync=True)  # its version was not proven when it was published
+        assert late.gate.torn == ""
+        report = made.publish()
+        assert [name for name, result in report.engines.items() if not result.ok] == ["late"]
+        late.engine.is_faulty = False
+        assert made.publish().ok
+        late.engine.is_faulty = True
+        assert made.publish().ok, "it was proven, and the next one is far away"
+    assert num_asked == 1
+
+
+def test_a_publish_that_sends_nothing_is_not_counted() -> None:
+    source, engine = TensorSource({"weight": torch.ones(3, 4), "bias": torch.ones(3)}), Corrupt()
+    with fleet(source, engine, verify="installed", verify_every=100, on_failure="report") as (publisher, _):
+        with pytest.raises(ZeroDivisionError):
+            publisher.publish(on_progress=lambda done, total: 1 // 0)
+        assert not publisher.publish().ok
 
 
 def test_a_module_in_process_is_proven_too() -> None:

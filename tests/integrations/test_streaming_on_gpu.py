@@ -137,7 +137,7 @@ def test_an_update_that_fails_at_its_end_is_undone_or_leaves_the_engine_torn(
         engine.fail_in_copy = True
         with pytest.raises(PublishError, match="told to fail"):
             publisher.publish(number)
-        with contextlib.nullcontext() if undo else pytest.raises(EngineTornError), gate.step():
+        with contextlib.nullcontext() if undo else pytest.raises(EngineTornError), gate.step(timeout_seconds=0):
             pass
         gpu.synchronize(gpu.device)
         assert same(held(gpu, engine.model), before) is undo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -9,17 +10,65 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from server.test_versions import assert_each_token_is_of_its_version
 from server.tiny_qwen3 import make_model
 from transformers import Qwen3ForCausalLM
 
 from weightcast.control.server.app import EngineServer
+from weightcast.engines.module import ModuleEngine
 from weightcast.engines.transformers import Completion, SamplingParams
+from weightcast.errors import ClosedError, EngineTornError
+from weightcast.format.manifest import WeightVersion
+from weightcast.host.deadline import Deadline
 from weightcast.sources.module import ModuleSource
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
 
 ROOT = Path(__file__).parents[2]
+
+
+class InterruptedHalfWay(Exception):
+    pass
+
+
+def interrupt(done_bytes: int, total_bytes: int) -> None:
+    if 2 * done_bytes > total_bytes:
+        raise InterruptedHalfWay
+
+
+@pytest.mark.parametrize("is_healed", [True, False])
+def test_the_documented_loop_outlives_a_torn_update_and_ends_with_the_server(is_healed: bool) -> None:
+    served: list[WeightVersion | None] = []
+    trained = torch.nn.Linear(256, 256)
+    server = EngineServer(ModuleEngine(torch.nn.Linear(256, 256))).start()
+
+    def loop() -> None:
+        with contextlib.suppress(ClosedError):
+            while True:
+                with server.step() as version:
+                    served.append(version)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        options = PublishOptions(install="streaming", bucket_size_bytes=16384)
+        with Publisher(ModuleSource(trained), engines=[server.url], options=options) as publisher:
+            publisher.publish()
+            with pytest.raises(InterruptedHalfWay):
+                publisher.publish(on_progress=interrupt)
+            assert any(server.gate.torn for _ in Deadline(30.0).polls(0.001, 0.1))
+            with pytest.raises(EngineTornError), server.step(timeout_seconds=0):
+                pass
+            if is_healed:
+                healed = publisher.publish().version
+                assert any(served[-1] and served[-1].number == healed for _ in Deadline(30.0).polls(0.001, 0.1))
+    finally:
+        server.close()
+        thread.join(30)
+    assert not thread.is_alive()
+    with pytest.raises(ClosedError):
+        server.step()
 
 
 @pytest.mark.parametrize("install", ["staged", "streaming"])

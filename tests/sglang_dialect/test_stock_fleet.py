@@ -31,7 +31,6 @@ from weightcast.errors import (
     ControlError,
     IncompatibleWeightsError,
     InstallError,
-    IntegrityError,
     PeerDiedError,
     PeerError,
     PeerTimeoutError,
@@ -288,24 +287,6 @@ def test_a_rank_that_holds_other_weights_is_found_and_healed(start: Start) -> No
         source.step(2)
         assert made.publish(version=2).ok
         assert_serves(server, 2, 2)
-
-
-def test_verify_finds_an_engine_that_holds_other_weights(start: Start) -> None:
-    first, second, source = start(), start(), Trained()
-    with publisher(source.step(1), first, second, verify="engines") as made:
-        assert made.publish(version=1).ok
-        second.fault("one rank does not load", bucket=1)
-        source.step(2)
-        found = failures(made, version=2)
-        assert list(found) == [second.url]
-        assert isinstance(found[second.url], IntegrityError)
-        assert first.url in str(found[second.url])
-        state = second.state()
-        assert (state["is_paused"], state["label"]) == (True, "incomplete, was 2")
-        assert_serves(first, 2, 2)
-        source.step(3)
-        assert made.publish(version=3).ok
-        assert_serves(second, 3, 3)
 
 
 class Breaking(Trained):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from store.store_kit import RUN, can_mount, follow_command, model, small_filesystem, url, write
 
-from weightcast import TensorSource, cli
+from weightcast import Publisher, TensorSource, cli
 from weightcast.cli import exits
 from weightcast.control.server.app import EngineServer
 from weightcast.engines.module import ModuleEngine
@@ -51,6 +51,25 @@ def test_publish_into_a_store_and_export_from_it(tmp_path: Path, call: Callable[
     assert found.keys() == tensors.keys()
     status, error = call("export", store, tmp_path / "out")
     assert (status, error["error"]["kind"]) == (exits.NEGATIVE, "FileExistsError")
+
+
+def test_rollback_of_a_store(
+    tmp_path: Path, call: Callable[..., tuple[int, dict]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = url(tmp_path / "store", "?num_slots=3")
+    with Publisher(source := TensorSource({"a": torch.zeros(4)}), transport=store) as publisher:
+        for number in range(3):
+            source.regions()["a"][0][1].fill_(number)
+            publisher.publish()
+    status, report = call("rollback", store, "--version", 0)
+    assert (status, report["version"]) == (exits.OK, 3)
+    assert StoreSource(store).regions()["a"][0][1].tolist() == [0.0] * 4
+    assert cli.main(["rollback", store]) == exits.OK
+    line, *_ = capsys.readouterr().out.splitlines()
+    assert line == f"the version before the newest is the newest of {store} again, as version 4"
+    assert StoreSource(store).regions()["a"][0][1].tolist() == [2.0] * 4
+    status, error = call("rollback", store, "--version", 1)
+    assert (status, error["error"]["kind"]) == (exits.NEGATIVE, "VersionNotFoundError")
 
 
 def test_shards_and_their_index(tmp_path: Path) -> None:

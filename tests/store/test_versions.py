@@ -25,7 +25,7 @@ from store.store_kit import (
     write,
 )
 
-from weightcast import TensorSource
+from weightcast import LocalEngine, ModuleEngine, ModuleSource, TensorSource
 from weightcast.errors import (
     EngineBusyError,
     InsufficientMemoryError,
@@ -328,6 +328,55 @@ def test_rollback_publishes_the_version_before_as_a_new_one(tmp_path: Path) -> N
     source = StoreSource(url(tmp_path))
     assert source.version == WeightVersion(report.run, 6)
     assert number_in({n: r[0][1] for n, r in source.regions().items()}) == 4
+
+
+def test_rollback_by_number(tmp_path: Path) -> None:
+    write(tmp_path, 4, 5, 6, options="?num_slots=3")
+    with pytest.raises(VersionNotFoundError, match=r"does not hold version 3: it has 6, 5, 4$"):
+        rollback(url(tmp_path), version=3)
+    assert rollback(url(tmp_path, "?num_slots=3"), version=4).version == 7
+    source = StoreSource(url(tmp_path))
+    assert (source.version.number, number_in({n: r[0][1] for n, r in source.regions().items()})) == (7, 4)
+    with pytest.raises(VersionNotFoundError, match=r"does not hold version 4: it has 7, 6, 5$"):
+        StoreSource(url(tmp_path), version=4)
+    with pytest.raises(VersionNotFoundError, match="no such directory"):
+        rollback(url(tmp_path / "elsewhere"), version=4)
+
+
+def test_a_version_that_is_sealed_and_not_committed_is_no_aim_of_a_rollback(tmp_path: Path) -> None:
+    with sender_of(tmp_path) as sender:
+        publish(sender, 1)
+        publish(sender, 2)
+        pack_all(sender, manifest_of(model(0)), WeightVersion(RUN, 3))
+        assert (tmp_path / "next.json").exists()
+        with pytest.raises(VersionNotFoundError, match=r"does not hold version 3: it has 2$"):
+            StoreSource(url(tmp_path), version=3)
+        sender.abort("no engine wants it")
+
+
+def test_a_publisher_rolls_its_engine_back_and_goes_on_from_its_own_source(tmp_path: Path) -> None:
+    trained, live = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    engine = LocalEngine(ModuleEngine(live))
+    store = url(tmp_path, "?num_slots=3")
+    with contextlib.closing(engine), Publisher(ModuleSource(trained), transport=store, engines=[engine]) as publisher:
+        weights = []
+        for _ in range(3):
+            trained.weight.data.add_(1)
+            weights.append(trained.weight.detach().clone())
+            publisher.publish()
+        report = publisher.rollback(0)
+        assert (report.version, torch.equal(live.weight, weights[0])) == (3, True)
+        assert publisher.rollback().version == 4, "what was the newest before it"
+        assert torch.equal(live.weight, weights[2])
+        publisher.sync(engine)
+        with pytest.raises(VersionNotFoundError, match="does not hold version 1: it has 4, 3, 2"):
+            publisher.rollback(1)
+        trained.weight.data.add_(1)
+        assert publisher.publish().version == 5
+        assert torch.equal(live.weight, trained.weight)
+    with Publisher(ModuleSource(trained), transport=store, engines=[]) as publisher:
+        assert publisher.rollback(4).version == 6, "the first call of a publisher that was started again"
+        assert publisher.publish().version == 7
 
 
 def test_rollback_without_a_version_before(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ COMMANDS = {
     "serve": "serve a model directory as an engine that takes new weights while it generates",
     "publish": "publish a safetensors checkpoint to running engines, or into a store",
     "follow": "pass on what comes into a store, or a directory of checkpoints, to running engines",
+    "rollback": "make an earlier version of a store the newest again, as a new version",
     "export": "write a store's newest version as a checkpoint directory",
     "inspect": "show what an engine, a checkpoint or a store holds",
     "verify": "check that an engine holds exactly this checkpoint, or that a store is whole",

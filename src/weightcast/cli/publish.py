@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
-from rich.markup import escape
-from rich.table import Table
-
 from weightcast.cli import exits, output, values
-from weightcast.format.amounts import count, size
 from weightcast.format.manifest import MAX_VERSION
-from weightcast.trainer.report import PublishReport
 
 EPILOG = """
 examples:
@@ -73,32 +67,5 @@ def run(args: argparse.Namespace) -> int:
         report = stack.enter_context(publisher).publish(
             args.version, wait_ready_seconds=args.wait, on_progress=on_progress
         )
-    output.show(report, args.json, lambda: _view(report))
+    output.show(report, args.json, lambda: str(report).splitlines())
     return exits.OK if report.ok else exits.NEGATIVE
-
-
-def _view(report: PublishReport) -> Iterator[str | Table]:
-    """What was published, each engine's outcome, and why engines did not take it: every problem, each of them once."""
-    seconds = report.seconds
-    if report.engines and not any(result.ok for result in report.engines.values()):
-        yield f"version {report.version} was not installed anywhere"
-    else:
-        yield (
-            f"version {report.version}: {count(report.num_tensors, 'tensor')}, {size(report.num_bytes)} in "
-            f"{count(report.num_buckets, 'bucket')}, {seconds.total:.2f} s"
-        )
-        yield (
-            f"offer {seconds.offer:.2f} s, pack {seconds.pack:.2f} s, send {seconds.send:.2f} s, "
-            f"seal {seconds.seal:.2f} s, longest pause {seconds.pause:.2f} s"
-        )
-    if report.engines:
-        table = Table("engine", "result", "pause", "install")
-        for name, result in report.engines.items():
-            outcome = f"serves {report.version}" if result.error is None else result.error.kind
-            pause, install = f"{result.pause_seconds:.3f} s", f"{result.install_seconds:.3f} s"
-            table.add_row(escape(name), outcome, pause, install)
-        yield table
-    for name, result in report.engines.items():
-        if result.error is not None:
-            yield f"{name}: {result.error.kind}: {result.error.message}"
-            yield from (f"  {problem}" for problem in result.error.problems if problem not in result.error.message)

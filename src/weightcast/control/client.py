@@ -10,7 +10,6 @@ asked whenever a publisher connects, and never configured.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 import select
 import socket
@@ -30,20 +29,18 @@ from weightcast.errors import (
     ClosedError,
     ControlError,
     ErrorRecord,
-    IntegrityError,
     PeerDiedError,
     PeerError,
     PeerTimeoutError,
     WeightcastError,
     from_record,
-    listed,
 )
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, TensorSpec, decode
 from weightcast.format.messages import HeldWeights, InitInfo, PauseMode, UpdateInfo, WeightInfo
 from weightcast.host.closing import close_in_child, on_failure
 from weightcast.host.deadline import Deadline, number_of_seconds
 from weightcast.links.watchdog import RecoveryRequest
-from weightcast.seams.client import EngineClient, Fingerprint, ServesTraffic
+from weightcast.seams.client import EngineClient, ServesTraffic
 
 T = TypeVar("T")
 _MAX_IDLE_SECONDS = 4.0
@@ -194,20 +191,6 @@ class HttpEngine(EngineClient, ServesTraffic):
     def quarantine(self, reason: str) -> None:
         """POST /quarantine: the engine refuses to serve until a complete update has come."""
         self._routes.post("/quarantine", _encode({"reason": reason[:4096]}))
-
-    def fingerprint(self) -> Fingerprint | None:
-        """All digests as one value; None if the engine's weights can't be read. It reads every weight once.
-
-        Raises IntegrityError if the engine's own ranks differ.
-        """
-        held = self.held()
-        if held is None:
-            return None
-        if held.differing:
-            raise IntegrityError(f"{self.name}: {listed(list(held.differing.values()))}")
-        digests = sorted(held.digests.items())
-        names = hashlib.sha256(_encode([name for name, _ in digests])).hexdigest()
-        return Fingerprint(f"digests {names}", hashlib.sha256(_encode(digests)).hexdigest())
 
     def recovery_requests(self, run: str) -> list[RecoveryRequest]:
         """What the watchdog process sends if this process dies while the engine is paused for `run`.

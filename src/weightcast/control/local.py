@@ -15,7 +15,8 @@ from weightcast.serving.worker import Worker
 class LocalEngine(EngineClient, ServesTraffic):
     """An `EngineClient` for an `Engine` object: hand it to `Publisher(engines=[...])`.
 
-    Generate in steps under `gate.step()`, so that no install comes between. `pause` as for `HttpEngine`.
+    Generate in steps under `gate.step()`, so that no install comes between. That waits while the engine is torn, which
+    the next complete publish heals, or until `close`. `pause` as for `HttpEngine`.
     """
 
     def __init__(
@@ -61,5 +62,5 @@ class LocalEngine(EngineClient, ServesTraffic):
         self.gate.tear(reason)
 
     def close(self) -> None:
-        """End the publisher's session; the engine keeps its version. Idempotent."""
+        """End the publisher's session; the engine keeps its version. Steps that wait raise ClosedError. Idempotent."""
         self.worker.close()

@@ -1,7 +1,8 @@
 """Stands between generation and installs: generation runs in steps, an install only between two of them.
 
 Invariants: no step runs while the gate is paused, torn or held for an install; a step that has begun ends before
-`exclusive` is granted; a pause that a run asked for ends when that run does (`resume`).
+`exclusive` is granted, and a thread that is in a step is refused it; a pause that a run asked for ends when that run
+does (`resume`).
 """
 
 from __future__ import annotations
@@ -10,11 +11,22 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from weightcast.errors import EngineTornError, PeerTimeoutError
+from weightcast.errors import ClosedError, EngineTornError, PeerTimeoutError
 from weightcast.format.manifest import WeightVersion
 from weightcast.host.deadline import Deadline
 
 Drain = Callable[[str, float], None]
+_threads_in_steps: list[int] = []
+"""The thread of each step that runs, of every gate of this process."""
+
+
+def require_no_step(what: str) -> None:
+    """Raise ValueError if this thread is in a step of any gate: `what` would wait for the end of that step."""
+    if threading.get_ident() in _threads_in_steps:
+        raise ValueError(
+            f"{what} was called inside `with step():` of this thread, and waits until that step has ended: "
+            "call it after the `with` block"
+        )
 
 
 class Gate:
@@ -27,8 +39,9 @@ class Gate:
         self._owners: set[str] = set()
         self._writers: set[str] = set()
         self._num_drains = 0
-        self._num_steps = 0
+        self._step_threads: list[int] = []
         self._exclusive = False
+        self._is_closed = False
         self.torn = ""
         """Why the engine must not serve, or empty; set by `tear`."""
         self.version: WeightVersion | None = None
@@ -55,49 +68,65 @@ class Gate:
 
     @contextlib.contextmanager
     def step(self, *, timeout_seconds: float | None = None) -> Iterator[WeightVersion | None]:
-        """Run one step of generation under one version. Waits while paused; no install happens inside.
+        """Run one step of generation under one version. No install happens inside.
 
-        Raises EngineTornError if the engine holds no whole version, PeerTimeoutError if it stays paused for longer
-        than `timeout_seconds`.
+        Waits while the gate is paused, and while the engine is torn, until a complete update has healed it. Raises
+        ClosedError where the gate is closed and the wait can't end; after `timeout_seconds` EngineTornError if the
+        engine is torn, else PeerTimeoutError.
         """
         with self._condition:
-            if not self._condition.wait_for(lambda: self.is_open or self.torn, timeout_seconds):
+            self._condition.wait_for(lambda: self.is_open or self._is_closed, timeout_seconds)
+            if not self.is_open:
+                if self._is_closed:
+                    state = f"torn ({self.torn})" if self.torn else "paused"
+                    raise ClosedError(f"the engine was closed while it was {state}: no update comes any more")
+                if self.torn:
+                    raise EngineTornError(self.torn)
                 raise PeerTimeoutError(f"the engine was still paused after {timeout_seconds} s", peer="engine")
-            if self.torn:
-                raise EngineTornError(self.torn)
-            self._num_steps += 1
+            thread = threading.get_ident()
+            self._step_threads.append(thread)
+            _threads_in_steps.append(thread)
         try:
             yield self.version
         finally:
+            _threads_in_steps.remove(thread)
             with self._condition:
-                self._num_steps -= 1
+                self._step_threads.remove(thread)
                 self._condition.notify_all()
+
+    def close(self) -> None:
+        """No update comes any more: steps that wait, or would have to, raise ClosedError. Idempotent."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
 
     def pause(self, mode: str = "keep", *, owner: str = "", deadline_seconds: float = 60.0) -> None:
         """Close the gate: `keep` after the current step, `wait` after the running requests, `abort` ends those.
 
         `owner` is the run that asked, or empty for a person, whose pause only `resume()` ends. Idempotent for an
-        owner. Raises PeerTimeoutError, with the gate left as it was, if it can't be closed by the deadline.
+        owner. Raises PeerTimeoutError, with the gate left as it was, if it can't be paused by the deadline, ValueError
+        inside a step of this thread.
         """
         deadline = Deadline(deadline_seconds)
         if mode == "keep" or self.drain is None:
-            self._close(self._owners, owner, deadline)
+            self._hold(self._owners, owner, deadline)
             return
         with self._condition:
             self._num_drains += 1
         try:
             self.drain(mode, deadline_seconds)
-            self._close(self._owners, owner, deadline)
+            self._hold(self._owners, owner, deadline)
         finally:
             with self._condition:
                 self._num_drains -= 1
                 self._condition.notify_all()
 
-    def _close(self, holders: set[str], name: str, deadline: Deadline) -> None:
+    def _hold(self, holders: set[str], name: str, deadline: Deadline) -> None:
+        self._require_no_own_step("a pause")
         with self._condition:
             was_holder = name in holders
             holders.add(name)
-            if not deadline.wait_for(self._condition, lambda: self._num_steps == 0):
+            if not deadline.wait_for(self._condition, lambda: not self._step_threads):
                 if not was_holder:
                     holders.discard(name)
                     self._condition.notify_all()
@@ -118,7 +147,7 @@ class Gate:
 
         Raises PeerTimeoutError, with nothing changed, if the current step does not end by the deadline.
         """
-        self._close(self._writers, writer, Deadline(deadline_seconds))
+        self._hold(self._writers, writer, Deadline(deadline_seconds))
 
     def end_writing(self, writer: str) -> None:
         """The update has ended, whichever way. Idempotent."""
@@ -130,8 +159,10 @@ class Gate:
     def exclusive(self, *, deadline_seconds: float = 60.0) -> Iterator[None]:
         """Hold the model alone, for an install or a read of all weights. Steps wait until it is given back.
 
-        Raises PeerTimeoutError if steps or another holder don't end by the deadline.
+        Raises PeerTimeoutError if steps or another holder don't end by the deadline, ValueError inside a step of this
+        thread.
         """
+        self._require_no_own_step("an install")
         deadline = Deadline(deadline_seconds)
         with self._condition:
             if not deadline.wait_for(self._condition, lambda: not self._exclusive):
@@ -139,13 +170,17 @@ class Gate:
             self._exclusive = True
         try:
             with self._condition:
-                if not deadline.wait_for(self._condition, lambda: self._num_steps == 0):
+                if not deadline.wait_for(self._condition, lambda: not self._step_threads):
                     raise PeerTimeoutError("a generation step did not end by the deadline", peer="engine")
             yield
         finally:
             with self._condition:
                 self._exclusive = False
                 self._condition.notify_all()
+
+    def _require_no_own_step(self, what: str) -> None:
+        if threading.get_ident() in self._step_threads:
+            require_no_step(what)
 
     def set_version(self, version: WeightVersion | None) -> None:
         """A whole version is installed: it serves from the next step on, and heals a torn engine.
@@ -157,7 +192,7 @@ class Gate:
             self._condition.notify_all()
 
     def tear(self, reason: str) -> None:
-        """The weights are of no whole version: refuse every step until `set_version`."""
+        """The weights are of no whole version: let no step begin until `set_version`."""
         with self._condition:
             self.torn = reason
             self._condition.notify_all()

@@ -29,14 +29,6 @@ from weightcast.links.watchdog import RecoveryRequest, Watchdog
 from weightcast.seams.transport import Sender
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """One value for all weights that an engine holds. Of two engines of one `kind`, equal weights have equal values."""
-
-    kind: str
-    value: str
-
-
 class EngineClient(Protocol):
     """One engine's control calls, from the trainer's side. Every call has a deadline and raises PeerError.
 
@@ -68,10 +60,6 @@ class EngineClient(Protocol):
 
     def finish(self, version: int) -> None:
         """Install the sealed version."""
-
-    def fingerprint(self) -> Fingerprint | None:
-        """What the engine holds, as of now, for `verify="engines"`; None for an engine that can't say."""
-        return None
 
     def held(self, names: Sequence[str] = ()) -> HeldWeights | None:
         """The digests of its live tensors (or of those named), for `verify="installed"`; None if they can't be read."""

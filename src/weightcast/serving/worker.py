@@ -303,10 +303,11 @@ class Worker:
             self._on_end(session, "the engine was asked to end the transfer")
 
     def close(self) -> None:
-        """The engine ends. Idempotent."""
+        """The engine ends, and with it the waits for its gate. Idempotent."""
         with self._lock:
             self._closed = True
         self.shutdown()
+        self.gate.close()
 
     # --- the calls, each under a hold ---
 

@@ -1,4 +1,4 @@
-"""Publishes what a store holds: the newest version or the one before, read and checked as a whole when it is made."""
+"""Publishes a version that a store holds, by default the newest: read and checked as a whole when it is made."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ class StoreSource:
     Host memory: the version, and one bucket while it is read.
     """
 
-    def __init__(self, url: str, *, previous: bool = False, version: WeightVersion | None = None) -> None:
+    def __init__(self, url: str, *, previous: bool = False, version: WeightVersion | int | None = None) -> None:
         """`previous`: the version before the newest, which is there until the next but one is begun, at least.
 
-        `version`: this one, which is the newest, or is to be when an engine of its publish has installed it.
+        `version`: the number of one that is there still (of several runs that of the one committed last); or this one,
+        which is the newest, or is to be when an engine of its publish has installed it.
         Raises VersionNotFoundError if there is no such version, IntegrityError, InsufficientMemoryError.
         """
         directory = StoreAddress.parse(url).directory
-        if not isinstance(version, WeightVersion | None):
-            raise TypeError(f"version is {version!r:.80}; it must be a WeightVersion(run, number)")
+        if not isinstance(version, WeightVersion | int | None):
+            raise TypeError(f"version is {version!r:.80}; it must be a number, or a WeightVersion(run, number)")
         with pinned(directory, previous=previous, version=version, label="source") as found:
             self.version: WeightVersion = found.stored.version
             self.committed_at = found.stored.committed_at

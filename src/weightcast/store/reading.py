@@ -41,15 +41,18 @@ class WriterState:
 
 
 def pinned(
-    directory: Path, *, previous: bool = False, version: WeightVersion | None = None, label: str = ""
+    directory: Path, *, previous: bool = False, version: WeightVersion | int | None = None, label: str = ""
 ) -> PinnedVersion:
-    """Hold the newest version of a store, or the one before, or `version`: see `StoreReader.pin`.
+    """Hold the newest version of a store, or the one before, or `version`: see `StoreReader.pin` and `pin_number`.
 
     Raises VersionNotFoundError if it is not there, IntegrityError.
     """
     reader = StoreReader(directory, label=label)
     if previous:
         found, what = reader.pin_previous(), _PREVIOUS
+    elif isinstance(version, int):
+        found, held = reader.pin_number(version), [str(stored.number) for stored in reader.whole_versions()]
+        what = f"version {version}: it has {', '.join(held)}" if held else _ANY
     else:
         found = reader.pin(version)
         what = _ANY if version is None else f"version {version.number} of run {version.run}"
@@ -124,6 +127,27 @@ class StoreReader:
         """Hold the version before the newest; None if there is none, or if it has been overwritten."""
         commit = self.commit()
         return None if commit is None or commit.previous is None else self._pin(commit.previous, must_hold=False)
+
+    def pin_number(self, number: int) -> PinnedVersion | None:
+        """Hold the version of that number in whichever slot it is whole still: of several runs the one committed last.
+
+        None if it is in none, or was never committed.
+        """
+        for stored in self.whole_versions():
+            if stored.number == number and (pinned := self._pin(stored, must_hold=False)) is not None:
+                return pinned
+        return None
+
+    def whole_versions(self) -> list[Stored]:
+        """Every version that is whole in a slot, the newest first. A slot that can't be read is left out."""
+        found, commit = list[Stored](), self.commit()
+        for slot in () if commit is None else files.slot_numbers(self.directory):
+            with contextlib.suppress(IntegrityError):
+                sealed = read_record(files.slot_path(self.directory, slot) / files.SEAL, Commit)
+                # A version that is sealed and not yet committed is later than the newest one.
+                if sealed is not None and commit and sealed.newest.committed_at <= commit.newest.committed_at:
+                    found.append(sealed.newest)
+        return sorted(found, key=lambda stored: stored.committed_at, reverse=True)
 
     def _pin(self, stored: Stored, *, must_hold: bool) -> PinnedVersion | None:
         """None if the slot is being written or holds another version; with `must_hold` that is an IntegrityError."""

@@ -94,6 +94,8 @@ class FleetMember:
         """The version that was offered in the update in progress; -1 before that."""
         self.instance = ""
         """The engine itself, however it is called; empty for one that does not say."""
+        self.has_proven = False
+        """Whether it was compared with what was sent since it connected, and nothing was wrong."""
         self._connection = Connection.LOST
         self._pause_end = PauseEnd.NONE
         self._known_manifest = ""
@@ -130,7 +132,7 @@ class FleetMember:
         self.result = EngineResult()
         listener.end_links("the publisher connects again", self.name)
         self.links, self._known_manifest = [], ""
-        self._connection = Connection.LOST
+        self._connection, self.has_proven = Connection.LOST, False
         self.client = self._given.connect()
         self.info = self.client.info()
         if self.info.protocol != PROTOCOL:
@@ -452,5 +454,7 @@ class Fleet:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
-        for member in self:
-            member.close()
+        with contextlib.ExitStack() as stack:
+            # Each, whatever another one's client raises.
+            for member in self:
+                stack.callback(member.close)

@@ -21,11 +21,12 @@ class PublishOptions:
     `bucket_size_bytes`: by default an eighth of the model, at most the transport's choice for the device.
     `undo`: engines keep a copy of their weights while they install, and go back to it if the install fails.
     `takeover`: take engines that another run holds.
-    `verify`: "engines" compares after each update what the engines say that they hold, where they can say so; one that
-    holds other weights than the first of its kind has failed. "installed" compares the digest of every tensor in the
-    engines' live memory with that of what was sent: an engine in which one differs has failed, and refuses to serve
-    until it is healed; what an engine can't prove is in the report. Weights leave from one origin then.
-    `verify_every`: after each n-th version only.
+    `verify`: "installed" compares the digest of every tensor in the engines' live memory with that of what was sent: an
+    engine in which one differs has failed, and refuses to serve until it is healed; what an engine can't prove is in
+    the report. Weights leave from one origin then.
+    `verify_every`: compare after this publisher's first publish and each n-th after it, whatever the versions' numbers;
+    a publish that failed before all was sent doesn't count. In between, an engine that has connected since (it was
+    added or started again) is compared once: after the first publish that it takes.
     `on_failure`: whether a publish that an engine did not take raises PublishError or returns its report.
     `origins`: from the memory of how many trainer hosts at most (or, streaming over ipc, of how many GPUs) buckets are
     sent, each by a rank there; by default all, 1: from the first rank's alone, to which the others send what they hold.
@@ -37,7 +38,7 @@ class PublishOptions:
     install: InstallMode = "staged"
     undo: bool = False
     takeover: bool = False
-    verify: Literal["engines", "installed"] | None = None
+    verify: Literal["installed"] | None = None
     verify_every: int = 1
     on_failure: Literal["raise", "report"] = "raise"
     origins: int | None = None
@@ -49,8 +50,8 @@ class PublishOptions:
             raise ValueError(f"install is {self.install!r}; it must be 'staged' or 'streaming'")
         if self.on_failure not in ("raise", "report"):
             raise ValueError(f"on_failure is {self.on_failure!r}; it must be 'raise' or 'report'")
-        if self.verify not in (None, "engines", "installed"):
-            raise ValueError(f"verify is {self.verify!r}; it must be 'engines', 'installed' or None")
+        if self.verify not in (None, "installed"):
+            raise ValueError(f"verify is {self.verify!r}; it must be 'installed' or None")
         if whole_number("verify_every", self.verify_every) < 1:
             raise ValueError(f"verify_every is {self.verify_every}; it must be at least 1")
         if self.origins is not None:

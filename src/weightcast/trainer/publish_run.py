@@ -45,7 +45,7 @@ from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
 from weightcast.links.link import LinkListener, frame
 from weightcast.links.watchdog import Watchdog
-from weightcast.seams.client import BringsSender, ClientSender, Fingerprint, SenderContext
+from weightcast.seams.client import BringsSender, ClientSender, SenderContext
 from weightcast.seams.source import Regions
 from weightcast.seams.transport import Origins, Sender
 from weightcast.trainer.fleet import Fleet, FleetMember
@@ -57,7 +57,6 @@ from weightcast.trainer.stream_packer import StreamPacker
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[int, int], None]
-Fingerprints = dict[str, tuple[FleetMember, Fingerprint]]
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0
 """Between two questions to an engine that is not there yet."""
@@ -120,15 +119,13 @@ class PublishedVersion:
     """A version that was sent whole: what an engine that takes it later must get.
 
     `digests`: of its buckets, on a GPU as tensors. `is_stored`: the transport keeps it, and readers can have it.
-    `fingerprints`: what the first engine of each kind said that it holds. `sent`: each tensor's digest, where engines
-    are to prove what they have installed.
+    `sent`: each tensor's digest, where engines are to prove what they have installed.
     """
 
     number: int
     manifest_digest: str
     digests: Sequence[bytes | torch.Tensor]
     is_stored: bool
-    fingerprints: Fingerprints | None
     sent: SentDigests | None
 
 
@@ -194,33 +191,20 @@ class FleetRoute:
             self._fleet.each(lambda member: member.received(num_buckets, root), self.healthy())
             self._take_failures()
 
-    def install(self, fingerprints: Fingerprints | None, sent: SentDigests | None) -> None:
-        """Have the engines install, then compare what they say that they hold, unless `fingerprints` is None.
+    def install(self, sent: SentDigests | None, *, proves_all: bool) -> None:
+        """Have the engines install, then prove that they hold what was sent, unless `sent` is None.
 
-        `fingerprints`: what the first engine of each kind said; it grows. `sent`: what they must prove to hold. An
-        engine of a brought sender stays paused.
+        `proves_all`: else only those that have proven nothing since they connected. An engine of a brought sender stays
+        paused.
         """
         members = self.healthy()
         self._fleet.each(functools.partial(FleetMember.install, resumes=not self.is_brought), members)
         if sent is not None:
             prove = functools.partial(sent.prove, sent.by_name())
-            self._fleet.each(prove, [member for member in members if member.result.error is None])
-        if fingerprints is None:
-            return
-        found: dict[str, Fingerprint | None] = {}
-
-        def ask(member: FleetMember) -> None:
-            found[member.name] = member.client.fingerprint()
-
-        self._fleet.each(ask, [member for member in members if member.result.error is None])
-        for member in members:
-            fingerprint = found.get(member.name)
-            if fingerprint is None or member.result.error is not None:
-                continue
-            first, expected = fingerprints.setdefault(fingerprint.kind, (member, fingerprint))
-            if fingerprint != expected:
-                reason = f"it holds {fingerprint.value}, {first.name} holds {expected.value} at the same version"
-                self._fleet.each(functools.partial(FleetMember.quarantine, reason=reason), [member])
+            todo = [m for m in members if m.result.error is None and (proves_all or not m.has_proven)]
+            self._fleet.each(prove, todo)
+            for member in todo:
+                member.has_proven = member.result.error is None
 
     def resume(self) -> None:
         self._fleet.each(FleetMember.resume, [member for member in self._fleet if member.sender is self._brought])
@@ -257,20 +241,24 @@ class PublishRun:
         watchdog: Watchdog,
         *,
         above: int,
+        proves_all: bool,
         wait_ready_seconds: float,
         on_progress: OnProgress | None,
     ) -> None:
-        """`above`: the number of the publisher's last version. `wait_ready_seconds`: for engines that are starting."""
+        """`above`: the number of the publisher's last version. `wait_ready_seconds`: for engines that are starting.
+
+        `proves_all`: with `verify="installed"`, every engine proves this version; else those that have connected since.
+        """
         self.number = -1
         self.published: PublishedVersion | None = None
         self._run = run
         self._options = options
         self._watchdog = watchdog
         self._above = above
+        self._proves_all = proves_all
         self._wait_ready_seconds = wait_ready_seconds
         self._on_progress = on_progress
         self._seconds = StageSeconds()
-        self._fingerprints: Fingerprints | None = {} if options.verify == "engines" else None
         self._sent: SentDigests | None = None
         self._digests: Sequence[bytes | torch.Tensor] | None = None
 
@@ -289,7 +277,7 @@ class PublishRun:
         self._fleet, self._again = fleet, again = inputs.fleet, inputs.again
         is_stored = again is not None and again.is_stored
         if again is not None:
-            self._fingerprints, self._sent = again.fingerprints, again.sent
+            self._sent = again.sent
         options, secret = self._options, inputs.connections.listener.secret
         fleet.wait()
         for member in fleet:
@@ -317,11 +305,9 @@ class PublishRun:
                         self._fail_changed(fleet.healthy())
                 else:
                     self.number = _above(newest, self._above) if inputs.version is None else inputs.version
-                is_due = self.number % options.verify_every == 0
+                is_due = self._proves_all or not all(member.has_proven for member in fleet.healthy())
                 if options.verify == "installed" and is_due and again is None:
                     self._sent = SentDigests(self._pack_plan.layout, inputs.regions)
-                elif not is_due:
-                    self._fingerprints = None
                 route = FleetRoute(
                     self._fleet,
                     sender,
@@ -353,14 +339,14 @@ class PublishRun:
             with self._timed("seal"):
                 seal = Seal(self._run, self.number, len(manifest.buckets), root, secret)
                 self._fleet.each(lambda member: member.client.update(seal))
-            route.install(self._fingerprints, self._sent)
+            route.install(self._sent, proves_all=self._proves_all)
             for client_sender in self._connections.client_senders:
                 brought = FleetRoute(self._fleet, client_sender, is_staged=client_sender.is_staged, is_brought=True)
                 try:
                     if not brought.is_staged and self._is_unchanged(brought, fill):
                         brought.pause()
                     self._send(brought, fill)
-                    brought.install(self._fingerprints, self._sent)
+                    brought.install(self._sent, proves_all=self._proves_all)
                 finally:
                     brought.resume()
             if keeps_versions and not is_stored:
@@ -381,9 +367,7 @@ class PublishRun:
             fleet.each(FleetMember.resume, list(fleet))
         if self._digests is not None:
             digest = self._pack_plan.manifest_digest
-            self.published = PublishedVersion(
-                self.number, digest, self._digests, is_stored, self._fingerprints, self._sent
-            )
+            self.published = PublishedVersion(self.number, digest, self._digests, is_stored, self._sent)
         self._seconds.pause = max((m.result.pause_seconds for m in self._fleet), default=0.0)
         self._seconds.total = time.perf_counter() - inputs.start
         return PublishReport(
@@ -580,15 +564,16 @@ class PublishRun:
     def _give_up(self, exc: BaseException) -> None:
         """The publish itself failed: end the update everywhere. A Ctrl-C does not wait for answers."""
         reason = f"{type(exc).__name__}: {exc}"[:4000]
-        for sender in (self._connections.sender, *self._connections.client_senders):
-            sender.abort(reason)
-        if isinstance(exc, Exception):
-            self._abort(self._fleet, reason)
-        else:
-            for member in self._fleet:
-                self._connections.listener.end_links(reason, member.name)
-        # A pause that came later would not be lifted.
-        self._fleet.wait()
+        with contextlib.ExitStack() as stack:
+            # Each, whatever another one raises; a pause that came later than the last would not be lifted.
+            stack.callback(self._fleet.wait)
+            if isinstance(exc, Exception):
+                stack.callback(self._abort, self._fleet, reason)
+            else:
+                for member in self._fleet:
+                    stack.callback(self._connections.listener.end_links, reason, member.name)
+            for sender in (*self._connections.client_senders, self._connections.sender):
+                stack.callback(sender.abort, reason)
 
     def _abort(self, members: Iterable[FleetMember], reason: str) -> None:
         """Have these engines drop what they hold, as far as they can be reached."""

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from weightcast import registry
-from weightcast.errors import ClosedError, PublishError, clear_frames, from_record
-from weightcast.format.amounts import count
+from weightcast.engines.gate import require_no_step
+from weightcast.errors import ClosedError, clear_frames
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_ORIGINS, MAX_VERSION, DigestKind, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
@@ -34,12 +34,13 @@ from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import BringsSender, EngineClient
 from weightcast.seams.source import Regions, Source, StreamSource, TensorStream
 from weightcast.seams.transport import Origins
+from weightcast.sources.store import StoreSource
 from weightcast.trainer import arguments
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import PackPlan
 from weightcast.trainer.publish_run import Connections, OnProgress, PublishedVersion, PublishInputs, PublishRun
-from weightcast.trainer.report import PublishReport
+from weightcast.trainer.report import PublishReport, publish_error
 from weightcast.trainer.stream_packer import StreamPacker
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from weightcast.trainer.group.lead import TrainerGroup
 
 _DROPPED_SECONDS = 5.0
-_NOTHING_YET = "nothing was published yet: call publish, which brings the source's weights to every engine"
+_NOTHING_YET = "nothing was published yet: call publish() first"
 
 
 class Publisher(ClosedOnExit):
@@ -107,6 +108,8 @@ class Publisher(ClosedOnExit):
         self._is_joined = False
         self._closed = False
         self._is_publishing = False
+        self._num_published = 0
+        """Versions that were sent whole."""
         self._process = 0
         """The one that has the connections; 0 while there are none."""
         self._owned: list[Closeable] = [self._watchdog]
@@ -118,36 +121,39 @@ class Publisher(ClosedOnExit):
         self._drop.atexit = False
         with on_failure(self.close):
             for engine in engines:
-                self.add_engine(engine)
+                self._add(engine)
 
     # --- the fleet ---
 
     def add_engine(self, engine: str | EngineClient, *, sync: bool = False) -> None:
         """Add an engine; the next publish connects it, or with `sync` this call, which brings it to the last version.
 
-        Raises ValueError if it is there already, TypeError for what is no engine; with `sync` what `sync` raises: it is
-        in the fleet still.
+        Does nothing on a trainer rank that another one publishes for. Raises ValueError if it is there already,
+        TypeError for what is no engine; with `sync` what `sync` raises: it is in the fleet still.
         """
         with self._lock:
             self._require_open()
             if sync and self.version < 0:
                 raise ValueError(_NOTHING_YET)
-            if self._is_following:
-                if sync:
-                    self.sync(engine)
-                return
-            if isinstance(engine, str):
-                timeout_seconds = self._options.deadline_seconds
-                client = registry.http_client(engine, token=self._token, timeout_seconds=timeout_seconds)
-            else:
-                arguments.require_client(engine)
-                client = engine
-            self._fleet.add(FleetMember(client, owned=isinstance(engine, str)))
+            if not self._is_following:
+                self._add(engine)
             if sync:
                 self.sync(engine)
 
+    def _add(self, engine: str | EngineClient) -> None:
+        if isinstance(engine, str):
+            timeout_seconds = self._options.deadline_seconds
+            client = registry.http_client(engine, token=self._token, timeout_seconds=timeout_seconds)
+        else:
+            arguments.require_client(engine)
+            client = engine
+        self._fleet.add(FleetMember(client, owned=isinstance(engine, str)))
+
     def remove_engine(self, engine: str | EngineClient) -> None:
-        """Disconnect an engine: it keeps the version it has, and another publisher may take it. Raises ValueError."""
+        """Disconnect an engine: it keeps the version it has, and another publisher may take it.
+
+        Does nothing on a trainer rank that another one publishes for. Raises ValueError if it is not in the fleet.
+        """
         if not isinstance(engine, str):
             arguments.require_client(engine)
         name = _name_of(engine)
@@ -206,8 +212,10 @@ class Publisher(ClosedOnExit):
 
     @property
     def _is_following(self) -> bool:
-        """Whether another trainer rank publishes: engines are its concern."""
-        return self._group is not None and not self._group.is_publishing
+        """Whether another trainer rank publishes, as far as torch.distributed says so by now: it has the engines."""
+        if self._is_joined or self._trainer_group is None or not (dist.is_available() and dist.is_initialized()):
+            return self._group is not None and not self._group.is_publishing
+        return dist.get_rank(None if self._trainer_group == "auto" else self._trainer_group) > 0
 
     def _require_open(self) -> None:
         if self._closed:
@@ -296,6 +304,34 @@ class Publisher(ClosedOnExit):
                 raise ValueError(_NOTHING_YET)
             return self._publish(lambda: self._inputs(None, of=_name_of(engine)), on_progress)
 
+    def rollback(self, version: SupportsIndex | None = None) -> PublishReport:
+        """Publish a version that the store still holds once more, as a new version; blocks until engines serve it.
+
+        For a publisher into a store, `file:///DIR`. `version`: its number; by default the one before the newest (see
+        `weightcast.rollback`). It is read whole first: host memory of one version. The source is left alone, and the
+        next publish sends its weights again. Raises VersionNotFoundError if the store does not hold it any more,
+        ValueError for another transport or with several trainer ranks; otherwise what `publish` raises.
+        """
+        self._require_here()
+        with self._lock:
+            self._require_open()
+            if not self._transport.keeps_versions:
+                raise ValueError(
+                    f"{self._url} keeps no versions to go back to: publish into a store (file:///DIR), or publish the "
+                    "old weights from a checkpoint, SafetensorsSource(DIR)"
+                )
+            if not self._is_joined:
+                self._join_trainer_group()
+            if self._group is not None:
+                raise ValueError(
+                    "several trainer ranks publish together, and a version of a store is read by one: close this "
+                    "publisher on every rank, and on one of them publish StoreSource(url, version=...) by a Publisher "
+                    "with trainer_group=None and the same engines, or call weightcast.rollback where engines follow"
+                )
+            number = None if version is None else arguments.whole_number("version", version)
+            source = StoreSource(self._url, previous=number is None, version=number)
+            return self._publish(lambda: self._inputs(None, stored=source), None)
+
     def _publish(
         self, inputs: Callable[[], PublishInputs], on_progress: OnProgress | None, wait_ready_seconds: float = 0.0
     ) -> PublishReport:
@@ -309,6 +345,7 @@ class Publisher(ClosedOnExit):
             self._options,
             self._watchdog,
             above=last,
+            proves_all=self._num_published % self._options.verify_every == 0,
             wait_ready_seconds=wait_ready_seconds,
             on_progress=on_progress,
         )
@@ -332,12 +369,9 @@ class Publisher(ClosedOnExit):
             if group is not None:
                 self.version, self.run = max(self.version, group.version), group.run or self.run
             self._published = run.published or (self._published if run.number in (-1, last) else None)
-        is_ok = all(result.ok for result in report.engines.values())
-        if not is_ok and self._options.on_failure == "raise":
-            failures = {name: from_record(r.error) for name, r in report.engines.items() if r.error is not None}
-            what = f"{len(failures)} of {count(len(report.engines), 'engine')} did not take version {report.version}"
-            causes = "; ".join(f"{name}: {error}" for name, error in failures.items())
-            raise PublishError(f"{what}: {causes}", failures, report)
+            self._num_published += run.published is not None and run.number > last
+        if not report.ok and self._options.on_failure == "raise":
+            raise publish_error(report)
         return report
 
     def _join_trainer_group(self) -> None:
@@ -358,14 +392,18 @@ class Publisher(ClosedOnExit):
                 self._owned[:0] = self._group.owned
         self._is_joined = True
 
-    def _inputs(self, version: int | None, *, of: str | None = None) -> PublishInputs:
+    def _inputs(
+        self, version: int | None, *, of: str | None = None, stored: StoreSource | None = None
+    ) -> PublishInputs:
         """What a publish needs of this process alone: the source's regions, connections and plan. No communication.
 
-        `of`: the name of the only engine, which is to have the last version.
+        `of`: the name of the only engine, which is to have the last version. `stored`: what is published in place of
+        the source.
 
         The sender and the listener are made at the first publish, when the device of the weights is known.
         """
         start = time.perf_counter()
+        require_no_step("publish or sync")
         if version is not None:
             if not 0 <= version <= MAX_VERSION:
                 raise ValueError(f"version {version} is not from 0 to {MAX_VERSION}")
@@ -374,21 +412,24 @@ class Publisher(ClosedOnExit):
         fleet, again = (self._fleet, None) if of is None else (self._fleet.only(of), self._published)
         if of is not None and again is None:
             raise ValueError(f"version {self.version} was not sent whole to any engine: publish a new version")
+        source = self._source if stored is None else stored
         regions: Regions = {}
         stream: TensorStream | None = None
-        if not isinstance(self._source, StreamSource):
-            regions = self._source.regions()
+        if not isinstance(source, StreamSource):
+            regions = source.regions()
         elif again is None:
-            stream = self._source.stream()
+            stream = source.stream()
         pack_plan, connections = self._pack_plan, self._connections
         is_known = pack_plan is not None and pack_plan.is_of(regions)
         if connections is None or not is_known:
             device = _device_of(regions) if stream is None else stream.device
+            if stored is not None and not isinstance(self._source, StreamSource):
+                device = _device_of(self._source.regions())  # of what comes after it
         if connections is not None:
             device = connections.device
         if pack_plan is None or not is_known:
-            pack_plan = self._ready_pack_plan(device)
-        if isinstance(self._source, StreamSource):
+            pack_plan = self._ready_pack_plan(device, source)
+        if isinstance(source, StreamSource):
             pack_plan.use(regions, StreamPacker(pack_plan.layout, None if stream is None else stream.tensors))
         elif self._group is None:
             # Before there is a sender, which may write.
@@ -440,9 +481,9 @@ class Publisher(ClosedOnExit):
     def _has_brought_senders(self) -> bool:
         return any(isinstance(member.client, BringsSender) for member in self._fleet)
 
-    def _ready_pack_plan(self, device: torch.device) -> PackPlan:
+    def _ready_pack_plan(self, device: torch.device, source: Source | StreamSource) -> PackPlan:
         """The plan for the source's specs: made once, and again when they have changed."""
-        specs = self._source.specs()
+        specs = source.specs()
         if self._pack_plan is None or self._pack_plan.specs is not specs:
             _require_specs(specs)
             size, install = self._options.bucket_size_bytes, self._options.install

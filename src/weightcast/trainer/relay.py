@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 
+import msgspec
 import torch
 
-from weightcast.errors import PublishError
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.host.closing import on_failure
@@ -15,7 +16,7 @@ from weightcast.seams.client import EngineClient
 from weightcast.seams.source import Regions
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
-from weightcast.trainer.report import PublishReport
+from weightcast.trainer.report import EngineResult, PublishReport, publish_error
 
 
 class RelayedTensors:
@@ -51,11 +52,13 @@ class Relay:
         token: str | None = None,
         options: PublishOptions | None = None,
     ) -> None:
-        """The arguments are those of `Publisher`, which is made here; it connects at the first version."""
+        """The arguments are those of `Publisher`, which is made here; it connects at the first version.
+
+        What an engine did not take is raised, whatever the options' `on_failure`.
+        """
         self.report: PublishReport | None = None
         self.given = RelayedTensors()
         self.missing: list[str] = []
-        self._num_engines = len(engines)
         self._committed: WeightVersion | None = None
         self._make_publisher = functools.partial(
             Publisher,
@@ -64,7 +67,7 @@ class Relay:
             engines=engines,
             token=token,
             trainer_group=None,
-            options=options,
+            options=dataclasses.replace(options or PublishOptions(), on_failure="report"),
         )
         self._publisher: Publisher | None = self._make_publisher()
 
@@ -76,21 +79,22 @@ class Relay:
             self._publisher = self._make_publisher()
         self.missing = []
         with on_failure(self._release):
-            try:
-                return self._publisher.publish(number)
-            except PublishError as exc:
-                if len(exc.failures) < self._num_engines:
-                    self.missing = list(exc.failures)
-                raise
+            report = self._publisher.publish(number)
+            failed = [name for name, result in report.engines.items() if not result.ok]
+            if len(failed) < len(report.engines):
+                self.missing = failed
+            return _whole(report)
 
     def catch_up(self) -> PublishReport:
-        """Send what was published last to those that are missing. Raises PublishError for the first that fails."""
+        """Send what was published last to each that is missing. Raises PublishError that names those that fail."""
         assert self._publisher is not None
-        while True:
-            report = self._publisher.sync(self.missing[0])
-            del self.missing[0]
-            if not self.missing:
-                return report
+        engines: dict[str, EngineResult] = {}
+        for name in list(self.missing):
+            report = self._publisher.sync(name)
+            engines |= report.engines
+            if report.ok:
+                self.missing.remove(name)
+        return _whole(msgspec.structs.replace(report, engines=engines))
 
     def _release(self) -> None:
         """Hold no engine, unless some of them have the version."""
@@ -127,3 +131,9 @@ class Relay:
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
+
+
+def _whole(report: PublishReport) -> PublishReport:
+    if not report.ok:
+        raise publish_error(report)
+    return report

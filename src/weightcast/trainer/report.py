@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from weightcast.errors import ErrorRecord
+from weightcast.errors import ErrorRecord, PublishError, from_record, printable
+from weightcast.format.amounts import count, size
 
 
 class StageSeconds(msgspec.Struct):
@@ -69,3 +70,35 @@ class PublishReport(msgspec.Struct, frozen=True):
     def to_json(self) -> bytes:
         """The report as one JSON object."""
         return msgspec.json.encode(self)
+
+    def __str__(self) -> str:
+        """The sizes and times, a table of the engines, then each problem of those that failed on a line of its own."""
+        seconds = self.seconds
+        lines = [f"version {self.version} was not installed anywhere"]
+        if not self.engines or any(result.ok for result in self.engines.values()):
+            lines = [
+                f"version {self.version}: {count(self.num_tensors, 'tensor')}, {size(self.num_bytes)} in "
+                f"{count(self.num_buckets, 'bucket')}, {seconds.total:.2f} s",
+                f"offer {seconds.offer:.2f} s, pack {seconds.pack:.2f} s, send {seconds.send:.2f} s, "
+                f"seal {seconds.seal:.2f} s, longest pause {seconds.pause:.2f} s",
+            ]
+        rows = [("engine", "result", "pause", "install")] if self.engines else []
+        for name, result in self.engines.items():
+            outcome = f"serves {self.version}" if result.error is None else result.error.kind
+            rows.append((name, outcome, f"{result.pause_seconds:.3f} s", f"{result.install_seconds:.3f} s"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for name, outcome, pause, install in rows:
+            lines.append(f"{name:{widths[0]}}  {outcome:{widths[1]}}  {pause:>{widths[2]}}  {install:>{widths[3]}}")
+        for name, result in self.engines.items():
+            if result.error is not None:
+                lines.append(f"{name}: {result.error.kind}: {result.error.message}")
+                lines += (f"  {problem}" for problem in result.error.problems if problem not in result.error.message)
+        return "\n".join(map(printable, lines))
+
+
+def publish_error(report: PublishReport) -> PublishError:
+    """The error for a publish that an engine did not take."""
+    failures = {name: from_record(r.error) for name, r in report.engines.items() if r.error is not None}
+    what = f"{len(failures)} of {count(len(report.engines), 'engine')} did not take version {report.version}"
+    causes = "; ".join(f"{name}: {error}" for name, error in failures.items())
+    return PublishError(f"{what}: {causes}", failures, report)

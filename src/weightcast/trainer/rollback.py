@@ -1,4 +1,4 @@
-"""Publishes a store's version before the newest once more, as a new version of a new run."""
+"""Publishes an earlier version of a store once more, as a new version of a new run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from weightcast.trainer.publisher import Publisher
 from weightcast.trainer.report import PublishReport
 
 
-def rollback(url: str, *, deadline_seconds: float = 60.0) -> PublishReport:
-    """Make the version before the newest the newest again, under a number one above; followers take it as any other.
+def rollback(url: str, *, version: int | None = None, deadline_seconds: float = 60.0) -> PublishReport:
+    """Make an earlier version the newest again, under a number one above; followers take it as any other.
 
-    It is there until a publisher begins the next version (with `num_slots=3`, the next but one). It is read whole
-    first: host memory of one version. Raises VersionNotFoundError if it is gone, EngineBusyError if a publisher has
-    the store.
+    `version`: the number of one that the store still holds; by default the one before the newest. With `num_slots=2`
+    that is the only one, and it is there until a publisher begins the next version; each slot more keeps one more. It
+    is read whole first: host memory of one version. While a publisher has the store, use `Publisher.rollback`. Raises
+    VersionNotFoundError if it is gone, EngineBusyError if a publisher has the store.
     """
-    source = StoreSource(url, previous=True)
+    source = StoreSource(url, previous=version is None, version=version)
     with Publisher(
         source, transport=url, trainer_group=None, options=PublishOptions(deadline_seconds=deadline_seconds)
     ) as publisher:

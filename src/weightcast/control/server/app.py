@@ -92,7 +92,13 @@ class EngineServer:
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def step(self, *, timeout_seconds: float | None = None) -> contextlib.AbstractContextManager[WeightVersion | None]:
-        """`Gate.step`: use the model inside, and no install happens meanwhile."""
+        """`Gate.step`: use the model inside, and no install happens meanwhile.
+
+        Waits while the engine is paused or torn. Raises ClosedError once the server is closed, also in that wait; after
+        `timeout_seconds` EngineTornError or PeerTimeoutError. After either of these step again: an update may come.
+        """
+        if self._is_closed:
+            raise ClosedError("the server was closed: no update comes any more")
         return self.gate.step(timeout_seconds=timeout_seconds)
 
     def start(self) -> EngineServer:

@@ -175,7 +175,7 @@ class TextGenerator(ClosedOnExit):
                         self._step()
                     except PeerTimeoutError:
                         pass  # Paused: the next turn looks again.
-                    except EngineTornError as exc:
+                    except (EngineTornError, ClosedError) as exc:
                         self._fail_all(exc)
                     self._settle()
         finally:

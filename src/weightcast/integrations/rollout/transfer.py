@@ -6,6 +6,7 @@ after a failure nothing is kept, and the next update connects anew.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import secrets
@@ -224,10 +225,11 @@ class RolloutTransfer:
         return RolloutWorkers(self._endpoints, name=name, timeout_seconds=timeout_seconds)
 
     def _disconnect(self) -> None:
-        for part in (self._publisher, self._workers):
-            if part is not None:
-                part.close()
-        self._publisher = self._workers = None
+        publisher, workers, self._publisher, self._workers = self._publisher, self._workers, None, None
+        with contextlib.ExitStack() as stack:
+            for part in (workers, publisher):
+                if part is not None:
+                    stack.callback(part.close)
 
     def _forget(self) -> None:
         """Close all connections, and have the rollout workers wait no longer. The next update learns the specs."""

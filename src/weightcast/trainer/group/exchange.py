@@ -31,7 +31,7 @@ from weightcast.errors import (
 from weightcast.format.manifest import MAX_MESSAGE_BYTES, decode, encode
 from weightcast.host.closing import awaited_at_exit
 from weightcast.process_group import ProcessGroup, wait
-from weightcast.trainer.group.rendezvous import Rendezvous, late, named
+from weightcast.trainer.group.rendezvous import Rendezvous, named
 
 _MAX_FAILURE_BYTES = 4 << 20
 _ROLL_CALL_SECONDS = 2.0
@@ -414,7 +414,7 @@ class TrainerRanks:
             return _GivenUpError(str(exc))
         missing = self._rendezvous.missing(min(_ROLL_CALL_SECONDS, self._deadline_seconds / 4))
         if missing and self._is_kept:
-            return late(missing, self._deadline_seconds)
+            return self._rendezvous.late(missing)
         names = named(missing or ())
         sign = f"no sign of life from {names}" if missing else "all ranks are alive"
         lost = "the rendezvous store, usually on trainer rank 0, does not answer" if missing is None else sign

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from weightcast.engines.gate import require_no_step
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import decode
 from weightcast.host.closing import Closeable
@@ -121,6 +122,7 @@ class TrainerGroup:
         ranks, shares = self._ranks, self._shares
         ranks.version = version
         with ranks.error_at_next_exchange():
+            require_no_step("publish or sync")
             shares.look(self._source, self._source.regions())
         with self._in_step():
             shares.follow(ranks.start(shares.status()))

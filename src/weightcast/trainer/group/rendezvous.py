@@ -29,7 +29,8 @@ from weightcast.process_group import ProcessGroup, translated
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 0.5
 _SILENT_STORE = (
-    "the store of torch.distributed does not answer: the process that serves it, usually trainer rank 0, stands still"
+    "the store of torch.distributed does not answer: the process that serves it, usually trainer rank 0, has ended or "
+    "is blocked; see its log"
 )
 _num_publishers: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 """By the trainer's store, of which a process has another once it has made its default group anew."""
@@ -54,6 +55,7 @@ class Rendezvous:
         self._epoch = 0
         self._announced = -1
         self._has_left = False
+        self._has_met = False
         self._is_unwanted = False
         self._background: futures.Future[Any] | None = None
         """A call whose result nobody waits for any more."""
@@ -74,7 +76,9 @@ class Rendezvous:
             return self._group("gloo", f"{epoch}/gloo", None)
 
         with on_failure(self.leave):
-            return self._within(self._deadline_seconds, connect, ProcessGroup.close, arrived)
+            group = self._within(self._deadline_seconds, connect, ProcessGroup.close, arrived)
+        self._has_met = True
+        return group
 
     def leave(self) -> None:
         """This rank's group is broken: never come back to it. Nothing waits; the others learn it at the next `join`."""
@@ -98,6 +102,15 @@ class Rendezvous:
     def nccl(self, device: torch.device) -> ProcessGroup:
         """A second group of the same ranks for bytes on GPUs. Every rank calls it."""
         return self._group("nccl", f"{self._announced}/nccl", device)
+
+    def late(self, ranks: Sequence[int]) -> PeerTimeoutError:
+        """The error for ranks that did not come, for those that wait for them."""
+        who = f"{named(ranks)} did not publish" if ranks else "the trainer ranks did not publish at one time"
+        what = "call publish on every trainer rank, or pass trainer_group=None to publish from one rank alone"
+        if self._has_met:
+            each = "each of them" if len(ranks) != 1 else "it"
+            what = f"{each} has published before, and has ended or stalled since, or left the loop; see its log"
+        return PeerTimeoutError(f"{who} within {self._deadline_seconds:g} s: {what}", peer=named(ranks))
 
     def _group(self, backend: str, prefix: str, device: torch.device | None) -> ProcessGroup:
         return ProcessGroup(
@@ -130,7 +143,7 @@ class Rendezvous:
                 # Another rank may have given up just before, and so have moved this one on: it was here all the same.
                 absences = [self._absent(epoch, "here") for epoch in attended]
                 absent = [rank for rank in self.ranks if all(rank in each for each in absences)]
-                raise late(absent, self._deadline_seconds)
+                raise self.late(absent)
             time.sleep(_POLL_SECONDS)
 
     def _sign(self, word: str) -> None:
@@ -174,12 +187,6 @@ class Rendezvous:
             if not (has_arrived and futures.wait([future], patience).done):
                 raise PeerTimeoutError(_SILENT_STORE, peer="trainer")
         return future.result()
-
-
-def late(ranks: Sequence[int], seconds: float) -> PeerTimeoutError:
-    who = f"{named(ranks)} did not publish" if ranks else "the trainer ranks did not publish at one time"
-    advice = "call publish on every trainer rank, or pass trainer_group=None to publish from one rank alone"
-    return PeerTimeoutError(f"{who} within {seconds:g} s: {advice}", peer=named(ranks))
 
 
 def named(ranks: Sequence[int]) -> str:

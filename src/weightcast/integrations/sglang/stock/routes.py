@@ -32,7 +32,6 @@ class ServerInfo(msgspec.Struct):
     """GET /server_info: how the server was started."""
 
     tp_size: int
-    version: str = ""
     dp_size: int = 1
     pp_size: int = 1
     quantization: str | None = None

@@ -11,7 +11,6 @@ resumed, and the next complete update heals it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +24,7 @@ from weightcast.format.messages import InitInfo, Offer, UpdateInfo, WeightInfo
 from weightcast.integrations.plugin.checkpoint_header import reference
 from weightcast.integrations.sglang.stock.routes import Checksums, ModelInfo, ServerInfo, SglangPause, SglangRoutes
 from weightcast.links.watchdog import RecoveryRequest
-from weightcast.seams.client import ClientSender, EngineClient, Fingerprint, SenderContext, ServesTraffic
+from weightcast.seams.client import ClientSender, EngineClient, SenderContext, ServesTraffic
 from weightcast.serving.load_plan import require_fit
 
 INCOMPLETE = "incomplete, was "
@@ -197,19 +196,6 @@ class SglangStockServer(EngineClient, ServesTraffic):
             RecoveryRequest(f"{self.name}/update_weight_version", headers, relabel),
             RecoveryRequest(f"{self.name}/continue_generation", headers, '{"torch_empty_cache": false}'),
         ]
-
-    def fingerprint(self) -> Fingerprint:
-        """SGLang's checksum of all weights, comparable among servers of the same parameters, ranks and dtype."""
-        checksums = self._checksums or self.routes.checksums()
-        names = [sorted(rank.checksums) for rank in checksums.ranks]
-        shape = hashlib.sha256(_encode([names, self._server.dtype, self._server.version])).hexdigest()
-        return Fingerprint(f"sglang {shape}", checksums.per_engine_checksum)
-
-    def quarantine(self, reason: str) -> None:
-        """It holds other weights than it should: it is not resumed, and the next update heals it."""
-        self._checksums = None
-        self._mark()
-        logger.warning("%s: %s", self.name, reason)
 
     def close(self) -> None:
         """Have the server forget a group that it is still in, and close the connections. Idempotent."""

@@ -1,0 +1,39 @@
+"""`weightcast rollback`: an earlier version of a store is its newest again, as a new version."""
+
+from __future__ import annotations
+
+import argparse
+
+from weightcast.cli import exits, output, values
+from weightcast.format.manifest import MAX_VERSION
+
+EPILOG = """
+examples:
+  weightcast rollback file:///mnt/weights
+  weightcast rollback file:///mnt/weights --version 700
+  weightcast rollback file:///mnt/weights --version 700 --json
+
+Without --version it is the version before the newest. A store keeps two versions, or as many as its URL has num_slots.
+Readers that follow the store take it as any new version. A publisher that has the store must be closed first; in its
+own program it is Publisher.rollback.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add, number = parser.add_argument, values.integer(0, MAX_VERSION)
+    add("store", type=values.store, metavar="STORE", help="a store, file:///dir")
+    add("--version", type=number, metavar="N", help="the number of the version to go back to")
+    add("--deadline", type=values.seconds, default=60.0, metavar="SECONDS", help="of each wait (%(default)s)")
+    output.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    with output.stage(output.IMPORTING):
+        from weightcast.trainer.rollback import rollback
+
+    with output.stage(f"reading {args.store}"):
+        report = rollback(args.store, version=args.version, deadline_seconds=args.deadline)
+    which = "the version before the newest" if args.version is None else f"version {args.version}"
+    line = f"{which} is the newest of {args.store} again, as version {report.version}"
+    output.show(report, args.json, lambda: [line, *str(report).splitlines()])
+    return exits.OK
