@@ -1,7 +1,7 @@
 """vLLM's own trainer API with the backend "weightcast", into a real server.
 
-The suite runs against the installed vLLM (0.32 or 0.33). Sources are vLLM's own, and some of the shapes that 0.32 and 0.33
-ask for. `--full` also runs a trainer with the Python files of vLLM 0.33.
+The suite runs against the installed vLLM (0.32 or 0.33). Sources are vLLM's own, and some of the shapes that 0.32 and
+0.33 ask for. `--full` also runs a trainer with the Python files of vLLM 0.33.
 """
 
 from __future__ import annotations
