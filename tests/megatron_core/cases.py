@@ -54,7 +54,7 @@ class Case:
     """`size`: processes. `te`: names of Transformer Engine. `optimizer`: torch's, or one of Megatron's with its DDP.
 
     `cp`: ranks are laid out so, but each computes whole sequences: attention over parts needs Transformer Engine.
-    `grouped`: Megatron-core's GroupedMLP, which 0.19 no longer has. `fused_down`: its FusedMLASelfAttention, new in 0.19.
+    `grouped`: Megatron-core's GroupedMLP, which 0.19 no longer has. `fused_down`: its FusedMLASelfAttention, of 0.19.
     """
 
     size: int

@@ -177,8 +177,8 @@ class TensorMapping:
         match = table.find(rest)
         if match is None and rest == "mlp.router.qb_beta":
             raise ValueError(
-                "it is the bias of quantile balancing; no Hugging Face checkpoint has it, and engines would choose other "
-                "experts without it: train with another moe_router_load_balancing_type"
+                "it is the bias of quantile balancing; no Hugging Face checkpoint has it, and engines would choose "
+                "other experts without it: train with another moe_router_load_balancing_type"
             )
         if match is None:
             return None
