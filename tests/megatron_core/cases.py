@@ -54,6 +54,7 @@ class Case:
     """`size`: processes. `te`: names of Transformer Engine. `optimizer`: torch's, or one of Megatron's with its DDP.
 
     `cp`: ranks are laid out so, but each computes whole sequences: attention over parts needs Transformer Engine.
+    `grouped`: Megatron-core's GroupedMLP, which 0.19 no longer has. `fused_down`: its FusedMLASelfAttention, of 0.19.
     """
 
     size: int
@@ -67,6 +68,7 @@ class Case:
     te: bool = False
     tied: bool = False
     grouped: bool = False
+    fused_down: bool = False
     dtype: str = "float32"
     optimizer: Literal["torch", "megatron", "distributed"] = "torch"
     uneven: bool = False
@@ -119,6 +121,7 @@ CASES: dict[str, Case] = {
     "mixtral-ep2": Case(2, "mixtral", ep=2),
     "deepseek-tp2": Case(2, "deepseek_v3", tp=2, fields=(_ALL_DENSE,)),
     "deepseek-tp2-no-query-rank": Case(2, "deepseek_v3", tp=2, fields=(_ALL_DENSE, ("q_lora_rank", None))),
+    "deepseek-tp2-fused-down": Case(2, "deepseek_v3", tp=2, fused_down=True, fields=(_ALL_DENSE,)),
     "deepseek-ep2": Case(2, "deepseek_v3", ep=2),
     "deepseek-ep2-te": Case(2, "deepseek_v3", ep=2, te=True),
     "deepseek-pp2-ep2-te": Case(4, "deepseek_v3", pp=2, ep=2, te=True),
@@ -140,7 +143,7 @@ CASES: dict[str, Case] = {
 DIAGONAL = (
     "tp2-te", "qwen2-tp2-tied", "pp2-uneven-te", "vpp2-te", "no-padding", "more-ranks-than-groups", "tp2-pp2-te",
     "ep2-cp2", "ep2-grouped-bf16", "tp2-ep2-etp2-te", "pp2-ep2-te", "qwen2-moe-ep2", "mixtral-ep2",
-    "deepseek-pp2-ep2-te", "deepseek-mtp", "deepseek-v2-ep2", "glm4-moe-tp2-ep2-te", "gpt-oss-tp2-ep2-te",
-    "qwen3-next-tp2-ep2-te", "bf16-pp2-distributed-optimizer",
+    "deepseek-tp2-fused-down", "deepseek-pp2-ep2-te", "deepseek-mtp", "deepseek-v2-ep2", "glm4-moe-tp2-ep2-te",
+    "gpt-oss-tp2-ep2-te", "qwen3-next-tp2-ep2-te", "bf16-pp2-distributed-optimizer",
 )  # fmt: skip
 """Each family and each way of cutting at least once; the others run with --full only."""

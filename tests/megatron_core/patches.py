@@ -74,9 +74,12 @@ def own_optimizers() -> None:
 
 def delta_net() -> None:
     """What it takes from flash-linear-attention, which is for GPUs; the rule itself Megatron has in torch as well."""
-    module: Any = importlib.import_module("megatron.core.ssm.gated_delta_net")
-    module.HAVE_FLA = True
-    module.l2norm = lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+    found: Any = importlib.import_module("megatron.core.ssm.gated_delta_net")
+    # One module up to Megatron-core 0.18, from 0.19 on a package with the class in one module and its base in another.
+    for name in {cls.__module__ for cls in found.GatedDeltaNet.__mro__ if cls.__module__.startswith(found.__name__)}:
+        module: Any = importlib.import_module(name)
+        module.HAVE_FLA = True
+        module.l2norm = lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
 def grouped_gemm() -> None:

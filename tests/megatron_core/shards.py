@@ -23,7 +23,8 @@ Experts = Literal["each", "sequential", "grouped", "stacked"]
 class Job:
     """`stages`: the layers of each. `te`: names of Transformer Engine. `padded`: rows of the embedding.
 
-    `cut_down`: latent attention's down projections are cut, though Transformer Engine's are whole.
+    `cut_down`: latent attention's down projections are cut, though Transformer Engine's are whole. `fused_down`: they
+    are one parameter, as Megatron-core 0.19's `FusedMLASelfAttention` has them.
     """
 
     tp: int = 1
@@ -34,6 +35,7 @@ class Job:
     experts: Experts = "each"
     padded: int = 0
     cut_down: bool = False
+    fused_down: bool = False
 
     @property
     def stage_size(self) -> int:
@@ -94,6 +96,8 @@ class Sharder:
         before = "self_attention.linear_qkv.layer_norm_weight" if te else "input_layernorm.weight"
         if self.is_latent:
             held, before = self._latent(prefix, rank), "input_layernorm.weight"
+            if te and "self_attention.linear_qkv_down_proj.weight" in held:
+                before = "self_attention.linear_qkv_down_proj.layer_norm_weight"
         elif prefix + "linear_attn.A_log" in self.hf:
             held = self._delta_net(prefix + "linear_attn.", rank)
             before = "self_attention.in_proj.layer_norm_weight" if te else before
@@ -171,6 +175,9 @@ class Sharder:
             held["linear_q_down_proj.weight"] = down(get("q_a_proj"))
             held[norm("q")] = get("q_a_layernorm")
             held["linear_q_up_proj.weight"] = get("q_b_proj").chunk(tp)[rank.tp]
+            if self.job.fused_down:
+                parts = [held.pop(f"linear_{part}_down_proj.weight") for part in ("q", "kv")]
+                held["linear_qkv_down_proj.weight"] = torch.cat(parts)
         return {f"self_attention.{name}": tensor for name, tensor in held.items()}
 
     def _dense(self, source: str, target: str, rank: Rank) -> Tensors:

@@ -6,6 +6,7 @@ linear_qkv.layer_norm_weight, linear_fc1.layer_norm_weight, experts.linear_fc1.w
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
@@ -112,10 +113,14 @@ def rename(block: TransformerBlockSubmodules) -> None:
             parts.input_layernorm = Norm
             attention.linear_q_up_proj = attention.linear_kv_up_proj = LayerNormColumnParallelLinear
             attention.q_layernorm = attention.kv_layernorm = IdentityOp
-        if parts.mlp.module is MLP:
-            parts.pre_mlp_layernorm, parts.mlp.submodules.linear_fc1 = IdentityOp, LayerNormColumnParallelLinear
+        # A partial of a builder from Megatron-core 0.18 on, a ModuleSpec before.
+        is_partial = isinstance(parts.mlp, functools.partial)
+        mlp = parts.mlp.keywords["submodules"] if is_partial else parts.mlp.submodules
+        if isinstance(mlp, MLPSubmodules):
+            parts.pre_mlp_layernorm, mlp.linear_fc1 = IdentityOp, LayerNormColumnParallelLinear
         else:
-            parts.pre_mlp_layernorm, parts.mlp.submodules.experts = Norm, ModuleSpec(module=GroupedExperts)
+            parts.pre_mlp_layernorm = Norm
+            mlp.experts = GroupedExperts if is_partial else ModuleSpec(module=GroupedExperts)
 
 
 def use_delta_nets(block: TransformerBlockSubmodules, is_linear: list[bool]) -> None:
@@ -126,6 +131,15 @@ def use_delta_nets(block: TransformerBlockSubmodules, is_linear: list[bool]) -> 
         if linear:
             parts = GatedDeltaNetSubmodules(LayerNormColumnParallelLinear, Norm, RowParallelLinear)
             layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=parts)
+
+
+def fuse_down_projections(block: TransformerBlockSubmodules) -> None:
+    """One parameter for both down projections of latent attention, in every layer of this block."""
+    from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention
+
+    for layer in block.layer_specs:
+        attention = layer.submodules.self_attention
+        attention.module, attention.submodules.linear_qkv_down_proj = FusedMLASelfAttention, ColumnParallelLinear
 
 
 def use_plain_attention(block: TransformerBlockSubmodules) -> None:

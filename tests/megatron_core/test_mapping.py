@@ -101,7 +101,17 @@ def cases(draw: st.DrawFn, model_type: str) -> tuple[Any, Job]:
     cuts = sorted(draw(st.sets(st.integers(1, num_layers), max_size=2)) - {num_layers})
     stages = tuple(tuple(range(a, b)) for a, b in zip([0, *cuts], [*cuts, num_layers], strict=True))
     padded = -(-fields["vocab_size"] // (8 * tp)) * 8 * tp
-    job = Job(tp, stages, ep, etp, te=draw(st.booleans()), experts=draw(st.sampled_from(EXPERTS)), padded=padded)
+    job = Job(
+        tp,
+        stages,
+        ep,
+        etp,
+        te=draw(st.booleans()),
+        experts=draw(st.sampled_from(EXPERTS)),
+        padded=padded,
+        cut_down=draw(st.booleans()),
+        fused_down=model_type in models.LATENT and draw(st.booleans()),
+    )
     return models.config(model_type, **fields), job
 
 
@@ -220,6 +230,13 @@ def test_a_parameter_without_a_rule_is_named() -> None:
     tensors = Sharder(hf, hf_config, job).tensors(rank) | {"decoder.layers.1.mlp.odd.weight": torch.zeros(3, 4)}
     with pytest.raises(ValueError, match=r"1 Megatron parameters have no rule.*layers\.1\.mlp\.odd\.weight' \[3, 4\]"):
         placed(hf_config, job, rank, tensors)
+
+
+def test_the_bias_of_quantile_balancing_is_refused_by_name() -> None:
+    hf_config = models.config("qwen3_moe", num_hidden_layers=1, **models.TINY["qwen3_moe"])
+    bias = {"decoder.layers.0.mlp.router.qb_beta": torch.zeros(4)}
+    with pytest.raises(ValueError, match=r"qb_beta': it is the bias of quantile balancing.*load_balancing_type"):
+        placed(hf_config, Job(), shards.Rank(0, 0, 0, 0), bias)
 
 
 def test_a_tensor_that_no_rank_holds_is_named() -> None:

@@ -67,7 +67,7 @@ def megatron_config(case: Case) -> TransformerConfig:
             "moe_router_load_balancing_type": "none",
             "moe_token_dispatcher_type": "allgather",
             "moe_grouped_gemm": case.grouped,
-            "moe_use_legacy_grouped_gemm": case.grouped,
+            **({"moe_use_legacy_grouped_gemm": True} if case.grouped else {}),
             "expert_tensor_parallel_size": case.etp,
         }
     if "shared_expert_intermediate_size" in hf.to_dict():
@@ -161,6 +161,8 @@ class Trainer:
         )
         if self.case.te:
             te_names.rename(spec)
+        if self.case.fused_down:
+            te_names.fuse_down_projections(spec)
         if self.case.model == "qwen3_next":
             patches.delta_net()
             offset = get_transformer_layer_offset(self.config, vp_stage)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,13 @@ class _ParamMeta:
 ParamMeta: Any = base.ParamMeta if _IS_0_33 else _ParamMeta
 
 
+def placements_of(placements: Sequence[Placement]) -> tuple[Any, ...]:
+    """Return torch's placements as `ParamMeta` takes them: 0.33 has classes of its own."""
+    if not _IS_0_33:
+        return tuple(placements)
+    return tuple(base.Shard(p.dim) if isinstance(p, Shard) else base.Replicate() for p in placements)
+
+
 class Source(base.WeightSource if _IS_0_33 else object):  # type: ignore[misc]
     """0.33's `WeightSource` over tensors by name; DTensors are yielded as pieces, with their owners and places.
 
@@ -65,9 +72,8 @@ class Source(base.WeightSource if _IS_0_33 else object):  # type: ignore[misc]
             if isinstance(tensor, DTensor):
                 grid = tensor.device_mesh.mesh
                 owners = tuple(grid.flatten().tolist())
-                meta = dataclasses.replace(
-                    meta, owners=owners, mesh_shape=tuple(grid.shape), placements=tensor.placements
-                )
+                placements = placements_of(tensor.placements)
+                meta = dataclasses.replace(meta, owners=owners, mesh_shape=tuple(grid.shape), placements=placements)
             found.append(meta)
         return found
 

@@ -54,7 +54,10 @@ _MODEL = (
 
 _NORMS = (
     _rule(
-        "input_layernorm.weight self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", Whole("hidden")
+        "input_layernorm.weight self_attention.linear_qkv.layer_norm_weight "
+        "self_attention.linear_qkv_down_proj.layer_norm_weight",
+        "input_layernorm.weight",
+        Whole("hidden"),
     ),
     _rule(
         "pre_mlp_layernorm.weight mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", Whole("hidden")
@@ -115,6 +118,13 @@ _LATENT_ATTENTION = _inside(
     _rule("linear_q_down_proj.weight", "q_a_proj.weight", Rows("q_rank", "hidden", whole=True), "q_rank", group=_DOWN),
     _rule(
         "linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", Rows("latent_kv", "hidden", whole=True), group=_DOWN
+    ),
+    _rule(
+        "linear_qkv_down_proj.weight",
+        "q_a_proj.weight kv_a_proj_with_mqa.weight",
+        Gated(("q_rank", "latent_kv"), "hidden", whole=True),
+        "q_rank",
+        is_fused=True,
     ),
     _rule("q_layernorm.weight linear_q_up_proj.layer_norm_weight", "q_a_layernorm.weight", Whole("q_rank"), "q_rank"),
     _rule("linear_q_up_proj.weight", "q_b_proj.weight", Rows("latent_query", "q_rank"), "q_rank"),

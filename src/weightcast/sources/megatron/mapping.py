@@ -109,7 +109,7 @@ class TensorMapping:
         for rule in self._model.rules:
             yield from self._specs_of(rule, "", aliases=tied if rule.names == (_EMBEDDING,) else ())
         for layer in range(sizes["layers"] + self._num_mtp_layers):
-            rules = self._table(layer).rules
+            rules = tuple(rule for rule in self._table(layer).rules if not rule.is_fused)
             for rule in rules if layer < sizes["layers"] else (*self._mtp.rules, *rules):
                 if not rule.is_of_experts or rule.is_in_stack:
                     yield from self._specs_of(rule, self._prefix(layer))
@@ -175,6 +175,11 @@ class TensorMapping:
             table = self._table(layer) if is_inside else self._mtp
             prefix = self._prefix(layer)
         match = table.find(rest)
+        if match is None and rest == "mlp.router.qb_beta":
+            raise ValueError(
+                "it is the bias of quantile balancing; no Hugging Face checkpoint has it, and engines would choose "
+                "other experts without it: train with another moe_router_load_balancing_type"
+            )
         if match is None:
             return None
         return [

@@ -29,7 +29,8 @@ class Rule:
     transposed. `when`: names of sizes that must not be zero; those of the layer are `dense` or `moe`, and by its
     attention `softmax` or `linear`. `group`: what must be loaded in one call with it; several `hf` of a rule always
     are. `dtype` of the checkpoint, where it is another than the rest's. `axis`: over which ranks it is cut. `plus`: the
-    checkpoint's values are Megatron's plus this.
+    checkpoint's values are Megatron's plus this. `is_fused`: a layer may have this parameter in place of those of other
+    rules, which describe the same tensors of the checkpoint.
     """
 
     names: tuple[str, ...]
@@ -42,6 +43,7 @@ class Rule:
     group: str = ""
     dtype: str = ""
     plus: float = 0.0
+    is_fused: bool = False
 
     @property
     def is_of_experts(self) -> bool:
