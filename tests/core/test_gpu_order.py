@@ -19,7 +19,7 @@ from core.parallel import ParallelEngine
 from weightcast import ModuleEngine, TensorSource
 from weightcast.errors import ClosedError, InsufficientMemoryError, PeerTimeoutError, PublishError
 from weightcast.format import device_sums
-from weightcast.format.bucket import Layout, root_digest
+from weightcast.format.bucket import TORCH_DTYPES, Layout, root_digest
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
@@ -412,6 +412,39 @@ def test_targets_of_several_dtypes_are_copied_in_batches_of_their_own(gpu: LazyG
     copy_all(targets, sources)
     gpu.synchronize(gpu.device)
     assert [gpu.read(target).tolist() for target in targets] == [[float(number)] * 64 for number in range(4)]
+
+
+@pytest.mark.parametrize("dtype", list(TORCH_DTYPES.values()), ids=list(TORCH_DTYPES))
+def test_every_dtype_is_copied_in_batches(gpu: LazyGpu, dtype: torch.dtype) -> None:
+    """Of several of these torch's own batch copy knows nothing on a GPU."""
+    size = 64 * dtype.itemsize
+    made = [torch.arange(start, start + size).remainder(2).to(torch.uint8).view(dtype) for start in range(3)]
+    sources = [gpu.tensor(tensor) for tensor in made]
+    targets = [gpu.tensor(torch.zeros(size, dtype=torch.uint8).view(dtype)) for _ in made]
+    num_launches = gpu.num_launches
+    copy_all(targets, sources)
+    assert gpu.num_launches == num_launches + 1
+    gpu.default_stream.synchronize()
+    for target, expected in zip(targets, made, strict=True):
+        assert torch.equal(gpu.read(target).view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_casts_that_torch_has_no_batch_for_are_made_one_by_one(gpu: LazyGpu) -> None:
+    sources = [gpu.tensor(torch.full((64,), number, dtype=torch.uint16)) for number in range(3)]
+    targets = [gpu.tensor(torch.zeros(64, dtype=torch.int32)) for _ in sources]
+    copy_all(targets, sources)
+    gpu.default_stream.synchronize()
+    assert [gpu.read(target).unique().tolist() for target in targets] == [[0], [1], [2]]
+
+
+def test_conjugated_and_negated_views_are_copied_by_value(gpu: LazyGpu) -> None:
+    whole = torch.arange(4.0) + 1j * torch.arange(4.0)
+    base = gpu.tensor(whole)
+    views = [base.conj(), base.conj()]
+    targets = [gpu.tensor(torch.zeros(4, dtype=torch.complex64)) for _ in views]
+    copy_all(targets, views)
+    gpu.default_stream.synchronize()
+    assert all(torch.equal(gpu.read(target), whole.conj().resolve_conj()) for target in targets)
 
 
 @pytest.mark.parametrize("to_host", [True, False], ids=["to the host", "to the GPU"])
