@@ -207,8 +207,8 @@ def test_an_engine_gives_an_update_up_although_the_trainer_stands_still(
             assert loaded.wait(PATIENCE_SECONDS)
             trainers, engines = sorted(nccl.groups, key=lambda group: group.rank)
             # Here the device is the trainer's as well, who has nothing under way.
-            gpu.wait_until(lambda: all(work.is_completed() for work in trainers._works))
-            gpu.wait_until(lambda: not all(work.is_completed() for work in engines._works))
+            gpu.wait_until(lambda: all(work.is_completed() for work in list(trainers.under_way)))
+            gpu.wait_until(lambda: not all(work.is_completed() for work in list(engines.under_way)))
             client.worker.shutdown()
             torn.append(client.gate.torn)
             assert not client.gate.is_paused
