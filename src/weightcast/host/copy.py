@@ -254,9 +254,10 @@ class PreparedCopies:
             # pair of dtypes and devices: torch before 2.11 writes all targets as if they were of the first one's dtype,
             # where sources are of one.
             by_kind: dict[tuple[torch.dtype | torch.device, ...], list[Pair]] = {}
-            for target, source in itertools.starmap(_as_integers, zip(targets, sources, strict=True)):
-                kind = target.dtype, source.dtype, target.device, source.device
-                by_kind.setdefault(kind, []).append((target, source))
+            with torch.no_grad():
+                for target, source in itertools.starmap(_as_integers, zip(targets, sources, strict=True)):
+                    kind = target.dtype, source.dtype, target.device, source.device
+                    by_kind.setdefault(kind, []).append((target, source))
             for (dtype, source_dtype, *_), pairs in by_kind.items():
                 if {tensor.device.type for tensor in pairs[0]} == {"cpu", "cuda"}:
                     self._jobs.append(functools.partial(_copy_by_pinned_slots, list(_slot_loads(pairs))))
@@ -295,12 +296,14 @@ class PreparedCopies:
         team.run(self._jobs)
 
 
-@torch.no_grad()
 def _as_integers(target: torch.Tensor, source: torch.Tensor) -> Pair:
     """Views of a pair of one dtype by which its bits are copied; other pairs as they are."""
     dtype = _INTEGERS.get(target.itemsize)
-    is_cast = target.dtype != source.dtype or any(t.is_neg() or t.is_conj() for t in (target, source))
-    return (target, source) if dtype is None or is_cast else (target.view(dtype), source.view(dtype))
+    if target.dtype != source.dtype or dtype is None:
+        return target, source
+    if target.is_neg() or source.is_neg() or target.is_conj() or source.is_conj():
+        return target, source
+    return target.view(dtype), source.view(dtype)
 
 
 def _copy_batch(
