@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import math
 import os
 import struct
 import subprocess
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from pages import ROOT
 
 NUM_SECTIONS = 12
@@ -228,6 +230,173 @@ def test_what_the_driver_counts_as_a_processs_memory(
     )
     monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libnvidia-ml.so.1": nvml}[name])
     assert here_section.process_bytes(pid, "0123") == here_section.process_bytes(pid, "GPU-0123") == found
+
+
+def interpreter(folder: Path, name: str, version: str, then: str = "exit 1") -> Path:
+    """A program that says of itself that it is Python of that version, and does `then` with everything else."""
+    path = folder / name
+    path.write_text(f"""#!/bin/sh
+case "$2" in *version_info*) echo {version} ;; *) {then} ;; esac
+""")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("version", ["3.10", "", "2.7"])
+def test_an_interpreter_that_is_too_old_is_told_what_to_do(tmp_path: Path, version: str) -> None:
+    environment = os.environ | {"WEIGHTCAST_PYTHON": str(interpreter(tmp_path, "old", version))}
+    done = subprocess.run([ROOT / "scripts" / "gpu", "--help"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert (f"is Python {version};" in done.stderr) is bool(version)
+    assert "needs Python 3.11 or newer" in done.stderr
+    assert "WEIGHTCAST_PYTHON" in done.stderr
+
+
+def test_where_python3_is_too_old_a_newer_one_is_taken(tmp_path: Path) -> None:
+    interpreter(tmp_path, "python3", "3.10")
+    interpreter(tmp_path, "python3.11", "3.11", f'exec {sys.executable} "$@"')
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment.pop("WEIGHTCAST_PYTHON", None)
+    done = subprocess.run([ROOT / "scripts" / "gpu", "--help"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "python3 is Python 3.10, weightcast needs 3.11: taking python3.11" in done.stderr
+    assert "--only" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("says", "dry", "why"),
+    [
+        ("echo 2.13.0 True", False, None),
+        ("echo 2.7.1 True", True, "torch 2.7.1, and weightcast needs 2.8"),
+        ("echo 2.13.0 False", False, "finds no CUDA device with CUDA_VISIBLE_DEVICES=5"),
+        ("echo 2.13.0 False", True, None),
+        ("exit 1", True, "no torch that can be imported"),
+    ],
+)
+def test_why_an_interpreter_can_not_run_the_sections(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, dry: bool, why: str | None
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    found = program.why_not(str(interpreter(tmp_path, "python", "3.12", says)), dry)
+    assert (found is None) is (why is None)
+    assert (why or "") in (found or "")
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpu"), [(None, "0"), ("", "0"), ("5,6", "5"), ("GPU-8a2f", "GPU-8a2f"), (" 3 ", "3")]
+)
+def test_the_driver_is_asked_for_the_gpu_that_is_visible(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, gpu: str
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    program, asked = importlib.import_module("_gpu.__main__"), list[str]()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    def run(command: list[str], **options: Any) -> Any:
+        asked.extend(command)
+        return types.SimpleNamespace(stdout="1234\n")
+
+    monkeypatch.setattr(program.subprocess, "run", run)
+    assert program.used_mib() == 1234
+    assert asked[0] == "nvidia-smi"
+    assert asked[-1] == f"--id={gpu}"
+
+
+def test_the_least_known_sections_come_first_and_letters_stay(program: ModuleType) -> None:
+    names = list(program.LIMITS)
+    assert names.index("nccl") < names.index("memory") < names.index("speed")
+    letters = {name: letter for letter, name in program.LETTERS.items()}
+    assert (letters["machine"], letters["memory"], letters["nccl"], letters["mps"]) == ("a", "e", "j", "l")
+
+
+@pytest.fixture
+def here(program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As on a GPU that `has` so much free memory; `lines()`: what was reported."""
+    made: Any = importlib.import_module("_gpu.section").Here(tmp_path / "results", dry=False)
+    results = tmp_path / "results"
+    made.lines = lambda: [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+    def has(device_gib: float, host_gib: float = 1000.0) -> None:
+        monkeypatch.setattr(made, "free_gib", lambda: device_gib)
+        monkeypatch.setattr("weightcast.host.memory.available_bytes", lambda: int(host_gib * 2**30))
+
+    made.has = has
+    return made
+
+
+def test_what_needs_more_memory_than_is_free_is_skipped_by_name(here: Any) -> None:
+    here.has(23.5, 10)
+    assert here.needs("a small part", device_gib=23, host_gib=9)
+    assert not here.lines()
+    assert not here.needs("a large part", device_gib=40)
+    assert not here.needs("a part on the host", host_gib=16)
+    assert [line["name"] for line in here.lines()] == [
+        "a large part: 40 GiB of device memory (23.5 free)",
+        "a part on the host: 16 GiB of host memory (10 free)",
+    ]
+    assert {line["kind"] for line in here.lines()} == {"skip"}
+
+
+@pytest.mark.parametrize("name", ["memory", "speed"])
+def test_sections_on_a_small_gpu_are_skipped_and_do_not_fail(here: Any, name: str) -> None:
+    here.has(3)
+    importlib.import_module(f"_gpu.{name}").run(here)
+    assert [line["kind"] for line in here.lines()] == ["skip"]
+
+
+@pytest.mark.parametrize("free_gib", [7.5, 23.5, 47.0, 79.0, 139.0])
+def test_models_of_the_speed_section_fit_the_gpu(here: Any, monkeypatch: pytest.MonkeyPatch, free_gib: float) -> None:
+    """Two of each, for trainer and engine; what was left out or made smaller is named."""
+    speed, made = importlib.import_module("_gpu.speed"), dict[str, float]()
+
+    def model(here: Any, rate: float, name: str, shapes: Any, **options: Any) -> None:
+        made[name] = sum(2 * math.prod(shape) for _, shape in shapes) / 2**30
+
+    monkeypatch.setattr(speed, "_copy_rate", lambda here: 1.0)
+    monkeypatch.setattr(speed, "_model", model)
+    monkeypatch.setattr(speed, "_sweep", model)
+    here.has(free_gib)
+    speed.run(here)
+    assert made["1 GB"] == 1
+    assert all(2 * gib + 4 < free_gib for gib in made.values()), made
+    skipped = [line["name"].split(":")[0] for line in here.lines() if line["kind"] == "skip"]
+    assert ("60 GB" in made) is ("60 GB" not in skipped) is (free_gib > 120)
+    if free_gib > 20:
+        assert max(made.values()) > min(free_gib / 2 - 4, 55), "as large as can be"
+    assert all(line["kind"] == "skip" for line in here.lines()), here.lines()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_python_h_is_looked_for(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    """A C compiler alone compiles no launcher of Triton's."""
+    here_section = importlib.import_module("_gpu.section")
+    monkeypatch.setenv("CC", "a compiler")
+    monkeypatch.setattr(here_section.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    if is_there:
+        (tmp_path / "Python.h").touch()
+    assert (here_section.why_no_compiling() is None) is is_there
+    assert is_there or "Python.h (install python3-dev" in here_section.why_no_compiling()
+
+
+def test_memory_is_registered_by_the_driver_which_keeps_no_error(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that CUDA's runtime keeps is raised by the next kernel that torch launches."""
+    primitives, calls = importlib.import_module("_gpu.primitives"), list[Any]()
+
+    def register(address: Any, size: Any, flags: Any) -> int:
+        calls.append((address.value, size.value, flags.value))
+        return 304
+
+    driver = types.SimpleNamespace(cuMemHostRegister_v2=register)
+    monkeypatch.setattr("weightcast.host.device.driver", lambda: driver)
+    host = torch.zeros(4096, dtype=torch.uint8)
+    assert not primitives._register(here, host, "a mapping")
+    assert calls == [(host.data_ptr(), 4096, 1)]
+    assert [line["kind"] for line in here.lines()] == ["fact"]
 
 
 FACTS = {

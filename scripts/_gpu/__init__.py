@@ -6,19 +6,26 @@ a section runs in a child process of its own, which may hang or crash.
 
 from __future__ import annotations
 
+import os
+
 LIMITS = {
     "machine": 60,
     "primitives": 85,
     "bytes": 75,
     "end_to_end": 120,
+    "nccl": 125,
     "memory": 140,
     "faults": 150,
     "allocators": 90,
     "consumers": 125,
     "sleep": 60,
-    "nccl": 95,
     "speed": 215,
     "mps": 75,
 }
 """The sections -> seconds after which one is ended. All together have `--seconds`."""
-LETTERS = dict(zip("abcdefghijkl", LIMITS, strict=True))
+LETTERS = dict(zip("abcdjefghikl", LIMITS, strict=True))
+
+
+def visible_gpu() -> str:
+    """What nvidia-smi calls the first GPU of this process: its UUID or index in CUDA_VISIBLE_DEVICES."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _gpu import LETTERS, LIMITS
+from _gpu import LETTERS, LIMITS, visible_gpu
 from _gpu.forked import ADDRESS, Forked
 
 ROOT = Path(__file__).parents[2]
@@ -40,8 +40,8 @@ BASELINE_MIB = 64
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 12, 5)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
 SERVED = ("weightcast.engines.tensors", "weightcast.control.client", "uvicorn", "uvicorn.protocols.http.h11_impl")
-HAS_CUDA = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-HAS_TORCH = "import sys, importlib.util; sys.exit(importlib.util.find_spec('torch') is None)"
+ASK_TORCH = "import torch; print(torch.__version__, torch.cuda.is_available())"
+LEAST_TORCH = (2, 8)
 
 
 def main() -> int:
@@ -50,6 +50,8 @@ def main() -> int:
         return collect(args.wheels, args.python, args.with_torch)
     names = list(LIMITS) if args.only is None else args.only
     args.out.mkdir(parents=True, exist_ok=True)
+    # Indices as nvidia-smi has them, and as CUDA_VISIBLE_DEVICES is meant where it says an index.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     # A section's leftovers and its children go, also when this program is told to end.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="weightcast-gpu-") as folder:
@@ -119,14 +121,15 @@ def collect(folder: Path, python: str, with_torch: bool) -> int:
 
 def find_python(folder: Path, wheels: Path | None, dry: bool) -> list[str] | None:
     """The command of an interpreter that has torch (with a GPU, unless `dry`) and, from the wheels, all else."""
-    for python in (sys.executable, str(ROOT / ".venv" / "bin" / "python")):
-        probe = HAS_TORCH if dry else HAS_CUDA
-        if Path(python).exists() and subprocess.run([python, "-c", probe], capture_output=True).returncode == 0:
+    reasons = []
+    for python in dict.fromkeys([sys.executable, str(ROOT / ".venv" / "bin" / "python")]):
+        if (reason := why_not(python, dry)) is None:
             break
+        reasons.append(f"{python}: {reason}")
     else:
         if wheels is None or not list(wheels.glob("torch-*.whl")):
-            what = "torch" if dry else "a torch that finds a CUDA device"
-            print(f"neither {sys.executable} nor .venv has {what}: name an interpreter in WEIGHTCAST_PYTHON, or")
+            print(*reasons, sep="\n")
+            print("name an interpreter in WEIGHTCAST_PYTHON, or")
             print("collect wheels with --wheels DIR --with-torch and pass --from DIR here", flush=True)
             return None
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
@@ -151,6 +154,22 @@ def find_python(folder: Path, wheels: Path | None, dry: bool) -> list[str] | Non
         print("collect what is missing with --wheels DIR where there is internet, and pass --from DIR here", flush=True)
         return None
     return [python, "-u", "-c"]
+
+
+def why_not(python: str, dry: bool) -> str | None:
+    """Why an interpreter can't run the sections; None if it can, as far as torch goes."""
+    if not Path(python).exists():
+        return "is not there"
+    done = subprocess.run([python, "-c", ASK_TORCH], capture_output=True, text=True)
+    if done.returncode:
+        return f"has no torch that can be imported ({(done.stderr.strip().splitlines() or ['no error'])[-1]})"
+    version, has_cuda = done.stdout.split()[-2:]
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and tuple(map(int, numbers.groups())) < LEAST_TORCH:
+        return f"has torch {version}, and weightcast needs {'.'.join(map(str, LEAST_TORCH))} or newer"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    where = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible}"
+    return None if dry or has_cuda == "True" else f"has torch {version}, which finds no CUDA device{where}"
 
 
 def lacking(python: str, wheels: Path) -> list[Path]:
@@ -295,9 +314,9 @@ def started_with(token: str) -> list[int]:
 
 
 def used_mib() -> int | None:
-    """Of the first GPU, as nvidia-smi says: this program has no CUDA context of its own."""
+    """Of the sections' GPU, as nvidia-smi says: this program has no CUDA context of its own."""
     try:
-        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={visible_gpu()}"]
         return int(subprocess.run(command, capture_output=True, text=True, timeout=20).stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 from typing import Any
+
+import torch
 
 from _gpu import section
 from _gpu.peers import Peer
@@ -22,6 +23,7 @@ PAIRS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 """A name -> the environment of the trainer and of the engine."""
 REMEDIES = ("staged", "memory://")
 """One of these must be in the text of an UnsupportedError."""
+PAIRS_AT_ONCE = 3
 
 
 def run(here: Here) -> None:
@@ -29,14 +31,21 @@ def run(here: Here) -> None:
     if here.dry:
         pairs = {name: pairs[name] for name in list(pairs)[:1]}
     else:
-        uuid = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20).stdout
-        if "UUID: " in uuid:
-            by_uuid = {"CUDA_VISIBLE_DEVICES": uuid.split("UUID: ")[1].split(")")[0]}
-            pairs["the engine names its GPU by UUID"] = ({}, by_uuid)
-        else:
-            here.skip("the GPU's UUID (nvidia-smi -L names none)")
+        uuid = str(torch.cuda.get_device_properties(here.device).uuid)
+        pairs["the engine names its GPU by UUID"] = ({}, {"CUDA_VISIBLE_DEVICES": f"GPU-{uuid.removeprefix('GPU-')}"})
     shapes = section.even(16, here.size(16 * MIB, 64 << 10))
-    # All at once: imports take longest.
+    names = list(pairs)
+    for start in range(0, len(names), PAIRS_AT_ONCE):
+        batch = names[start : start + PAIRS_AT_ONCE]
+        # Each process has a context, 256 MiB of weights, and the trainer's as much in slots.
+        if here.needs(", ".join(batch), device_gib=1.5 * 2 * len(batch), host_gib=3 * 2 * len(batch)):
+            _pairs(here, shapes, {name: pairs[name] for name in batch})
+    with here.part("a large block in torch's cache"):
+        _large_block(here, shapes)
+
+
+def _pairs(here: Here, shapes: Any, pairs: dict[str, tuple[dict[str, str], dict[str, str]]]) -> None:
+    """Started at once, since imports take longest."""
     peers = {
         name: (Peer(here, "trainer", shapes, trainer), Peer(here, "engine", shapes, engine))
         for name, (trainer, engine) in pairs.items()
@@ -45,8 +54,6 @@ def run(here: Here) -> None:
         for name, (trainer, engine) in peers.items():
             with here.part(name):
                 _publish(here, name, trainer.ready(), engine.ready())
-        with here.part("a large block in torch's cache"):
-            _large_block(here, shapes)
     finally:
         for both in peers.values():
             for peer in both:
@@ -74,7 +81,11 @@ def _publish(here: Here, name: str, trainer: Peer, engine: Peer) -> None:
 
 def _large_block(here: Here, shapes: Any) -> None:
     """Torch has a large free block when the arena is made; the block must go back to the device all the same (A9)."""
-    mib = here.size(20 << 10, 4)
+    # As large as can be, up to 20 GiB, beside two contexts and the weights.
+    mib = here.size(min(20 << 10, int((here.free_gib() - 4) * 1024)) if not here.dry else 0, 4)
+    if mib <= 0:
+        here.skip(f"a large block in torch's cache: 5 GiB of device memory ({here.free_gib():.3g} free)")
+        return
     with Peer(here, "trainer", shapes) as trainer, Peer(here, "engine", shapes) as engine:
         trainer.ready()
         engine.ready()

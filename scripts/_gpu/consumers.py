@@ -7,7 +7,6 @@ two versions shows.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -254,8 +253,8 @@ def _steps(
 
 
 def _compile(here: Here, trainer: Peer, server: EngineServer, weights: nn.Module) -> None:
-    if not here.dry and not (shutil.which("gcc") or shutil.which("cc")):
-        here.skip("a C compiler, which torch.compile needs")
+    if not here.dry and (lacking := section.why_no_compiling()):
+        here.skip(f"torch.compile: {lacking}")
         return
     first = next(weights.parameters())
 

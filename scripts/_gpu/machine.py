@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from _gpu import section
+from _gpu import section, visible_gpu
 from _gpu.peers import Peer
 from _gpu.section import MIB, Here
 
@@ -46,6 +46,7 @@ def run(here: Here) -> None:
         shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
         here.fact("/dev/shm, MiB", shm.total // MIB if shm else "none")
         here.fact("C compiler", shutil.which("gcc") or shutil.which("cc") or "none")
+        here.fact("what Triton lacks to compile", section.why_no_compiling() or "nothing")
         here.fact("MPS daemon", shutil.which("nvidia-cuda-mps-control") or "none")
         for name in ("triton", "vllm", "sglang", "msgspec", "transformers"):
             here.fact(name, _version(name))
@@ -66,6 +67,7 @@ def _device_facts(here: Here) -> None:
     here.fact("GPU", f"{properties.name}, {properties.total_memory // MIB} MiB")
     here.fact("device memory used, MiB", section.used_bytes(here.device) // MIB)
     command = ["nvidia-smi", "--query-gpu=driver_version,compute_mode,mig.mode.current", "--format=csv,noheader"]
+    command.append(f"--id={visible_gpu()}")
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
         here.fact("driver", asked.split(",")[0])

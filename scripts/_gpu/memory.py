@@ -27,25 +27,31 @@ TOLERANCE = {
     "shm_files": 0,
 }
 """What may be more after the last publishes than after the middle ones."""
+NUM_AT_ONCE = 4
+"""Engines, each with a context, 1 GB of weights and the libraries' memory."""
+QUIET_SECONDS = 1.0
 
 
 def run(here: Here) -> None:
     shapes = section.even(64, here.size(16 * MIB, 64 << 10))
     rounds, num_engines = here.size(200, 12), here.size(20, 2)
+    if not here.needs("publishing 1 GB", device_gib=6, host_gib=8):
+        return
+    first = section.used_bytes(here.device)
+    if not here.dry and section.within(QUIET_SECONDS, lambda: section.used_bytes(here.device) != first):
+        here.skip("comparing the device's memory to 2 MiB: another program uses this GPU")
+        return
     with Peer(here, "engine", shapes) as engine:
         engine.ready()
         trainer = TrainerCommands({"shapes": shapes, "device": str(here.device)})
         with here.part(f"{rounds} publishes"):
             _many_publishes(here, trainer, engine, rounds)
-        before = _used_when_empty(here, engine)
-        # All at once: imports take longest.
-        victims = [Peer(here, "engine", shapes) for _ in range(num_engines)]
-        for victim in victims:
-            victim.ready()
-        with here.part(f"{num_engines} engines killed"):
-            _kill_engines(here, trainer, victims, before)
-        for victim in victims:
-            victim.close()
+        if here.needs(f"{num_engines} engines killed", device_gib=4 + 1.6 * NUM_AT_ONCE, host_gib=4 * NUM_AT_ONCE):
+            for start in range(0, num_engines, NUM_AT_ONCE):
+                with here.part(
+                    f"engines {start + 1} to {min(start + NUM_AT_ONCE, num_engines)} of {num_engines} killed"
+                ):
+                    _kill_engines(here, trainer, engine, shapes, range(start, min(start + NUM_AT_ONCE, num_engines)))
         with here.part(f"{num_engines} publishers"):
             _many_publishers(here, trainer, engine, num_engines)
         with here.part("memory given back between publishes"):
@@ -88,16 +94,24 @@ def _many_publishes(here: Here, trainer: TrainerCommands, engine: Peer, rounds: 
         here.fact("device memory by process", "the driver does not say (NVML lists other ids, or is not there)")
 
 
-def _kill_engines(here: Here, trainer: TrainerCommands, victims: list[Peer], before: int) -> None:
-    """Each one takes a version beside a publisher that stays, and is killed with the arena mapped.
+def _kill_engines(here: Here, trainer: TrainerCommands, engine: Peer, shapes: Any, numbers: range) -> None:
+    """Each one takes a version beside a publisher that stays, and is killed with the arena mapped."""
+    before = _used_when_empty(here, engine)
+    with contextlib.ExitStack() as stack:
+        # Started at once: imports take longest.
+        victims = [stack.enter_context(Peer(here, "engine", shapes)) for _ in numbers]
+        for victim in victims:
+            victim.ready()
+        _kill_each(here, trainer, victims, 300 + numbers.start)
+    _check_is_back(here, "all that they had is back, to 2 MiB", before)
 
-    `before`: bytes of the device that were in use before there were any of them.
-    """
+
+def _kill_each(here: Here, trainer: TrainerCommands, victims: list[Peer], first: int) -> None:
     trainer.open([], install="streaming")
     publisher: Publisher = trainer.publisher
     bad: dict[int, Any] = {}
     used = []
-    for number, victim in enumerate(victims, 300):
+    for number, victim in enumerate(victims, first):
         publisher.add_engine(victim.url)
         trainer.publish(number)
         if found := victim.wrong(number):
@@ -106,9 +120,8 @@ def _kill_engines(here: Here, trainer: TrainerCommands, victims: list[Peer], bef
         publisher.remove_engine(victim.url)
         used.append(section.used_bytes(here.device) // MIB)
     here.check(f"{len(victims)} engines took their version before they were killed", not bad, bad)
-    here.fact("device MiB used after each", used)
+    here.fact(f"device MiB used after each, from version {first} on", used)
     trainer.close_publisher()
-    _check_is_back(here, "all that they had is back, to 2 MiB", before)
 
 
 def _many_publishers(here: Here, trainer: TrainerCommands, engine: Peer, rounds: int) -> None:

@@ -25,16 +25,17 @@ from weightcast.testing import LazyGpu, LazyNccl
 LONG_SECONDS = 20.0
 SHORT_SECONDS = 3.0
 SLACK_SECONDS = 3.0
+MONITOR_SECONDS = 5
 
 
 def run(here: Here) -> None:
     with contextlib.ExitStack() as stack:
         # It starts meanwhile, and knows nothing of a pretended GPU.
         member = stack.enter_context(Peer(here, "engine", section.even(1, 4096)))
-        gpu: LazyGpu | None = None
+        gpu, nccl = None, None
         if here.dry:
             gpu = stack.enter_context(LazyGpu())
-            stack.enter_context(LazyNccl(gpu))
+            nccl = stack.enter_context(LazyNccl(gpu))
             here.device = gpu.device
         elif not torch.distributed.is_nccl_available():
             here.skip("NCCL (this torch has none)")
@@ -42,6 +43,10 @@ def run(here: Here) -> None:
         tensor = gpu.tensor(torch.arange(1024.0)) if gpu else torch.arange(1024.0, device=here.device)
         with here.part("a group of one"):
             _group_of_one(here, tensor)
+        with here.part("what a broadcast keeps"):
+            _kept(here, gpu, nccl)
+        with here.part("a late broadcast beside a default group"):
+            _beside_default_group(here)
         with here.part("a broadcast that is held back, and aborted from another thread"):
             _held_back(here, gpu, tensor)
         with here.part("a broadcast that fails by its deadline, and what closing takes then"):
@@ -78,6 +83,36 @@ def _group_of_one(here: Here, tensor: torch.Tensor) -> None:
     _, seconds = _timed(group.close)
     here.check("close returns in time", seconds < SLACK_SECONDS, f"{seconds:.1f} s")
     here.fact("close, s", round(seconds, 2))
+
+
+def _kept(here: Here, gpu: LazyGpu | None, nccl: LazyNccl | None) -> None:
+    """Nothing of torch's has the buffer of a broadcast that is over, so that `Publisher.release()` frees it."""
+    store, _ = serve_store("127.0.0.1", LONG_SECONDS)
+    group = ProcessGroup("nccl", store, rank=0, size=1, timeout_seconds=LONG_SECONDS, device=here.device)
+    before = 0 if gpu else torch.cuda.memory_allocated(here.device)
+    buffer = torch.ones(here.size(256 * section.MIB, 4096), dtype=torch.uint8)
+    on_device = gpu.tensor(buffer) if gpu else buffer.to(here.device)
+    group.wait(group.broadcast(on_device, root=0))
+    del on_device
+    kept = sum(map(len, nccl.stashed)) if nccl else torch.cuda.memory_allocated(here.device) - before
+    here.check("a buffer is free once its broadcast is over", kept < len(buffer), f"{kept} bytes are kept")
+    group.close()
+
+
+def _beside_default_group(here: Here) -> None:
+    """torch's monitor of a process's first NCCL group ends the process for an operation of any group that was late."""
+    if here.dry:
+        here.fact("a default group beside ours", "left out in a dry run: the other parts end if a watchdog says so")
+        return
+    environment = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(MONITOR_SECONDS)}
+    with Peer(here, "engine", section.even(1, 4096), environment) as peer:
+        peer.ready()
+        said = peer.ask("late_beside_default_group", seconds=SHORT_SECONDS)
+        here.check("the broadcast was late", "PeerTimeoutError" in said["said"], said)
+        # The monitor looks every second, and sleeps that long before it ends the process.
+        time.sleep(2 * MONITOR_SECONDS + SLACK_SECONDS)
+        said = peer.ask("use_default_group")
+        here.check("the process and its default group live on", said["sum"] == 1.0, said)
 
 
 def _held_back(here: Here, gpu: LazyGpu | None, tensor: torch.Tensor) -> None:

@@ -218,6 +218,31 @@ class Commands:
             said = f"{type(exc).__name__}: {exc}"
         return {"said": said, "seconds": round(time.monotonic() - began, 2)}
 
+    def late_beside_default_group(self, seconds: float) -> dict[str, Any]:
+        """Make a default group of NCCL's, then one of ours, in which a broadcast is late: how that ended."""
+        from weightcast.process_group import ProcessGroup, serve_store
+
+        torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        self.use_default_group()
+        store, _ = serve_store("127.0.0.1", seconds)
+        device = torch.device(self.device)
+        group = ProcessGroup("nccl", store, rank=0, size=1, timeout_seconds=seconds, device=device)
+        said = "in time"
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            section.hold(device, 3000 * seconds)
+            try:
+                group.wait(group.broadcast(torch.ones(8, device=device), root=0))
+            except Exception as exc:
+                said = f"{type(exc).__name__}: {exc}"
+        group.close()
+        return {"said": said}
+
+    def use_default_group(self) -> dict[str, Any]:
+        """An all-reduce of the default group."""
+        one = torch.ones(1, device=self.device)
+        torch.distributed.all_reduce(one)
+        return {"sum": one.item()}
+
     def join_gloo(self, port: int, rank: int, size: int, seconds: float) -> dict[str, Any]:
         """Make a group with the others of that store, in host memory, and stay in it."""
         from weightcast.process_group import ProcessGroup, join_store

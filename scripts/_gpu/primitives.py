@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import mmap
@@ -25,13 +26,13 @@ from _gpu import section
 from _gpu.peers import Peer
 from _gpu.section import GIB, MIB, Here
 from weightcast.format.device_digest import device_digest
-from weightcast.host import memory as host_memory
+from weightcast.host import device as host_device
 from weightcast.host.copy import copy_all, copy_plain
 from weightcast.testing import LazyGpu
 
 RING_SLOTS, SLOT_BYTES = 4, 64 * MIB
 PORTABLE = 1
-"""cudaHostRegisterPortable."""
+"""CU_MEMHOSTREGISTER_PORTABLE."""
 
 
 def run(here: Here) -> None:
@@ -140,6 +141,8 @@ def _host(here: Here) -> None:
         here.check(f"and went back, {name}", torch.equal(host, on_device.cpu()))
     size = here.size(8 * GIB, MIB)
     _register_much(here, size)
+    if not here.needs("8 GiB of pinned memory", host_gib=16):
+        return
     began = time.perf_counter()
     large = torch.empty(size, dtype=torch.uint8, pin_memory=not here.dry)
     here.fact("8 GiB of pinned memory, s", round(time.perf_counter() - began, 2))
@@ -148,8 +151,7 @@ def _host(here: Here) -> None:
 
 def _register_much(here: Here, size: int) -> None:
     """Page-lock memory that is there, as much as a small model has: the pages' tables cost, not the bytes."""
-    if (free := host_memory.available_bytes()) < 2 * size:
-        here.skip(f"registering {size >> 30} GiB: twice as much host memory (this machine has {free >> 30} GiB free)")
+    if not here.needs("registering 8 GiB", host_gib=16):
         return
     host = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
     host.zero_()  # its pages are there
@@ -170,15 +172,17 @@ def _register(here: Here, host: torch.Tensor, name: str) -> bool:
     """Whether it is page-locked now; a dry run has nothing that could."""
     if here.dry:
         return True
-    error = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), PORTABLE))
+    # By the driver: an error of the runtime's stays, and the next kernel that torch launches would raise it.
+    address, size = ctypes.c_void_p(host.data_ptr()), ctypes.c_size_t(host.numel())
+    error = int(host_device.driver().cuMemHostRegister_v2(address, size, ctypes.c_uint(PORTABLE)))
     if error:
-        here.fact(f"{name}: cudaHostRegister", f"error {error}")
+        here.fact(f"{name}: cuMemHostRegister", f"error {error}")
     return error == 0
 
 
 def _unregister(here: Here, host: torch.Tensor) -> None:
     if not here.dry:
-        torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+        host_device.driver().cuMemHostUnregister(ctypes.c_void_p(host.data_ptr()))
 
 
 def _ring(here: Here) -> None:

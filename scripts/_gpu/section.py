@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
+import shutil
 import statistics
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -19,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from weightcast.host import memory as host_memory
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -52,6 +57,23 @@ class Here:
     def skip(self, what: str) -> None:
         """What is missing here, so that a part could not run."""
         self._say({"kind": "skip", "name": what}, f"skipped: {what}")
+
+    def needs(self, what: str, *, device_gib: float = 0.0, host_gib: float = 0.0) -> bool:
+        """Whether so much memory is free; what needs more is skipped, by name."""
+        free = {"device": self.free_gib(), "host": host_memory.available_bytes() / GIB}
+        for kind, needed in ("device", device_gib), ("host", host_gib):
+            if needed > free[kind] and not self.dry:
+                self.skip(f"{what}: {needed:.3g} GiB of {kind} memory ({free[kind]:.3g} free)")
+                return False
+        return True
+
+    def free_gib(self) -> float:
+        """Of the device, with what torch keeps here. In a dry run there is enough."""
+        if self.dry:
+            return float("inf")
+        gc.collect()
+        torch.cuda.empty_cache()
+        return float(torch.cuda.mem_get_info(self.device)[0] / GIB)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -236,6 +258,18 @@ def used_bytes(device: torch.device) -> int:
         return 0
     free, total = torch.cuda.mem_get_info(device)
     return total - free
+
+
+def python_header() -> Path:
+    """What compiling a Triton launcher needs beside a compiler."""
+    return Path(sysconfig.get_paths()["include"], "Python.h")
+
+
+def why_no_compiling() -> str | None:
+    """What Triton and torch.compile lack here; None: nothing."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")):
+        return "a C compiler"
+    return None if python_header().exists() else f"{python_header()} (install python3-dev, or python3.X-dev)"
 
 
 def within(seconds: float, is_so: Callable[[], bool]) -> bool:

@@ -1,8 +1,8 @@
 """A torch.distributed process group of our own, beside the trainer's and the engine's default ones.
 
 Invariants: it is made from a store and ranks that are handed in, never from environment variables, and never touches
-the default group; a broken group is closed and replaced, never mended; NCCL's error handling is kept from ending the
-process. Errors of torch become errors of weightcast here.
+the default group; a broken group is closed and replaced, never mended; no thread of torch's watches NCCL's operations,
+since its findings end the process. Errors of torch become errors of weightcast here.
 """
 
 from __future__ import annotations
@@ -35,20 +35,17 @@ from weightcast.errors import (
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline, in_background
 
-_MAX_NCCL_CHANNELS = 8
+_MAX_CTAS = 8
 """Thread blocks that a broadcast may take from the engine's own kernels."""
 
 _NCCL_ENVIRONMENT = {
-    # torch takes these from nowhere else: its ProcessGroupNCCL, and that one's HeartbeatMonitor and Watchdog, read them
-    # in their constructors (ProcessGroupNCCL.cpp, getCvarInt and getCvarBool), and Options has no place for them.
-    # Errors are reported, not handled by ending the process; no watchdog of torch's decides for the engine.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # After an error the watchdog would sleep for four times as long, 60 s, and closing the group would wait for it.
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    # After an error of the GPU's the watchdog ends, not the process: the engine may have more to say of it.
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # torch's ProcessGroupNCCL reads these in its constructor, and Options has no field for them.
+    # No watchdog thread of torch's: it sets a flag of the whole process when an operation has failed or is late, and
+    # the monitor of the process's first NCCL group (the trainer's or the engine's own) ends the process for it. The
+    # errors are asked of each operation here, and `Work.wait`, which the variable makes block, is not called.
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    # No warning that transfers between two ranks share a communicator: that is intended.
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
 }
 Store: TypeAlias = Any
 """A c10d store: TCPStore, PrefixStore, ..."""
@@ -101,13 +98,19 @@ def join_store(host: str, port: int, timeout_seconds: float) -> Store:
 
 
 def make_nccl(
-    store: Store, rank: int, size: int, timeout: datetime.timedelta, device: torch.device | None
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: datetime.timedelta,
+    device: torch.device | None,
+    max_ctas: int | None,
 ) -> Any:  # torch's ProcessGroupNCCL
     """Connects the members if `device` is given, else they connect at the first operation; waits without a deadline."""
     nccl = cast(Any, dist).ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timeout
-    options.config.max_ctas = _MAX_NCCL_CHANNELS
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
     with _environment_lock, _environment(_NCCL_ENVIRONMENT):
         group = nccl(store, rank, size, options)
     if device is not None:
@@ -128,14 +131,16 @@ class ProcessGroup:
         timeout_seconds: float,
         host: str = "",
         device: torch.device | None = None,
+        max_ctas: int | None = _MAX_CTAS,
         is_left: Callable[[], bool] = lambda: False,
     ) -> None:
         """Connect all `size` members; blocks until they are there, at most `timeout_seconds`, each operation's as well.
 
         `backend`: "gloo" or "nccl". `host`: the address of this host that the others reach, for gloo; by default that
         of the interfaces in GLOO_SOCKET_IFNAME, else of this host's name, as for torch's own groups. `device`: this
-        rank's, for NCCL; without it NCCL's first operation connects, and that only `in_time` bounds. `is_left`: asked
-        while NCCL connects, whether the group is of no more use. Raises PeerError.
+        rank's, for NCCL; without it NCCL's first operation connects, and that only `in_time` bounds. `max_ctas`: thread
+        blocks that NCCL's kernels may take, equal at all members; None: NCCL's own limit. `is_left`: asked while NCCL
+        connects, whether the group is of no more use. Raises PeerError.
         """
         self.backend = backend
         self.rank, self.size = rank, size
@@ -143,6 +148,8 @@ class ProcessGroup:
         self._device = device or torch.device("cuda" if backend == "nccl" else "cpu")
         self._timeout_seconds = timeout_seconds
         self._closing = threading.Lock()
+        self._given_up: list[Work] = []
+        """Of NCCL: they keep the tensors that kernels may still write to, until these have been aborted."""
         self._met: set[int] = set()
         """The ranks with which NCCL has a connection for transfers between two."""
         timeout = datetime.timedelta(seconds=timeout_seconds)
@@ -161,7 +168,7 @@ class ProcessGroup:
                 options._timeout, options._threads = timeout, 2
                 self._group: Any = gloo(store, rank, size, options)
             else:
-                connect = functools.partial(make_nccl, store, rank, size, timeout, device)
+                connect = functools.partial(make_nccl, store, rank, size, timeout, device, max_ctas)
                 discard = functools.partial(_abort, device=self._device)
                 self._group = in_time(connect, self._device, timeout_seconds, "connecting the group", is_left, discard)
 
@@ -216,6 +223,10 @@ class ProcessGroup:
                 if is_left():
                     raise PeerDiedError("the group was left")
             raise PeerTimeoutError(f"a transfer was not over within {self._timeout_seconds:g} s")
+        except Exception:
+            if self.backend == "nccl":
+                self._given_up.append(work)
+            raise
         finally:
             del work
 
@@ -228,6 +239,7 @@ class ProcessGroup:
             group, self._group = self._group, None
             if group is not None and self.backend == "nccl":
                 _abort(group, self._device)
+            self._given_up.clear()
             del group
 
 
@@ -372,11 +384,19 @@ def require(backend: str) -> None:
 
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    former = {name: os.environ[name] for name in values if name in os.environ}
-    os.environ.update(values)
+    """Set what is not so already, and restore it. One thread at a time.
+
+    C code of the process that calls getenv in the same moment may crash where the C library moves the environment for
+    a new variable (glibc before 2.41), and a group that other code makes then gets these values too.
+    """
+    former = {name: os.environ.get(name) for name, value in values.items() if os.environ.get(name) != value}
     try:
+        for name in former:
+            os.environ[name] = values[name]
         yield
     finally:
-        for name in values:
-            os.environ.pop(name, None)
-        os.environ.update(former)
+        for name, value in former.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -213,6 +213,25 @@ def test_b1_a_broadcast_that_failed_counts_as_one_that_succeeded(
         assert set(hall.gpu.read(received).tolist()) == {POISON}, "what was taken for received"
 
 
+def test_d1_a_late_broadcast_of_ours_sets_the_flag_that_ends_the_process(
+    hall: Hall, as_it_was: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it was: torch's watchdog watched our groups, too; and it kept the tensor of the last operation."""
+    hall.nccl.may_dump = as_it_was
+    if as_it_was:
+        monkeypatch.setattr(process_group, "_NCCL_ENVIRONMENT", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
+    with contextlib.closing(pair(hall, SOON_SECONDS)) as both:
+        works = [group.broadcast(hall.gpu.tensor(torch.zeros(8)), root=0) for group in both.groups]
+        for group, work in zip(both.groups, works, strict=True):
+            group.wait(work)
+        del works, work
+        assert bool(hall.nccl.stashed) is as_it_was
+        hall.nccl.kill(hall.member(1))
+        with pytest.raises(PeerTimeoutError):
+            both.groups[0].wait(both.groups[0].broadcast(hall.gpu.tensor(torch.zeros(8)), root=0))
+    assert bool(hall.nccl.should_dump) is as_it_was
+
+
 def test_b2_a_bucket_in_the_same_process_is_read_before_it_is_packed(
     gpu: LazyGpu, as_it_was: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

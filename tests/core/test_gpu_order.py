@@ -19,7 +19,7 @@ from core.parallel import ParallelEngine
 from weightcast import ModuleEngine, TensorSource
 from weightcast.errors import ClosedError, InsufficientMemoryError, PeerTimeoutError, PublishError
 from weightcast.format import device_digest
-from weightcast.format.bucket import Layout, root_digest
+from weightcast.format.bucket import TORCH_DTYPES, Layout, root_digest
 from weightcast.format.bucket_digest import torch_digest
 from weightcast.format.geometry import Region
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
@@ -208,8 +208,8 @@ def test_an_engine_gives_an_update_up_although_the_trainer_stands_still(
             assert loaded.wait(PATIENCE_SECONDS)
             trainers, engines = sorted(nccl.groups, key=lambda group: group.rank)
             # Here the device is the trainer's as well, who has nothing under way.
-            gpu.wait_until(lambda: all(work.is_completed() for work in trainers._works))
-            gpu.wait_until(lambda: not all(work.is_completed() for work in engines._works))
+            gpu.wait_until(lambda: all(work.is_completed() for work in list(trainers.under_way)))
+            gpu.wait_until(lambda: not all(work.is_completed() for work in list(engines.under_way)))
             client.worker.shutdown()
             torn.append(client.gate.torn)
             assert not client.gate.is_paused
@@ -413,6 +413,39 @@ def test_targets_of_several_dtypes_are_copied_in_batches_of_their_own(gpu: LazyG
     copy_all(targets, sources)
     gpu.synchronize(gpu.device)
     assert [gpu.read(target).tolist() for target in targets] == [[float(number)] * 64 for number in range(4)]
+
+
+@pytest.mark.parametrize("dtype", list(TORCH_DTYPES.values()), ids=list(TORCH_DTYPES))
+def test_every_dtype_is_copied_in_batches(gpu: LazyGpu, dtype: torch.dtype) -> None:
+    """Of several of these torch's own batch copy knows nothing on a GPU."""
+    size = 64 * dtype.itemsize
+    made = [torch.arange(start, start + size).remainder(2).to(torch.uint8).view(dtype) for start in range(3)]
+    sources = [gpu.tensor(tensor) for tensor in made]
+    targets = [gpu.tensor(torch.zeros(size, dtype=torch.uint8).view(dtype)) for _ in made]
+    num_launches = gpu.num_launches
+    copy_all(targets, sources)
+    assert gpu.num_launches == num_launches + 1
+    gpu.default_stream.synchronize()
+    for target, expected in zip(targets, made, strict=True):
+        assert torch.equal(gpu.read(target).view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_casts_that_torch_has_no_batch_for_are_made_one_by_one(gpu: LazyGpu) -> None:
+    sources = [gpu.tensor(torch.full((64,), number, dtype=torch.uint16)) for number in range(3)]
+    targets = [gpu.tensor(torch.zeros(64, dtype=torch.int32)) for _ in sources]
+    copy_all(targets, sources)
+    gpu.default_stream.synchronize()
+    assert [gpu.read(target).unique().tolist() for target in targets] == [[0], [1], [2]]
+
+
+def test_conjugated_and_negated_views_are_copied_by_value(gpu: LazyGpu) -> None:
+    whole = torch.arange(4.0) + 1j * torch.arange(4.0)
+    base = gpu.tensor(whole)
+    views = [base.conj(), base.conj()]
+    targets = [gpu.tensor(torch.zeros(4, dtype=torch.complex64)) for _ in views]
+    copy_all(targets, views)
+    gpu.default_stream.synchronize()
+    assert all(torch.equal(gpu.read(target), whole.conj().resolve_conj()) for target in targets)
 
 
 @pytest.mark.parametrize("to_host", [True, False], ids=["to the host", "to the GPU"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import types
@@ -13,30 +14,35 @@ from weightcast import process_group
 
 
 def test_what_nccl_is_made_with_does_not_stay_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, *absent = process_group._NCCL_ENVIRONMENT
-    monkeypatch.setenv(own, "the user's")
-    for name in absent:
-        monkeypatch.delenv(name, raising=False)
+    """Also where making the group fails; what is so already is not touched."""
+    wait, warning = process_group._NCCL_ENVIRONMENT
+    monkeypatch.setenv(wait, "0")
+    monkeypatch.delenv(warning, raising=False)
+    before = dict(os.environ)
+    with contextlib.suppress(ZeroDivisionError), process_group._environment(process_group._NCCL_ENVIRONMENT):
+        assert os.environ.items() >= process_group._NCCL_ENVIRONMENT.items()
+        raise ZeroDivisionError
+    assert dict(os.environ) == before
+    monkeypatch.setenv(wait, process_group._NCCL_ENVIRONMENT[wait])
+    written: list[str] = []
+    monkeypatch.setattr(type(os.environ), "__setitem__", lambda self, name, value: written.append(name))
     with process_group._environment(process_group._NCCL_ENVIRONMENT):
-        assert os.environ[own] == process_group._NCCL_ENVIRONMENT[own]
-    assert os.environ[own] == "the user's"
-    assert not os.environ.keys() & set(absent)
+        assert written == [warning]
 
 
-def test_no_thread_of_torchs_ends_the_process_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which its ProcessGroupNCCL decides by what is in the environment when it is made."""
-    found: dict[str, str] = {}
+@pytest.mark.parametrize("max_ctas", [8, None])
+def test_no_thread_of_torchs_watches_our_groups(monkeypatch: pytest.MonkeyPatch, max_ctas: int | None) -> None:
+    """Its ProcessGroupNCCL starts one unless this is in the environment when it is made."""
+    found: list[tuple[str | None, object]] = []
 
     class Group:
         @staticmethod
         def Options() -> types.SimpleNamespace:
             return types.SimpleNamespace(config=types.SimpleNamespace())
 
-        def __init__(self, store: object, rank: int, size: int, options: object) -> None:
-            found.update(os.environ)
+        def __init__(self, store: object, rank: int, size: int, options: types.SimpleNamespace) -> None:
+            found.append((os.environ.get("TORCH_NCCL_BLOCKING_WAIT"), getattr(options.config, "max_ctas", None)))
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
-    process_group.make_nccl(None, 0, 1, datetime.timedelta(seconds=1), None)
-    assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0", "of a group"
-    assert found["TORCH_NCCL_ENABLE_MONITORING"] == "0", "of the watchdog, if it stands still"
-    assert found["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0", "of the GPU, which may not be the group's"
+    process_group.make_nccl(None, 0, 1, datetime.timedelta(seconds=1), None, max_ctas)
+    assert found == [("1", max_ctas)]

@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,12 +26,14 @@ from weightcast.errors import (
 )
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.plan import plan
+from weightcast.host import device as host_device
 from weightcast.host.device_memory import DeviceMemory
 from weightcast.testing import LazyGpu
 from weightcast.testing.fake_libcuda import PAGE_BYTES
 from weightcast.testing.transport_kit import PATIENCE_SECONDS, RUN, check, send, version
 from weightcast.transports.ipc import IpcReceiver, IpcSender
-from weightcast.transports.ipc.cuda import OwnedTorchArena, owned_arena
+from weightcast.transports.ipc.cuda import MappedCudaArena, OwnedCudaArena, OwnedTorchArena, owned_arena
+from weightcast.transports.ipc.records import CudaArena, TorchArena
 
 NUM_BUCKETS = 6
 MANIFEST = plan([TensorSpec(f"t{k}", "uint8", (4096,)) for k in range(NUM_BUCKETS)], 4096, digest_kind="nh-128")
@@ -274,7 +277,6 @@ def _illegal_access(device: object) -> None:
 
 @pytest.mark.parametrize("fault", ["no descriptor", "other size", "no memory of the driver's", "other GPU"])
 def test_an_arena_that_can_not_be_opened_is_refused_and_leaves_nothing(gpu: LazyGpu, fault: str) -> None:
-    from weightcast.transports.ipc.cuda import MappedCudaArena
     from weightcast.transports.ipc.records import CudaArena
 
     arena = owned_arena(1, 4096, gpu.device)
@@ -288,7 +290,7 @@ def test_an_arena_that_can_not_be_opened_is_refused_and_leaves_nothing(gpu: Lazy
         "other GPU": (CudaArena(1, record.size_bytes, "GPU-of-another-host"), descriptor),
     }
     with pytest.raises(UnsupportedError, match='publish with install="staged"'):
-        MappedCudaArena(*cases[fault])
+        MappedCudaArena(*cases[fault], gpu.device)
     os.close(other)
     arena.close(free=True)
 
@@ -332,3 +334,80 @@ def _processes_with_memory() -> dict[int, set[int]]:
         if files:
             found[pid] = files
     return found
+
+
+@contextlib.contextmanager
+def arena_of_another_gpu() -> Iterator[tuple[CudaArena, int]]:
+    """A trainer's arena on the first GPU, and its descriptor, which keeps the memory."""
+    with LazyGpu() as trainers:
+        arena = OwnedCudaArena(1, PAGE_BYTES, trainers.device)
+        arena.buffers._whole.fill_(7)
+        trainers.synchronize(trainers.device)
+        record, exported = arena.announcement()
+        assert exported is not None
+        descriptor = os.dup(exported)
+        arena.close(free=True)
+        del arena
+        gc.collect()
+        assert trainers.libcuda.is_clean
+    try:
+        yield record, descriptor
+    finally:
+        os.close(descriptor)
+
+
+def test_an_arena_of_another_gpu_is_mapped_for_the_engines_own(leaves_nothing: None) -> None:
+    """With no context on the GPU that it lies on: hundreds of MiB for each engine there."""
+    with arena_of_another_gpu() as (record, descriptor), LazyGpu(index=1) as gpu:
+        arena = MappedCudaArena(record, descriptor, gpu.device)
+        assert arena.device == arena.buffers._whole.device == gpu.device
+        assert set(arena.buffers._whole.cpu().tolist()) == {7}
+        arena.reset()
+        assert gpu.contexts == {1}
+        del arena
+        gc.collect()
+        assert gpu.libcuda.is_clean
+
+
+@pytest.mark.parametrize("how", ["no peer access", "torch's own handles"])
+def test_an_arena_that_the_engines_gpu_cant_read_is_refused(leaves_nothing: None, how: str) -> None:
+    with arena_of_another_gpu() as (record, descriptor), LazyGpu(index=1) as gpu:
+        gpu.libcuda.accesses_peers = how != "no peer access"
+        shared: CudaArena | TorchArena = record
+        if gpu.libcuda.accesses_peers:
+            shared = TorchArena(1, PAGE_BYTES, record.device, b"", PAGE_BYTES, 0, b"", 0, b"", False)
+        with pytest.raises(UnsupportedError, match=r'cuda:1 can\'t read.*install="staged".*nccl://'):
+            MappedCudaArena(shared, descriptor, gpu.device)
+        assert gpu.contexts <= {1}
+        assert gpu.libcuda.is_clean
+
+
+def test_a_program_that_the_trainer_starts_has_no_descriptor_of_its_arena(gpu: LazyGpu) -> None:
+    made = DeviceMemory.allocate(PAGE_BYTES, gpu.device, "a trial")
+    assert made.descriptor is not None
+    assert not os.get_inheritable(made.descriptor)
+    made.close()
+
+
+@pytest.mark.parametrize("refuses", [False, True], ids=["takes it", "refuses"])
+def test_a_fresh_thread_has_the_relaxed_capture_mode(
+    gpu: LazyGpu, refuses: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has no context before a call of the runtime that needs one, and none is made for the first device."""
+    host_device._warn_of_captures.cache_clear()
+    if refuses:
+        monkeypatch.setattr(gpu.libcuda, "make_current", lambda: None)
+    found: list[bool] = []
+
+    def run() -> None:
+        for _ in range(2):
+            with host_device.own_thread(gpu.device):
+                found.append(gpu.libcuda.is_relaxed)
+            found.append(gpu.libcuda.is_relaxed)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [not refuses, False] * 2
+    assert len(caplog.messages) == refuses
+    assert all("error 201" in message and "capture before" in message for message in caplog.messages)

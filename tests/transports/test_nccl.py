@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,13 +16,14 @@ from weightcast import process_group, registry
 from weightcast.errors import PeerDiedError, PeersLostError, PeerTimeoutError, WeightcastError
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.plan import plan
+from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
 from weightcast.integrations.sglang.stock.group import StockGroup
 from weightcast.links.watchdog import Watchdog
 from weightcast.process_group import Broadcast, ProcessGroup, join_store, serve_store
-from weightcast.testing.lazy_gpu import LazyGpu
+from weightcast.testing.lazy_gpu import LazyGpu, LazyTensor
 from weightcast.testing.lazy_nccl import LazyNccl
-from weightcast.testing.transport_kit import RUN, Reader, RecoveringSender, send, value_of, version
+from weightcast.testing.transport_kit import RUN, Background, Reader, RecoveringSender, send, value_of, version
 from weightcast.transports.collective.sender import CollectiveSender
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -184,6 +187,8 @@ def test_memory_is_given_back_between_versions(hall: Hall, staged: bool, monkeyp
         assert not receiver._buffers._memory.size_bytes
         assert len(emptied) == 2
         emptied.clear()
+        wait_until(lambda: not hall.nccl.stashed)
+        wait_until(lambda: not tensors_on(hall.gpu))
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["streaming", "staged"])
@@ -219,6 +224,72 @@ def test_a_trainer_that_dies_leaves_no_kernel_behind(hall: Hall) -> None:
     receiver.close()
     wait_until(lambda: hall.member(1).is_aborted)
     hall.gpu.default_stream.synchronize()
+
+
+def test_an_engine_that_stops_leaves_nothing_that_ends_the_trainers_process(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's watchdog of our group would find a broadcast late; the process's own NCCL groups then end it."""
+    sender = hall.sender(deadline_seconds=SHORT_SECONDS)
+    receivers = {peer: hall.receiver(sender, peer) for peer in ("a", "b")}
+    readers = {peer: Reader(r, MANIFEST, version(1), staged=False) for peer, r in receivers.items()}
+    recovering = RecoveringSender(sender)
+    recovering.open(MANIFEST, version(1), peers=list(receivers), staged=False)
+    for index in range(len(MANIFEST.buckets)):
+        if index == 3:
+            hall.nccl.kill(hall.member(2))
+            monkeypatch.setattr(receivers["b"], "_tell", lambda record: None)
+        send(recovering, MANIFEST, 1, index)
+    assert readers["a"].result() == expected(1)
+    with pytest.raises(WeightcastError):
+        readers["b"].result()
+    assert not hall.nccl.should_dump
+    assert not any(group.has_watchdog for group in hall.nccl.groups)
+
+
+def test_what_a_broken_transfer_may_still_write_to_is_kept_until_the_abort(hall: Hall) -> None:
+    """Nobody else keeps it: the caller has let go of the tensor, and torch would give its memory to the next one."""
+    with contextlib.closing(pair(hall, SHORT_SECONDS)) as both:
+        receiving = both.groups[0]
+        with pytest.raises(PeerTimeoutError):
+            receiving.wait(receiving.receive(hall.gpu.tensor(torch.zeros(8)), 1))
+        assert [len(tensor) for tensor in hall.nccl.stashed] == [8]
+        receiving.close()
+        assert not hall.nccl.stashed
+
+
+def test_a_group_with_stock_servers_has_their_limit_of_thread_blocks(hall: Hall) -> None:
+    """They set none, and NCCL connects no members whose own limits differ, on a host with more channels than that."""
+    watchdog = Watchdog()
+    with contextlib.closing(watchdog):
+        group = StockGroup("weightcast-1", "nccl", "127.0.0.1", 2, PATIENCE_SECONDS, watchdog)
+        group.connect()
+        torch_groups: Any = torch.distributed
+        nccl = torch_groups.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = datetime.timedelta(seconds=PATIENCE_SECONDS)
+        received = hall.gpu.tensor(torch.zeros(8))
+
+        def join() -> None:
+            with host_device.own_thread(hall.gpu.device):
+                store = join_store("127.0.0.1", group.port, PATIENCE_SECONDS)
+                for prefix in ("weightcast-1", "weightcast-1/", "cuda/"):
+                    store = torch.distributed.PrefixStore(prefix, store)
+                server = nccl(store, 1, 2, options)
+                wait_until(server.broadcast([received], None).is_completed)
+                server.abort()
+
+        server = Background(join)
+        group.broadcast(hall.gpu.tensor(torch.ones(8)))
+        server.result()
+        assert hall.gpu.read(received).tolist() == [1.0] * 8
+        group.end()
+
+
+def tensors_on(gpu: LazyGpu) -> list[torch.Tensor]:
+    """Every tensor of the GPU that this process has."""
+    gc.collect()
+    return [each for each in gc.get_objects() if type(each) is LazyTensor and gpu.has(each)]
 
 
 def wait_until(is_done: Callable[[], bool]) -> None:

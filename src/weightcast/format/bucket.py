@@ -355,7 +355,9 @@ def write_header(
         _RESERVED,
     )
     if header.is_cuda:
-        header.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).pin_memory(), non_blocking=True)
+        # From memory that is not page-locked: the driver has read so few bytes when the call returns, and pinning them
+        # would be refused while another thread captures a graph.
+        header.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8), non_blocking=True)
     else:
         header.numpy().data[:] = data
     if isinstance(digest, torch.Tensor):

@@ -66,6 +66,9 @@ _MAX_THREADS = 4
 _PINNED_SLOTS, _PINNED_SLOT_BYTES = 2, 64 << 20
 _SLOT_BYTES_PER_THREAD = 8 << 20
 """A GPU waits for each slot, and one thread copies more slowly than a GPU does."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size, what a GPU copies tensors of one dtype as: torch's batch copy knows fewer dtypes there than tensors have."""
+_CAST_IN_BATCHES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LOOKED_AT_WORDS = 24
 """Of an object of torch's."""
 _SAMPLES = (
@@ -251,12 +254,15 @@ class PreparedCopies:
             # pair of dtypes and devices: torch before 2.11 writes all targets as if they were of the first one's dtype,
             # where sources are of one.
             by_kind: dict[tuple[torch.dtype | torch.device, ...], list[Pair]] = {}
-            for target, source in zip(targets, sources, strict=True):
-                kind = target.dtype, source.dtype, target.device, source.device
-                by_kind.setdefault(kind, []).append((target, source))
-            for pairs in by_kind.values():
+            with torch.no_grad():
+                for target, source in itertools.starmap(_as_integers, zip(targets, sources, strict=True)):
+                    kind = target.dtype, source.dtype, target.device, source.device
+                    by_kind.setdefault(kind, []).append((target, source))
+            for (dtype, source_dtype, *_), pairs in by_kind.items():
                 if {tensor.device.type for tensor in pairs[0]} == {"cpu", "cuda"}:
                     self._jobs.append(functools.partial(_copy_by_pinned_slots, list(_slot_loads(pairs))))
+                elif dtype != source_dtype and not {dtype, source_dtype}.issubset(_CAST_IN_BATCHES):
+                    self._jobs += [functools.partial(_copy_batch, [target], [source]) for target, source in pairs]
                 else:
                     self._jobs.append(functools.partial(_copy_batch, *zip(*pairs, strict=True)))
             return
@@ -288,6 +294,16 @@ class PreparedCopies:
     def run_by(self, team: CopyTeam) -> None:
         """As `run`, by threads that make other copies, too."""
         team.run(self._jobs)
+
+
+def _as_integers(target: torch.Tensor, source: torch.Tensor) -> Pair:
+    """Views of a pair of one dtype by which its bits are copied; other pairs as they are."""
+    dtype = _INTEGERS.get(target.itemsize)
+    if target.dtype != source.dtype or dtype is None:
+        return target, source
+    if target.is_neg() or source.is_neg() or target.is_conj() or source.is_conj():
+        return target, source
+    return target.view(dtype), source.view(dtype)
 
 
 def _copy_batch(

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import logging
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 
-from weightcast.errors import InsufficientMemoryError
+from weightcast.errors import InsufficientMemoryError, UnsupportedError
+
+logger = logging.getLogger(__name__)
 
 cuda: Any = torch.cuda
 """What is asked; `weightcast.testing.lazy_gpu` puts a GPU without hardware here."""
 
 _RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""
+_INVALID_CONTEXT = 201
+"""CUDA_ERROR_INVALID_CONTEXT."""
 
 
 class Event(Protocol):
@@ -106,10 +112,10 @@ def own_thread(device: torch.device) -> Iterator[None]:
     if not has_streams(device):
         yield
         return
-    with _relaxed_capture():
-        if device.index is not None:
-            # "cuda" alone is the present one, which torch does not take here.
-            cuda.set_device(device)
+    if device.index is not None:
+        # "cuda" alone is the present one, which torch does not take here.
+        cuda.set_device(device)
+    with _relaxed_capture(device):
         yield
 
 
@@ -124,23 +130,44 @@ def own_stream(device: torch.device, side: Any = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _relaxed_capture() -> Iterator[None]:
+def _relaxed_capture(device: torch.device) -> Iterator[None]:
     """Have this thread's allocations and questions for events succeed while another thread captures a graph.
 
     In CUDA's default mode they would fail, and end that capture. Source: cuThreadExchangeStreamCaptureMode of the
     driver API, which gives the former mode back. A torch for GPUs without CUDA keeps its mode.
     """
     mode = ctypes.c_int(_RELAXED)
-    _exchange_capture_mode(mode)
+    code = _exchange_capture_mode(mode)
+    if code == _INVALID_CONTEXT:
+        # A thread has a context of the driver's only after its first call of the runtime that needs one, and torch
+        # makes none to set a device that is the thread's already, as the first one is.
+        cuda.mem_get_info(device)
+        code = _exchange_capture_mode(mode)
+    if code:
+        _warn_of_captures(code)
     try:
         yield
     finally:
-        _exchange_capture_mode(mode)
+        if not code:
+            _exchange_capture_mode(mode)
 
 
-def _exchange_capture_mode(mode: ctypes.c_int) -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+def _exchange_capture_mode(mode: ctypes.c_int) -> int:
+    """Return the driver's error, 0 without one or without CUDA's driver."""
+    try:
+        return int(driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
+    except (OSError, AttributeError):
+        return 0
+
+
+@functools.cache
+def _warn_of_captures(code: int) -> None:
+    """Once for each error."""
+    logger.warning(
+        "CUDA's driver did not take the relaxed capture mode (error %d of cuThreadExchangeStreamCaptureMode): a CUDA "
+        "graph that is captured while an update arrives may fail to be captured; capture before the first update",
+        code,
+    )
 
 
 def driver() -> Any:
@@ -152,7 +179,7 @@ def empty(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch
     """Memory of a device, uint8, in any thread. Raises InsufficientMemoryError: `what` needs it, `remedy` helps."""
     try:
         # Offers and invitations to groups come in threads that are not ours, or have no stream of their own.
-        with _relaxed_capture() if has_streams(device) else contextlib.nullcontext():
+        with _relaxed_capture(device) if has_streams(device) else contextlib.nullcontext():
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as exc:
         raise out_of_memory(num_bytes, device, what, remedy) from exc
@@ -161,7 +188,7 @@ def empty(num_bytes: int, device: torch.device, what: str, remedy: str) -> torch
 def pinned(num_bytes: int) -> torch.Tensor:
     """Host memory, uint8, that GPUs read and write themselves, from torch's cache. Raises InsufficientMemoryError."""
     try:
-        with _relaxed_capture():
+        with _relaxed_capture(torch.device("cuda")):
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as exc:
         remedy = "free host memory, or raise the container's limit"
@@ -183,8 +210,23 @@ def out_of_memory(num_bytes: int, device: torch.device, what: str, remedy: str) 
 
 
 def tensor_of(memory: Any) -> torch.Tensor:
-    """Memory of a GPU with `device` and `__cuda_array_interface__` as a tensor, which keeps the object. No copy."""
-    return torch.as_tensor(memory, device=memory.device)
+    """Memory that a GPU, `device`, can use, with `__cuda_array_interface__`, as a tensor of it that keeps the object.
+
+    Not a copy. Raises UnsupportedError where torch would make one, of memory that lies on another GPU.
+    """
+    tensor = torch.as_tensor(memory, device=memory.device)
+    if tensor.data_ptr() != memory.__cuda_array_interface__["data"][0]:
+        raise UnsupportedError(
+            f"torch {torch.__version__} makes no tensor on {memory.device} of memory that lies on another GPU"
+        )
+    return tensor
+
+
+def can_access(device: torch.device, owner: torch.device) -> bool:
+    """Whether a GPU can read another one's memory itself, over NVLink or PCIe. Makes no context on either."""
+    found = ctypes.c_int()
+    code = driver().cuDeviceCanAccessPeer(ctypes.byref(found), ctypes.c_int(device.index), ctypes.c_int(owner.index))
+    return not code and bool(found.value)
 
 
 def uuid_of(device: torch.device) -> str:

@@ -60,7 +60,10 @@ class DeviceMemory:
     """
 
     def __init__(self, handle: ctypes.c_ulonglong, size_bytes: int, device: torch.device, *, writes: bool) -> None:
-        """Map an allocation of that many bytes. `writes`: else only readable, where the driver can do that."""
+        """Map an allocation of that many bytes for that device, which may be another one than it lies on.
+
+        `writes`: else only readable, where the driver can do that.
+        """
         self.size_bytes = size_bytes
         self.device = device
         self.descriptor: int | None = None
@@ -119,13 +122,16 @@ class DeviceMemory:
             # The mapping and the descriptor have it from here on.
             _call("cuMemRelease", handle)
         memory.descriptor = descriptor.value
+        # Else a program that another thread starts would keep the memory.
+        os.set_inheritable(memory.descriptor, False)
         return close_in_child(memory)
 
     @classmethod
     def opened(cls, descriptor: int, size_bytes: int, device: torch.device) -> DeviceMemory:
         """What another process has allocated, of exactly that many bytes; the descriptor stays the caller's.
 
-        Read-only, where the driver can do that. Raises UnsupportedError.
+        `device` is the GPU that reads it, and the only one on which this process needs a context; the memory may lie on
+        another one that it `can_access`. Read-only, where the driver can do that. Raises UnsupportedError.
         """
         host_device.synchronize_stream(device)
         handle, kind = ctypes.c_ulonglong(), ctypes.c_int(_DESCRIPTOR)

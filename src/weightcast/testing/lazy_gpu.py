@@ -42,6 +42,12 @@ PATIENCE_SECONDS = 10.0
 """A wait of the host that takes longer is taken for one that would never end."""
 _CHUNK_ELEMENTS, _KERNEL_CHUNKS, _KERNEL_TENSORS = 1 << 16, 320, 64
 """Of a batch's tensors, what one kernel of torch's takes (MultiTensorApply.cuh, two lists)."""
+_IN_BATCHES = {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e4m3fnuz,
+    torch.float8_e5m2, torch.float8_e5m2fnuz,
+}  # fmt: skip
+"""The dtypes that torch's batch copy of alike tensors on a GPU knows (ForeachBinaryOpList.cu)."""
 _POLL_SECONDS = 0.001
 _FACTORIES = ("empty", "zeros", "arange")
 _WAITING = ("item", "tolist", "equal", "__bool__", "__int__", "__float__")
@@ -71,6 +77,7 @@ class LazyStream:
         LazyEvent(other).wait(self)
 
     def synchronize(self) -> None:
+        self._gpu._use(self._gpu.device)
         LazyEvent(self).synchronize()
 
 
@@ -104,7 +111,8 @@ class LazyGpu:
     launched. `pinned_bytes`: of host memory that it reads and writes itself, given out so far. `has_kernel`: Triton is
     installed. `free_bytes`: larger allocations fail. `libcuda`: its driver. `index`: a thread's current device is 0 at
     first, and Triton's kernels are launched on the current one. `is_capturing`: a thread captures a graph, others can't
-    allocate unless the driver has been told.
+    allocate unless the driver has been told. `contexts`: the GPUs on which this process has a context, by index; there
+    are `index + 1` of them, and only `device` has memory and streams here.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -120,7 +128,8 @@ class LazyGpu:
         self.pinned_bytes = 0
         self.has_kernel = True
         self.is_capturing = False
-        self.libcuda = FakeLibcuda(lambda: self.free_bytes)
+        self.contexts: set[int] = set()
+        self.libcuda = FakeLibcuda(lambda: self.free_bytes, index + 1)
         self.Stream: Callable[[torch.device], LazyStream] = lambda device: LazyStream(self)
         self.Event: Callable[[], LazyEvent] = lambda: LazyEvent(self.default_stream)
         self.default_stream = LazyStream(self)
@@ -141,7 +150,6 @@ class LazyGpu:
         self._replace(torch.cuda, "device_of", lambda tensor: self._on_device())
         for name in _FACTORIES:
             self._replace(torch, name, functools.partial(self._made, getattr(torch, name)))
-        self._replace(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -173,7 +181,13 @@ class LazyGpu:
 
     # --- what is asked in place of torch.cuda ---
 
+    def _use(self, device: torch.device) -> None:
+        """A call of the runtime for that GPU: it has a context from here on, which is the thread's."""
+        self.contexts.add(self.current_index if device == torch.device("cuda") else device.index)
+        self.libcuda.make_current()
+
     def current_stream(self, device: torch.device) -> LazyStream:
+        self.contexts.add(self.current_index if device == torch.device("cuda") else device.index)
         stream: LazyStream = getattr(self._local, "stream", self.default_stream)
         return stream
 
@@ -203,6 +217,7 @@ class LazyGpu:
         return index
 
     def synchronize(self, device: torch.device) -> None:
+        self._use(device)
         events = [LazyEvent(stream) for stream in self.streams]
         self.wait_until(lambda: all(event.query() for event in events))
 
@@ -210,9 +225,16 @@ class LazyGpu:
         if device.index is None:
             raise ValueError(f"expected a device with an index, found {device}")
         assert device == self.device
-        self._local.index = device.index
+        if device.index != self.current_index:
+            # Of the current one torch calls nothing.
+            self._local.index = device.index
+            self._use(device)
+
+    def current_device(self) -> int:
+        return self.current_index
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        self._use(device)
         return self.free_bytes, 1 << 40
 
     def empty_cache(self) -> None:
@@ -332,6 +354,7 @@ class LazyGpu:
             return made
         if is_on_host:
             return factory(*args, **kwargs)
+        self._use(self.device)
         values = factory(*args, **{**kwargs, "device": "cpu"})
         if values.nbytes > self.free_bytes:
             raise torch.OutOfMemoryError(f"{values.nbytes} bytes on a GPU with {self.free_bytes}")
@@ -450,13 +473,18 @@ class _Queue(TorchDispatchMode):
 
 
 def _num_batch_kernels(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> int:
-    """Of how many kernels or transfers torch makes a batch of copies: one for each tensor, unless all are alike."""
+    """Of how many kernels or transfers torch makes a batch of copies: one for each tensor, unless all are alike.
+
+    Raises RuntimeError where these are of a dtype that is not known there.
+    """
     gpu = _open[0]
     is_fast = (
         all(map(gpu.has, (*targets, *sources)))
         and len({(target.dtype, source.dtype) for target, source in zip(targets, sources, strict=True)}) == 1
         and all(t.stride() == s.stride() and t.shape == s.shape for t, s in zip(targets, sources, strict=True))
     )
+    if is_fast and (unknown := {targets[0].dtype, sources[0].dtype} - _IN_BATCHES):
+        raise RuntimeError(f'"foreach_tensor_copy" not implemented for {unknown.pop()}')
     sizes = [target.numel() for target in targets if target.numel()]
     return num_chunked_kernels(sizes) if is_fast else len(sizes)
 

@@ -362,3 +362,5 @@ class BroadcastStream(Writing):
                 copy_all([target.staging.flat(target.num_bytes)], [target.flat])
             self.targets = self.targets[1:]
             self.receiver.on_received(self, target)
+            # This thread may wait for the next update now, and must not keep the slot, which `release` gives back.
+            del target

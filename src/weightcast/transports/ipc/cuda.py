@@ -1,6 +1,7 @@
-"""Device memory that a sender shares with receivers on the same GPU.
+"""Device memory that a sender shares with receivers of the same host.
 
-Invariants: it is opened once by each receiver; no stream of one process waits for another process, which may be killed:
+Invariants: it is opened once by each receiver, and mapped for that receiver's own GPU, so that no process has a context
+on a GPU that is not its own; no stream of one process waits for another process, which may be killed:
 a bucket is announced when it was packed, and released when it was read. It is memory of the driver's own
 (`host.device_memory`). Where the driver has none, the fallback is a block of torch's, whose handles are those of
 torch's `_share_cuda_`: it stays until every receiver has let go of it. Handles of memory of our own (`cuMemAlloc`,
@@ -64,27 +65,39 @@ class OwnedCudaArena(OwnedArena):
 class MappedCudaArena(MappedArena):
     """The receiver's end: read-only, where the driver can do that."""
 
-    def __init__(self, record: CudaArena | TorchArena, descriptor: int | None) -> None:
-        """Raises UnsupportedError if this process does not see the GPU, or may not open the memory."""
+    def __init__(self, record: CudaArena | TorchArena, descriptor: int | None, device: torch.device | None) -> None:
+        """Open it for `device`, the engine's own GPU; None or a CPU: for the GPU that it lies on.
+
+        Raises UnsupportedError if this process does not see that GPU, or `device` can't read its memory.
+        """
         self.generation = record.generation
         self.size_bytes = record.size_bytes
-        device = host_device.of_uuid(record.device)
-        if device is None:
+        owner = host_device.of_uuid(record.device)
+        if owner is None:
             raise UnsupportedError(
                 f"the publisher's arena is on GPU {record.device}, which this process does not see (it sees "
                 f"{host_device.cuda.device_count()} others): make that GPU visible here, or {_STAGED}"
             )
+        if device is None or not host_device.has_streams(device):
+            device = owner
+        elif device == torch.device("cuda"):
+            device = torch.device("cuda", host_device.cuda.current_device())
         self.device = device
+        if device != owner and (isinstance(record, TorchArena) or not host_device.can_access(device, owner)):
+            raise UnsupportedError(
+                f"the publisher's arena is on {owner}, which the engine's {device} can't read (no NVLink or PCIe peer "
+                f"access, or a driver without virtual memory): {_STAGED}, or over nccl://"
+            )
         if isinstance(record, TorchArena):
             whole = _opened(record, device)
         elif descriptor is None:
-            raise UnsupportedError(f"the publisher's arena on {device} came without its descriptor: {_STAGED}")
+            raise UnsupportedError(f"the publisher's arena on {owner} came without its descriptor: {_STAGED}")
         else:
             try:
                 whole = DeviceMemory.opened(descriptor, record.size_bytes, device).tensor()
             except UnsupportedError as exc:
                 raise UnsupportedError(
-                    f"the publisher's arena on {device} can't be opened here: {exc}; {_STAGED}"
+                    f"the publisher's arena on {owner} can't be opened for {device}: {exc}; {_STAGED}, or over nccl://"
                 ) from exc
         self.buffers = Buffers(whole)
 

@@ -34,12 +34,13 @@ class IpcReceiver(ArenaReceiver):
     def __init__(
         self, url: str, *, peer: str, run: str, deadline_seconds: float = 60.0, device: torch.device | None = None
     ) -> None:
-        """Connect as `peer` to a sender's address. `device` means nothing here: an arena is on its sender's.
+        """Connect as `peer` to a sender's address. `device`: the GPU that reads an arena that lies on a GPU.
 
         Raises PeerDiedError, PeerTimeoutError, StaleVersionError.
         """
         super().__init__(run, deadline_seconds)
         self._num_waiting = 0
+        self._device = device
         self._descriptor: int | None = None
         """That of the record that is being taken, if it came with one that nobody owns yet."""
         self._channel = _connect(url, records.IpcHello(run, peer), min(deadline_seconds, CONNECT_SECONDS))
@@ -116,7 +117,7 @@ class IpcReceiver(ArenaReceiver):
                 # Here: host memory needs none of it.
                 from weightcast.transports.ipc.cuda import MappedCudaArena
 
-                self._use_arena(MappedCudaArena(record, self._descriptor))
+                self._use_arena(MappedCudaArena(record, self._descriptor, self._device))
             case records.SharedArena():
                 descriptor, self._descriptor = self._descriptor, None
                 if descriptor is None:

@@ -86,6 +86,8 @@ class StockGroup:
             size=self.size,
             timeout_seconds=self._deadline_seconds,
             host=self.host if self.backend == "gloo" else "",
+            # SGLang sets no limit, and NCCL applies each member's own after all have agreed on their channels.
+            max_ctas=None,
             is_left=lambda: self._store is None,
         )
         if self._store is None:
