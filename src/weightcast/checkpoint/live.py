@@ -66,8 +66,6 @@ _WRAPPER_CHILDREN = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint
 _WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "Float16Module"})
 """Modules whose child `module` is the real one; known by name, so that no framework is imported."""
 
-_dtype_of = operator.attrgetter("dtype")
-
 
 def checkpoint_tensors(
     module: nn.Module, *, buffers: Buffers = "persistent", names: Names | None = None, blocks: Blocks | None = None
@@ -214,6 +212,8 @@ def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tens
     local = sharding.local_tensor(tensor)
     _require_shape(name, local)
     if local.layout != torch.strided or local.is_nested or not is_memory(local):
+        if type(local) in (torch.Tensor, nn.Parameter) and local.layout == torch.strided and not local.is_nested:
+            raise ValueError(f"the memory of {name!r} {list(local.shape)} was freed: bring the weights back first")
         raise ValueError(
             f"{name!r} is a {type(local).__name__} of layout {local.layout}, not one block of memory: convert it into "
             "a plain tensor, or write a Source of your own"
@@ -342,10 +342,6 @@ class LiveCheckpoint:
         self._reshard()
         is_other = self._changes.has_changed() or self._fsdp1_states != self._read_fsdp1_states()
         return ((merge and self._is_adapted) or is_other) and self._derive()
-
-    def refresh_members(self) -> bool:
-        """As `refresh`, for tensors and modules that were exchanged only: it does not look at their memory."""
-        return self._changes.has_other_members() and self._derive()
 
     def require_memory(self) -> None:
         """Raises ValueError if a tensor is on the meta device."""
@@ -488,15 +484,16 @@ class TensorChangeDetector:
             if with_buffers:
                 registers.append(part._buffers)
         self._members = ModuleMembers(registers)
-        tensors = (value for value in self._members.values if isinstance(value, torch.Tensor))
-        self._tensors = list(map(sharding.local_tensor, tensors))
-        self._places, self._dtypes = TensorPlaces(self._tensors), list(map(_dtype_of, self._tensors))
+        tensors = [value for value in self._members.values if isinstance(value, torch.Tensor)]
+        locals_ = list(map(sharding.local_tensor, tensors))
+        self._sharded = [(tensor, local) for tensor, local in zip(tensors, locals_, strict=True) if local is not tensor]
+        self._places = TensorPlaces(locals_)
 
     def has_changed(self) -> bool:
         return (
             self.has_other_members()
+            or any(sharding.local_tensor(tensor) is not local for tensor, local in self._sharded)
             or not self._places.are_same()
-            or list(map(_dtype_of, self._tensors)) != self._dtypes
         )
 
     def has_other_members(self) -> bool:

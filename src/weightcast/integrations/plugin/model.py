@@ -75,6 +75,8 @@ class LoaderEngine(abc.ABC):
         """Names that other names of the same offer are tied to."""
         self._load: _Load | None = None
         self._missing: list[str] | None = None
+        self._copied_at: int | None = None
+        """The revision of the install map whose places this update has copied to."""
 
     @abc.abstractmethod
     def _begin_load(self, calls: Mapping[str, int]) -> None:
@@ -161,6 +163,8 @@ class LoaderEngine(abc.ABC):
                 if first is not None:
                     self._load_some(itertools.chain([first], handed))
                 copy()
+                if mapped:
+                    self._require_in_place()
                 if is_last:
                     self._missing = [*sorted(load.due.difference(mapped)), *self._finish_load()]
                     self._load = None
@@ -194,7 +198,10 @@ class LoaderEngine(abc.ABC):
             self._end_load()
 
     def commit(self, version: WeightVersion) -> None:
-        """Raises IncompleteUpdateError, naming the tensors that did not come and the layers that were not filled."""
+        """Raises IncompleteUpdateError, naming the tensors that did not come and the layers that were not filled.
+
+        InstallError (torn) if parameters that were copied to were replaced meanwhile (`param.data = ...` too).
+        """
         with self._agreed():
             if self._missing is None:
                 raise IncompleteUpdateError(f"version {version.number} was not loaded")
@@ -202,13 +209,23 @@ class LoaderEngine(abc.ABC):
                 raise IncompleteUpdateError(
                     f"version {version.number} was not loaded whole, missing: {listed(self._missing, most=20)}"
                 )
+            if self._copied_at is not None:
+                self._require_in_place()
             self._drop_caches()
             self.discard()
+
+    def _require_in_place(self) -> None:
+        """Raises InstallError if what this update has copied to by the map is elsewhere than where the model has it."""
+        install_map = self.install_map
+        assert install_map is not None
+        if not install_map.bind() or self._copied_at not in (None, install_map.revision):
+            raise InstallError("the model's parameters were replaced during the update: publish again", torn=True)
+        self._copied_at = install_map.revision
 
     def discard(self) -> None:
         """Forget what `load` noted; a load that is under way ends, with the weights of no version."""
         self._give_up()
-        self._missing = None
+        self._missing = self._copied_at = None
 
     def snapshot(self) -> Callable[[], None]:
         """Copy this rank's weights to host memory; what it returns puts them back, wherever a `load` has failed.
