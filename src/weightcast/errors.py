@@ -178,6 +178,8 @@ class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     problems: tuple[str, ...] = ()
     peer: str = ""
     torn: bool = False
+    fault: str = ""
+    survivors: tuple[str, ...] = ()
 
 
 def to_record(error: BaseException) -> ErrorRecord:
@@ -191,7 +193,8 @@ def to_record(error: BaseException) -> ErrorRecord:
     ends = list(itertools.accumulate(map(len, problems[:MAX_LISTED_PROBLEMS])))
     problems = tuple(problems[: bisect.bisect_right(ends, MAX_TEXT_CHARACTERS)])
     peer, torn = getattr(error, "peer", ""), getattr(error, "torn", False)
-    return ErrorRecord(type(error).__name__, message, problems, peer=peer, torn=torn)
+    fault, survivors = getattr(error, "fault", ""), getattr(error, "survivors", ())
+    return ErrorRecord(type(error).__name__, message, problems, peer, torn, fault, survivors)
 
 
 def from_record(record: ErrorRecord) -> WeightcastError:
@@ -203,6 +206,10 @@ def from_record(record: ErrorRecord) -> WeightcastError:
         return cls(record.message, peer=record.peer)
     if issubclass(cls, InstallError):
         return cls(record.message, torn=record.torn)
+    if issubclass(cls, ManifestError):
+        return cls(record.message, fault=record.fault or "invalid")
+    if issubclass(cls, PeersLostError):
+        return cls(record.message, record.survivors)
     return WeightcastError(record.message) if issubclass(cls, PublishError) else cls(record.message)
 
 
