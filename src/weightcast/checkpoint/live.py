@@ -122,11 +122,15 @@ def saved_besides(module: nn.Module) -> Iterator[str]:
         if (kind._save_to_state_dict, kind.get_extra_state) == (plain._save_to_state_dict, plain.get_extra_state):
             continue
         saved: dict[str, Any] = {}
-        part._save_to_state_dict(saved, f"{prefix}." if prefix else "", True)
-        held = [tensor for tensor in (*part._parameters.values(), *part._buffers.values()) if tensor is not None]
+        dot = f"{prefix}." if prefix else ""
+        part._save_to_state_dict(saved, dot, True)
+        tensors = part._parameters | part._buffers
+        held = [tensor for tensor in tensors.values() if tensor is not None]
         for name, value in saved.items():
+            if name.removeprefix(dot) in tensors:
+                continue
             if isinstance(value, torch.Tensor):
-                is_known = any(value is t for t in held) or not value.numel() or any(_is_alike(value, t) for t in held)
+                is_known = not value.numel() or any(_is_alike(value, tensor) for tensor in held)
             else:
                 is_known = value is None or (isinstance(value, (dict, list, tuple, bytes)) and not value)
             if not is_known:
@@ -275,11 +279,11 @@ def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tens
     local = sharding.local_tensor(tensor)
     _require_shape(name, local)
     if local.layout != torch.strided or local.is_nested or not is_memory(local):
+        remedy = "convert it into a plain tensor, or write a Source of your own"
         if type(local) in (torch.Tensor, nn.Parameter) and local.layout == torch.strided and not local.is_nested:
-            raise ValueError(f"the memory of {name!r} {list(local.shape)} was freed: bring the weights back first")
+            remedy = "its storage was freed, so bring the weights back first"
         raise ValueError(
-            f"{name!r} is a {type(local).__name__} of layout {local.layout}, not one block of memory: convert it into "
-            "a plain tensor, or write a Source of your own"
+            f"{name!r} is a {type(local).__name__} of layout {local.layout}, not one block of memory: {remedy}"
         )
     if local.dtype not in DTYPE_NAMES:
         raise ValueError(f"{name!r} is {local.dtype}, which can't travel; known: {', '.join(DTYPE_NAMES.values())}")
