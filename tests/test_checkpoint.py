@@ -353,6 +353,17 @@ def test_a_dtensor_on_one_device_is_its_local_tensor(mesh: torch.distributed.Dev
     assert not live.refresh()
 
 
+def test_a_dtensor_whose_local_tensor_is_replaced_is_seen(mesh: torch.distributed.DeviceMesh) -> None:
+    """As FSDP2 does it in its first forward pass, and when a model is moved."""
+    net = nn.Linear(4, 4)
+    torch.distributed.fsdp.fully_shard(net, mesh=mesh)
+    live = LiveCheckpoint(net, sharded=True)
+    net.weight._local_tensor = torch.ones(4, 4)
+    assert live.refresh()
+    assert live.views["weight"].eq(1).all()
+    assert not live.refresh()
+
+
 def test_a_sharded_dtensor_is_refused(mesh: torch.distributed.DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Linear(4, 4)
     torch.distributed.fsdp.fully_shard(net, mesh=mesh)

@@ -30,6 +30,7 @@ Agree: TypeAlias = Callable[[BaseException | None], None]
 """Called once per step on every rank with its own error or None; raises on every rank if any had one."""
 
 Tensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
+_REPLACED = "the model's parameters were replaced during the update: publish again"
 
 
 def alone(error: BaseException | None) -> None:
@@ -164,7 +165,9 @@ class LoaderEngine(abc.ABC):
                     self._load_some(itertools.chain([first], handed))
                 copy()
                 if mapped:
-                    self._require_in_place()
+                    if self._copied_at not in (None, accepted.install_map.revision):
+                        raise InstallError(_REPLACED, torn=True)
+                    self._copied_at = accepted.install_map.revision
                 if is_last:
                     self._missing = [*sorted(load.due.difference(mapped)), *self._finish_load()]
                     self._load = None
@@ -209,18 +212,11 @@ class LoaderEngine(abc.ABC):
                 raise IncompleteUpdateError(
                     f"version {version.number} was not loaded whole, missing: {listed(self._missing, most=20)}"
                 )
-            if self._copied_at is not None:
-                self._require_in_place()
+            found = self.install_map
+            if self._copied_at is not None and not (found and found.bind() and found.revision == self._copied_at):
+                raise InstallError(_REPLACED, torn=True)
             self._drop_caches()
             self.discard()
-
-    def _require_in_place(self) -> None:
-        """Raises InstallError if what this update has copied to by the map is elsewhere than where the model has it."""
-        install_map = self.install_map
-        assert install_map is not None
-        if not install_map.bind() or self._copied_at not in (None, install_map.revision):
-            raise InstallError("the model's parameters were replaced during the update: publish again", torn=True)
-        self._copied_at = install_map.revision
 
     def discard(self) -> None:
         """Forget what `load` noted; a load that is under way ends, with the weights of no version."""
