@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from weightcast.cli import exits, output, values
+from weightcast.errors import PublishReport
 from weightcast.format.amounts import count, size
 from weightcast.format.manifest import MAX_VERSION
-from weightcast.trainer.report import PublishReport
 
 EPILOG = """
 examples:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from weightcast import registry
-from weightcast.errors import ClosedError, PublishError, clear_frames, from_record
+from weightcast.errors import ClosedError, PublishError, PublishReport, clear_frames, from_record
 from weightcast.format.amounts import count
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_ORIGINS, MAX_VERSION, DigestKind, TensorSpec
@@ -39,7 +39,6 @@ from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import PackPlan
 from weightcast.trainer.publish_run import Connections, OnProgress, PublishedVersion, PublishInputs, PublishRun
-from weightcast.trainer.report import PublishReport
 from weightcast.trainer.stream_packer import StreamPacker
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from weightcast.errors import PublishError
+from weightcast.errors import PublishError, PublishReport
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.host.closing import on_failure
@@ -15,7 +15,6 @@ from weightcast.seams.client import EngineClient
 from weightcast.seams.source import Regions
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
-from weightcast.trainer.report import PublishReport
 
 
 class RelayedTensors:
