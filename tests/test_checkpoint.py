@@ -212,6 +212,58 @@ def test_what_has_no_checkpoint_form_is_refused() -> None:
         checkpoint_tensors(sparse)
 
 
+class Saved(nn.Linear):
+    """Has `state` beside its parameters, as an extra state or under a name of its own."""
+
+    state: object = None
+
+    def get_extra_state(self) -> object:
+        return self.state
+
+
+class Packed(nn.Linear):
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "alike"] = self.weight.detach()
+        destination[prefix + "scale"] = torch.ones(2)
+
+
+def with_state(state: object) -> nn.Module:
+    model = nn.Sequential(Saved(2, 2))
+    model[0].state = state
+    return model
+
+
+LEFT_OUT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "dynamic": (
+        lambda: torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 8)), {nn.Linear}),
+        r"0\.scale; 0\.zero_point; 0\._packed_params\.dtype; 0\._packed_params\._packed_params: ",
+    ),
+    "static": (lambda: torch.ao.nn.quantized.Linear(4, 4), r"scale; zero_point; _packed_params\.dtype; "),
+    "state": (lambda: with_state({"mean": 3.0}), r"0\._extra_state: "),
+    "state-of-a-tensor": (lambda: with_state(torch.ones(3)), r"0\._extra_state: "),
+    "of-a-class-of-its-own": (lambda: nn.Sequential(Packed(2, 2)), r"^0\.scale: "),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize(("make", "named"), LEFT_OUT.values(), ids=LEFT_OUT)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_weights_that_are_no_parameters_are_refused_by_name(
+    make: Callable[[], nn.Module], named: str, sharded: bool
+) -> None:
+    """They would stay behind without a word, at either end."""
+    with pytest.raises(ValueError, match=named):
+        LiveCheckpoint(make(), sharded=sharded)
+
+
+@pytest.mark.parametrize("state", [None, {}, b"", torch.empty(0)])
+def test_an_extra_state_without_content_is_nothing_that_is_left_out(state: object) -> None:
+    """As some layers have it that keep one only in a training in fp8."""
+    assert list(LiveCheckpoint(with_state(state)).views) == ["0.weight", "0.bias"]
+
+
 class Computed(torch.Tensor):
     """A tensor without memory of its own, which torch.compile could not take apart either."""
 
@@ -298,6 +350,17 @@ def test_a_dtensor_on_one_device_is_its_local_tensor(mesh: torch.distributed.Dev
     live = LiveCheckpoint(net)
     assert [spec.shape for spec in live.specs] == [(4, 4), (4,)]
     assert live.views["weight"].data_ptr() == net.weight.to_local().data_ptr()
+    assert not live.refresh()
+
+
+def test_a_dtensor_whose_local_tensor_is_replaced_is_seen(mesh: torch.distributed.DeviceMesh) -> None:
+    """As FSDP2 does it in its first forward pass, and when a model is moved."""
+    net = nn.Linear(4, 4)
+    torch.distributed.fsdp.fully_shard(net, mesh=mesh)
+    live = LiveCheckpoint(net, sharded=True)
+    net.weight._local_tensor = torch.ones(4, 4)
+    assert live.refresh()
+    assert live.views["weight"].eq(1).all()
     assert not live.refresh()
 
 

@@ -16,6 +16,7 @@ from weightcast.errors import (
     InstallError,
     ManifestError,
     PeerError,
+    PeersLostError,
     PublishError,
     RefusedError,
     WeightcastError,
@@ -85,7 +86,11 @@ def test_what_a_class_carries_besides_comes_back_too() -> None:
     assert install.torn
     fault = from_record(to_record(ManifestError("m [shape]", fault="shape")))
     assert isinstance(fault, ManifestError)
+    assert fault.fault == "shape"
     assert "[shape]" in str(fault)
+    lost = from_record(to_record(PeersLostError("m", ["a", "b"])))
+    assert isinstance(lost, PeersLostError)
+    assert lost.survivors == ("a", "b")
 
 
 def test_a_foreign_error_keeps_the_name_of_its_type() -> None:

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from weightcast.engines.module import ModuleEngine as ModuleEngine
     from weightcast.engines.tensors import TensorSink as TensorSink
     from weightcast.engines.transformers import TextGenerator as TextGenerator
+    from weightcast.errors import EngineResult as EngineResult
     from weightcast.errors import InstallError as InstallError
     from weightcast.errors import IntegrityError as IntegrityError
     from weightcast.errors import PeerError as PeerError
     from weightcast.errors import PublishError as PublishError
+    from weightcast.errors import PublishReport as PublishReport
     from weightcast.errors import RefusedError as RefusedError
     from weightcast.errors import WeightcastError as WeightcastError
     from weightcast.format.geometry import Region as Region
@@ -41,16 +43,14 @@ if TYPE_CHECKING:
     from weightcast.sources.tensors import TensorSource as TensorSource
     from weightcast.trainer.options import PublishOptions as PublishOptions
     from weightcast.trainer.publisher import Publisher as Publisher
-    from weightcast.trainer.report import EngineResult as EngineResult
-    from weightcast.trainer.report import PublishReport as PublishReport
     from weightcast.trainer.rollback import rollback as rollback
 
 _HOMES = {
     # the trainer's side
     "Publisher": "weightcast.trainer.publisher",
     "PublishOptions": "weightcast.trainer.options",
-    "PublishReport": "weightcast.trainer.report",
-    "EngineResult": "weightcast.trainer.report",
+    "PublishReport": "weightcast.errors",
+    "EngineResult": "weightcast.errors",
     "HttpEngine": "weightcast.control.client",
     "LocalEngine": "weightcast.control.local",
     "ModuleSource": "weightcast.sources.module",

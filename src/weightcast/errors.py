@@ -23,7 +23,8 @@
     └── PublishError                a fleet's failures: {peer: cause}
 
 A caller's mistake (a wrong argument) is a ValueError or a TypeError, never one of these. An error crosses a process
-boundary as an `ErrorRecord`: a name from the closed table above and a text, never a pickled object.
+boundary as an `ErrorRecord`: a name from the closed table above and a text, never a pickled object. The report of a
+publish is here too, since `PublishError` carries it.
 """
 
 from __future__ import annotations
@@ -162,9 +163,14 @@ class ClosedError(WeightcastError):
 
 
 class PublishError(WeightcastError):
-    """At least one engine did not take the version. `failures` maps each to its cause; `report` has the rest."""
+    """At least one engine did not take the version. `failures` maps each to its cause; `report` has the rest.
 
-    def __init__(self, message: str, failures: Mapping[str, WeightcastError], report: object = None) -> None:
+    An error that a `Publisher` raises has a report.
+    """
+
+    def __init__(
+        self, message: str, failures: Mapping[str, WeightcastError], report: PublishReport | None = None
+    ) -> None:
         super().__init__(message)
         self.failures = dict(failures)
         self.report = report
@@ -178,6 +184,105 @@ class ErrorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     problems: tuple[str, ...] = ()
     peer: str = ""
     torn: bool = False
+    fault: str = ""
+    survivors: tuple[str, ...] = ()
+
+
+class StageSeconds(msgspec.Struct):
+    """Where a publish spent its time. Stages overlap with the engines' own work, so that they don't add up to theirs.
+
+    `gather`: asking the source for its regions. `offer`: joining engines, with the wait for those that are starting,
+    and offering. `pack`: filling buckets and digesting them. `send`: waiting for free slots and for the engines' last
+    buckets. `seal`: sealing. `pause`: the longest time any engine was paused. `total`: from call to return.
+    """
+
+    gather: float = 0.0
+    offer: float = 0.0
+    pack: float = 0.0
+    send: float = 0.0
+    seal: float = 0.0
+    pause: float = 0.0
+    total: float = 0.0
+
+
+class EngineResult(msgspec.Struct):
+    """One engine's outcome. `ok`: it serves the version. `error`: why not, else None.
+
+    `pause_seconds`: how long the engine was paused: as it says where it pauses by itself (vLLM with weightcast's own
+    routes), else from the pause's request until it was resumed, as the publisher saw it. `install_seconds`: what the
+    engine itself took to install. `unproven`: with `verify="installed"`, the tensors that could not be read out of the
+    engine's live memory, each with the reason. `read_bytes`, `installed_bytes`: of each of the engine's workers, by
+    rank: of the buckets what it read and checked, where ranks of one host share that; and of the model what it put into
+    place (a tensor that goes through the engine's own loader counts whole).
+    """
+
+    ok: bool = False
+    error: ErrorRecord | None = None
+    pause_seconds: float = 0.0
+    install_seconds: float = 0.0
+    unproven: dict[str, str] = {}
+    read_bytes: list[int] = []
+    installed_bytes: list[int] = []
+
+
+class PublishReport(msgspec.Struct, frozen=True):
+    """One version's publish. `num_bytes` counts tensor data once, however many engines took it."""
+
+    run: str
+    version: int
+    num_bytes: int
+    num_tensors: int
+    num_buckets: int
+    install: str
+    seconds: StageSeconds
+    engines: dict[str, EngineResult]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every engine serves the version."""
+        return all(result.ok for result in self.engines.values())
+
+    @property
+    def gb_per_second(self) -> float:
+        """Tensor data over the whole time, in 1e9 bytes a second."""
+        return self.num_bytes / self.seconds.total / 1e9 if self.seconds.total else 0.0
+
+    def to_json(self) -> bytes:
+        """The report as one JSON object."""
+        return msgspec.json.encode(self)
+
+    def __str__(self) -> str:
+        """The sizes and times, a table of the engines, then each problem of those that failed on a line of its own."""
+        seconds = self.seconds
+        lines = [f"version {self.version} was not installed anywhere"]
+        if not self.engines or any(result.ok for result in self.engines.values()):
+            lines = [
+                f"version {self.version}: {self.num_bytes:,} bytes (tensors: {self.num_tensors:,}, "
+                f"buckets: {self.num_buckets:,}) in {seconds.total:.2f} s",
+                f"offer {seconds.offer:.2f} s, pack {seconds.pack:.2f} s, send {seconds.send:.2f} s, "
+                f"seal {seconds.seal:.2f} s, longest pause {seconds.pause:.2f} s",
+            ]
+        rows = [("engine", "result", "pause", "install")] if self.engines else []
+        for name, result in self.engines.items():
+            outcome = f"serves {self.version}" if result.error is None else result.error.kind
+            rows.append((name, outcome, f"{result.pause_seconds:.3f} s", f"{result.install_seconds:.3f} s"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for name, outcome, pause, install in rows:
+            lines.append(f"{name:{widths[0]}}  {outcome:{widths[1]}}  {pause:>{widths[2]}}  {install:>{widths[3]}}")
+        for name, result in self.engines.items():
+            if result.error is not None:
+                lines.append(f"{name}: {result.error.kind}: {result.error.message}")
+                lines += (f"  {problem}" for problem in result.error.problems if problem not in result.error.message)
+        return "\n".join(map(printable, lines))
+
+
+def publish_error(report: PublishReport) -> PublishError:
+    """Return the error for a publish that an engine did not take."""
+    failures = {name: from_record(r.error) for name, r in report.engines.items() if r.error is not None}
+    engines = "1 engine" if len(report.engines) == 1 else f"{len(report.engines):,} engines"
+    causes = "; ".join(f"{name}: {error}" for name, error in failures.items())
+    what = f"{len(failures):,} of {engines} did not take version {report.version}"
+    return PublishError(f"{what}: {causes}", failures, report)
 
 
 def to_record(error: BaseException) -> ErrorRecord:
@@ -191,7 +296,8 @@ def to_record(error: BaseException) -> ErrorRecord:
     ends = list(itertools.accumulate(map(len, problems[:MAX_LISTED_PROBLEMS])))
     problems = tuple(problems[: bisect.bisect_right(ends, MAX_TEXT_CHARACTERS)])
     peer, torn = getattr(error, "peer", ""), getattr(error, "torn", False)
-    return ErrorRecord(type(error).__name__, message, problems, peer=peer, torn=torn)
+    fault, survivors = getattr(error, "fault", ""), getattr(error, "survivors", ())
+    return ErrorRecord(type(error).__name__, message, problems, peer, torn, fault, survivors)
 
 
 def from_record(record: ErrorRecord) -> WeightcastError:
@@ -203,6 +309,10 @@ def from_record(record: ErrorRecord) -> WeightcastError:
         return cls(record.message, peer=record.peer)
     if issubclass(cls, InstallError):
         return cls(record.message, torn=record.torn)
+    if issubclass(cls, ManifestError):
+        return cls(record.message, fault=record.fault or "invalid")
+    if issubclass(cls, PeersLostError):
+        return cls(record.message, record.survivors)
     return WeightcastError(record.message) if issubclass(cls, PublishError) else cls(record.message)
 
 

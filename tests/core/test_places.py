@@ -15,7 +15,7 @@ from torch import nn
 from weightcast.checkpoint import live
 from weightcast.checkpoint.live import TensorChangeDetector
 from weightcast.host import copy as host_copy
-from weightcast.host.copy import TensorPlaces
+from weightcast.host.copy import PreparedCopies, TensorPlaces
 
 
 @pytest.fixture(params=["at once", "one by one"], autouse=True)
@@ -51,6 +51,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "another start": lambda tensor: tensor.set_(tensor.untyped_storage(), 1, (5, 7), (7, 1)),
     "fewer elements": lambda tensor: tensor.resize_(5, 6),
     "as many in another shape": lambda tensor: setattr(tensor, "data", tensor.data.view(9, 4)),
+    "read in another dtype": lambda tensor: setattr(tensor, "data", tensor.data.view(torch.int32)),
 }
 
 
@@ -89,6 +90,18 @@ def test_any_tensor_stays_as_it_is_until_it_moves(make: Callable[[], torch.Tenso
     assert places.are_same()
     tensors[1].data = torch.zeros(3, 3, device=tensors[1].device, dtype=tensors[1].dtype)
     assert not places.are_same()
+
+
+@pytest.mark.parametrize("which", ["target", "source"])
+def test_kept_copies_are_looked_at_from_both_ends(which: str) -> None:
+    target, source = torch.zeros(6, 6), torch.ones(6, 6)
+    copies = PreparedCopies([target], [source])
+    copies.run()
+    assert copies.are_in_place()
+    (target if which == "target" else source).untyped_storage().resize_(0)
+    assert not copies.are_in_place()
+    with pytest.raises(RuntimeError, match="was freed"):
+        PreparedCopies([target], [source])
 
 
 def test_seven_dims_are_seen_in_another_order() -> None:

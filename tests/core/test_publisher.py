@@ -156,7 +156,7 @@ def test_a_report_is_printed_as_a_table() -> None:
         nowhere = str(publisher.publish())
         bad.fail_after = good.fail_after = None
         whole = str(publisher.publish())
-    assert first.startswith("version 7: 12 tensors, 76.8 kB in ")
+    assert first.startswith("version 7: 76,800 bytes (tensors: 12, buckets: ")
     assert second.startswith("offer ")
     assert heading.split() == ["engine", "result", "pause", "install"]
     assert [row.split()[:2] for row in rows[:1]] == [["engine-0", "serves"]]

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from publishers import publisher_of
+from torch import nn
 
 from core.direct import DirectEngine, RecordingEngine, fleet
-from weightcast import TensorSource
+from weightcast import LocalEngine, TensorSource
 from weightcast.engines.gate import Gate
+from weightcast.engines.module import ModuleEngine
 from weightcast.errors import (
     ClosedError,
     IncompatibleWeightsError,
     IncompleteUpdateError,
+    InstallError,
     IntegrityError,
     PeerDiedError,
+    PeerTimeoutError,
     PublishError,
     UpdateAbortedError,
 )
-from weightcast.format.manifest import TensorSpec
+from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.messages import InitInfo, Offer, Seal, WeightInfo
 from weightcast.format.plan import plan
 from weightcast.host.deadline import Deadline
@@ -159,6 +165,69 @@ def test_an_engine_that_ends_takes_no_publisher() -> None:
     with pytest.raises(ClosedError, match="shutting down"):
         worker.init(InitInfo(RUN, "engine", "memory://", "unix:@nowhere", "0" * 64, lease_seconds=1.0))
     assert worker.info().holder == ""
+
+
+def test_a_version_that_can_not_be_taken_back_in_time_can_be_taken_back_later() -> None:
+    served, gate = nn.Linear(4, 4), Gate()
+    nn.init.zeros_(served.weight)
+    source = TensorSource({"weight": torch.ones(4, 4), "bias": torch.ones(4)})
+    client = LocalEngine(ModuleEngine(served), gate=gate, settles=True, install_deadline_seconds=0.1)
+    with publisher_of(source, transport="memory://", engines=[client], undo=True) as publisher:
+        settled = WeightVersion(publisher.run, publisher.publish().version)
+        with gate.step(), pytest.raises(PeerTimeoutError, match="step did not end"):
+            client.worker.settle(settled, keep=False)
+        assert client.worker.unsettled == gate.version == settled
+        for _ in range(2):
+            client.worker.settle(settled, keep=False)
+            assert client.worker.unsettled is None
+            assert gate.version is None
+            assert served.weight.eq(0).all()
+
+
+class Undone(ModuleEngine):
+    """Refuses to commit; `can_restore`: whether its undo copy works."""
+
+    fails, can_restore = False, True
+
+    def commit(self, version: WeightVersion) -> None:
+        if self.fails:
+            raise RuntimeError("this commit was told to fail")
+        super().commit(version)
+
+    def load_mapped(self, *args: Any, **options: Any) -> None:
+        super().load_mapped(*args, **options)
+        if self.fails and not self.can_restore:
+            raise RuntimeError("this load was told to fail")
+
+    def snapshot(self) -> Callable[[], None]:
+        restore = super().snapshot()
+
+        def put_back() -> None:
+            if not self.can_restore:
+                raise RuntimeError("this undo copy was told to fail")
+            restore()
+
+        return put_back
+
+
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+@pytest.mark.parametrize("can_restore", [True, False])
+def test_whoever_is_asked_says_the_same_of_an_install_that_failed(can_restore: bool, install: str) -> None:
+    """Torn or not: the error of the update, what the publisher is told, and the gate."""
+    engine = Undone(nn.Linear(4, 4))
+    engine.can_restore = can_restore
+    client = LocalEngine(engine)
+    source = TensorSource({"weight": torch.ones(4, 4), "bias": torch.ones(4)})
+    with publisher_of(source, transport="memory://", engines=[client], undo=True, install=install) as publisher:
+        publisher.publish()
+        engine.fails = True
+        with pytest.raises(PublishError, match="told to fail") as error:
+            publisher.publish()
+        (failure,) = error.value.failures.values()
+        assert bool(client.gate.torn) == (not can_restore)
+        for said in (failure, client.worker.failure):
+            assert isinstance(said, InstallError)
+            assert said.torn == (not can_restore)
 
 
 def test_a_relay_that_failed_holds_no_engine() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weightcast.demo.messages import Checked, DemoSettings, Evaluated, Event, RunEnded, Saved, Stepped, Warming
 from weightcast.demo.report import Result, this_machine
-from weightcast.trainer.report import EngineResult, PublishReport, StageSeconds
+from weightcast.errors import EngineResult, PublishReport, StageSeconds
 
 ENGINES = ("http://127.0.0.1:1111", "http://127.0.0.1:2222")
 

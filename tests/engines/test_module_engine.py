@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import hypothesis
 import pytest
@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
+from weightcast import LocalEngine, ModuleSource, Publisher, PublishOptions
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import IncompatibleWeightsError, IncompleteUpdateError, InstallError
 from weightcast.format.bucket import DTYPE_NAMES, TORCH_DTYPES
@@ -456,3 +457,141 @@ def test_tensors_may_lie_among_each_other() -> None:
     engine.commit(VERSION)
     for name, tensor in update.items():
         assert bits(module.get_buffer(name)) == bits(tensor)
+
+
+# --- tensors that are replaced while an update is under way ---
+
+
+def other_data(net: nn.Module) -> None:
+    for tensor in (*net.parameters(), *net.buffers()):
+        tensor.data = tensor.data.clone()
+
+
+def there_and_back(net: nn.Module) -> None:
+    net.half().float()
+
+
+def other_parameters(net: nn.Module) -> None:
+    net[2].weight = net[0].weight = nn.Parameter(net[0].weight.detach().clone())
+
+
+def other_module(net: nn.Module) -> None:
+    net[1] = nn.BatchNorm1d(4)
+
+
+def other_storage(net: nn.Module) -> None:
+    """As offloading does: freed, and brought back elsewhere."""
+    storage, values = net[0].weight.untyped_storage(), net[0].weight.detach().clone()
+    storage.resize_(0)
+    storage.resize_(1 << 20)
+    net[0].weight.data.copy_(values)
+
+
+REPLACED = [other_data, there_and_back, other_parameters, other_module, other_storage]
+
+
+@pytest.mark.parametrize("replace", REPLACED)
+def test_tensors_that_are_replaced_between_the_offer_and_the_install_are_those_that_are_written(
+    replace: Callable[[nn.Module], None],
+) -> None:
+    net = make_net()
+    engine = ModuleEngine(net)
+    for seed in (1, 2):
+        update = update_of(engine, seed)
+        replace(net)
+        load_parts(engine, [(name, None, tensor) for name, tensor in update.items()])
+        engine.commit(VERSION)
+        assert all(bits(net.state_dict()[name].clone()) == bits(tensor) for name, tensor in update.items())
+
+
+@pytest.mark.parametrize("by", ["parts", "load"])
+@pytest.mark.parametrize("replace", REPLACED)
+def test_tensors_that_are_replaced_between_two_buckets_end_the_update(
+    replace: Callable[[nn.Module], None], by: str
+) -> None:
+    """What came first is not in the module any more, or was carried over by whoever replaced them: nobody can say."""
+    net = make_net()
+    engine = ModuleEngine(net)
+    update = update_of(engine)
+    first, *others = update.items()
+    engine.load([first])
+    replace(net)
+
+    def load_others() -> None:
+        if by == "load":
+            engine.load(others)
+        else:
+            load_parts(engine, [(name, None, tensor) for name, tensor in others])
+
+    with pytest.raises(InstallError, match="replaced during the update") as error:
+        load_others()
+    assert error.value.torn
+    engine.discard()
+    engine.specs()
+    engine.load(update.items())
+    engine.commit(VERSION)
+    assert all(bits(net.state_dict()[name]) == bits(tensor) for name, tensor in update.items())
+
+
+@pytest.mark.parametrize("replace", REPLACED)
+def test_tensors_that_are_replaced_after_the_last_bucket_are_not_committed(
+    replace: Callable[[nn.Module], None],
+) -> None:
+    net = make_net()
+    engine = ModuleEngine(net)
+    update = update_of(engine)
+    load_parts(engine, [(name, None, tensor) for name, tensor in update.items()])
+    replace(net)
+    with pytest.raises(InstallError, match="replaced during the update") as error:
+        engine.commit(VERSION)
+    assert error.value.torn
+    assert engine.version is None
+
+
+def tie(net: nn.Module) -> None:
+    net[1].bias = net[1].weight
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("change", [nn.Module.half, tie])
+def test_a_module_of_another_form_is_not_copied_to(change: Callable[[nn.Module], object], cast: bool) -> None:
+    """Its copies were made for the form that was offered for: they would cast in silence, or write one tensor twice."""
+    net = make_net()
+    engine = ModuleEngine(net, cast=cast)
+    update, install_map = update_of(engine), engine.install_map
+    copies = BlockCopies(install_map, [(name, None) for name in update], list(update.values()))
+    change(net)
+    before = {name: bits(tensor) for name, tensor in net.state_dict().items()}
+    assert not install_map.bind()
+    with pytest.raises(InstallError, match="changed their form"):
+        engine.load_mapped([], update, copies.run)
+    assert {name: bits(tensor) for name, tensor in net.state_dict().items()} == before
+    engine.discard()
+    assert engine.specs() != install_map.specs  # type: ignore[attr-defined]
+    assert engine.install_map.bind()
+
+
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+@pytest.mark.parametrize("replace", [other_data, nn.Module.half])
+def test_no_publish_is_ok_of_which_the_module_serves_nothing(
+    replace: Callable[[nn.Module], object], install: str
+) -> None:
+    served, trained = nn.Linear(64, 64), nn.Linear(64, 64)
+    is_due = [False]
+
+    def replace_once(done: int, total: int) -> None:
+        if is_due and is_due.pop():
+            replace(served)
+
+    client = LocalEngine(ModuleEngine(served, cast=True))
+    options = PublishOptions(install=install, bucket_size_bytes=4096, on_failure="report")  # type: ignore[arg-type]
+    with Publisher(ModuleSource(trained), transport="memory://", engines=[client], options=options) as publisher:
+        for value, is_replaced in ((1.0, False), (2.0, True), (3.0, False)):
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    parameter.fill_(value)
+            is_due[:] = [is_replaced]
+            report = publisher.publish(on_progress=replace_once)
+            assert report.ok or is_replaced
+            assert report.ok or client.gate.torn
+            assert not report.ok or all(parameter.eq(value).all() for parameter in served.parameters())

@@ -19,7 +19,7 @@ from weightcast.integrations.plugin.dry_run import dry_run
 from weightcast.integrations.plugin.rank_consensus import RankConsensus
 from weightcast.integrations.plugin.rank_worker import RankWorker
 from weightcast.serving.install_map import StridedBlock
-from weightcast.serving.load_plan import StagedBuckets, admit
+from weightcast.serving.load_plan import BlockCopies, StagedBuckets, admit
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 OPAQUE = {"mixer.A", "latent.kv", *FUSED}
@@ -266,6 +266,45 @@ def test_parameters_with_other_memory_are_found(number: int) -> None:
         assert model.num_loads == loads + len(OPAQUE)
     expected = cold(tensors)
     assert all(torch.equal(model.live()[name], expected[name]) for name in expected if name != "embed.table")
+
+
+@pytest.mark.parametrize("install", ["staged", "streaming"])
+@pytest.mark.parametrize("replace", ["memory", "parameter"])
+def test_what_was_copied_to_is_the_models_when_it_is_committed(
+    replace: str, install: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other memory since the copies, also between two buckets: the version is refused, and the next one heals."""
+    model, tensors, is_due = Model(), checkpoint(1), [False]
+    engine = ModelEngine(model)
+
+    def replace_once() -> None:
+        if is_due.pop():
+            moved = model.attention.qkv.detach().clone()
+            if replace == "memory":
+                model.attention.qkv.data = moved
+            else:
+                model.attention.qkv = torch.nn.Parameter(moved, requires_grad=False)
+        is_due.append(False)
+
+    run = BlockCopies.run
+
+    def run_then_replace(copies: BlockCopies) -> None:
+        run(copies)
+        replace_once()
+
+    monkeypatch.setattr(BlockCopies, "run", run_then_replace)
+    with fleet(TensorSource(tensors), engine, install=install, bucket_size_bytes=1024) as (publisher, clients):
+        for number in (1, 2):
+            publisher.publish(number)
+            assert same(model.live(), cold(tensors))
+        for name, tensor in checkpoint(3).items():
+            tensors[name].copy_(tensor)
+        is_due[:] = [True]
+        with pytest.raises(PublishError, match="replaced during the update"):
+            publisher.publish(3)
+        assert clients[0].gate.torn
+        publisher.publish(4)
+        assert same(model.live(), cold(tensors))
 
 
 @pytest.mark.parametrize("install", ["staged", "streaming"])

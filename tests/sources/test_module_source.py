@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import parametrizations, prune
 
 from weightcast.engines.module import ModuleEngine
 from weightcast.format.bucket import DTYPE_NAMES, Layout
 from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import WeightVersion
 from weightcast.format.plan import plan
+from weightcast.serving.load_plan import require_fit
 from weightcast.sources.module import ModuleSource
+from weightcast.sources.tensors import TensorSource
 from weightcast.trainer.packer import Packer
 
 VERSION = WeightVersion("0" * 32, 1)
@@ -75,10 +80,53 @@ def test_what_changes_a_state_dict_beside_the_module_is_named(how: str, caplog: 
 
 
 def test_hooks_of_torchs_own_are_known(caplog: pytest.LogCaptureFixture) -> None:
-    net = nn.Sequential(checkpoint_wrapper(nn.utils.spectral_norm(nn.Linear(3, 3))), make_net())
-    ModuleSource(nn.parallel.DataParallel(net))
-    ModuleEngine(net)
+    ModuleSource(nn.parallel.DataParallel(nn.Sequential(checkpoint_wrapper(nn.Linear(3, 3)), make_net())))
+    ModuleEngine(nn.Sequential(checkpoint_wrapper(nn.utils.spectral_norm(nn.Linear(3, 3))), make_net()))
     assert caplog.text == ""
+
+
+def pruned() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    prune.random_unstructured(layer, "weight", 0.5)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: parametrizations.weight_norm(nn.Linear(4, 4)), "0.weight"),
+        (lambda: parametrizations.spectral_norm(nn.Linear(4, 4)), "0.weight"),
+        (lambda: parametrizations.orthogonal(nn.Linear(4, 4)), "0.weight"),
+        (lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), "a weight of '0' (SpectralNorm)"),
+        (pruned, "a weight of '0' (RandomUnstructured)"),
+    ],
+    ids=["weight norm", "spectral norm", "orthogonal", "former spectral norm", "pruned"],
+)
+def test_a_weight_that_is_computed_from_others_is_refused_by_its_name(
+    make: Callable[[], nn.Module], named: str
+) -> None:
+    """Engines would get what it is computed from, under names that only the same computation knows."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    source = ModuleSource(model)
+    model[0] = make()
+    for ask in (lambda: ModuleSource(model), source.specs, source.regions):
+        with pytest.raises(ValueError, match=f"{re.escape(named)}: computed from other parameters"):
+            ask()
+    # Where the served model computes it alike, it is sent what it computes it from.
+    served = nn.Sequential(make())
+    engine, stated = ModuleEngine(served), TensorSource(model.state_dict())
+    require_fit(stated.specs(), engine.specs())
+    engine.load(model.state_dict().items())
+    engine.commit(VERSION)
+    inputs = torch.randn(3, 4)
+    assert torch.equal(served.eval()(inputs), model.eval()(inputs))
+
+
+def test_a_hook_that_is_called_before_a_state_dict_is_made_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.Sequential(nn.Linear(3, 3))
+    net[0].register_state_dict_pre_hook(lambda module, prefix, keep_vars: None)
+    ModuleSource(net)
+    assert "<lambda> of '0'" in caplog.text
 
 
 def test_replaced_memory_gives_new_regions_and_the_same_specs() -> None:

@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from store.store_kit import RUN, can_mount, follow_command, model, small_filesystem, url, write
 
-from weightcast import Publisher, TensorSource, cli
+from weightcast import ModuleSource, Publisher, TensorSource, cli
 from weightcast.cli import exits
 from weightcast.control.server.app import EngineServer
 from weightcast.engines.module import ModuleEngine
 from weightcast.errors import InstallError, PublishError, UnsupportedError
+from weightcast.seams.source import Source
 from weightcast.serving.follower import Follower
 from weightcast.sources.safetensors import SafetensorsSource
 from weightcast.sources.store import StoreSource
@@ -90,6 +91,17 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="complex128"):
         export(source, tmp_path / "out", max_shard_bytes=1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("make", [TensorSource, lambda: ModuleSource(torch.nn.Identity())])
+def test_no_version_and_no_checkpoint_is_made_of_nothing(tmp_path: Path, make: Callable[[], Source]) -> None:
+    """Such as the state dict that FSDP gathers is on all ranks but the first."""
+    publisher = Publisher(make(), transport=url(tmp_path / "store"))
+    with publisher, pytest.raises(ValueError, match="the source has no tensors"):
+        publisher.publish()
+    with pytest.raises(ValueError, match="the source has no tensors"):
+        export(make(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.skipif(not can_mount(), reason="mounting a small filesystem needs root")

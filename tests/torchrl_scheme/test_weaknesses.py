@@ -333,6 +333,19 @@ def test_w19_both_strategies_send_what_a_state_dict_has(tmp_path: Path, strategy
         assert all(torch.equal(taken.held[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:state_dict strategy:UserWarning")
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+def test_w19_weights_that_are_no_parameters_or_computed_from_some_are_refused(tmp_path: Path, strategy: Any) -> None:
+    quantised = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(torch.nn.Linear(8, 8)), {torch.nn.Linear})
+    with pytest.raises(ValueError, match=r"0\._packed_params\.dtype; .*they would be left out"):
+        sender_of(Scheme(str(tmp_path), strategy=strategy), quantised).update_weights()
+    normed = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="weight: computed from other parameters"):
+        sender_of(Scheme(str(tmp_path), strategy=strategy), normed).update_weights()
+
+
 def test_w19_neither_numbers_nor_lists_become_tensors(tmp_path: Path) -> None:
     sender = sender_of(Scheme(str(tmp_path / "w")))
     for value in (3, 2.5, True, [1, 2], torch.ones(2).numpy(), {"deeper": {"still": 1}}):

@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from weightcast.errors import InsufficientMemoryError
+from weightcast.host import memory
 from weightcast.host.memory import available_bytes
+from weightcast.transports import kept_memory
 
 GIB = 1 << 30
 
@@ -110,3 +114,12 @@ def test_what_cannot_be_read_sets_no_limit(tmp_path: Path) -> None:
 
 def test_this_host_has_something_left() -> None:
     assert 0 < available_bytes() < 1 << 60
+
+
+def test_memory_that_the_kernel_refuses_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of the process's address space is in no file that can be asked before."""
+    monkeypatch.setattr(memory, "require", lambda num_bytes, what, remedy: None)
+    with pytest.raises(
+        InsufficientMemoryError, match=r"the test needs \d+ bytes, which could not be had .*: ask for less"
+    ):
+        kept_memory.allocate(1 << 60, torch.device("cpu"), "the test", "ask for less")

@@ -25,9 +25,9 @@ from weightcast.bench.model import local_tensors
 from weightcast.bench.result import Asked, BenchResult, BenchSettings, Ends, Run
 from weightcast.bench.workers import Step, Trainer, started_engines, started_trainer
 from weightcast.control.client import HttpEngine
+from weightcast.errors import PublishReport
 from weightcast.format.amounts import count
 from weightcast.host.memory import require
-from weightcast.trainer.report import PublishReport
 
 Note = Callable[[str], None]
 MAX_SLOW_RUNS = 3

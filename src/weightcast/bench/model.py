@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from weightcast.bench.channel import ANSWER_SECONDS
 from weightcast.bench.result import BenchSettings
+from weightcast.errors import PublishReport
 from weightcast.format.bucket import TORCH_DTYPES
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.tensor_digest import tensor_digest
@@ -24,7 +25,6 @@ from weightcast.process_group import Store
 from weightcast.sources.module import ModuleSource
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
-from weightcast.trainer.report import PublishReport
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _TILE_ELEMENTS = 65536

@@ -29,6 +29,7 @@ from weightcast.bench.meters import ProcessMeter
 from weightcast.bench.model import build_model
 from weightcast.bench.result import BenchSettings
 from weightcast.bench.workers import Step, started_engines, started_trainer
+from weightcast.errors import PublishReport
 from weightcast.format.bucket import Layout, payload_digest
 from weightcast.format.manifest import TensorSpec, WeightVersion, decode
 from weightcast.format.plan import plan
@@ -37,7 +38,6 @@ from weightcast.sources.module import ModuleSource
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import Packer, tiling
 from weightcast.trainer.publisher import Publisher
-from weightcast.trainer.report import PublishReport
 
 _BYTES = 256 << 20
 _BUCKET_BYTES = 64 << 20

@@ -19,10 +19,15 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from weightcast.checkpoint import adapters, conversion, flat_shards, sharding
 from weightcast.checkpoint.flat_shards import FlattenedOf
 from weightcast.checkpoint.sharding import Block, Blocks
+from weightcast.errors import listed
 from weightcast.format.bucket import DTYPE_NAMES, narrow
 from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import TensorSpec
@@ -66,8 +71,6 @@ _WRAPPER_CHILDREN = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint
 _WRAPPER_CLASSES = frozenset({"DistributedDataParallel", "DataParallel", "DeepSpeedEngine", "Float16Module"})
 """Modules whose child `module` is the real one; known by name, so that no framework is imported."""
 
-_dtype_of = operator.attrgetter("dtype")
-
 
 def checkpoint_tensors(
     module: nn.Module, *, buffers: Buffers = "persistent", names: Names | None = None, blocks: Blocks | None = None
@@ -76,10 +79,18 @@ def checkpoint_tensors(
 
     Sharded parameters go into `blocks`, and their views are of a stand-in without data; without `blocks` they are an
     error. No data is touched, so a module on the meta device will do. Raises ValueError for what has no such form:
-    partial sums, tensor subclasses, doubled names, conversions that are no view.
+    partial sums, tensor subclasses, doubled names, conversions that are no view, weights outside of parameters and
+    buffers.
     """
     if buffers not in ("persistent", "none", "all"):
         raise ValueError(f"buffers is {buffers!r}; choose persistent, none or all")
+    if names_left_out := list(saved_besides(module)):
+        raise ValueError(
+            f"{listed(names_left_out)}: the module's state dict has these beside its parameters and buffers (packed "
+            "or quantised weights, extra state), and they would be left out. Pass a module that holds its weights as "
+            "plain parameters; or, if engines need none of these, TensorSource with the other tensors of "
+            "model.state_dict()"
+        )
     model = module
     while len(inner := [child for name, child in model.named_children() if _is_wrapping(model, name)]) == 1:
         model = inner[0]
@@ -101,6 +112,59 @@ def _is_wrapping(module: nn.Module, child_name: str) -> bool:
     return child_name in _WRAPPER_CHILDREN
 
 
+def saved_besides(module: nn.Module) -> Iterator[str]:
+    """The names in a module's state dict of what is no parameter and no buffer: packed weights, extra state.
+
+    Only classes that say by themselves what they save are asked. What is empty is no weight.
+    """
+    for prefix, part in module.named_modules():
+        kind, plain = type(part), nn.Module
+        if (kind._save_to_state_dict, kind.get_extra_state) == (plain._save_to_state_dict, plain.get_extra_state):
+            continue
+        saved: dict[str, Any] = {}
+        dot = f"{prefix}." if prefix else ""
+        part._save_to_state_dict(saved, dot, True)
+        tensors = part._parameters | part._buffers
+        held = [tensor for tensor in tensors.values() if tensor is not None]
+        for name, value in saved.items():
+            if name.removeprefix(dot) in tensors:
+                continue
+            if isinstance(value, torch.Tensor):
+                is_known = not value.numel() or any(_is_alike(value, tensor) for tensor in held)
+            else:
+                is_known = value is None or (isinstance(value, (dict, list, tuple, bytes)) and not value)
+            if not is_known:
+                yield name
+
+
+def require_uncomputed(module: nn.Module) -> None:
+    """Raises ValueError, naming them, for tensors that torch computes from others under which a state dict has them.
+
+    Those are of `torch.nn.utils.parametrize`, and of hooks for the same: weight norm, spectral norm, pruning.
+    """
+    computed = []
+    for prefix, part in module.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        if parametrize.is_parametrized(part):
+            computed += [f"{dot}{name}" for name in part.get_submodule("parametrizations")._modules]
+        for hook in part._forward_pre_hooks.values():
+            if isinstance(hook, (WeightNorm, SpectralNorm, BasePruningMethod)):
+                computed.append(f"a weight of {prefix!r} ({type(hook).__name__})")
+    if computed:
+        raise ValueError(
+            f"{listed(computed, separator=', ')}: computed from other parameters, which engines would be sent in the "
+            "place of the weight. Publish a copy of the model without that (torch.nn.utils.parametrize."
+            "remove_parametrizations, remove_weight_norm, remove_spectral_norm, prune.remove); or, to engines whose "
+            "model computes it alike, TensorSource(model.state_dict())"
+        )
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same memory, a detached tensor among them."""
+    one, other = sharding.local_tensor(one), sharding.local_tensor(other)
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
+
+
 def state_dict_hooks(module: nn.Module, *, loading: bool) -> list[str]:
     """What makes this module's state dict another (or, `loading`, does more than copy it) and is not called here.
 
@@ -109,7 +173,8 @@ def state_dict_hooks(module: nn.Module, *, loading: bool) -> list[str]:
     found = []
     for name, part in module.named_modules():
         if not any(cls.__name__ in _WRAPPER_CLASSES for cls in type(part).__mro__):
-            hooks = (*part._state_dict_hooks.values(), type(part)._save_to_state_dict, type(part).state_dict)
+            saving = (*part._state_dict_pre_hooks.values(), *part._state_dict_hooks.values())
+            hooks = (*saving, type(part)._save_to_state_dict, type(part).state_dict)
             if loading:
                 added = (*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values())
                 hooks = (*added, type(part)._load_from_state_dict, type(part).load_state_dict)
@@ -214,9 +279,11 @@ def _plain(name: str, tensor: torch.Tensor, blocks: Blocks | None) -> torch.Tens
     local = sharding.local_tensor(tensor)
     _require_shape(name, local)
     if local.layout != torch.strided or local.is_nested or not is_memory(local):
+        remedy = "convert it into a plain tensor, or write a Source of your own"
+        if type(local) in (torch.Tensor, nn.Parameter) and local.layout == torch.strided and not local.is_nested:
+            remedy = "its storage was freed, so bring the weights back first"
         raise ValueError(
-            f"{name!r} is a {type(local).__name__} of layout {local.layout}, not one block of memory: convert it into "
-            "a plain tensor, or write a Source of your own"
+            f"{name!r} is a {type(local).__name__} of layout {local.layout}, not one block of memory: {remedy}"
         )
     if local.dtype not in DTYPE_NAMES:
         raise ValueError(f"{name!r} is {local.dtype}, which can't travel; known: {', '.join(DTYPE_NAMES.values())}")
@@ -343,10 +410,6 @@ class LiveCheckpoint:
         is_other = self._changes.has_changed() or self._fsdp1_states != self._read_fsdp1_states()
         return ((merge and self._is_adapted) or is_other) and self._derive()
 
-    def refresh_members(self) -> bool:
-        """As `refresh`, for tensors and modules that were exchanged only: it does not look at their memory."""
-        return self._changes.has_other_members() and self._derive()
-
     def require_memory(self) -> None:
         """Raises ValueError if a tensor is on the meta device."""
         for name, view in self.views.items():
@@ -381,6 +444,8 @@ class LiveCheckpoint:
             if self._on_adapters == "refuse":
                 adapters.require_none(module)
             module = self._merging.merged(module)
+        if self._on_adapters is not None:
+            require_uncomputed(module)
         specs, views = checkpoint_tensors(
             module, buffers=self._buffers, names=self._names, blocks=blocks if self._sharded else None
         )
@@ -488,15 +553,16 @@ class TensorChangeDetector:
             if with_buffers:
                 registers.append(part._buffers)
         self._members = ModuleMembers(registers)
-        tensors = (value for value in self._members.values if isinstance(value, torch.Tensor))
-        self._tensors = list(map(sharding.local_tensor, tensors))
-        self._places, self._dtypes = TensorPlaces(self._tensors), list(map(_dtype_of, self._tensors))
+        tensors = [value for value in self._members.values if isinstance(value, torch.Tensor)]
+        locals_ = list(map(sharding.local_tensor, tensors))
+        self._sharded = [(tensor, local) for tensor, local in zip(tensors, locals_, strict=True) if local is not tensor]
+        self._places = TensorPlaces(locals_)
 
     def has_changed(self) -> bool:
         return (
             self.has_other_members()
+            or any(sharding.local_tensor(tensor) is not local for tensor, local in self._sharded)
             or not self._places.are_same()
-            or list(map(_dtype_of, self._tensors)) != self._dtypes
         )
 
     def has_other_members(self) -> bool:

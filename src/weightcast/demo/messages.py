@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from weightcast.trainer.report import PublishReport
+from weightcast.errors import PublishReport
 
 TRANSPORTS = {"ipc": "ipc://", "gloo": "gloo://127.0.0.1:0"}
 """The choices of --transport -> the URL that the publisher gets."""

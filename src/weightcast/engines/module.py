@@ -44,6 +44,7 @@ class ModuleEngine:
         self._model = model
         self._cast = cast
         self._live = _LiveModule(LiveCheckpoint(model, buffers=buffers, names=names))
+        self._install_map = _ModuleMap(self._live)
         if hooks := state_dict_hooks(model, loading=True):
             logger.warning(
                 "weights are copied into what the module holds: these are not called, which may do more when a state "
@@ -65,10 +66,12 @@ class ModuleEngine:
 
     @property
     def install_map(self) -> InstallMap:
-        return self._live
+        return self._install_map
 
     def specs(self) -> Sequence[TensorSpec]:
-        self._live.expect_update()
+        self._live.look()
+        if self._install_map.specs is not self._live.specs:
+            self._install_map = _ModuleMap(self._live)
         return self._live.specs
 
     def can_cast(self, offered: str, held: str) -> bool:
@@ -79,7 +82,8 @@ class ModuleEngine:
         """Copy into the module; on a GPU the copies are only queued on this thread's stream, and over at `commit`.
 
         Raises IncompatibleWeightsError, before anything is written, for unknown names, other shapes or dtypes, or
-        different tensors for names that are tied; InstallError (torn) if a copy fails.
+        different tensors for names that are tied; InstallError (torn) if a copy fails, or if what an earlier call of
+        this update has written to is no longer the module's memory.
         """
         names: list[str] = []
         sources: list[torch.Tensor] = []
@@ -89,12 +93,13 @@ class ModuleEngine:
             sources.append(tensor)
         if not names:
             return
-        self._live.bind()
+        self._live.look()
         numbers = self._live.numbers(names)
         unique = set(numbers)
         if len(unique) != len(numbers):
             numbers, sources = _once(names, numbers, sources)
         self._check(numbers, sources)
+        self._require_in_place()
         with self._copying():
             host_copy.copy_all([self._live.views[number] for number in numbers], sources)
         self._loaded.update(self._live.specs[number].name for number in unique)
@@ -111,6 +116,7 @@ class ModuleEngine:
         self.load(tensors)
         with self._copying():
             copy()
+        self._require_in_place()
         if is_last:
             self._mapped = mapped
 
@@ -118,11 +124,11 @@ class ModuleEngine:
         """Every tensor has been loaded since the last commit or discard: `version` is served.
 
         Raises IncompleteUpdateError, naming what was not loaded; InstallError (torn) if the module's tensors were
-        exchanged during the update, so that what was written is no longer in use. (`param.data = ...` during an update
-        is found by the next one.)
+        replaced during the update (`param.data = ...`, other parameters, other modules), so that what was written is
+        no longer in use.
         """
-        if self._live.were_exchanged():
-            raise InstallError("the module's tensors were replaced during the update: publish again", torn=True)
+        self._live.look()
+        self._require_in_place()
         specs = self._live.specs
         if len(self._mapped) < len(specs):
             missing = [repr(s.name) for s in specs if s.name not in self._loaded and s.name not in self._mapped]
@@ -136,7 +142,7 @@ class ModuleEngine:
         self.version = version
 
     def discard(self) -> None:
-        self._live.end_update()
+        self._written: object = None
         self._loaded = set[str]()
         self._mapped = ()
 
@@ -145,14 +151,14 @@ class ModuleEngine:
 
         Takes `snapshot_bytes` of host memory. The restorer raises InstallError (torn) if the module has other tensors.
         """
-        self._live.refresh()
+        self._live.look()
         specs = self._live.specs
         with torch.inference_mode():
             copies = [torch.empty(view.shape, dtype=view.dtype) for view in self._live.views]
             host_copy.copy_all(copies, self._live.views)
 
         def restore() -> None:
-            self._live.refresh()
+            self._live.look()
             if self._live.specs != specs:
                 raise InstallError("the module's tensors changed their form, the undo copy no longer fits", torn=True)
             with self._copying():
@@ -164,8 +170,15 @@ class ModuleEngine:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every record's name with the live memory, in the order of `specs`."""
-        self._live.refresh()
+        self._live.look()
         yield from self._live.live.items()
+
+    def _require_in_place(self) -> None:
+        """Raises InstallError unless the tensors of the last look are those that this update has written to so far."""
+        if self._written is None:
+            self._written = self._live.live
+        elif self._written is not self._live.live:
+            raise InstallError("the module's tensors were replaced during the update: publish again", torn=True)
 
     def _check(self, numbers: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
         specs, shapes, dtypes = self._live.specs, self._live.shapes, self._live.dtypes
@@ -189,7 +202,7 @@ class ModuleEngine:
             # Not no_grad: parameters that were made in inference mode can be written only there.
             with torch.inference_mode():
                 yield
-        except RuntimeError as exc:
+        except (RuntimeError, ValueError) as exc:
             raise InstallError(f"copying into the module failed: {exc}", torn=True) from thrown(exc)
 
     def _finish_copies(self) -> None:
@@ -202,16 +215,14 @@ _shape_of = operator.attrgetter("shape")
 _dtype_of = operator.attrgetter("dtype")
 
 
-class _LiveModule(InstallMap):
-    """The module's tensors by name and by number.
+class _LiveModule:
+    """The module's tensors by name and by number, as the last look has found them.
 
-    A look at every tensor costs about as much as the copies of small ones: in an update there is one before it writes,
-    by whichever call comes first, and one at members that were exchanged at its end.
+    `live` is another object once a look has found tensors elsewhere, and `specs` once it has found others.
     """
 
     def __init__(self, checkpoint: LiveCheckpoint) -> None:
         self._checkpoint = checkpoint
-        self._is_fresh = self._is_updating = self._is_replaced = False
         self._index()
 
     @property
@@ -222,33 +233,12 @@ class _LiveModule(InstallMap):
     def live(self) -> Mapping[str, torch.Tensor]:
         return self._checkpoint.views
 
-    def bind(self) -> bool:
-        """An update begins to write, or goes on with it."""
-        self.look()
-        self._is_updating = True
-        return True
-
-    def expect_update(self) -> None:
-        """Look at every tensor; the update that begins next does not look again."""
-        if not self._is_updating:
-            self.refresh()
-            self._is_fresh = True
-
     def look(self) -> None:
-        """Look at every tensor, unless this update has."""
-        if not (self._is_updating or self._is_fresh):
-            self.refresh()
-
-    def refresh(self) -> None:
-        self._note(self._checkpoint.refresh())
-
-    def were_exchanged(self) -> bool:
-        """Whether the module got other tensors since the update began."""
-        self._note(self._checkpoint.refresh_members())
-        return self._is_replaced
-
-    def end_update(self) -> None:
-        self._is_fresh = self._is_updating = self._is_replaced = False
+        """Look at every tensor. Raises ValueError for what can't be written to."""
+        self._checkpoint.refresh()
+        # What can't be written to is looked at again each time, not left at the former tensors.
+        if self._indexed is not self.live:
+            self._index()
 
     def numbers(self, names: Sequence[str]) -> list[int]:
         """Raises IncompatibleWeightsError, naming every name that the module does not have."""
@@ -257,13 +247,6 @@ class _LiveModule(InstallMap):
         except KeyError as exc:
             problems = [f"unknown tensor {name!r}" for name in names if name not in self._by_name]
             raise IncompatibleWeightsError(listed(problems), problems) from exc
-
-    def _note(self, has_changed: bool) -> None:
-        if has_changed:
-            self._is_replaced = self._is_updating
-        # What can't be written to is looked at again each time, not left at the former tensors.
-        if self._indexed is not self.live:
-            self._index()
 
     def _index(self) -> None:
         self._checkpoint.require_memory()
@@ -274,6 +257,21 @@ class _LiveModule(InstallMap):
         self.dtypes = [view.dtype for view in self.views]
         self.devices = list(dict.fromkeys(view.device for view in self.views))
         self._by_name = {name: number for number, spec in enumerate(self.specs) for name in spec.names}
+
+
+class _ModuleMap(InstallMap):
+    """Of offers that were checked against the module's present specs."""
+
+    def __init__(self, module: _LiveModule) -> None:
+        self._module, self.specs = module, module.specs
+
+    @property
+    def live(self) -> Mapping[str, torch.Tensor]:
+        return self._module.live
+
+    def bind(self) -> bool:
+        self._module.look()
+        return self._module.specs == self.specs
 
 
 def _once(

@@ -80,6 +80,7 @@ _TYPES = (torch.Tensor, torch.nn.Parameter)
 _address = torch.Tensor.data_ptr
 _num_bytes = operator.attrgetter("nbytes")
 _itemsize = operator.attrgetter("itemsize")
+_dtype_of = operator.attrgetter("dtype")
 _LOOKS = (_address, torch.Tensor.numel, torch.Tensor.stride)
 _is_cpu = operator.attrgetter("is_cpu")
 _assign: Any = operator.setitem
@@ -91,7 +92,7 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class TensorPlaces:
-    """Where tensors lie in memory and in which form, for finding out whether that is still so. The tensors are kept.
+    """Where tensors lie in memory, in which form and dtype, for finding out whether that is still so. They are kept.
 
     torch tells it of one tensor at a time, which for many small ones takes as long as their copies. It stands in the
     C++ objects of the tensors, which are read here for all of them at once. Where in these it is was found by looking
@@ -126,16 +127,16 @@ class TensorPlaces:
             ):
                 self._reads.append((read, places, read(places)))
         self._others = list(itertools.compress(tensors, ~is_read))
-        self._looks = self._look_at_others()
+        self._looks = self._look()
 
     def are_same(self) -> bool:
-        """Whether each has the memory, sizes and strides that it had."""
+        """Whether each has the memory, sizes, strides and dtype that it had."""
         are_as_found = (np.array_equal(read(places), found) for read, places, found in self._reads)
-        return all(are_as_found) and self._look_at_others() == self._looks
+        return all(are_as_found) and self._look() == self._looks
 
-    def _look_at_others(self) -> list[list[Any]]:
+    def _look(self) -> list[list[Any]]:
         with torch._C.DisableTorchFunctionSubclass():
-            return [list(map(look, self._others)) for look in _LOOKS]
+            return [list(map(_dtype_of, self._tensors)), *(list(map(look, self._others)) for look in _LOOKS)]
 
 
 class _ObjectLayout(NamedTuple):
@@ -235,17 +236,18 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 class PreparedCopies:
     """`copy_all` of the same tensors, as often as wanted: what each pair needs is found out once.
 
-    The tensors are kept; they must keep their form, and the sources their memory.
+    The tensors are kept. Before another `run`, `are_in_place` says whether it is the same copies still.
     """
 
     def __init__(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, runs_once: bool = False
     ) -> None:
         self._tensors = targets, sources
-        self._places = None if runs_once else TensorPlaces(targets)
-        addresses = list(map(_address, targets)) if self._places is None else self._places.addresses
-        if 0 in addresses and any(t.nbytes for t in targets if not t.data_ptr()):
-            raise RuntimeError("the memory that is to be written was freed: its tensor has none")
+        tensors = [*targets, *sources]
+        self._places = None if runs_once else TensorPlaces(tensors)
+        addresses = list(map(_address, tensors)) if self._places is None else self._places.addresses
+        if 0 in addresses and any(t.nbytes for t in tensors if not t.data_ptr()):
+            raise RuntimeError("the memory that is to be copied from or to was freed: its tensor has none")
         self._jobs: list[Job] = []
         self._num_bytes = 0
         """Of copies within host memory, which threads share."""
@@ -283,7 +285,7 @@ class PreparedCopies:
         self._jobs = [*_pieces(moves), *batches(other_targets, other_sources)]
 
     def are_in_place(self) -> bool:
-        """Whether the targets have the memory that they had: to copy to where another's may be by now ends badly."""
+        """Whether all have the memory that they had: to copy to or from where another's may be by now ends badly."""
         return self._places is not None and self._places.are_same()
 
     def run(self) -> None:

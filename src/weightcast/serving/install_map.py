@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -170,6 +169,9 @@ class RecordedMap(InstallMap):
         """The model's modules, and what those have that hold the live tensors."""
         self._places = TensorPlaces([])
         """Of the live tensors."""
+        self._is_looked_up = False
+        self.revision = 0
+        """Grows when `bind` finds that a tensor lies elsewhere to which an install by this map copies."""
         self._blocks: dict[tuple[str, Region | None], list[torch.Tensor]] = {}
         self._shapes = {spec.name: spec.shape for spec in catalog}
         self._regions: dict[str, list[tuple[Region, tuple[int, ...]]]] = {}
@@ -233,7 +235,7 @@ class RecordedMap(InstallMap):
         if self.is_stale:
             return False
         # An engine may put other memory behind a parameter.
-        if self._live and not self._members.have_changed() and self._places.are_same():
+        if self._is_looked_up and not self._members.have_changed() and self._places.are_same():
             return True
         modules = dict(self._model.named_modules())
         registers = [module._modules for module in modules.values()]
@@ -251,9 +253,19 @@ class RecordedMap(InstallMap):
                 self._live, self.is_stale = {}, True
                 return False
             live[name] = tensor
-        self._members = ModuleMembers(registers)
-        if not (self._live and all(map(operator.is_, live.values(), self._live.values())) and self._places.are_same()):
-            self._live, self._blocks, self._places = live, {}, TensorPlaces(list(live.values()))
+        self._members, self._is_looked_up = ModuleMembers(registers), True
+        former = {
+            name: (tensor, at) for (name, tensor), at in zip(self._live.items(), self._places.addresses, strict=True)
+        }
+        places = TensorPlaces(list(live.values()))
+        moved = set[str]()
+        for (name, tensor), address in zip(live.items(), places.addresses, strict=True):
+            found = former.get(name)
+            if found is None or found[0] is not tensor or found[1] != address:
+                moved.add(name)
+        if moved or len(live) != len(former):
+            self.revision += any(copy.target in moved for name in self._proven for copy in self._copies[name])
+            self._live, self._blocks, self._places = live, {}, places
         return True
 
     def digests(self, name: str, sources: Sequence[torch.Tensor]) -> list[str]:
@@ -346,7 +358,7 @@ class RecordedMap(InstallMap):
                     self._opaque[other] = f"{module} is also filled from {name!r}, which stays with the loader"
                     pending.append(other)
         mapped = (copy for name, copies in self._copies.items() if name not in self._opaque for copy in copies)
-        self._live = {}  # to be looked up again
+        self._is_looked_up = False
         self.num_proofs += 1
         self._mapped_targets = {copy.target: self._targets[copy.target] for copy in mapped}
 

@@ -126,7 +126,10 @@ class Update:
             yield
         except BaseException as exc:
             # A copy without its traceback, whose frames would keep views of the transport's memory alive.
-            self.abort(detached(exc) if isinstance(exc, Exception) else UpdateAbortedError(repr(exc)))
+            error = detached(exc) if isinstance(exc, Exception) else UpdateAbortedError(repr(exc))
+            self.abort(error)
+            if isinstance(exc, InstallError) and isinstance(error, InstallError):
+                exc.torn = error.torn
             raise
 
     def open(self) -> None:
@@ -267,12 +270,13 @@ class Update:
                 except BaseException as exc:
                     # No error that is raised is kept: its frames would keep views of the transport's memory alive.
                     message = f"installing version {self.version.number} failed: {exc}"
-                    self.error, self.state = InstallError(message, torn=True), State.ABORTED
-                    is_torn = not self._go_back(message)
+                    self.error = error = InstallError(message, torn=True)
+                    self.state = State.ABORTED
+                    error.torn = not self._go_back(message)
                     self._release()
                     if not isinstance(exc, Exception):
                         raise
-                    raise InstallError(message, torn=is_torn) from exc
+                    raise InstallError(message, torn=error.torn) from exc
                 self._gate.set_version(self.version)
                 self.state = State.INSTALLED
                 seconds = time.perf_counter() - start
@@ -282,11 +286,11 @@ class Update:
     def settle(self, *, keep: bool) -> None:
         """After an install that others took part in: keep the version, or go back to the one before.
 
-        Going back needs an undo copy; without one the engine is torn. Idempotent: only the first call counts.
+        Going back needs an undo copy; without one the engine is torn. Idempotent: only the first call that returns
+        counts. Raises PeerTimeoutError, with nothing done, if a step does not end by the deadline: call it again.
         """
         with self._writing:
             if self.state is State.INSTALLED and self._settles:
-                self._settles = False
                 if not keep:
                     with self._gate.exclusive(deadline_seconds=self._deadline_seconds):
                         reason = f"version {self.version.number} was taken back: it was not installed everywhere"
@@ -297,6 +301,7 @@ class Update:
                             self._gate.set_version(version)
                             if torn:
                                 self._gate.tear(torn)
+                self._settles = False
             self._restore = None
 
     def describe(self, install_seconds: float) -> str:
@@ -326,7 +331,9 @@ class Update:
                 # First, since going back waits for the device: a broadcast that runs there ends with its group only.
                 self._receiver.end()
             finally:
-                self._go_back(f"version {self.version.number} was given up half-way: {error}")
+                is_whole = self._go_back(f"version {self.version.number} was given up half-way: {error}")
+                if isinstance(error, InstallError):
+                    error.torn = not is_whole
                 # Before another call that aborts it can return: the publisher resumes the engine then.
                 self._release()
         return True

@@ -250,13 +250,14 @@ class Worker:
     def settle(self, version: WeightVersion, *, keep: bool) -> None:
         """What became of a version elsewhere: keep it, or go back to the one before. Needs `settles`.
 
-        Idempotent: only the first call for a version counts, and a next offer keeps it. Going back without an undo copy
-        tears the engine. An engine that did not install the version has nothing to go back from.
+        Idempotent: only the first call for a version that returns counts, and a next offer keeps it. Going back without
+        an undo copy tears the engine. An engine that did not install the version has nothing to go back from. Raises
+        PeerTimeoutError, with nothing done, if a step does not end by the deadline: call it again.
         """
         update = self._unsettled
         if update is not None and update.version == version:
-            self._unsettled = None
             update.settle(keep=keep)
+            self._unsettled = None
 
     @property
     def unsettled(self) -> WeightVersion | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 import torch.distributed as dist
@@ -36,6 +36,15 @@ def require_source(source: object) -> None:
     elif isinstance(source, (str, os.PathLike)):
         remedy = "pass SafetensorsSource(directory) for a checkpoint, or StoreSource('file:///directory') for a store"
     raise TypeError(f"source is {shown(source)}, not a source of weights: {remedy}")
+
+
+def require_tensors(specs: Sized) -> None:
+    """Raises ValueError if a source has no tensors: what is kept of it would be read later as if it were a model."""
+    if not len(specs):
+        raise ValueError(
+            "the source has no tensors: pass the weights themselves (a state dict that FSDP gathers is empty on all "
+            "ranks but the first: publish there, with trainer_group=None, or ModuleSource(model) on every rank)"
+        )
 
 
 def require_engines(engines: object) -> None:

@@ -17,6 +17,7 @@ from weightcast.errors import IncompatibleWeightsError
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.closing import on_failure
 from weightcast.seams.source import Source
+from weightcast.trainer.arguments import require_tensors
 from weightcast.trainer.packer import joined, tiling
 
 
@@ -27,8 +28,8 @@ def export(
 
     `config_from`: a model's directory, whose configuration and tokenizer are copied as they are. The directory appears
     complete or not at all. Raises FileExistsError if it is there, FileNotFoundError if `config_from` has no
-    config.json, ValueError if a tensor is not whole on this rank, UnsupportedError for a dtype that the format does not
-    have. Memory: what is held in several regions, or cast, of one shard at a time.
+    config.json, ValueError if a tensor is not whole on this rank or there is none, UnsupportedError for a dtype that
+    the format does not have. Memory: what is held in several regions, or cast, of one shard at a time.
     """
     if directory.exists():
         raise FileExistsError(f"{directory} is there already: name another directory, or remove it first")
@@ -44,6 +45,7 @@ def export(
 
 
 def _write(source: Source, directory: Path, max_shard_bytes: int) -> list[str]:
+    require_tensors(source.specs())
     try:
         held = tiling(source.specs(), source.regions())
     except IncompatibleWeightsError as exc:

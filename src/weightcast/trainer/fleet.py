@@ -20,6 +20,7 @@ from weightcast.errors import (
     ClosedError,
     ControlError,
     EngineBusyError,
+    EngineResult,
     EngineTornError,
     IntegrityError,
     PeerDiedError,
@@ -46,7 +47,6 @@ from weightcast.format.messages import (
 from weightcast.links.link import Link, LinkListener
 from weightcast.links.watchdog import Watchdog
 from weightcast.seams.client import ClientSender, EngineClient, ServesTraffic, TwoPhaseInstall
-from weightcast.trainer.report import EngineResult
 
 _MAX_PARALLEL = 64
 

@@ -26,6 +26,8 @@ from weightcast.errors import (
     PeerDiedError,
     PeerError,
     PeersLostError,
+    PublishReport,
+    StageSeconds,
     UnsupportedError,
     UpdateAbortedError,
 )
@@ -51,7 +53,6 @@ from weightcast.seams.transport import Origins, Sender
 from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import Fill, PackPlan, pack
-from weightcast.trainer.report import PublishReport, StageSeconds
 from weightcast.trainer.sent_digests import SentDigests
 from weightcast.trainer.stream_packer import StreamPacker
 

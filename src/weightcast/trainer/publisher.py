@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from weightcast import registry
 from weightcast.engines.gate import require_no_step
-from weightcast.errors import ClosedError, clear_frames
+from weightcast.errors import ClosedError, PublishReport, clear_frames, publish_error
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import ITEMSIZE_BYTES, MAX_ORIGINS, MAX_VERSION, DigestKind, TensorSpec
 from weightcast.format.plan import fitting_bucket_size, largest_bucket_size, plan
@@ -40,7 +40,6 @@ from weightcast.trainer.fleet import Fleet, FleetMember
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import PackPlan
 from weightcast.trainer.publish_run import Connections, OnProgress, PublishedVersion, PublishInputs, PublishRun
-from weightcast.trainer.report import PublishReport, publish_error
 from weightcast.trainer.stream_packer import StreamPacker
 
 if TYPE_CHECKING:
@@ -263,12 +262,12 @@ class Publisher(ClosedOnExit):
         of the publishing rank. An error that another rank brought names that rank.
 
         Raises PublishError if an engine did not take it, whose `failures` and `report` say which and why (with
-        `on_failure="report"` the report is returned instead); ValueError for a version that does not grow, or where
-        there is no engine and the transport keeps nothing for later; IncompatibleWeightsError if the source's tensors
-        are not what its specs say, or not the same on all ranks; InsufficientMemoryError if the transport's arena does
-        not fit; UpdateAbortedError if the source streams its tensors and a bucket is needed again, for the engines that
-        remain when one was lost on the way; PeerError if a trainer rank dies, stalls or does not publish. After any of
-        these the next publish goes to every engine again.
+        `on_failure="report"` the report is returned instead); ValueError for a version that does not grow, where there
+        is no engine and the transport keeps nothing for later, and where a store would keep a version without tensors;
+        IncompatibleWeightsError if the source's tensors are not what its specs say, or not the same on all ranks;
+        InsufficientMemoryError if the transport's arena does not fit; UpdateAbortedError if the source streams its
+        tensors and a bucket is needed again, for the engines that remain when one was lost on the way; PeerError if a
+        trainer rank dies, stalls or does not publish. After any of these the next publish goes to every engine again.
         """
         self._require_here()  # first: the lock may be one that a thread of the other process holds
         with self._lock:
@@ -486,6 +485,8 @@ class Publisher(ClosedOnExit):
         specs = source.specs()
         if self._pack_plan is None or self._pack_plan.specs is not specs:
             _require_specs(specs)
+            if self._transport.keeps_versions:
+                arguments.require_tensors(specs)
             size, install = self._options.bucket_size_bytes, self._options.install
             if size is None:
                 sizes, is_alone = self._transport.default_bucket_size_bytes, self._group is None

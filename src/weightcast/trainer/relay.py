@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import torch
 
+from weightcast.errors import EngineResult, PublishReport, publish_error
 from weightcast.format.geometry import whole
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.host.closing import on_failure
@@ -16,7 +17,6 @@ from weightcast.seams.client import EngineClient
 from weightcast.seams.source import Regions
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
-from weightcast.trainer.report import EngineResult, PublishReport, publish_error
 
 
 class RelayedTensors:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from weightcast.errors import PublishReport
 from weightcast.sources.store import StoreSource
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
-from weightcast.trainer.report import PublishReport
 
 
 def rollback(url: str, *, version: int | None = None, deadline_seconds: float = 60.0) -> PublishReport:

@@ -7,6 +7,7 @@ import mmap
 
 import torch
 
+from weightcast.errors import InsufficientMemoryError
 from weightcast.format.bucket import ArenaLayout, BucketBuffer, Buffers
 from weightcast.host import device as host_device
 from weightcast.host import memory as host_memory
@@ -21,7 +22,12 @@ def allocate(size_bytes: int, device: torch.device, what: str, remedy: str = hos
     if device.type != "cpu":
         return host_device.empty(size_bytes, device, what, remedy)
     host_memory.require(size_bytes, what, remedy)
-    mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as exc:
+        raise InsufficientMemoryError(
+            f"{what} needs {size_bytes} bytes, which could not be had ({exc}): {remedy}"
+        ) from exc
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8)

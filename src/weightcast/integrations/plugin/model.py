@@ -30,6 +30,7 @@ Agree: TypeAlias = Callable[[BaseException | None], None]
 """Called once per step on every rank with its own error or None; raises on every rank if any had one."""
 
 Tensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
+_REPLACED = "the model's parameters were replaced during the update: publish again"
 
 
 def alone(error: BaseException | None) -> None:
@@ -75,6 +76,8 @@ class LoaderEngine(abc.ABC):
         """Names that other names of the same offer are tied to."""
         self._load: _Load | None = None
         self._missing: list[str] | None = None
+        self._copied_at: int | None = None
+        """The revision of the install map whose places this update has copied to."""
 
     @abc.abstractmethod
     def _begin_load(self, calls: Mapping[str, int]) -> None:
@@ -161,6 +164,10 @@ class LoaderEngine(abc.ABC):
                 if first is not None:
                     self._load_some(itertools.chain([first], handed))
                 copy()
+                if mapped:
+                    if self._copied_at not in (None, accepted.install_map.revision):
+                        raise InstallError(_REPLACED, torn=True)
+                    self._copied_at = accepted.install_map.revision
                 if is_last:
                     self._missing = [*sorted(load.due.difference(mapped)), *self._finish_load()]
                     self._load = None
@@ -194,7 +201,10 @@ class LoaderEngine(abc.ABC):
             self._end_load()
 
     def commit(self, version: WeightVersion) -> None:
-        """Raises IncompleteUpdateError, naming the tensors that did not come and the layers that were not filled."""
+        """Raises IncompleteUpdateError, naming the tensors that did not come and the layers that were not filled.
+
+        InstallError (torn) if parameters that were copied to were replaced meanwhile (`param.data = ...` too).
+        """
         with self._agreed():
             if self._missing is None:
                 raise IncompleteUpdateError(f"version {version.number} was not loaded")
@@ -202,13 +212,16 @@ class LoaderEngine(abc.ABC):
                 raise IncompleteUpdateError(
                     f"version {version.number} was not loaded whole, missing: {listed(self._missing, most=20)}"
                 )
+            found = self.install_map
+            if self._copied_at is not None and not (found and found.bind() and found.revision == self._copied_at):
+                raise InstallError(_REPLACED, torn=True)
             self._drop_caches()
             self.discard()
 
     def discard(self) -> None:
         """Forget what `load` noted; a load that is under way ends, with the weights of no version."""
         self._give_up()
-        self._missing = None
+        self._missing = self._copied_at = None
 
     def snapshot(self) -> Callable[[], None]:
         """Copy this rank's weights to host memory; what it returns puts them back, wherever a `load` has failed.

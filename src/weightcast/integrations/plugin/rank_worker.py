@@ -219,6 +219,9 @@ class RankWorker:
         """Keep an installed version, or go back to the former one; all ranks are torn if one can't."""
         with Attempt() as own:
             self._worker.settle(version, keep=keep)
+        if own.error is not None and not keep:
+            reason = f"version {version.number} could not be taken back: {own.error.message}"
+            self._gate.tear(f"{reason}; publish a complete update to heal this engine")
         error = self._last_round(own.error)
         if not keep:
             torn, what = self._gate.torn, f"version {version.number} was taken back: it was not installed everywhere"

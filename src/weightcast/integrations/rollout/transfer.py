@@ -17,7 +17,7 @@ import torch
 
 from weightcast import registry
 from weightcast.control.server.app import EngineServer
-from weightcast.errors import InstallError, PublishError, detached
+from weightcast.errors import InstallError, PublishError, PublishReport, detached
 from weightcast.format.messages import InstallMode
 from weightcast.format.plan import fitting_bucket_size
 from weightcast.host.closing import on_failure
@@ -28,7 +28,6 @@ from weightcast.integrations.rollout.workers import RolloutWorkers
 from weightcast.sources.stream import IteratorSource
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
-from weightcast.trainer.report import PublishReport
 
 DEADLINE_SECONDS = 300.0
 _LEASE_SECONDS = 30.0

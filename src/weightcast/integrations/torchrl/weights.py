@@ -17,12 +17,12 @@ from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from weightcast.checkpoint.adapters import Merging, has_adapters, require_merged
-from weightcast.checkpoint.live import memory_key, require_here
+from weightcast.checkpoint.live import memory_key, require_here, require_uncomputed, saved_besides
+from weightcast.errors import listed
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.sources.tensors import TensorSource
 
-_LOOKS = (torch.Tensor.data_ptr, torch.Tensor.numel, torch.Tensor.is_contiguous)
-_GEOMETRY = (operator.attrgetter("shape"), operator.attrgetter("dtype"), torch.Tensor.stride)
+_LOOKS = (torch.Tensor.data_ptr, operator.attrgetter("shape"), operator.attrgetter("dtype"), torch.Tensor.stride)
 _EXTRA_STATES = ("_extra_state", "__extra_state__")
 """What a module's extra state is called in a state dict, and in a TensorDict."""
 
@@ -77,6 +77,13 @@ def _collect(weights: Any, prefix: str, found: dict[str, torch.Tensor]) -> None:
 
 
 def _of_module(strategy: WeightStrategy, module: nn.Module) -> dict[str, torch.Tensor]:
+    require_uncomputed(module)
+    packed = [name for name in saved_besides(module) if not name.endswith("_extra_state")]
+    if packed:
+        raise ValueError(
+            f"{listed(packed)}: the module's state dict has these beside its parameters and buffers (packed or "
+            "quantised weights), and they would be left out: send those of a module that holds plain parameters"
+        )
     if hasattr(module, "merge_and_unload"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that it is experimental: the user has not asked for it
@@ -110,7 +117,6 @@ class WeightsSource(TensorSource):
         self._names: list[str] = []
         self._given: list[torch.Tensor] = []
         self._looks: list[list[Any]] = []
-        self._geometry: list[list[Any]] = []
 
     def use(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Publish these from now on; what was derived before is kept if they are the same memory.
@@ -118,7 +124,9 @@ class WeightsSource(TensorSource):
         Raises ValueError for one that can't travel. A DTensor is gathered: a collective call of all its ranks.
         """
         names, given = list(tensors), list(tensors.values())
-        if names == self._names and self._are_same(given):
+        looks = _looked(given)
+        # The same memory, since those before are alive, and read in the same way. What is gathered has no looks.
+        if looks and (names, looks) == (self._names, self._looks):
             self._given = given
             return
         plain = {name: _plain(name, tensor) for name, tensor in tensors.items()}
@@ -127,22 +135,13 @@ class WeightsSource(TensorSource):
             groups.setdefault(memory_key(tensor), []).append(name)
         self._aliases = {name: aliases for name, *aliases in groups.values()}
         self.replace({name: plain[name] for name in self._aliases})
-        self._names, self._given = names, given
-        self._looks, self._geometry = _looked(given, _LOOKS), _looked(given, _GEOMETRY)
-
-    def _are_same(self, given: list[torch.Tensor]) -> bool:
-        """Whether these have the memory of those before, which are alive, and are read in the same way."""
-        if not self._looks or _looked(given, _LOOKS) != self._looks:
-            return False
-        # What is not contiguous may be another view of its memory by now, in the same tensor object.
-        is_plain = all(self._looks[-1]) and all(map(operator.is_, given, self._given))
-        return is_plain or _looked(given, _GEOMETRY) == self._geometry
+        self._names, self._given, self._looks = names, given, looks
 
 
-def _looked(tensors: Sequence[torch.Tensor], looks: Sequence[Any]) -> list[list[Any]]:
+def _looked(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
     if any(hasattr(kind, "full_tensor") for kind in set(map(type, tensors))):
         return []  # these are gathered each time
-    return [list(map(look, tensors)) for look in looks]
+    return [list(map(look, tensors)) for look in _LOOKS]
 
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:

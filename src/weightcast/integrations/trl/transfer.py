@@ -10,20 +10,19 @@ import functools
 import inspect
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import trl
 
 from weightcast.checkpoint.live import memory_key
-from weightcast.errors import PublishError, warn_if_untested
+from weightcast.errors import PublishError, PublishReport, warn_if_untested
 from weightcast.host.deadline import number_of_seconds
 from weightcast.seams.client import EngineClient
 from weightcast.sources.tensors import TensorSource
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
-from weightcast.trainer.report import PublishReport
 
 logger = logging.getLogger(__name__)
 
@@ -110,16 +109,17 @@ class WeightcastTransfer:
             self._publisher = self._open()
         try:
             wait_ready_seconds = 0.0 if self._has_updated else self._wait_ready_seconds
-            report = self._publisher.publish(wait_ready_seconds=wait_ready_seconds)
+            report: PublishReport | None = self._publisher.publish(wait_ready_seconds=wait_ready_seconds)
         except PublishError as error:
             if not (self._skips and self._has_updated):
                 if self._skips:
                     error.add_note("on_failure='skip' holds after every engine has taken a first update")
                 raise
             logger.warning("training goes on: %s", error)
-            report = cast(PublishReport, error.report)
+            report = error.report
         self.report, self._has_updated = report, True
-        _note(report, metrics)
+        if report is not None and metrics is not None:
+            _note(report, metrics)
 
     def _held(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """The tensors; where they can be the same objects as before, they are: a publisher then keeps its plans.
@@ -158,10 +158,8 @@ def _metrics(iterator: Iterator[Any]) -> dict[str, list[Any]] | None:
     return metrics
 
 
-def _note(report: PublishReport, metrics: dict[str, list[Any]] | None) -> None:
+def _note(report: PublishReport, metrics: dict[str, list[Any]]) -> None:
     """Add the update to the trainer's next log. TRL reduces values by the key's last word; a pair is a rate."""
-    if metrics is None:
-        return
     seconds, num_failed = report.seconds, sum(not result.ok for result in report.engines.values())
     values = {
         "version_max": float(report.version),

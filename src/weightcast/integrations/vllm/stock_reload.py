@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from weightcast import registry
+from weightcast.checkpoint.files import SINGLE_FILE, write_tensors
 from weightcast.checkpoint.live import CASTABLE
 from weightcast.control.client import HttpRoutes
 from weightcast.errors import (
@@ -42,7 +43,6 @@ from weightcast.integrations.vllm.plugin import OPTION
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import EngineClient, ServesTraffic
 from weightcast.serving.load_plan import require_fit
-from weightcast.sources.tensors import TensorSource
 from weightcast.store.address import StoreAddress
 from weightcast.trainer.export import export
 
@@ -246,7 +246,8 @@ def _hold(url: str, version: WeightVersion) -> Path:
             except VersionNotFoundError as exc:
                 raise StaleVersionError(f"{exc}: another publisher writes it; give each a store of its own") from exc
             with on_failure(lambda: shutil.rmtree(folder, ignore_errors=True)):
-                export(TensorSource(), _empty(path))
+                _empty(path).mkdir(parents=True)
+                write_tensors(_empty(path) / SINGLE_FILE, {})
                 export(source, path)
         _num_users[path] = _num_users.get(path, 0) + 1
     return path

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import vllm
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
-from weightcast.errors import warn_if_untested
+from weightcast.errors import PublishReport, warn_if_untested
 from weightcast.format.bucket import DTYPE_NAMES
 from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import TensorSpec
@@ -27,7 +27,6 @@ from weightcast.seams.source import Held, Regions
 from weightcast.sources.stream import IteratorSource
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.publisher import Publisher
-from weightcast.trainer.report import PublishReport
 
 logger = logging.getLogger(__name__)
 

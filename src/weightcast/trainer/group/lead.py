@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from weightcast.engines.gate import require_no_step
+from weightcast.errors import PublishReport
 from weightcast.format.bucket import Layout
 from weightcast.format.manifest import decode
 from weightcast.host.closing import Closeable
@@ -21,7 +22,6 @@ from weightcast.trainer.group.gather import mapped_again
 from weightcast.trainer.group.origins import Opening, OriginsSender, Question
 from weightcast.trainer.group.shares import Settings, Shares
 from weightcast.trainer.publish_run import PublishInputs, PublishRun
-from weightcast.trainer.report import PublishReport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
