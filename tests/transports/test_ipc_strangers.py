@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -175,3 +177,41 @@ def test_releases_of_other_updates_and_buckets_free_nothing(ipc_ends: Ends, sock
         rogue.send(encode(record))
     send(sender, manifest, 7, 2)
     assert "released nothing" in str(sender.failures["rogue"])
+
+
+_OUT_OF_DESCRIPTORS = """
+import os, resource, socket, sys
+from weightcast.testing.transport_kit import RUN, PATIENCE_SECONDS
+from weightcast.transports.ipc.channel import Listener
+from weightcast.transports.ipc.receiver import IpcReceiver
+import weightcast.transports.ipc.channel as module
+
+class FailedOnce(module.AcceptLog):
+    def failed(self, error):
+        super().failed(error)
+        os.write(writer, b"f")
+
+reader, writer = os.pipe()
+module.AcceptLog = FailedOnce
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+listener = Listener(RUN)
+client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno() + 1, hard))
+client.connect("\\0" + listener.address.removeprefix("ipc://@"))
+os.read(reader, 1), os.read(reader, 1)
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
+IpcReceiver(listener.address, peer="engine", run=RUN, deadline_seconds=PATIENCE_SECONDS).close()
+listener.close()
+print("connected")
+"""
+
+
+def test_a_listener_that_was_out_of_descriptors_accepts_again_and_logs_one_line() -> None:
+    """In a process whose descriptors have numbers over 1,024, which select(2) does not take."""
+    program = [sys.executable, "-c", _OUT_OF_DESCRIPTORS]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE_SECONDS * 2, check=False)
+    assert ended.stdout == "connected\n", ended.stderr
+    assert ended.stderr.count("could not be accepted") == 1
+    assert "no file descriptor left" in ended.stderr

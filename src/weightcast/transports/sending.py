@@ -25,6 +25,7 @@ from weightcast.format.bucket import HEADER_BYTES, ArenaLayout, BucketBuffer, Bu
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
+from weightcast.host.descriptors import shortage_now
 from weightcast.seams.transport import Sender
 from weightcast.transports import records
 
@@ -311,8 +312,9 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
             self._wait(deadline.remaining_seconds)
         for name in names:
             if is_missing(name):
-                waited = f"within {self._deadline_seconds:g} s"
-                self._failures[name] = PeerTimeoutError(f"{name} did not connect {waited}", peer=name)
+                waited, short = f"within {self._deadline_seconds:g} s", shortage_now()
+                what = f"{name} did not connect {waited}" + (f": {short}" if short else "")
+                self._failures[name] = PeerTimeoutError(what, peer=name)
             elif name not in self._failures and name not in self._peers:
                 self._failures[name] = PeerDiedError(f"the receiver of {name} has gone and is not back", peer=name)
             elif name not in self._failures and self._peers[name].declined == version.number:

@@ -30,6 +30,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.closing import close_at_exit
 from weightcast.host.deadline import Deadline
+from weightcast.host.descriptors import shortage_now
 from weightcast.transports.collective import records
 from weightcast.transports.collective.group import BroadcastGroup, GroupMember, GroupSettings, engine_of
 from weightcast.transports.kept_memory import MemoryToSend
@@ -224,7 +225,7 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
         try:
             group = self._group = BroadcastGroup(self.num_groups, self._settings, readers)
         except PeerError as exc:
-            self._interrupt(update, {}, exc)
+            self._interrupt(update, {}, WeightcastError(short) if (short := shortage_now()) else exc)
         group.invite()
         self._await_answers(update, group, group.joined)
         group.invite_readers()
