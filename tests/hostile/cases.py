@@ -392,6 +392,10 @@ UPDATES: dict[str, Case] = {
 
 INITS: dict[str, Case] = {
     "lease of no time": (_but(INIT, lease_seconds=0), "type", "> 0"),
+    "deadline without end": (_but(INIT, deadline_seconds=1e12), "type", "<= 864000"),
+    "deadline of no time": (_but(INIT, deadline_seconds=0), "type", "> 0"),
+    "deadline is a truth value": (_but(INIT, deadline_seconds=True), "type", "got `bool`"),
+    "deadline is a huge number": (_but(INIT, deadline_seconds=10**400), "type", "out of range"),
     "lease negative": (_but(INIT, lease_seconds=-1), "type", "> 0"),
     "lease without end": (_but(INIT, lease_seconds=1e300), "type", "<= 86400"),
     "lease overflows": (_but(INIT).replace(b"10.0", b"1e999"), "type", "out of range"),
@@ -414,6 +418,8 @@ LINKS: dict[str, Case] = {
     "rank negative": (_but(HELLO, engine_rank=-1), "type", ">= 0"),
     "rank overflows": (_but(HELLO, engine_rank=(1 << 32) + 1), "type", "<= 4294967296"),
     "secret in capitals": (_but(HELLO, secret="C" * 64), "type", "regex"),
+    "seconds negative": (_but(INSTALLED, seconds=-1), "type", ">= 0"),
+    "seconds without end": (_but(INSTALLED, seconds=1e300), "type", "<= 864000"),
     "seconds is NaN": (_but(INSTALLED).replace(b"0.5", b"NaN"), "syntax", "malformed"),
     "seconds overflows": (_but(INSTALLED).replace(b"0.5", b"1e999"), "type", "out of range"),
     "error is text": (_but(FAILED, error="it failed"), "type", "Expected `object`"),

@@ -30,6 +30,7 @@ from weightcast.errors import (
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Buffers
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
+from weightcast.host.deadline import MAX_SECONDS
 from weightcast.seams.transport import Bucket, Receiver
 from weightcast.transports import records
 
@@ -163,8 +164,8 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
         return self._deadline_seconds * (2 if wanted.begun is None else 1)
 
     def _longest_wait_seconds(self, wanted: W) -> float:
-        """After that long something is looked for that wakes nobody."""
-        return threading.TIMEOUT_MAX
+        """After that long something is looked for that wakes nobody; at most as long as poll(2) can wait."""
+        return MAX_SECONDS
 
     def _silence(self, wanted: W, seconds: float) -> str:
         return f"nothing was heard of the publisher for {seconds:g} s"
