@@ -1,4 +1,4 @@
-"""A process, or a host, that has no file descriptor left: its errors, the remedy, and a line in the log now and then."""
+"""A process, or a host, that has no file descriptor left: its errors, the remedy, one line a minute in the log."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def shortage(error: BaseException | None) -> str:
         if isinstance(error, OSError) and error.errno == errno.EMFILE:
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             return (
-                f"this process has no file descriptor left, its limit is {limit}: raise that (ulimit -n, or LimitNOFILE "
-                "of a service), or close files and connections"
+                f"this process has no file descriptor left, its limit is {limit}: raise that (ulimit -n, or a "
+                "service's LimitNOFILE), or close files and connections"
             )
         if isinstance(error, OSError) and error.errno == errno.ENFILE:
             return "this host has no file descriptor left: raise fs.file-max (sysctl), or end processes that hold many"
