@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 import socket
 import stat
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,7 +32,14 @@ from store.store_kit import (
 )
 
 from weightcast import TensorSource
-from weightcast.errors import ClosedError, EngineBusyError, InsufficientMemoryError, IntegrityError, ManifestError
+from weightcast.errors import (
+    ClosedError,
+    EngineBusyError,
+    InsufficientMemoryError,
+    IntegrityError,
+    ManifestError,
+    WeightcastError,
+)
 from weightcast.format.bucket import HEADER_BYTES
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.plan import plan
@@ -94,6 +103,9 @@ DAMAGES: dict[str, Place] = {
     "slot missing": shutil.rmtree,
     "slots missing": lambda s: shutil.rmtree(s.parent),
     "lock missing": lambda s: (s.parents[1] / "writer.lock").unlink(),
+    "store missing": lambda s: shutil.rmtree(s.parents[1]),
+    "store renamed": lambda s: s.parents[1].rename(s.parents[1].with_name("renamed-" + secrets.token_hex(4))),
+    "store emptied": lambda s: (shutil.rmtree(s.parents[1]), s.parents[1].mkdir()),
     "writer missing": lambda s: (s.parents[1] / "writer.json").unlink(),
     "writer garbage": lambda s: (s.parents[1] / "writer.json").write_bytes(b"{}"),
 }
@@ -103,15 +115,30 @@ DAMAGES: dict[str, Place] = {
 @pytest.mark.parametrize("options", ["", "?num_threads=3"])
 def test_a_living_sender_makes_again_what_was_lost(tmp_path: Path, name: str, options: str) -> None:
     """In every slot, in turn; the next version can be read, whatever became of the one before."""
-    with sender_of(tmp_path, options) as sender:
+    directory = tmp_path / "store"
+    with sender_of(directory, options) as sender:
         for number in range(3):
             publish(sender, number)
         for number in range(3, 9):
-            DAMAGES[name](slot_of(tmp_path))
+            DAMAGES[name](slot_of(directory))
             publish(sender, number)
-            assert number_held(tmp_path) == number
+            assert number_held(directory) == number
             with pytest.raises(EngineBusyError, match=RUN):
-                StoreSender(url(tmp_path), run=OTHER_RUN)
+                StoreSender(url(directory), run=OTHER_RUN)
+
+
+@pytest.mark.skipif(not can_mount(), reason="mounting a filesystem needs root")
+def test_a_filesystem_that_was_made_read_only_is_named_and_another_publish_goes_on(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    with small_filesystem(disk, 8 << 20), sender_of(disk / "store") as sender:
+        publish(sender, 1)
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        with pytest.raises(WeightcastError, match=r"can't be written: .*Read-only.*publish again"):
+            publish(sender, 2)
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+        assert number_held(disk / "store") == 1
+        publish(sender, 3)
+        assert number_held(disk / "store") == 3
 
 
 def test_engines_of_a_publish_go_on_when_the_lock_file_was_removed(tmp_path: Path) -> None:
