@@ -9,7 +9,6 @@ import secrets
 import shutil
 import socket
 import stat
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,7 +37,6 @@ from weightcast.errors import (
     InsufficientMemoryError,
     IntegrityError,
     ManifestError,
-    WeightcastError,
 )
 from weightcast.format.bucket import HEADER_BYTES
 from weightcast.format.manifest import TensorSpec, WeightVersion
@@ -125,20 +123,6 @@ def test_a_living_sender_makes_again_what_was_lost(tmp_path: Path, name: str, op
             assert number_held(directory) == number
             with pytest.raises(EngineBusyError, match=RUN):
                 StoreSender(url(directory), run=OTHER_RUN)
-
-
-@pytest.mark.skipif(not can_mount(), reason="mounting a filesystem needs root")
-def test_a_filesystem_that_was_made_read_only_is_named_and_another_publish_goes_on(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    with small_filesystem(disk, 8 << 20), sender_of(disk / "store") as sender:
-        publish(sender, 1)
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        with pytest.raises(WeightcastError, match=r"can't be written: .*Read-only.*publish again"):
-            publish(sender, 2)
-        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
-        assert number_held(disk / "store") == 1
-        publish(sender, 3)
-        assert number_held(disk / "store") == 3
 
 
 def test_engines_of_a_publish_go_on_when_the_lock_file_was_removed(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +50,11 @@ def stream(device: torch.device) -> Any:
 def current_stream(device: torch.device) -> Any:
     """This thread's on a GPU, else None."""
     return cuda.current_stream(device) if has_streams(device) else None
+
+
+def present_stream() -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """This thread's GPU and stream, for another thread to enter; without CUDA nothing."""
+    return functools.partial(cuda.stream, cuda.current_stream()) if cuda.is_initialized() else contextlib.nullcontext
 
 
 def recorded(device: torch.device) -> Event:
