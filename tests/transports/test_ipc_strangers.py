@@ -34,7 +34,8 @@ from weightcast.transports.ipc.records import (
     Refused,
     ToReceiver,
 )
-from weightcast.transports.records import Opened, Released, UpdateEnded
+from weightcast.transports.ipc.sender import IpcSender
+from weightcast.transports.records import KeepAlive, Opened, Released, UpdateAborted, UpdateEnded
 
 HOSTILE_PACKETS = {
     "garbage": b"\x00\xff" * 50,
@@ -177,6 +178,25 @@ def test_releases_of_other_updates_and_buckets_free_nothing(ipc_ends: Ends, sock
         rogue.send(encode(record))
     send(sender, manifest, 7, 2)
     assert "released nothing" in str(sender.failures["rogue"])
+
+
+def test_a_peer_without_room_for_the_end_of_an_update_is_told_later(
+    ipc_ends: Ends, sockets: contextlib.ExitStack
+) -> None:
+    """It is alive, and only behind: it need not connect again."""
+    sender, manifest = ipc_ends.sender(), numbered(6)
+    assert isinstance(sender, IpcSender)
+    slow = _connect(sender, sockets)
+    slow.send(encode(IpcHello(RUN, "slow")))
+    sender.open(manifest, version(1), peers=["slow"], staged=False)
+    while sender._peers["slow"].channel.send(KeepAlive()):
+        pass
+    sender.abort("the test ends it")
+    assert sender.connected(["slow"]) == ["slow"]
+    heard = list[object]()
+    while not any(isinstance(record, UpdateAborted) for record in heard):
+        heard.append(decode(slow.recv(MAX_RECORD_BYTES), ToReceiver))
+        assert sender.failures == {}
 
 
 _OUT_OF_DESCRIPTORS = """

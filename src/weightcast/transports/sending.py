@@ -185,7 +185,10 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
 
     @abc.abstractmethod
     def _post(self, peer: P, record: msgspec.Struct, *, wait: bool = True) -> bool:
-        """Send a peer a record, waiting for room up to the deadline, or not at all; False if the peer is lost then."""
+        """Send a peer a record, waiting for room up to the deadline, or not at all; False if the peer is lost then.
+
+        What is not waited for may be sent later, in its turn.
+        """
 
     def _listen(self) -> None:
         """Take in who has come and what peers have said by now, unless they are heard as they speak. Does not wait."""
@@ -211,7 +214,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         """The update was given up: tell its peers."""
         self._listen()
         for name in sorted(update.peers):
-            # A peer that has no room for it is disconnected, which tells it as much.
+            # A peer that has no room for it is told later, or disconnected, which tells it as much.
             if name in self._peers:
                 self._post(self._peers[name], records.UpdateAborted(update.number, update.aborted or ""), wait=False)
         update.peers.clear()
