@@ -162,7 +162,7 @@ def test_an_update_ends_while_the_filesystem_answers_no_read(
         receiver.open(newest.manifest, newest.version, staged=staged)
         held = [bucket.buffer.payload.clone() for bucket in receiver]
         answers.set()
-        with pytest.raises(UpdateAbortedError, match="ended on this side"):
+        with pytest.raises(UpdateAbortedError, match="given up by its worker"):
             reader.result()
         assert set(answered) == {True}
         assert newest.version.number == 3

@@ -174,7 +174,8 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
         """Raises if the update is over for any reason."""
         self._require_open()
         if self._wanted is not wanted:
-            raise UpdateAbortedError(f"version {wanted.version.number} was ended on this side")
+            what = f"version {wanted.version.number} was given up by its worker, in this process"
+            raise UpdateAbortedError(f"{what}, before all of it had come: end() was called")
         self._listen()
         self._check_sender(wanted)
 
@@ -187,7 +188,7 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
     def _require_open(self, version: WeightVersion | None = None) -> None:
         """Raises ClosedError, ValueError for a version of another run."""
         if self._closed:
-            raise ClosedError("this receiver was closed")
+            raise ClosedError("this receiver was closed by its worker, in this process")
         if version is not None and self._run is not None and version.run != self._run:
             raise ValueError(f"version {version.number} is of run {version.run}, this receiver of run {self._run}")
 

@@ -104,7 +104,7 @@ class SharedMemory:
             raise detached(lost)
 
 
-class Sharing(NamedTuple):
+class SharedReading(NamedTuple):
     """What a worker reads along with others: `reader`, connected to `address`; `memory`: its own, if it receives."""
 
     reader: Receiver | None = None
@@ -121,7 +121,7 @@ class ReceiveBuffers:
     """`sharing` has a reader while another worker, or this one for others, receives into shared memory."""
 
     def __init__(self, run: str, peer: str, device: torch.device, deadline_seconds: float) -> None:
-        self.sharing = Sharing()
+        self.sharing = SharedReading()
         self._run, self._peer = run, peer
         self._device = device
         self._deadline_seconds = deadline_seconds
@@ -152,7 +152,7 @@ class ReceiveBuffers:
 
     # --- sharing ---
 
-    def connect(self, readers: tuple[str, ...], address: str) -> Sharing:
+    def connect(self, readers: tuple[str, ...], address: str) -> SharedReading:
         """Connect to the worker that receives at `address`, or receive for these `readers` too; for neither, nothing.
 
         Waits for the other worker, so the receiver's lock must not be held. `use` or `discard` what it returns, which
@@ -160,21 +160,21 @@ class ReceiveBuffers:
         """
         names, used = (self._peer, *readers), self.sharing
         if address:
-            return used if used.address == address else Sharing(self._reader_of(address), None, address)
+            return used if used.address == address else SharedReading(self._reader_of(address), None, address)
         if not readers:
-            return Sharing()
+            return SharedReading()
         if used.memory is not None and used.memory.readers == names:
             return used
         memory = SharedMemory(self._run, names, self._deadline_seconds)
         with on_failure(memory.close):
-            return Sharing(self._reader_of(memory.address), memory, memory.address)
+            return SharedReading(self._reader_of(memory.address), memory, memory.address)
 
     def _reader_of(self, address: str) -> Receiver:
         patience = self._deadline_seconds * _READERS_PATIENCE
         make = registry.transport(_SHARED).receiver
         return make(address, run=self._run, peer=self._peer, device=_HOST_MEMORY, deadline_seconds=patience)
 
-    def use(self, sharing: Sharing) -> None:
+    def use(self, sharing: SharedReading) -> None:
         """Read from there, and receive for those, from now on."""
         if sharing is not self.sharing:
             former, self.sharing = self.sharing, sharing
@@ -182,7 +182,7 @@ class ReceiveBuffers:
             if sharing.reader is not None:
                 self.free()
 
-    def discard(self, sharing: Sharing) -> None:
+    def discard(self, sharing: SharedReading) -> None:
         """Close what `connect` returned, unless it is used."""
         if sharing is not self.sharing:
             sharing.close()
@@ -241,7 +241,7 @@ class ReceiveBuffers:
         if self.is_shared:
             for stream in self._left:
                 stream.has_ended(_STREAM_END_SECONDS)
-        self.use(Sharing())
+        self.use(SharedReading())
         self.free()
 
 

@@ -33,7 +33,7 @@ from weightcast.transports.collective.buffers import (
     NUM_UNDER_WAY,
     BucketTarget,
     ReceiveBuffers,
-    Sharing,
+    SharedReading,
     Writing,
 )
 from weightcast.transports.linked import LinkedReceiver, parse_address
@@ -204,7 +204,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         readers = invitation.readers if isinstance(invitation, records.Join) else ()
         address = invitation.address if isinstance(invitation, records.ReadAlong) else ""
         error: Exception | None = None
-        sharing = Sharing()
+        sharing = SharedReading()
         try:
             sharing = self._buffers.connect(readers, address)
         except Exception as exc:
@@ -224,7 +224,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
             except WeightcastError as exc:
                 self._tell(records.JoinFailed(invitation.epoch, str(exc)[:MAX_REASON_CHARACTERS]))
 
-    def _join(self, join: records.Join, sharing: Sharing) -> records.Joining:
+    def _join(self, join: records.Join, sharing: SharedReading) -> records.Joining:
         wanted = self._wanted
         if wanted is not None and wanted.begun is None:
             self._buffers.prepare(wanted.manifest, staged=wanted.staged)
