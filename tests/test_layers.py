@@ -77,7 +77,7 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "tokenizers": ("demo.*",),
     "fastapi": ("integrations.vllm.routes", "integrations.sglang.engine"),
     "starlette": ("control.routes", "control.server.*", "integrations.*.routes"),
-    "uvicorn": ("control.server.app",),
+    "uvicorn": ("control.server.app", "control.server.connections"),
     "prometheus_client": ("control.server.metrics",),
     "rich": ("cli.*", "demo.*", "bench.*"),
     "matplotlib": ("bench.*", "demo.*"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.errors import ManifestError
-from weightcast.format.geometry import Region, check_tiling
+from weightcast.format.geometry import CheckSteps, Region, check_tiling, merged, runs_as_blocks
 from weightcast.format.manifest import (
     ITEMSIZE_BYTES,
     MAX_ALIASES,
@@ -100,6 +101,62 @@ def test_regions_that_no_plane_parts_can_tile() -> None:
     check_tiling([*PINWHEEL, Region((1, 1), (1, 1))], (3, 3), "w")
     with pytest.raises(ManifestError, match="overlap"):
         check_tiling([*PINWHEEL, Region((0, 0), (1, 1))], (3, 3), "w")
+
+
+def _mesh(shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[Region]:
+    """Shards as of DTensor: in each dim of equal size, but for the last ones."""
+    chunks = [-(-size // parts) for size, parts in zip(shape, sizes, strict=True)]
+    starts = [range(0, size, chunk) for size, chunk in zip(shape, chunks, strict=True)]
+    return [
+        Region(offsets, tuple(min(c, n - o) for o, c, n in zip(offsets, chunks, shape, strict=True)))
+        for offsets in itertools.product(*starts)
+    ]
+
+
+def _hosts(shape: tuple[int, int], sizes: tuple[int, int], num_hosts: int) -> list[Region]:
+    """Shards of a mesh whose ranks are on hosts in any order, merged by host: no plane need part these."""
+    shards = _mesh(shape, sizes)
+    owners = np.random.default_rng(7).integers(num_hosts, size=len(shards))
+    return [
+        region
+        for host in range(num_hosts)
+        for region in merged([shard for shard, owner in zip(shards, owners, strict=True) if owner == host])
+    ]
+
+
+LEGAL_TILINGS = {
+    "rows": ((50_000, 64), _mesh((50_000, 64), (1024, 1))),
+    "fsdp and tensor parallel": ((4096, 4096), _mesh((4096, 4096), (64, 8))),
+    "experts, fsdp and tensor parallel": ((256, 2048, 7168), _mesh((256, 2048, 7168), (32, 8, 4))),
+    "a flat parameter's shards": (
+        (61, 97, 13),
+        [
+            r
+            for start in range(0, 61 * 97 * 13, 601)
+            for r in runs_as_blocks((61, 97, 13), start, min(start + 601, 76921))
+        ],
+    ),
+    "megatron's qkv, a group at a time": (
+        (8 * 384, 512),
+        [
+            Region((g * 384 + at, 128 * c), (n, 128))
+            for g in range(8)
+            for at, n in ((0, 256), (256, 64), (320, 64))
+            for c in range(4)
+        ],
+    ),
+    "hosts in any order": ((512, 512), _hosts((512, 512), (16, 16), 4)),
+    "many hosts in any order": ((512, 512), _hosts((512, 512), (32, 32), 64)),
+}
+
+
+@pytest.mark.parametrize("kind", LEGAL_TILINGS)
+def test_tilings_of_trainers_are_proved_however_many_tensors_have_them(kind: str) -> None:
+    shape, parts = LEGAL_TILINGS[kind]
+    num_tensors = 20
+    steps = CheckSteps(num_tensors * len(parts))
+    for _ in range(num_tensors):
+        check_tiling(parts, shape, "w", steps)
 
 
 @pytest.mark.parametrize("grid", [(65536, 1), (256, 256), (16, 4096), (2, 32768)])

@@ -98,18 +98,24 @@ def _many_tensors() -> bytes:
     return (head + ",".join([one] * (m.MAX_TENSORS + 1)) + "]}").encode()
 
 
-def _pinwheels() -> bytes:
+def _pinwheels(side: int, num_tensors: int = 1) -> bytes:
     """Rings of four strips, one in the other, that no plane parts: disjoint, but more of them than may be compared."""
-    side = 1041
     boxes = [([side // 2, side // 2], [1, 1])]
     for low in range(side // 2):
         high = side - 1 - low
         long = high - low
         boxes += [([low, low], [1, long]), ([low, high], [long, 1])]
         boxes += [([high, low + 1], [1, long]), ([low + 1, low], [long, 1])]
-    pieces = [_piece(0, 1280 * i, *box) for i, box in enumerate(boxes)]
-    tensor = {"name": "w", "dtype": "int8", "shape": [side, side], "pieces": pieces}
-    return changed(lambda d: d.update(tensors=[tensor], buckets=[1280 * len(pieces)]))
+    tensors = [
+        {
+            "name": f"w{bucket}",
+            "dtype": "int8",
+            "shape": [side, side],
+            "pieces": [_piece(bucket, 1280 * i, *box) for i, box in enumerate(boxes)],
+        }
+        for bucket in range(num_tensors)
+    ]
+    return changed(lambda d: d.update(tensors=tensors, buckets=[1280 * len(boxes)] * num_tensors))
 
 
 def _renumber(document: Json, to: dict[int, int]) -> None:
@@ -185,7 +191,8 @@ MANIFESTS: dict[str, Case] = {
         "count",
         "'embed.weight' has 65537 pieces",
     ),
-    "entangled regions": (_pinwheels(), "count", "'w' are too entangled to check"),
+    "entangled regions": (_pinwheels(1041), "count", "'w0' are too entangled to check"),
+    "entangled regions of many tensors": (_pinwheels(301, num_tensors=40), "count", "are too entangled to check"),
     # sizes of buckets
     "negative bucket": (with_("buckets", 0, value=-1024), "size", "bucket 0 has -1024 bytes"),
     "bucket of no bytes": (with_("buckets", 1, value=0), "size", "bucket 1 has 0 bytes; it must be a positive"),
@@ -385,6 +392,10 @@ UPDATES: dict[str, Case] = {
 
 INITS: dict[str, Case] = {
     "lease of no time": (_but(INIT, lease_seconds=0), "type", "> 0"),
+    "deadline without end": (_but(INIT, deadline_seconds=1e12), "type", "<= 864000"),
+    "deadline of no time": (_but(INIT, deadline_seconds=0), "type", "> 0"),
+    "deadline is a truth value": (_but(INIT, deadline_seconds=True), "type", "got `bool`"),
+    "deadline is a huge number": (_but(INIT, deadline_seconds=10**400), "type", "out of range"),
     "lease negative": (_but(INIT, lease_seconds=-1), "type", "> 0"),
     "lease without end": (_but(INIT, lease_seconds=1e300), "type", "<= 86400"),
     "lease overflows": (_but(INIT).replace(b"10.0", b"1e999"), "type", "out of range"),
@@ -407,6 +418,8 @@ LINKS: dict[str, Case] = {
     "rank negative": (_but(HELLO, engine_rank=-1), "type", ">= 0"),
     "rank overflows": (_but(HELLO, engine_rank=(1 << 32) + 1), "type", "<= 4294967296"),
     "secret in capitals": (_but(HELLO, secret="C" * 64), "type", "regex"),
+    "seconds negative": (_but(INSTALLED, seconds=-1), "type", ">= 0"),
+    "seconds without end": (_but(INSTALLED, seconds=1e300), "type", "<= 864000"),
     "seconds is NaN": (_but(INSTALLED).replace(b"0.5", b"NaN"), "syntax", "malformed"),
     "seconds overflows": (_but(INSTALLED).replace(b"0.5", b"1e999"), "type", "out of range"),
     "error is text": (_but(FAILED, error="it failed"), "type", "Expected `object`"),

@@ -275,6 +275,48 @@ def test_a_trainer_that_sends_nothing_ends_the_wait(make_engine: Callable[..., A
             asyncio.run(refit._receive(0))
 
 
+def test_the_event_loop_goes_on_while_weights_are_sent(make_engine: Callable[..., Any]) -> None:
+    async def answer() -> int:
+        return 7
+
+    def asking(loop: asyncio.AbstractEventLoop) -> Iterator[tuple[str, torch.Tensor]]:
+        for named in weights(1):
+            assert asyncio.run_coroutine_threadsafe(answer(), loop).result(DEADLINE_SECONDS) == 7
+            yield named
+
+    async def send(engine: Any) -> None:
+        await engine.send_weights(asking(asyncio.get_running_loop()))
+
+    with Refit(make_engine, 1, 1) as refit:
+        (policy,), (rollout,) = refit.policy, refit.rollout
+        sizes = {"train_world_size": 1, "rollout_world_size": 1, "metadata": [None, rollout.prepare()]}
+        policy.init_policy_process_group(worker_rank=0, **sizes)
+        rollout.init_rollout_process_group(rollout_rank=0, **sizes)
+        received = refit._pool.submit(lambda: asyncio.run(refit._receive(0)))
+        asyncio.run(send(policy))
+        received.result(DEADLINE_SECONDS)
+        refit.require_step(1)
+
+
+def test_a_rollout_whose_task_is_cancelled_waits_no_more_and_takes_the_next_refit(
+    make_engine: Callable[..., Any],
+) -> None:
+    async def cancelled(refit: Refit) -> None:
+        task = asyncio.create_task(refit._receive(0))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with Refit(make_engine, 1, 1) as refit:
+        engine = refit.rollout[0]
+        engine.prepare()
+        engine.init_rollout_process_group(rollout_rank=0, train_world_size=1, rollout_world_size=1, metadata=[])
+        asyncio.run(cancelled(refit))
+        assert refit.run(2) == [None] * 2
+        refit.require_step(2)
+
+
 def test_other_weights_than_before_are_refused_by_name(
     make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from server.tiny_qwen3 import RUN, version
 from transformers import Qwen3ForCausalLM
 
 from weightcast.control.client import HttpEngine
+from weightcast.control.server import connections
 from weightcast.control.server.app import EngineServer
 from weightcast.engines.gate import Gate
 from weightcast.engines.module import ModuleEngine
@@ -332,3 +334,76 @@ def test_run_ends_cleanly_at_a_signal(number: signal.Signals) -> None:
         finally:
             if process.poll() is None:
                 process.kill()
+
+
+HALF_SENT = {
+    "nothing": b"",
+    "header": b"GET /health HTTP/1.1\r\nX: ",
+    "body": b"POST /update_weights HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{",
+    "a second header": b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /health",
+}
+
+
+@pytest.mark.parametrize("kind", HALF_SENT)
+def test_a_request_that_does_not_come_whole_ends_its_connection(
+    module: torch.nn.Module, kind: str, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_HEADER_SECONDS", "_BODY_SECONDS", "KEEP_ALIVE_SECONDS"):
+        monkeypatch.setattr(connections, name, 0.2)
+    with EngineServer(ModuleEngine(module)) as server, socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.settimeout(60)
+        client.sendall(HALF_SENT[kind])
+        with contextlib.suppress(ConnectionResetError):
+            while client.recv(1 << 16):
+                pass
+        assert httpx.get(f"{server.url}/weight_info").status_code == 200
+
+
+def test_a_call_that_takes_longer_than_a_request_may_is_answered(
+    module: torch.nn.Module, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_HEADER_SECONDS", "_BODY_SECONDS", "KEEP_ALIVE_SECONDS"):
+        monkeypatch.setattr(connections, name, 0.05)
+    with EngineServer(ModuleEngine(module)) as server:
+        with ThreadPoolExecutor(1) as pool, server.step():
+            call = pool.submit(httpx.post, f"{server.url}/pause?mode=wait", timeout=60)  # until the step is over
+            with socket.create_connection(("127.0.0.1", server.port)) as idle:
+                idle.settimeout(60)
+                with contextlib.suppress(ConnectionResetError):
+                    assert idle.recv(1) == b""  # as long as the other one may take as well
+            assert not call.done()
+        assert call.result().json() == {"message": "paused"}
+
+
+_SERVER_OF_256 = """
+import resource, sys, torch
+from weightcast import EngineServer, ModuleEngine
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+with EngineServer(ModuleEngine(torch.nn.Linear(2, 2))) as server:
+    print(server.url, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_half_sent_requests_keep_no_publisher_out_of_a_server_with_few_descriptors(leaves_nothing: None) -> None:
+    program = [sys.executable, "-c", _SERVER_OF_256]
+    with contextlib.ExitStack() as stack:
+        pipe = subprocess.PIPE
+        process = stack.enter_context(subprocess.Popen(program, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+        assert process.stdin is not None
+        assert process.stdout is not None
+        stack.callback(process.stdin.close)
+        url = process.stdout.readline().strip()
+        held = HttpEngine(url)
+        stack.callback(held.close)
+        assert held.info().world_size == 1
+        for _ in range(400):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 60))
+            with contextlib.suppress(ConnectionError):
+                client.sendall(HALF_SENT["header"])
+        assert held.info().world_size == 1
+        another = HttpEngine(url)
+        stack.callback(another.close)
+        assert another.info().world_size == 1
+        _, log = process.communicate(timeout=60)
+        assert len(log.splitlines()) <= 2, log

@@ -11,7 +11,7 @@ from core.direct import RecordingEngine, fleet
 from store.store_kit import Holder, number_in, url
 
 from weightcast import TensorSource
-from weightcast.errors import PublishError
+from weightcast.errors import PublishError, WeightcastError
 from weightcast.serving.follower import Follower
 from weightcast.transports.store import StoreSender
 
@@ -101,7 +101,7 @@ def test_an_error_while_it_is_written_leaves_the_version_before(
 
         monkeypatch.setattr(wire.sender._writer, "write", failing)
         fill(source.tensors, 2)
-        with pytest.raises(OSError, match="Input/output"):
+        with pytest.raises(WeightcastError, match="Input/output error; its newest version stays"):
             publisher.publish()
         assert calls > 2
         assert number_in(engine.held) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 import socket
 import stat
@@ -30,7 +31,13 @@ from store.store_kit import (
 )
 
 from weightcast import TensorSource
-from weightcast.errors import ClosedError, EngineBusyError, InsufficientMemoryError, IntegrityError, ManifestError
+from weightcast.errors import (
+    ClosedError,
+    EngineBusyError,
+    InsufficientMemoryError,
+    IntegrityError,
+    ManifestError,
+)
 from weightcast.format.bucket import HEADER_BYTES
 from weightcast.format.manifest import TensorSpec, WeightVersion
 from weightcast.format.plan import plan
@@ -94,6 +101,9 @@ DAMAGES: dict[str, Place] = {
     "slot missing": shutil.rmtree,
     "slots missing": lambda s: shutil.rmtree(s.parent),
     "lock missing": lambda s: (s.parents[1] / "writer.lock").unlink(),
+    "store missing": lambda s: shutil.rmtree(s.parents[1]),
+    "store renamed": lambda s: s.parents[1].rename(s.parents[1].with_name("renamed-" + secrets.token_hex(4))),
+    "store emptied": lambda s: (shutil.rmtree(s.parents[1]), s.parents[1].mkdir()),
     "writer missing": lambda s: (s.parents[1] / "writer.json").unlink(),
     "writer garbage": lambda s: (s.parents[1] / "writer.json").write_bytes(b"{}"),
 }
@@ -103,15 +113,16 @@ DAMAGES: dict[str, Place] = {
 @pytest.mark.parametrize("options", ["", "?num_threads=3"])
 def test_a_living_sender_makes_again_what_was_lost(tmp_path: Path, name: str, options: str) -> None:
     """In every slot, in turn; the next version can be read, whatever became of the one before."""
-    with sender_of(tmp_path, options) as sender:
+    directory = tmp_path / "store"
+    with sender_of(directory, options) as sender:
         for number in range(3):
             publish(sender, number)
         for number in range(3, 9):
-            DAMAGES[name](slot_of(tmp_path))
+            DAMAGES[name](slot_of(directory))
             publish(sender, number)
-            assert number_held(tmp_path) == number
+            assert number_held(directory) == number
             with pytest.raises(EngineBusyError, match=RUN):
-                StoreSender(url(tmp_path), run=OTHER_RUN)
+                StoreSender(url(directory), run=OTHER_RUN)
 
 
 def test_engines_of_a_publish_go_on_when_the_lock_file_was_removed(tmp_path: Path) -> None:

@@ -34,20 +34,20 @@ from weightcast.errors import (
     UpdateAbortedError,
     VersionNotFoundError,
 )
-from weightcast.format.bucket import HEADER_BYTES, Layout
+from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Layout
 from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host import memory as host_memory
 from weightcast.serving.follower import Follower
 from weightcast.sources.store import StoreSource
 from weightcast.store.address import StoreAddress
-from weightcast.store.reading import StoreReader, pinned
-from weightcast.testing.transport_kit import pack_and_send
+from weightcast.store.reading import PinnedVersion, StoreReader, pinned
+from weightcast.testing.transport_kit import Background, pack_and_send
 from weightcast.trainer.options import PublishOptions
 from weightcast.trainer.packer import Packer
 from weightcast.trainer.publisher import Publisher
 from weightcast.trainer.rollback import rollback
-from weightcast.transports.store import StoreSender
+from weightcast.transports.store import StoreReceiver, StoreSender
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +130,43 @@ def test_a_late_joiner_gets_the_newest_and_nothing_else(tmp_path: Path) -> None:
         assert follower.wait(LONG_SECONDS).version == 3  # type: ignore[union-attr]
         assert follower.wait(0.0) is None
     assert [version.number for version in engine.versions] == [3]
+
+
+@pytest.mark.parametrize("options", ["", "?num_threads=3"])
+@pytest.mark.parametrize("staged", [True, False])
+def test_an_update_ends_while_the_filesystem_answers_no_read(
+    tmp_path: Path, options: str, staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network filesystem may take minutes, and `end` is called in the engine's own loop."""
+    write(tmp_path, 1, 2)
+    read, has_begun, answers, answered = PinnedVersion.read, threading.Event(), threading.Event(), list[bool]()
+
+    def slow(pinned: PinnedVersion, index: int, buffer: BucketBuffer, *, only_header: bool = False) -> None:
+        has_begun.set()
+        answered.append(answers.wait(LONG_SECONDS))
+        read(pinned, index, buffer, only_header=only_header)
+
+    receiver = StoreReceiver(url(tmp_path, options), peer="engine")
+    with contextlib.closing(receiver), monkeypatch.context() as patch:
+        patch.setattr(PinnedVersion, "read", slow)
+        newest = receiver.newest(None)
+        assert newest is not None
+        receiver.open(newest.manifest, newest.version, staged=staged)
+        reader = Background(list, receiver)
+        assert has_begun.wait(LONG_SECONDS)
+        receiver.end()
+        patch.undo()
+        write(tmp_path, 3)
+        newest = receiver.newest(None)
+        assert newest is not None
+        receiver.open(newest.manifest, newest.version, staged=staged)
+        held = [bucket.buffer.payload.clone() for bucket in receiver]
+        answers.set()
+        with pytest.raises(UpdateAbortedError, match="given up by its worker"):
+            reader.result()
+        assert set(answered) == {True}
+        assert newest.version.number == 3
+        assert len(held) == len(newest.manifest.buckets)
 
 
 def test_models_of_other_shapes_may_follow_one_another(tmp_path: Path) -> None:

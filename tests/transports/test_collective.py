@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from weightcast.format.manifest import Manifest, TensorSpec, WeightVersion
 from weightcast.format.plan import plan
 from weightcast.host import memory as host_memory
 from weightcast.host.deadline import Deadline
-from weightcast.links.link import Link, frame
+from weightcast.links.link import Link, LinkListener, frame
 from weightcast.process_group import ProcessGroup, require
 from weightcast.seams.transport import Receiver
 from weightcast.testing.leftovers import nothing_left
@@ -37,9 +38,9 @@ from weightcast.testing.transport_kit import Background, Reader, RecoveringSende
 from weightcast.transports.collective import group as collective_group
 from weightcast.transports.collective.buffers import BucketTarget, ReceiveBuffers, SharedMemory
 from weightcast.transports.collective.group import BroadcastGroup, GroupSettings
-from weightcast.transports.collective.records import JoinFailed, Joining, Progress
+from weightcast.transports.collective.records import FromReceiver, JoinFailed, Joining, Progress, ReadAlong
 from weightcast.transports.collective.sender import CollectiveSender
-from weightcast.transports.linked import parse_address, parse_endpoint
+from weightcast.transports.linked import Address, parse_address, parse_endpoint
 from weightcast.transports.receiving import IncomingUpdate, PeerUpdate
 from weightcast.transports.records import BeginUpdate
 
@@ -191,10 +192,10 @@ def test_workers_that_share_memory_outlive_the_loss_of_another_engine(hall: Hall
 def test_who_cannot_join_is_named_and_keeps_nobody_waiting(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
     receivers = {peer: hall.receiver(peer) for peer in "ab"}
 
-    def share(readers: tuple[str, ...]) -> str:
+    def connect(readers: tuple[str, ...], address: str) -> object:
         raise InsufficientMemoryError("no memory here")
 
-    monkeypatch.setattr(receivers["a"]._buffers, "share", share)
+    monkeypatch.setattr(receivers["a"]._buffers, "connect", connect)
     readers = hall.update(1, receivers)
     assert whole(readers["b"], hall.manifest, 1)
     assert set(hall.sender.failures) == {"a"}
@@ -285,11 +286,62 @@ def test_a_worker_that_reads_along_keeps_no_memory_of_when_others_read_along_wit
         stack.callback(buffers.close)
         others = SharedMemory(RUN, ("w", "w#1", "w#2"), DEADLINE_SECONDS)
         stack.callback(others.close)
-        first = buffers.share(("w#2",))
-        buffers.read_from(others.address)
+        first = buffers.connect(("w#2",), "")
+        buffers.use(first)
+        buffers.use(buffers.connect((), others.address))
         assert not buffers.is_shared
-        again = buffers.share(("w#2",))
-        assert again not in (first, others.address)
+        buffers.use(buffers.connect(("w#2",), ""))
+        assert buffers.sharing.address not in (first.address, others.address)
+
+
+def test_a_worker_ends_an_update_while_one_that_it_is_to_read_along_with_does_not_answer() -> None:
+    """It is stopped, say: `end` is called in the engine's own loop, `close` in the link's thread."""
+    with nothing_left(), contextlib.ExitStack() as stack:
+        listener = LinkListener(RUN, host="127.0.0.1", messages=FromReceiver)
+        stack.callback(listener.close)
+        address = Address("gloo", "127.0.0.1", listener.port, listener.secret)
+        receiver: Receiver = registry.transport(address.url).receiver(
+            address.url, peer="e#1", run=RUN, deadline_seconds=DEADLINE_SECONDS
+        )
+        stack.callback(receiver.close)
+        (link,) = listener.links()
+        name = f"weightcast-test-{secrets.token_hex(16)}"
+        silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        silent.settimeout(DEADLINE_SECONDS)
+        silent.bind("\0" + name)
+        silent.listen()
+        link.send(ReadAlong(1, f"ipc://@{name}"))
+        sibling, _ = silent.accept()
+        stack.enter_context(sibling)
+        sibling.settimeout(DEADLINE_SECONDS)
+        assert sibling.recv(1 << 16)  # the hello
+        receiver.end()
+        receiver.release()
+        sibling.setblocking(False)
+        with pytest.raises(BlockingIOError):  # both have returned while it waits for a welcome
+            sibling.recv(1)
+        sibling.close()
+        with listener.condition:
+            assert listener.condition.wait_for(lambda: link._messages, DEADLINE_SECONDS)
+        assert [type(message) for message in link.take()] == [JoinFailed]
+
+
+def test_heartbeats_go_on_while_the_store_of_a_group_is_served(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_store, beats = collective_group.serve_store, list[bool]()
+
+    def beat() -> None:
+        """The links' thread needs the condition for each heartbeat."""
+        with hall.sender.condition:
+            beats.append(True)
+
+    def slow(host: str, timeout_seconds: float) -> tuple[Any, int]:
+        Background(beat).result()
+        return serve_store(host, timeout_seconds)
+
+    monkeypatch.setattr(collective_group, "serve_store", slow)
+    readers = hall.update(1, {"a": hall.receiver("a")})
+    assert whole(readers["a"], hall.manifest, 1)
+    assert beats == [True]
 
 
 class StillReceiving:
@@ -362,8 +414,8 @@ def test_who_dies_while_the_group_forms_is_named_and_the_others_form_another() -
             goes = receivers["goes"]
             join = goes._join
 
-            def answer_and_die(record: object) -> object:
-                answer = join(record)
+            def answer_and_die(*invitation: object) -> object:
+                answer = join(*invitation)
                 goes._stream.start = goes.close
                 return answer
 

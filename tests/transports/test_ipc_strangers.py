@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -32,7 +34,8 @@ from weightcast.transports.ipc.records import (
     Refused,
     ToReceiver,
 )
-from weightcast.transports.records import Opened, Released, UpdateEnded
+from weightcast.transports.ipc.sender import IpcSender
+from weightcast.transports.records import KeepAlive, Opened, Released, UpdateAborted, UpdateEnded
 
 HOSTILE_PACKETS = {
     "garbage": b"\x00\xff" * 50,
@@ -175,3 +178,60 @@ def test_releases_of_other_updates_and_buckets_free_nothing(ipc_ends: Ends, sock
         rogue.send(encode(record))
     send(sender, manifest, 7, 2)
     assert "released nothing" in str(sender.failures["rogue"])
+
+
+def test_a_peer_without_room_for_the_end_of_an_update_is_told_later(
+    ipc_ends: Ends, sockets: contextlib.ExitStack
+) -> None:
+    """It is alive, and only behind: it need not connect again."""
+    sender, manifest = ipc_ends.sender(), numbered(6)
+    assert isinstance(sender, IpcSender)
+    slow = _connect(sender, sockets)
+    slow.send(encode(IpcHello(RUN, "slow")))
+    sender.open(manifest, version(1), peers=["slow"], staged=False)
+    while sender._peers["slow"].channel.send(KeepAlive()):
+        pass
+    sender.abort("the test ends it")
+    assert sender.connected(["slow"]) == ["slow"]
+    heard = list[object]()
+    while not any(isinstance(record, UpdateAborted) for record in heard):
+        heard.append(decode(slow.recv(MAX_RECORD_BYTES), ToReceiver))
+        assert sender.failures == {}
+
+
+_OUT_OF_DESCRIPTORS = """
+import os, resource, socket, sys
+from weightcast.testing.transport_kit import RUN, PATIENCE_SECONDS
+from weightcast.transports.ipc.channel import Listener
+from weightcast.transports.ipc.receiver import IpcReceiver
+import weightcast.transports.ipc.channel as module
+
+class FailedOnce(module.AcceptLog):
+    def failed(self, error):
+        super().failed(error)
+        os.write(writer, b"f")
+
+reader, writer = os.pipe()
+module.AcceptLog = FailedOnce
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+listener = Listener(RUN)
+client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno() + 1, hard))
+client.connect("\\0" + listener.address.removeprefix("ipc://@"))
+os.read(reader, 1), os.read(reader, 1)
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
+IpcReceiver(listener.address, peer="engine", run=RUN, deadline_seconds=PATIENCE_SECONDS).close()
+listener.close()
+print("connected")
+"""
+
+
+def test_a_listener_that_was_out_of_descriptors_accepts_again_and_logs_one_line() -> None:
+    """In a process whose descriptors have numbers over 1,024, which select(2) does not take."""
+    program = [sys.executable, "-c", _OUT_OF_DESCRIPTORS]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE_SECONDS * 2, check=False)
+    assert ended.stdout == "connected\n", ended.stderr
+    assert ended.stderr.count("could not be accepted") == 1
+    assert "no file descriptor left" in ended.stderr

@@ -39,6 +39,7 @@ from weightcast.format.manifest import MAX_MESSAGE_BYTES, TensorSpec, decode
 from weightcast.format.messages import HeldWeights, InitInfo, PauseMode, UpdateInfo, WeightInfo
 from weightcast.host.closing import close_in_child, on_failure
 from weightcast.host.deadline import Deadline, number_of_seconds
+from weightcast.host.descriptors import shortage
 from weightcast.links.watchdog import RecoveryRequest
 from weightcast.seams.client import EngineClient, ServesTraffic
 
@@ -177,6 +178,8 @@ class HttpEngine(EngineClient, ServesTraffic):
                 found.blocks.update(page.blocks)
                 found.differing.update(page.differing)
                 found.unproven.update(page.unproven)
+            if 0 <= page.next <= start:
+                raise ControlError(f"{self.name} lists its weights in a circle, from tensor {start} on", peer=self.name)
             start, num_bytes = page.next, sum(spec.num_bytes for spec in page.tensors)
             on_page(num_bytes)
             if bytes_per_second is not None and start >= 0:
@@ -346,6 +349,8 @@ class HttpRoutes:
         except (OSError, h11.ProtocolError, UnicodeError) as exc:
             if isinstance(exc, ssl.SSLError):
                 raise ControlError(f"{self.name}{path} did not answer by TLS: {exc}", peer=self.name) from exc
+            if short := shortage(exc):
+                raise WeightcastError(f"{self.name}{path} can't be called: {short}") from exc
             raise PeerDiedError(f"{self.name}{path} can't be reached: {exc}", peer=self.name) from exc
         with self._lock:
             is_kept = not self._closed and connection.is_reusable

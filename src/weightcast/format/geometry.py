@@ -15,7 +15,9 @@ import msgspec
 from weightcast.errors import malformed
 
 ALIGNMENT_BYTES = 256
-_MAX_OVERLAP_TESTS = 1 << 22
+_FREE_STEPS = 1 << 18
+_STEPS_PER_REGION = 32
+"""A grid of n dims takes n (n + 1) / 2 for each region; what is left is for regions that no plane parts."""
 
 
 class Region(msgspec.Struct, frozen=True, gc=False):
@@ -135,39 +137,74 @@ def merged(regions: Sequence[Region]) -> list[Region]:
     return sorted(found, key=lambda r: r.offsets)
 
 
-def check_tiling(regions: Sequence[Region], shape: Sequence[int], name: str) -> None:
+class CheckSteps:
+    """What is left of the work that checking all regions of one message, or one tensor, may take: about a microsecond
+    each.
+    """
+
+    def __init__(self, num_regions: int) -> None:
+        self._left = _FREE_STEPS + num_regions * _STEPS_PER_REGION
+
+    def take(self, num_steps: int, name: str) -> None:
+        """Raises ManifestError if there are not so many left."""
+        self._left -= num_steps
+        if self._left < 0:
+            raise malformed("count", f"the regions of {name!r} are too entangled to check")
+
+
+def check_tiling(regions: Sequence[Region], shape: Sequence[int], name: str, steps: CheckSteps | None = None) -> None:
     """Prove that `regions` (inside `shape`, none empty) cover each element exactly once. Raises ManifestError.
 
-    Disjoint regions whose volumes add up to the whole cover it. They are taken apart at planes that no region crosses,
-    which for what a planner or a mesh makes takes O(regions log regions); only what no plane parts is compared pair by
-    pair. Adversarial inputs are cut off after _MAX_OVERLAP_TESTS steps.
+    Disjoint regions whose volumes add up to the whole cover it. `steps` as for `check_disjoint`.
     """
     covered = sum(region.numel for region in regions)
     if covered != math.prod(shape):
         raise malformed(
             "coverage", f"the regions of {name!r} hold {covered} of its {math.prod(shape)} elements: missing or doubled"
         )
-    check_disjoint(regions, name)
+    check_disjoint(regions, name, steps)
 
 
-def check_disjoint(regions: Sequence[Region], name: str) -> None:
-    """Prove that no two of these regions of one tensor, none empty, have an element in common. Raises ManifestError."""
+def check_disjoint(regions: Sequence[Region], name: str, steps: CheckSteps | None = None) -> None:
+    """Prove that no two of these regions of one tensor, none empty, have an element in common. Raises ManifestError.
+
+    They are taken apart at planes that no region crosses, which for what a planner or a mesh makes takes O(regions log
+    regions); only those that no plane parts, and that share an index of the first dim, are compared pair by pair.
+    Adversarial inputs are refused once `steps` are used up; a message has one object for all of its tensors.
+    """
     num_dims = len(regions[0].sizes) if regions else 0
-    stack, num_steps = [list(regions)], 0
+    steps = steps or CheckSteps(len(regions))
+    stack = [list(regions)]
     while stack:
         group = stack.pop()
-        parts = _parted(group, num_dims)
-        num_steps += len(group) * num_dims if len(parts) > 1 else len(group) ** 2
-        if num_steps > _MAX_OVERLAP_TESTS:
-            raise malformed("count", f"the regions of {name!r} are too entangled to check")
-        if len(parts) == 1 and any(common(a, b) is not None for a, b in itertools.combinations(group, 2)):
-            raise malformed("overlap", f"regions of {name!r} overlap near {list(group[0].offsets)}")
+        parts = _parted(group, num_dims, steps, name)
+        if len(parts) == 1:
+            _compare(group, steps, name)
         stack += (part for part in parts if 1 < len(part) < len(group))
 
 
-def _parted(regions: list[Region], num_dims: int) -> list[list[Region]]:
+def _compare(regions: list[Region], steps: CheckSteps, name: str) -> None:
+    """Compare each region with those before it that reach its first index of the first dim."""
+    reaching: list[Region] = []
+    for region in sorted(regions, key=lambda r: r.offsets):
+        steps.take(len(reaching), name)
+        reaching = [r for r in reaching if r.offsets[:1] == () or r.offsets[0] + r.sizes[0] > region.offsets[0]]
+        if any(_overlap(region, other) for other in reaching):
+            raise malformed("overlap", f"regions of {name!r} overlap near {list(region.offsets)}")
+        reaching.append(region)
+
+
+def _overlap(a: Region, b: Region) -> bool:
+    for a_offset, a_size, b_offset, b_size in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
+        if a_offset >= b_offset + b_size or b_offset >= a_offset + a_size:
+            return False
+    return True
+
+
+def _parted(regions: list[Region], num_dims: int, steps: CheckSteps, name: str) -> list[list[Region]]:
     """The regions in parts, with planes between them across the first dim where there are any."""
-    for dim in range(num_dims):
+    for dim in range(num_dims if len(regions) > 1 else 0):
+        steps.take(len(regions), name)
         parts: list[list[Region]] = []
         end = -1
         for region in sorted(regions, key=lambda r: r.offsets[dim]):

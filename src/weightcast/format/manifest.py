@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from weightcast.errors import malformed
-from weightcast.format.geometry import ALIGNMENT_BYTES, Region, check_tiling, is_inside
+from weightcast.format.geometry import ALIGNMENT_BYTES, CheckSteps, Region, check_tiling, is_inside
 
 PROTOCOL = 2
 
@@ -208,8 +208,9 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
                 f"each with a bucket, and {len(self.buckets)} buckets",
             )
         check_specs(self.tensors)
+        steps = CheckSteps(sum(len(record.pieces) for record in self.tensors))
         for record in self.tensors:
-            _check_pieces(record, self.buckets)
+            _check_pieces(record, self.buckets, steps)
         _check_spans(self)
 
 
@@ -280,7 +281,7 @@ def _name_bytes(name: str) -> int:
         raise malformed("name", f"the name {name[:80]!r} can't be UTF-8 ({character}): rename the tensor") from exc
 
 
-def _check_pieces(record: TensorRecord, buckets: Sequence[int]) -> None:
+def _check_pieces(record: TensorRecord, buckets: Sequence[int], steps: CheckSteps) -> None:
     if len(record.pieces) > MAX_PIECES_PER_TENSOR:
         num_pieces = len(record.pieces)
         raise malformed("count", f"{record.name!r} has {num_pieces} pieces; the limit is {MAX_PIECES_PER_TENSOR}")
@@ -309,7 +310,7 @@ def _check_pieces(record: TensorRecord, buckets: Sequence[int]) -> None:
                 f"with {buckets[piece.bucket]} bytes; offsets must be multiples of {ALIGNMENT_BYTES}",
             )
     if len(record.pieces) != 1 or not record.pieces[0].region.covers(record.shape):
-        check_tiling([piece.region for piece in record.pieces], record.shape, record.name)
+        check_tiling([piece.region for piece in record.pieces], record.shape, record.name, steps)
 
 
 def _check_spans(manifest: Manifest) -> None:

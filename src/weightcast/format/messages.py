@@ -20,6 +20,8 @@ PauseMode = Literal["keep", "wait", "abort"]
 
 MAX_LINK_MESSAGE_BYTES = 1 << 20
 MAX_LEASE_SECONDS = 86_400
+MAX_DEADLINE_SECONDS = 864_000
+"""Ten days: poll(2), which sockets and pipes wait with, counts milliseconds in 31 bits."""
 ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
 Digest128 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Digest256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -49,7 +51,7 @@ class InitInfo(msgspec.Struct, frozen=True):
     takeover: bool = False
     protocol: int = PROTOCOL
     token: ShortText = ""
-    deadline_seconds: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    deadline_seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_SECONDS)] = 60.0
     publisher: ShortText | UnsetType = UNSET
     origins: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_ORIGINS)] = ()
 
@@ -222,7 +224,7 @@ class Installed(msgspec.Struct, frozen=True, tag="installed", tag_field="kind"):
     """
 
     version: VersionNumber
-    seconds: float
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_DEADLINE_SECONDS)]
     installed_bytes: ByteCount = 0
 
 

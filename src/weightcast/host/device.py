@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +55,11 @@ def stream(device: torch.device) -> Any:
 def current_stream(device: torch.device) -> Any:
     """This thread's on a GPU, else None."""
     return cuda.current_stream(device) if has_streams(device) else None
+
+
+def present_stream() -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """This thread's GPU and stream, for another thread to enter; without CUDA nothing."""
+    return functools.partial(cuda.stream, cuda.current_stream()) if cuda.is_initialized() else contextlib.nullcontext
 
 
 def recorded(device: torch.device) -> Event:

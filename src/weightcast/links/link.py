@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import os
 import secrets
 import select
@@ -24,17 +25,27 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET
 
-from weightcast.errors import ErrorRecord, ManifestError, PeerDiedError, PeerTimeoutError, from_record, malformed
+from weightcast.errors import (
+    ErrorRecord,
+    ManifestError,
+    PeerDiedError,
+    PeerTimeoutError,
+    WeightcastError,
+    from_record,
+    malformed,
+)
 from weightcast.format.manifest import PROTOCOL, decode, encode
 from weightcast.format.messages import MAX_LINK_MESSAGE_BYTES, Failed, Heartbeat, Hello, LinkMessage
 from weightcast.host.closing import awaited_at_exit, close_in_child, on_failure
 from weightcast.host.deadline import Deadline
+from weightcast.host.descriptors import ACCEPT_RETRY_SECONDS, AcceptLog, shortage, shortage_now
+
+logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("3i")
 _READ_BYTES = 1 << 16
 _HELLO_SECONDS = 10.0
-_ACCEPT_RETRY_SECONDS = 0.05
 _MAX_STRANGERS = 128
 _LOST_HOST_SECONDS = 30.0
 _ASK_SECONDS = 0.5
@@ -131,6 +142,8 @@ class WorkerLink:
                 self._sock.settimeout(lease_seconds)
                 self.send(hello)
         except OSError as exc:
+            if short := shortage(exc):
+                raise WeightcastError(f"the link to the publisher at {address} can't be opened: {short}") from exc
             raise PeerDiedError(f"no publisher answers at {address}: {exc}", peer="trainer") from exc
         self._thread = awaited_at_exit(self._watch, "weightcast-link")
 
@@ -189,8 +202,9 @@ class WorkerLink:
                         self._on_message(message)
         except TimeoutError:
             reason = f"no heartbeat of the publisher for {self._lease_seconds:g} s"
-        except (OSError, ManifestError) as exc:
-            reason = f"the link broke: {exc}"
+        except Exception as exc:
+            # Whatever it is, the owner must learn that nobody reads the link any more.
+            reason = f"the link broke: {shortage(exc) or exc}"
         if not self._heard.is_set():
             self._is_over = True
             self._heard.set()
@@ -327,6 +341,7 @@ class LinkListener:
         self.port = 0 if host is None else int(self._listener.getsockname()[1])
         """The TCP port; 0 for a Unix socket."""
         self._wake_reader, self._wake_writer = map(close_in_child, socket.socketpair())
+        self._accept_log = AcceptLog(logger, "a worker's link")
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
@@ -357,7 +372,7 @@ class LinkListener:
             if deadline.has_passed:
                 raise PeerTimeoutError(
                     f"{len(links)} of {num_workers} workers of {engine} connected to the link "
-                    f"{self.address} within {deadline_seconds:g} s: can they reach it?",
+                    f"{self.address} within {deadline_seconds:g} s: {shortage_now() or 'can they reach it?'}",
                     peer=engine,
                 )
             ask()
@@ -404,9 +419,10 @@ class LinkListener:
             sock = close_in_child(self._listener.accept()[0])
         except (ConnectionError, PermissionError):
             return
-        except OSError:
+        except OSError as exc:
             # Out of descriptors, most likely: the connection stays in the queue, so don't spin on it.
-            time.sleep(_ACCEPT_RETRY_SECONDS)
+            self._accept_log.failed(exc)
+            time.sleep(ACCEPT_RETRY_SECONDS)
             return
         with contextlib.suppress(OSError), on_failure(sock.close):
             if sock.family == socket.AF_UNIX:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from weightcast.host.closing import close_in_child, on_failure
 from weightcast.host.deadline import Deadline
+from weightcast.host.descriptors import ACCEPT_RETRY_SECONDS, shortage
 
 _ATTEMPT_SECONDS = 10.0
 _GIVE_UP_SECONDS = 60.0
@@ -97,8 +98,13 @@ class GroupJoin:
         while True:
             try:
                 client, _ = self._listener.accept()
-            except OSError:
-                return
+            except ConnectionAbortedError:
+                continue
+            except OSError as exc:
+                if not shortage(exc):  # `close` has ended it
+                    return
+                time.sleep(ACCEPT_RETRY_SECONDS)
+                continue
             threading.Thread(target=_refuse, args=(client,), daemon=True).start()
 
 

@@ -431,7 +431,8 @@ class Worker:
             with self._observed("receive"), update.aborted_on_failure(), own_stream:
                 root = update.receive()
         except Exception as exc:
-            record = to_record(exc)
+            # Where this side ended it before, its reason: the receiver only knows that it was ended.
+            record = to_record(update.error or exc)
             session.send(Failed(number, record))
             logger.warning("version %d was not received: %s", number, record.message)
             if session.ended is not None:

@@ -14,13 +14,24 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from weightcast.errors import IntegrityError, ManifestError
-from weightcast.format.manifest import MAX_BUCKETS, PROTOCOL, RunId, VersionNumber, WeightVersion, decode, encode
+from weightcast.format.manifest import (
+    MAX_BUCKETS,
+    MAX_VERSION,
+    PROTOCOL,
+    RunId,
+    VersionNumber,
+    WeightVersion,
+    decode,
+    encode,
+)
 from weightcast.format.messages import Digest128, Digest256
 from weightcast.store.files import MAX_FILES, MAX_STORED_SLOTS, read_file
 
 FORMAT = f"weightcast-store-{PROTOCOL}"
 MAX_RECORD_BYTES = 64 << 10
 MAX_REASON_CHARACTERS = 2000
+_MAX_UNIX_TIME = 253_402_300_799
+"""The end of the year 9999, the last that a date can show."""
 _REMEDY = "close the publishers, remove this file, and publish again: the next version is the newest then"
 
 
@@ -34,7 +45,7 @@ class Stored(msgspec.Struct, frozen=True):
     num_buckets: Annotated[int, msgspec.Meta(ge=0, le=MAX_BUCKETS)]
     manifest_digest: Digest256
     root: Digest128
-    committed_at: float
+    committed_at: Annotated[float, msgspec.Meta(ge=0, le=_MAX_UNIX_TIME)]
 
     @property
     def version(self) -> WeightVersion:
@@ -63,8 +74,8 @@ class WriterRecord(msgspec.Struct, frozen=True):
     run: RunId
     host: str
     pid: int
-    attempt: int = 0
-    number: int = -1
+    attempt: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
+    number: Annotated[int, msgspec.Meta(ge=-1, le=MAX_VERSION)] = -1
     aborted: str = ""
     digest: str = ""
 

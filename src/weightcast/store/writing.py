@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import socket
 import time
@@ -50,6 +51,8 @@ from weightcast.store.records import (
     seal,
     unseal,
 )
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.01
 _LONGEST_POLL_SECONDS = 0.25
@@ -199,7 +202,8 @@ class StoreWriter(_SlotWriter):
         return self._lock.is_open
 
     def hold(self) -> None:
-        """Make sure that the store is still this writer's; a lock whose file was removed is taken again.
+        """Make sure that the store is still this writer's. A lock whose file was removed is taken again; a directory
+        that was removed or renamed, or that is empty, is a store without versions again.
 
         Raises ClosedError in a forked process, EngineBusyError if another writer has got it.
         """
@@ -209,8 +213,15 @@ class StoreWriter(_SlotWriter):
                 "which it was forked from: publish there, or close that publisher and make one here"
             )
         if not self._lock.is_in_place():
+            files.make_folder(self._directory)
+            is_empty = not any(self._directory.iterdir())
             lost, self._lock = self._lock, self._take()
             lost.close()
+            if is_empty and self._seen is not None:
+                logger.warning(
+                    "%s was removed or renamed: it is made again, without the versions before", self._directory
+                )
+                self._seen = self._commit = None
             self._write_record(self._record)
 
     def begin(self, manifest: Manifest, version: WeightVersion, span: range) -> str:

@@ -30,6 +30,7 @@ from weightcast.errors import (
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, Buffers
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
+from weightcast.host.deadline import MAX_SECONDS
 from weightcast.seams.transport import Bucket, Receiver
 from weightcast.transports import records
 
@@ -163,8 +164,8 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
         return self._deadline_seconds * (2 if wanted.begun is None else 1)
 
     def _longest_wait_seconds(self, wanted: W) -> float:
-        """After that long something is looked for that wakes nobody."""
-        return threading.TIMEOUT_MAX
+        """After that long something is looked for that wakes nobody; at most as long as poll(2) can wait."""
+        return MAX_SECONDS
 
     def _silence(self, wanted: W, seconds: float) -> str:
         return f"nothing was heard of the publisher for {seconds:g} s"
@@ -173,7 +174,8 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
         """Raises if the update is over for any reason."""
         self._require_open()
         if self._wanted is not wanted:
-            raise UpdateAbortedError(f"version {wanted.version.number} was ended on this side")
+            what = f"version {wanted.version.number} was given up by its worker, in this process"
+            raise UpdateAbortedError(f"{what}, before all of it had come: end() was called")
         self._listen()
         self._check_sender(wanted)
 
@@ -186,7 +188,7 @@ class ReceivingEnd(Receiver, abc.ABC, Generic[W]):
     def _require_open(self, version: WeightVersion | None = None) -> None:
         """Raises ClosedError, ValueError for a version of another run."""
         if self._closed:
-            raise ClosedError("this receiver was closed")
+            raise ClosedError("this receiver was closed by its worker, in this process")
         if version is not None and self._run is not None and version.run != self._run:
             raise ValueError(f"version {version.number} is of run {version.run}, this receiver of run {self._run}")
 

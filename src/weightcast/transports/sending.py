@@ -25,6 +25,7 @@ from weightcast.format.bucket import HEADER_BYTES, ArenaLayout, BucketBuffer, Bu
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
+from weightcast.host.descriptors import shortage_now
 from weightcast.seams.transport import Sender
 from weightcast.transports import records
 
@@ -184,7 +185,10 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
 
     @abc.abstractmethod
     def _post(self, peer: P, record: msgspec.Struct, *, wait: bool = True) -> bool:
-        """Send a peer a record, waiting for room up to the deadline, or not at all; False if the peer is lost then."""
+        """Send a peer a record, waiting for room up to the deadline, or not at all; False if the peer is lost then.
+
+        What is not waited for may be sent later, in its turn.
+        """
 
     def _listen(self) -> None:
         """Take in who has come and what peers have said by now, unless they are heard as they speak. Does not wait."""
@@ -210,7 +214,7 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
         """The update was given up: tell its peers."""
         self._listen()
         for name in sorted(update.peers):
-            # A peer that has no room for it is disconnected, which tells it as much.
+            # A peer that has no room for it is told later, or disconnected, which tells it as much.
             if name in self._peers:
                 self._post(self._peers[name], records.UpdateAborted(update.number, update.aborted or ""), wait=False)
         update.peers.clear()
@@ -311,8 +315,9 @@ class SendingEnd(RunSender, abc.ABC, Generic[U, P]):
             self._wait(deadline.remaining_seconds)
         for name in names:
             if is_missing(name):
-                waited = f"within {self._deadline_seconds:g} s"
-                self._failures[name] = PeerTimeoutError(f"{name} did not connect {waited}", peer=name)
+                waited, short = f"within {self._deadline_seconds:g} s", shortage_now()
+                what = f"{name} did not connect {waited}" + (f": {short}" if short else "")
+                self._failures[name] = PeerTimeoutError(what, peer=name)
             elif name not in self._failures and name not in self._peers:
                 self._failures[name] = PeerDiedError(f"the receiver of {name} has gone and is not back", peer=name)
             elif name not in self._failures and self._peers[name].declined == version.number:

@@ -9,16 +9,26 @@ meanwhile; the pin ends with the last bucket, or with `end`.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
 import torch
 
-from weightcast.errors import ManifestError, PeerDiedError, StaleVersionError, UpdateAbortedError, WeightcastError
+from weightcast.errors import (
+    ManifestError,
+    PeerDiedError,
+    StaleVersionError,
+    UpdateAbortedError,
+    WeightcastError,
+    thrown,
+)
 from weightcast.format.bucket import BucketBuffer, header_digest, place
 from weightcast.format.manifest import Manifest, WeightVersion
+from weightcast.host.closing import awaited_at_exit
 from weightcast.host.memory import CommonMemory
 from weightcast.seams.transport import Bucket, Share, Transport
 from weightcast.seams.versions import StoredVersion
@@ -31,6 +41,7 @@ from weightcast.transports.sending import RunSender, check_length, check_next
 
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.05
+_SHARED_READ_SECONDS = 5.0
 _HOST_MEMORY = torch.device("cpu")
 _READ_INTO = _HOST_MEMORY, "reading this version", 'publish with install="streaming", or free memory'
 
@@ -58,6 +69,7 @@ class _BufferedSender(RunSender, Generic[W]):
         """Raises as the writer."""
         address = StoreAddress.parse(url)
         num_threads = address.num_threads
+        self._directory = address.directory
         self.address = url if self.has_address else ""
         super().__init__(run)
         self._max_buffers = 1 if num_threads == 1 else min(num_threads + 1, MAX_BUFFERS)
@@ -72,6 +84,17 @@ class _BufferedSender(RunSender, Generic[W]):
         self._writes = collections.deque[Future[None]]()
         self._writer: W = self.writer_type(address, run, deadline_seconds=deadline_seconds)
 
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """The store's files: raises WeightcastError for an OSError that stands for nothing else."""
+        try:
+            yield
+        except OSError as exc:
+            raise WeightcastError(
+                f"the store {self._directory} can't be written: {exc}; its newest version stays. Mend the filesystem "
+                "(is it mounted, writable, and not full?) and publish again"
+            ) from thrown(exc)
+
     @property
     def failures(self) -> Mapping[str, WeightcastError]:
         """Always empty: a store does not know who reads it."""
@@ -84,11 +107,13 @@ class _BufferedSender(RunSender, Generic[W]):
     def buffer(self, index: int) -> BucketBuffer:
         """Where bucket `index`, the next one, is to be packed. Waits until the former one there was written."""
         self._require_update(index)
-        self._await_writes(self._num_buffers - 1)
+        with self._writing():
+            self._await_writes(self._num_buffers - 1)
         return self._ring.buffer(index)
 
     def send(self, index: int, num_bytes: int) -> None:
-        """Write bucket `index`; with the last one, finish. Raises InsufficientMemoryError, StaleVersionError, OSError.
+        """Write bucket `index`; with the last one, finish. Raises InsufficientMemoryError, StaleVersionError,
+        or another WeightcastError if the filesystem fails.
 
         Finished is what the filesystem has taken, and sealed if it is all of the version.
         """
@@ -96,12 +121,13 @@ class _BufferedSender(RunSender, Generic[W]):
         check_length(plan, index, num_bytes)
         data = buffer.flat(num_bytes).numpy().data
         self._digests.append(header_digest(buffer.header))
-        if self._num_buffers == 1:
-            self._writer.write(index, data)
-        else:
-            self._writes.append(self._pool.submit(self._writer.write, index, data))
-        if index + 1 == len(plan.buckets):
-            self._finish_all()
+        with self._writing():
+            if self._num_buffers == 1:
+                self._writer.write(index, data)
+            else:
+                self._writes.append(self._pool.submit(self._writer.write, index, data))
+            if index + 1 == len(plan.buckets):
+                self._finish_all()
 
     def abort(self, reason: str) -> None:
         """Give the version up; the one before stays."""
@@ -128,7 +154,8 @@ class _BufferedSender(RunSender, Generic[W]):
         self._num_buffers = max(1, min(self._max_buffers, len(plan.buckets)))
         self._ring.prepare(place(plan, num_slots=self._num_buffers, staged=False))
         if not plan.buckets:
-            self._finish_all()
+            with self._writing():
+                self._finish_all()
 
     def _finish_all(self) -> None:
         self._await_writes(0)
@@ -165,7 +192,8 @@ class StoreSender(_BufferedSender[StoreWriter]):
         Of whichever run; -1 for none. Raises as `StoreWriter.hold`.
         """
         self._require_open()
-        self._writer.hold()
+        with self._writing():
+            self._writer.hold()
         newest = self._writer.newest
         return max(self._writer.last_number, -1 if newest is None else newest.number)
 
@@ -192,12 +220,14 @@ class StoreSender(_BufferedSender[StoreWriter]):
         if self._shared is None or self._plan is not None:
             raise UpdateAbortedError("no version is shared, or buckets of it are missing: it was aborted, say")
         self._shared = None
-        self._writer.seal([*self._digests, *others])
+        with self._writing():
+            self._writer.seal([*self._digests, *others])
 
     def commit(self) -> None:
         """Make the version whose buckets were all sent the newest. Raises as `StoreWriter.commit`."""
         self._require_open()
-        self._writer.commit()
+        with self._writing():
+            self._writer.commit()
 
     def abort(self, reason: str) -> None:
         self._shared = None
@@ -206,7 +236,8 @@ class StoreSender(_BufferedSender[StoreWriter]):
     def _begin_writing(self, manifest: Manifest, version: WeightVersion, span: range) -> str:
         self._require_open(version)
         self.abort("the publisher began another update")
-        return self._writer.begin(manifest, version, span)
+        with self._writing():
+            return self._writer.begin(manifest, version, span)
 
     def _finish_all(self) -> None:
         super()._finish_all()
@@ -227,7 +258,8 @@ class JoinedStoreSender(_BufferedSender[OriginWriter]):
         """Open the origin's files where the publishing rank's `share` has begun. Raises as `OriginWriter.begin`."""
         self._require_open()
         self.abort("the publisher began another update")
-        self._writer.begin(manifest, origin, place)
+        with self._writing():
+            self._writer.begin(manifest, origin, place)
 
     def open(self, manifest: Manifest, version: WeightVersion, *, peers: Sequence[str], staged: bool) -> int:
         """Send these buckets, the origin's own, to where `join` was called for."""
@@ -281,7 +313,8 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         if record is not None and record.run != run:
             raise StaleVersionError(f"the receiver is of run {run}, the store {directory} of {record.run}: init again")
         self._num_ahead = 0 if address.num_threads == 1 else address.num_threads
-        self._pool = ThreadPoolExecutor(address.num_threads, "weightcast-store")
+        self._new_pool = functools.partial(ThreadPoolExecutor, address.num_threads, "weightcast-store")
+        self._pool = self._new_pool()
         self._arena = KeptMemory(*_READ_INTO)
         self._common_memory: CommonMemory | None = None
         self._together: FilledTogether | None = None
@@ -293,9 +326,13 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         """The newest version, unless it is `known` or there is none, pinned until `end`. Raises IntegrityError."""
         with self._condition:
             self._require_open()
-            pinned = self._reader.pin_newest(known)
+            with self._unlocked():
+                pinned = self._reader.pin_newest(known)
             if pinned is None:
                 return None
+            if self._closed:
+                pinned.close()
+            self._require_open()
             self._let_go()
             self._newest, stored = pinned, pinned.stored
             return StoredVersion(
@@ -357,13 +394,39 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         with self._condition:
             self.end()
             super().close()
-        self._pool.shutdown()
+        # A read that a network filesystem does not answer may go on.
+        self._pool.shutdown(wait=False)
+
+    @contextlib.contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        """The filesystem is asked: `end` and `close` must not wait for its answer. The condition is held once."""
+        self._condition.release()
+        try:
+            yield
+        finally:
+            self._condition.acquire()
 
     def _leave(self, wanted: StoreUpdate) -> None:
-        """Nothing reads into the arena any more when this returns."""
-        wait([read for read in wanted.reads if not read.cancel()])
-        if wanted.begun is not None:
-            wanted.begun.close()
+        """Leave the arena to reads that are under way; the version stays pinned until they are over."""
+        reads = [read for read in wanted.reads if not read.cancel() and not read.done()]
+        if reads and self._num_ahead:
+            # Its threads are busy with what nobody wants any more.
+            self._pool.shutdown(wait=False)
+            self._pool = self._new_pool()
+        if reads and wanted.arena is self._arena:
+            self._arena = KeptMemory(*_READ_INTO)
+        elif reads:
+            self._await_shared_reads(reads)
+        pinned = wanted.begun
+        if pinned is not None and reads:
+            awaited_at_exit(functools.partial(_close_after, reads, pinned), "weightcast-store-end")
+        elif pinned is not None:
+            pinned.close()
+
+    def _await_shared_reads(self, reads: list[Future[None]]) -> None:
+        """Other ranks read into the same memory: this one reads nothing more there while an old read goes on."""
+        if wait(reads, _SHARED_READ_SECONDS).not_done:
+            self._ended = f"the filesystem of {self._directory} has not ended a read for {_SHARED_READ_SECONDS:g} s"
 
     def _disconnect(self) -> None:
         self._arena.free()
@@ -406,27 +469,56 @@ class StoreReceiver(ReceivingEnd[StoreUpdate]):
         return None
 
     def _next_bucket(self, wanted: StoreUpdate) -> Bucket | None:
-        # It may be pinned already, by `newest`.
-        pinned = wanted.begun = wanted.begun or self._pin(wanted)
+        if wanted.begun is None:  # else it was pinned by `newest`
+            with self._unlocked():
+                found = self._pin(wanted)
+            if found is not None and self._wanted is not wanted:
+                found.close()
+            self._check_live(wanted)
+            wanted.begun = found
+        pinned = wanted.begun
         if pinned is None:
             return None
         number, order = wanted.num_taken, wanted.manifest.rounds
-        found, expected = pinned.manifest.buckets, wanted.manifest.buckets
-        if number == 0 and found != expected:
+        stored, expected = pinned.manifest.buckets, wanted.manifest.buckets
+        if number == 0 and stored != expected:
             raise ManifestError(
-                f"the store has another plan ({len(found)} buckets) than was offered ({len(expected)} buckets)"
+                f"the store has another plan ({len(stored)} buckets) than was offered ({len(expected)} buckets)"
             )
         index = order[number]
+        here: Future[None] | None = None
         if wanted.num_ahead == 0:
-            _read(pinned, wanted, index)
-        else:
-            # A streaming bucket's memory is free when the next one is asked for: look no further than that.
-            for ahead in order[number + len(wanted.reads) : number + wanted.num_ahead]:
-                wanted.reads.append(self._pool.submit(_read, pinned, wanted, ahead))
-            wanted.reads.popleft().result()
+            here = Future()
+            here.set_running_or_notify_cancel()
+            wanted.reads.append(here)
+        # A streaming bucket's memory is free when the next one is asked for: look no further than that.
+        for ahead in order[number + len(wanted.reads) : number + wanted.num_ahead]:
+            wanted.reads.append(self._pool.submit(_read, pinned, wanted, ahead))
+        following = wanted.reads[0]
+        with self._unlocked():
+            if here is None:
+                wait([following])
+            else:
+                _complete(here, functools.partial(_read, pinned, wanted, index))
+        self._check_live(wanted)
+        wanted.reads.popleft().result()
         if number + 1 == wanted.num_buckets:
             pinned.close()
         return Bucket(index, wanted.arena.buffer(index))
+
+
+def _close_after(reads: list[Future[None]], pinned: PinnedVersion) -> None:
+    wait(reads)
+    pinned.close()
+
+
+def _complete(future: Future[None], call: Callable[[], None]) -> None:
+    """Make the call here, and the future what a pool's would be."""
+    try:
+        call()
+        future.set_result(None)
+    except BaseException as exc:
+        future.set_exception(exc)
 
 
 def _read(pinned: PinnedVersion, wanted: StoreUpdate, index: int) -> None:

@@ -6,8 +6,10 @@ nothing of the server outlives `close`: no thread, no socket; health answers wha
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
+import logging
 import signal
 import socket
 import threading
@@ -23,18 +25,23 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from weightcast.control.routes import WeightRoutes, refusal, reply
+from weightcast.control.server.connections import KEEP_ALIVE_SECONDS, LimitedConnection, backlog
 from weightcast.control.server.metrics import ServerMetrics
 from weightcast.engines.gate import Gate
 from weightcast.errors import ClosedError, WeightcastError
 from weightcast.format.manifest import WeightVersion
 from weightcast.host.deadline import Deadline
+from weightcast.host.descriptors import AcceptLog, shortage
 from weightcast.seams.engine import Engine
 from weightcast.serving.worker import Worker
 
 if TYPE_CHECKING:
     from weightcast.engines.transformers import TextGenerator
 
+logger = logging.getLogger(__name__)
+
 _NUM_THREADS = 8
+_QUEUE_LENGTH = 1024
 _START_SECONDS = 15.0
 _STOP_SECONDS = 30.0
 _START_POLL_SECONDS = 0.01
@@ -117,7 +124,7 @@ class EngineServer:
             raise WeightcastError(f"{what}; name an address of this host, and a free port or 0 for any") from exc
         self._port = self._socket.getsockname()[1]
         self._thread = threading.Thread(
-            target=self._uvicorn.run, args=([self._socket],), name="weightcast-server", daemon=True
+            target=asyncio.run, args=(self._serve(self._socket),), name="weightcast-server", daemon=True
         )
         self._thread.start()
         deadline = Deadline(_START_SECONDS)
@@ -126,7 +133,22 @@ class EngineServer:
         if not self._uvicorn.started:
             self.close()
             raise WeightcastError(f"the server on {self._host}:{self._port} did not start; see its log")
+        # asyncio has made the queue as short as what it accepts at once.
+        self._socket.listen(_QUEUE_LENGTH)
         return self
+
+    async def _serve(self, listening: socket.socket) -> None:
+        accept_log = AcceptLog(logger, "an HTTP connection")
+
+        def on_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            error = context.get("exception")
+            if shortage(error):
+                accept_log.failed(error)
+            else:
+                loop.default_exception_handler(context)
+
+        asyncio.get_running_loop().set_exception_handler(on_error)
+        await self._uvicorn.serve(sockets=[listening])
 
     def close(self) -> None:
         """Stop serving: requests under way are answered with an error. Idempotent; waits for an install under way."""
@@ -188,13 +210,12 @@ class EngineServer:
             access_log=False,
             lifespan="off",
             ws="none",
-            loop="asyncio",
             proxy_headers=False,
             server_header=False,
             date_header=False,
-            # Longer than HTTP clients keep an idle connection, so that they close it: a server that closes first can
-            # lose the request that is on its way.
-            timeout_keep_alive=75,
+            http=LimitedConnection,
+            backlog=backlog(),
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=5,
         )
         return uvicorn.Server(config)

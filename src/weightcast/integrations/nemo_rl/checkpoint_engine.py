@@ -6,6 +6,7 @@ Source of the contract: `nemo_rl/utils/checkpoint_engines/base.py` of August 202
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import ray
 from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 
 from weightcast.integrations.rollout.receiving import Named
+from weightcast.integrations.rollout.threads import in_thread
 from weightcast.integrations.rollout.transfer import Framework, RolloutTransfer
 
 _OPTIONS = 'policy.generation.refit_cfg["weightcast.integrations.nemo_rl:NemoCheckpointEngine"]'
@@ -64,15 +66,20 @@ class NemoCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._transfer.receive_as(rollout_rank, rollout_world_size)
 
     async def send_weights(self, weights: Iterable[Named]) -> None:
-        """Publish the weights as one version more than the last. Blocks, and raises, as `RolloutTransfer.send`."""
-        self._transfer.send(weights, None)
+        """Publish the weights as one version more than the last.
+
+        Raises as `RolloutTransfer.send`, which runs in another thread. A task that is cancelled ends when it has ended.
+        """
+        await in_thread(functools.partial(self._transfer.send, weights, None))
 
     async def receive_weight_batches(self) -> AsyncGenerator[list[Named], None]:
         """Batches of about `bucket_size` bytes, each valid until the next is asked for.
 
-        Waits for the first as `RolloutEngine.receive`, which blocks and raises.
+        Waits for the first, and raises, as `RolloutEngine.receive`, in another thread. A task that is cancelled gives
+        the update up.
         """
-        batches: AsyncIterator[list[Named]] = self._transfer.receive(None)
+        receive = functools.partial(self._transfer.receive, None)
+        batches: AsyncIterator[list[Named]] = await in_thread(receive, on_cancel=self._transfer.cancel_receive)
         async with contextlib.aclosing(batches):  # type: ignore[type-var]
             async for batch in batches:
                 yield batch

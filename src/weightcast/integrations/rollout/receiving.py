@@ -6,7 +6,6 @@ that was given up after that is an InstallError; no wait goes on after its deadl
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -26,6 +25,7 @@ from weightcast.errors import (
 from weightcast.format.manifest import WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.deadline import Deadline
+from weightcast.integrations.rollout.threads import in_thread
 from weightcast.serving.worker import Worker
 
 _POLL_SECONDS = 0.1
@@ -106,6 +106,11 @@ class RolloutEngine:
         if not self._is_committed:
             self._change(error=self._error or UpdateAbortedError("the trainer gave the update up: its error says why"))
 
+    def cancel(self) -> None:
+        """The framework waits for the update no more."""
+        if not self._is_committed:
+            self._change(error=self._error or UpdateAbortedError("the rollout's task was cancelled while it waited"))
+
     def _change(self, *, offered: bool = True, committed: bool = False, error: WeightcastError | None = None) -> None:
         with self._condition:
             self._is_offered, self._is_committed, self._error = offered, committed, error
@@ -143,7 +148,7 @@ class RolloutEngine:
                 with self._condition:
                     self._tensors = None
                     self._condition.notify_all()
-                tensors = await asyncio.get_running_loop().run_in_executor(None, self._next)
+                tensors = await in_thread(self._next, on_cancel=self.cancel)
         except WeightcastError as exc:
             raise InstallError(f"the rollout holds parts of two versions: {exc}", torn=True) from exc
         finally:

@@ -173,6 +173,11 @@ class RolloutTransfer:
         assert self._engine is not None, "endpoint comes before receive"
         return self._engine.receive(version)
 
+    def cancel_receive(self) -> None:
+        """End a `receive` that waits in another thread: it raises UpdateAbortedError."""
+        if self._engine is not None:
+            self._engine.cancel()
+
     def finish(self) -> None:
         if not self._keep_connected:
             self._disconnect()

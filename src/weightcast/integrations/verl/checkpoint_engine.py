@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import ray
 from verl.checkpoint_engine.base import CheckpointEngine
 
 from weightcast.integrations.rollout.receiving import Named
+from weightcast.integrations.rollout.threads import in_thread
 from weightcast.integrations.rollout.transfer import Framework, RolloutTransfer
 
 
@@ -76,9 +78,9 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     async def send_weights(self, weights: Iterable[Named], global_steps: int | None = None) -> dict[str, Any]:
         """Publish the weights as version `global_steps`; rank 0 returns what it measured, the others nothing.
 
-        Blocks, and raises, as `RolloutTransfer.send`.
+        Raises as `RolloutTransfer.send`, which runs in another thread. A task that is cancelled ends when it has ended.
         """
-        report = self._transfer.send(weights, global_steps)
+        report = await in_thread(functools.partial(self._transfer.send, weights, global_steps))
         if report is None:
             return {}
         stages = {f"weightcast/{name}_seconds": value for name, value in msgspec.structs.asdict(report.seconds).items()}
@@ -91,7 +93,11 @@ class WeightcastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         }
 
     def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[Named]:
-        """The tensors of version `global_steps`; see `RolloutEngine.receive`, which blocks and raises."""
+        """The tensors of version `global_steps`; see `RolloutEngine.receive`, which blocks and raises.
+
+        verl does not await this call, and tells its engine of an update before it asks for the first tensor: the engine
+        would wait for an update that has failed, if the wait were not here.
+        """
         return _each(self._transfer.receive(global_steps))
 
     def finalize(self) -> None:

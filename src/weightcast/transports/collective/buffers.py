@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -103,24 +104,35 @@ class SharedMemory:
             raise detached(lost)
 
 
+class SharedReading(NamedTuple):
+    """What a worker reads along with others: `reader`, connected to `address`; `memory`: its own, if it receives."""
+
+    reader: Receiver | None = None
+    memory: SharedMemory | None = None
+    address: str = ""
+
+    def close(self) -> None:
+        for end in (self.reader, self.memory):
+            if end is not None:
+                end.close()
+
+
 class ReceiveBuffers:
-    """`reader` is set while another worker, or this one for others, receives into shared memory."""
+    """`sharing` has a reader while another worker, or this one for others, receives into shared memory."""
 
     def __init__(self, run: str, peer: str, device: torch.device, deadline_seconds: float) -> None:
-        self.reader: Receiver | None = None
+        self.sharing = SharedReading()
         self._run, self._peer = run, peer
         self._device = device
         self._deadline_seconds = deadline_seconds
         self._memory = KeptMemory(device, _WHAT)
         self._replaced: dict[int, BucketBuffer] = {}
         """By slot: where its buckets arrive because a group that was left may still write to the slot."""
-        self._shared: SharedMemory | None = None
-        self._address = ""
         self._left: list[Writing] = []
 
     def prepare(self, manifest: Manifest, *, staged: bool) -> None:
         """Have memory for an update, unless it is shared. Raises InsufficientMemoryError."""
-        if self.reader is not None:
+        if self.sharing.reader is not None:
             return
         device = _HOST_MEMORY if staged else self._device
         if device != self._memory.device or self._replaced:
@@ -140,48 +152,52 @@ class ReceiveBuffers:
 
     # --- sharing ---
 
-    def share(self, readers: tuple[str, ...]) -> str:
-        """Receive for these workers too, or for none; where they read. Raises PeerError."""
-        names = (self._peer, *readers)
-        if self._shared is None or self._shared.readers != names:
-            self._stop_sharing()
-            if readers:
-                shared = SharedMemory(self._run, names, self._deadline_seconds)
-                with on_failure(shared.close):
-                    self.read_from(shared.address)
-                self._shared = shared
-        return self._address
+    def connect(self, readers: tuple[str, ...], address: str) -> SharedReading:
+        """Connect to the worker that receives at `address`, or receive for these `readers` too; for neither, nothing.
 
-    def read_from(self, address: str) -> None:
-        """Read what another worker receives, or this one itself. Raises PeerError."""
-        if self._address == address and self.reader is not None:
-            return
-        self._stop_sharing()
-        self.free()
+        Waits for the other worker, so the receiver's lock must not be held. `use` or `discard` what it returns, which
+        is what is used already if that will do. Raises PeerError, OSError.
+        """
+        names, used = (self._peer, *readers), self.sharing
+        if address:
+            return used if used.address == address else SharedReading(self._reader_of(address), None, address)
+        if not readers:
+            return SharedReading()
+        if used.memory is not None and used.memory.readers == names:
+            return used
+        memory = SharedMemory(self._run, names, self._deadline_seconds)
+        with on_failure(memory.close):
+            return SharedReading(self._reader_of(memory.address), memory, memory.address)
+
+    def _reader_of(self, address: str) -> Receiver:
         patience = self._deadline_seconds * _READERS_PATIENCE
         make = registry.transport(_SHARED).receiver
-        self.reader = make(address, run=self._run, peer=self._peer, device=_HOST_MEMORY, deadline_seconds=patience)
-        self._address = address
+        return make(address, run=self._run, peer=self._peer, device=_HOST_MEMORY, deadline_seconds=patience)
+
+    def use(self, sharing: SharedReading) -> None:
+        """Read from there, and receive for those, from now on."""
+        if sharing is not self.sharing:
+            former, self.sharing = self.sharing, sharing
+            former.close()
+            if sharing.reader is not None:
+                self.free()
+
+    def discard(self, sharing: SharedReading) -> None:
+        """Close what `connect` returned, unless it is used."""
+        if sharing is not self.sharing:
+            sharing.close()
 
     def end_reader(self) -> None:
         """Wake an iteration of what is shared."""
-        if self.reader is not None:
-            self.reader.end()
-
-    def _stop_sharing(self) -> None:
-        reader, self.reader = self.reader, None
-        shared, self._shared = self._shared, None
-        self._address = ""
-        for end in (reader, shared):
-            if end is not None:
-                end.close()
+        if self.sharing.reader is not None:
+            self.sharing.reader.end()
 
     # --- the stream's thread ---
 
     @property
     def is_shared(self) -> bool:
         """Whether others read along: then one bucket is received after the other."""
-        return self._shared is not None
+        return self.sharing.memory is not None
 
     def target(self, update: PeerUpdate, index: int, *, is_here: bool) -> BucketTarget:
         """Where bucket `index` is to be received. `is_here`: it is here already, and only passes by.
@@ -197,10 +213,10 @@ class ReceiveBuffers:
 
     def _place(self, update: PeerUpdate, index: int) -> BucketBuffer | None:
         self._left = [stream for stream in self._left if not stream.has_ended(0)]
-        if self._shared is not None:
+        if (memory := self.sharing.memory) is not None:
             if not all(stream.has_ended(_STREAM_END_SECONDS) for stream in self._left):
                 raise PeerTimeoutError("a broadcast of a former group is still under way", peer=self._peer)
-            return self._shared.buffer(update, index)
+            return memory.buffer(update, index)
         buffer = self.buffer(index)
         # Another manifest's buckets may lie across.
         start, end = _span(buffer)
@@ -213,8 +229,8 @@ class ReceiveBuffers:
 
     def deliver(self, target: BucketTarget) -> None:
         """A bucket has come in, for the first time. Raises PeerError."""
-        if self._shared is not None:
-            self._shared.deliver(target.index, target.num_bytes)
+        if (memory := self.sharing.memory) is not None:
+            memory.deliver(target.index, target.num_bytes)
 
     def leave(self, stream: Writing) -> None:
         """A broadcast of this stream may go on for a while."""
@@ -222,10 +238,10 @@ class ReceiveBuffers:
 
     def close(self) -> None:
         """Free everything; what was handed out stays as long as it is referred to."""
-        if self._shared is not None:
+        if self.is_shared:
             for stream in self._left:
                 stream.has_ended(_STREAM_END_SECONDS)
-        self._stop_sharing()
+        self.use(SharedReading())
         self.free()
 
 

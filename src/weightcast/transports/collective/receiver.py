@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import threading
 import time
 import weakref
@@ -27,7 +28,14 @@ from weightcast.host.copy import copy_all
 from weightcast.process_group import ProcessGroup, join_store
 from weightcast.seams.transport import Bucket, Receiver
 from weightcast.transports.collective import records
-from weightcast.transports.collective.buffers import NUM_SLOTS, NUM_UNDER_WAY, BucketTarget, ReceiveBuffers, Writing
+from weightcast.transports.collective.buffers import (
+    NUM_SLOTS,
+    NUM_UNDER_WAY,
+    BucketTarget,
+    ReceiveBuffers,
+    SharedReading,
+    Writing,
+)
 from weightcast.transports.linked import LinkedReceiver, parse_address
 from weightcast.transports.receiving import PeerUpdate
 from weightcast.transports.records import BeginUpdate
@@ -77,6 +85,8 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         self.device = torch.device("cpu") if device is None or self.backend != "nccl" else device
         self._buffers = ReceiveBuffers(run, peer, self.device, deadline_seconds)
         self._stream: BroadcastStream | None = None
+        self._invitation: records.Join | records.ReadAlong | None = None
+        """The last one. Those before it are answered no more."""
         super().__init__(url, peer=peer, run=run, deadline_seconds=deadline_seconds, records=records.ToReceiver)
         close_at_exit(self)
         with _receivers_lock:
@@ -84,7 +94,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
 
     def reread(self, bucket: Bucket) -> bool:
         """With shared memory, what this worker wrote over a bucket is dropped; else every update arrives again."""
-        reader = self._buffers.reader
+        reader = self._buffers.sharing.reader
         return reader is not None and reader.reread(bucket)
 
     def release(self) -> None:
@@ -115,8 +125,8 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
 
     def _disconnect(self) -> None:
         self._leave_group()
-        if self._buffers.reader is not None:
-            self._buffers.reader.close()
+        if self._buffers.sharing.reader is not None:
+            self._buffers.sharing.reader.close()
 
     # --- buckets ---
 
@@ -125,7 +135,7 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
             return
         with self._condition:
             self._await(wanted, lambda: wanted.begun)
-            reader = self._buffers.reader
+            reader = self._buffers.sharing.reader
         yield from super()._buckets(wanted) if reader is None else self._shared_buckets(wanted, reader)
 
     def _shared_buckets(self, wanted: BroadcastUpdate, reader: Receiver) -> Iterator[Bucket]:
@@ -166,8 +176,8 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         wanted.stream = self._stream
         if self._stream is not None and begin.first > wanted.num_received:
             raise ManifestError(f"the publisher goes on at bucket {begin.first}, {wanted.num_received} have come here")
-        if self._buffers.reader is not None and not is_again:
-            self._buffers.reader.open(wanted.manifest, wanted.version, staged=True)
+        if self._buffers.sharing.reader is not None and not is_again:
+            self._buffers.sharing.reader.open(wanted.manifest, wanted.version, staged=True)
         if self._stream is not None:
             self._stream.position = begin.first
         if wanted.num_received == wanted.num_buckets:
@@ -177,14 +187,9 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
         match record:
             case records.Join() | records.ReadAlong():
                 self._leave_group()
-                try:
-                    if isinstance(record, records.Join):
-                        self._tell(self._join(record))
-                    else:
-                        self._buffers.read_from(record.address)
-                        self._tell(records.Joining(record.epoch))
-                except WeightcastError as exc:
-                    self._tell(records.JoinFailed(record.epoch, str(exc)[:MAX_REASON_CHARACTERS]))
+                self._invitation = record
+                # Another worker may not answer: neither the link's thread nor whoever ends this may wait for it.
+                awaited_at_exit(functools.partial(self._answer, record), "weightcast-join")
             case records.Connect():
                 if self._stream is not None and self._stream.join.epoch == record.epoch:
                     self._stream.start()
@@ -194,12 +199,37 @@ class CollectiveReceiver(LinkedReceiver[BroadcastUpdate]):
                 is_waiting = stream is None or bool(stream.targets) or is_whole
                 self._tell(records.Progress(record.question, *self._progress(), is_waiting))
 
-    def _join(self, join: records.Join) -> records.Joining:
-        shared, wanted = self._buffers.share(join.readers), self._wanted
+    def _answer(self, invitation: records.Join | records.ReadAlong) -> None:
+        """Connect to the worker that is to be read along with, or share memory; then join. In a thread of its own."""
+        readers = invitation.readers if isinstance(invitation, records.Join) else ()
+        address = invitation.address if isinstance(invitation, records.ReadAlong) else ""
+        error: Exception | None = None
+        sharing = SharedReading()
+        try:
+            sharing = self._buffers.connect(readers, address)
+        except Exception as exc:
+            error = detached(exc)
+        with self._condition:
+            if self._closed or self._invitation is not invitation:
+                self._buffers.discard(sharing)
+                return
+            try:
+                if error is not None:
+                    raise error
+                self._buffers.use(sharing)
+                answer = records.Joining(invitation.epoch)
+                if isinstance(invitation, records.Join):
+                    answer = self._join(invitation, sharing)
+                self._tell(answer)
+            except WeightcastError as exc:
+                self._tell(records.JoinFailed(invitation.epoch, str(exc)[:MAX_REASON_CHARACTERS]))
+
+    def _join(self, join: records.Join, sharing: SharedReading) -> records.Joining:
+        wanted = self._wanted
         if wanted is not None and wanted.begun is None:
             self._buffers.prepare(wanted.manifest, staged=wanted.staged)
         self._stream = BroadcastStream(self, join, self._link.local_host)
-        return records.Joining(join.epoch, *self._progress(), shared)
+        return records.Joining(join.epoch, *self._progress(), sharing.address)
 
     def _progress(self) -> tuple[int, int]:
         """The update that is wanted, or 0, and how many buckets of it have come in."""

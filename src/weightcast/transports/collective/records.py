@@ -9,7 +9,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from weightcast.format.messages import Count, ShortText
+from weightcast.format.messages import MAX_DEADLINE_SECONDS, Count, ShortText
 from weightcast.transports.linked import FromLinked, ToLinked
 
 Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
@@ -29,7 +29,7 @@ class Join(msgspec.Struct, frozen=True, tag="join", tag_field="kind"):
     group_size: Rank
     host: ShortText
     port: Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
-    timeout_seconds: Annotated[float, msgspec.Meta(gt=0, le=864000)]
+    timeout_seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_SECONDS)]
     readers: Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=1 << 12)] = ()
 
 

@@ -23,6 +23,7 @@ from weightcast.errors import (
     UnsupportedError,
     UpdateAbortedError,
     WeightcastError,
+    detached,
     listed,
 )
 from weightcast.format.bucket import HEADER_BYTES, BucketBuffer, place
@@ -30,6 +31,7 @@ from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host import device as host_device
 from weightcast.host.closing import close_at_exit
 from weightcast.host.deadline import Deadline
+from weightcast.host.descriptors import shortage, shortage_now
 from weightcast.transports.collective import records
 from weightcast.transports.collective.group import BroadcastGroup, GroupMember, GroupSettings, engine_of
 from weightcast.transports.kept_memory import MemoryToSend
@@ -221,10 +223,21 @@ class CollectiveSender(LinkedSender[GroupUpdate, GroupMember]):
         if not readers:
             return
         self.num_groups += 1
+        # Its store may take a while to be served: heartbeats need the condition meanwhile.
+        self.condition.release()
         try:
-            group = self._group = BroadcastGroup(self.num_groups, self._settings, readers)
-        except PeerError as exc:
-            self._interrupt(update, {}, exc)
+            group: BroadcastGroup | WeightcastError = BroadcastGroup(self.num_groups, self._settings, readers)
+        except (PeerError, OSError) as exc:
+            short = shortage(exc) or shortage_now()
+            group = WeightcastError(f"no group can be made: {short}") if short else detached(exc)
+        finally:
+            self.condition.acquire()
+        if isinstance(group, WeightcastError):
+            self._interrupt(update, {}, group)
+        self._group = group
+        if self._closed:
+            self._leave()
+        self._require_open()
         group.invite()
         self._await_answers(update, group, group.joined)
         group.invite_readers()

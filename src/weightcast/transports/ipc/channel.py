@@ -26,6 +26,7 @@ import msgspec
 from weightcast.errors import ManifestError, RefusedError, StaleVersionError, UnsupportedError, to_record
 from weightcast.format.manifest import PROTOCOL, decode, encode
 from weightcast.host.closing import close_in_child, on_failure
+from weightcast.host.descriptors import ACCEPT_RETRY_SECONDS, AcceptLog
 from weightcast.links.link import check_same_user
 from weightcast.transports.ipc.records import MAX_RECORD_BYTES, IpcHello, Refused, ToSender, Welcome
 
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 SCHEME = "ipc://"
 _HELLO_SECONDS = 5.0
-_EXHAUSTED_SECONDS = 0.1
 _BACKLOG = 128
 _MAX_STRANGERS = 128
 # As numbers: operators of an enumeration take a good part of a packet's time.
@@ -115,6 +115,7 @@ class Listener:
         self._arrivals: list[tuple[str, Channel]] = []
         self._strangers: collections.OrderedDict[int, tuple[Channel, float]] = collections.OrderedDict()
         self._poller = select.poll()
+        self._accept_log = AcceptLog(logger, "a receiver")
         name = f"weightcast-{secrets.token_hex(16)}"
         self.address = f"{SCHEME}@{name}"
         self._sock = close_in_child(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -175,8 +176,8 @@ class Listener:
             return
         except OSError as exc:
             # Out of descriptors, most likely: the connection waits in the queue, so don't spin on it.
-            logger.warning("a receiver could not be accepted: %s", exc)
-            select.select([self._stop], [], [], _EXHAUSTED_SECONDS)
+            self._accept_log.failed(exc)
+            time.sleep(ACCEPT_RETRY_SECONDS)
             return
         channel = Channel(sock)
         if len(self._strangers) >= _MAX_STRANGERS:

@@ -16,10 +16,11 @@ from typing import Any
 import msgspec
 import torch
 
-from weightcast.errors import ManifestError, PeerDiedError, PeerTimeoutError, from_record
+from weightcast.errors import ManifestError, PeerDiedError, PeerTimeoutError, WeightcastError, from_record
 from weightcast.format.manifest import Manifest, WeightVersion
 from weightcast.host.closing import on_failure
 from weightcast.host.deadline import Deadline
+from weightcast.host.descriptors import shortage, shortage_now
 from weightcast.links.link import check_same_user
 from weightcast.seams.transport import Share
 from weightcast.transports.ipc import records
@@ -121,6 +122,8 @@ class IpcReceiver(ArenaReceiver):
             case records.SharedArena():
                 descriptor, self._descriptor = self._descriptor, None
                 if descriptor is None:
+                    if short := shortage_now():
+                        raise WeightcastError(f"the publisher's arena can't be opened: {short}")
                     raise ManifestError("an arena was announced without its descriptor", fault="type")
                 self._use_arena(MappedSharedArena(record, descriptor))
             case _:
@@ -147,7 +150,10 @@ def _connect(url: str, hello: records.IpcHello, deadline_seconds: float) -> Chan
     if not url.startswith(SCHEME) or not name.startswith("@"):
         raise ValueError(f"{url!r} is not the address of an ipc sender; expected {SCHEME}@NAME, as in Sender.address")
     deadline = Deadline(deadline_seconds)
-    channel = Channel(sock := socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    try:
+        channel = Channel(sock := socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    except OSError as exc:
+        raise WeightcastError(f"the publisher at {url} can't be connected to: {shortage(exc) or exc}") from exc
     with on_failure(channel.close):
         try:
             # Only where the queue of new connections is full this waits, and the kernel knows how long.

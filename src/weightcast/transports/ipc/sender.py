@@ -31,7 +31,10 @@ IpcArena: TypeAlias = "OwnedSharedArena | OwnedCudaArena | OwnedTorchArena"
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class IpcPeer(ConnectedPeer):
+    """`unsent`: records that found no room, and were not to be waited for; they go before the next one."""
+
     channel: Channel
+    unsent: list[msgspec.Struct] = dataclasses.field(default_factory=list)
 
 
 class IpcSender(ArenaSender[IpcPeer, IpcArena]):
@@ -74,17 +77,27 @@ class IpcSender(ArenaSender[IpcPeer, IpcArena]):
         deadline: Deadline | None = None
         while self._peers.get(peer.name) is peer:
             try:
-                if peer.channel.send(record, descriptor):
+                if self._send_unsent(peer) and peer.channel.send(record, descriptor):
                     return True
             except EOFError as exc:
                 self._drop(peer, peer.died(exc), may_be_reading=False)
                 return False
-            deadline = deadline or Deadline(self._deadline_seconds if wait else 0.0)
+            if not wait:
+                # It is only behind, and hears it when it has read what is before it.
+                peer.unsent.append(record)
+                return True
+            deadline = deadline or Deadline(self._deadline_seconds)
             if deadline.has_passed:
                 self._drop(peer, self._timed_out(peer.name, "took no record"), may_be_reading=True)
                 return False
             self._wait(deadline.remaining_seconds, writing=peer)
         return False
+
+    def _send_unsent(self, peer: IpcPeer) -> bool:
+        """Whether nothing is unsent any more. Raises EOFError at the end of the connection."""
+        while peer.unsent and peer.channel.send(peer.unsent[0]):
+            del peer.unsent[0]
+        return not peer.unsent
 
     def _listen(self) -> None:
         self._let_in()
@@ -99,11 +112,14 @@ class IpcSender(ArenaSender[IpcPeer, IpcArena]):
         poller.register(self._listener.arrived, select.POLLIN)
         by_descriptor = {peer.channel.fileno(): peer for peer in self._peers.values()}
         for descriptor, peer in by_descriptor.items():
-            poller.register(descriptor, select.POLLIN | (select.POLLOUT if peer is writing else 0))
+            poller.register(descriptor, select.POLLIN | (select.POLLOUT if peer is writing or peer.unsent else 0))
         for descriptor, events in poller.poll(min(seconds, self._sign_seconds) * 1000):
             if descriptor == self._listener.arrived:
                 self._let_in()
-            elif events & ~select.POLLOUT and descriptor in by_descriptor:
+                continue
+            with contextlib.suppress(EOFError):  # reading notices it too
+                self._send_unsent(by_descriptor[descriptor])
+            if events & ~select.POLLOUT:
                 self._read(by_descriptor[descriptor])
 
     def _let_in(self) -> None:

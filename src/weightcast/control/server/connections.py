@@ -1,0 +1,112 @@
+"""Connections of the reference server: how many there may be, and how long each may take to send a request.
+
+Invariant: a connection that owes a request, or a part of one, never keeps another one out: where there are too many,
+those go first that have not sent a request yet. A request that is being answered is left alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+_Message = MutableMapping[str, Any]
+
+KEEP_ALIVE_SECONDS = 75
+"""Longer than HTTP clients keep an idle connection, so that they close it: a server that closes first can lose the
+request that is on its way.
+"""
+_HEADER_SECONDS = 10.0
+_BODY_SECONDS = 60.0
+_MAX_BACKLOG = 128
+
+
+def most_connections() -> int:
+    """Half of the descriptors that this process may have."""
+    return max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+
+
+def backlog() -> int:
+    """How many connections asyncio accepts at once, before any of them is looked at."""
+    return min(_MAX_BACKLOG, most_connections() // 2)
+
+
+class LimitedConnection(H11Protocol):
+    """uvicorn's connection, which ends if a header takes over 10 s, or a body over 60 s."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._serve = self.app
+        self.app = self._answer
+        self._owes_request = True
+        self._num_requests = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_within(_HEADER_SECONDS)
+        if len(self.connections) > most_connections():
+            others = [each for each in self.connections if isinstance(each, LimitedConnection) and each._owes_request]
+            first = min((each for each in others if each is not self), key=LimitedConnection._order, default=self)
+            first.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _order(self) -> tuple[int, float]:
+        """Those without a request first, of these and the others the oldest first."""
+        return min(self._num_requests, 1), 0.0 if self._timer is None else self._timer.when()
+
+    def _expect_within(self, seconds: float) -> None:
+        self._stop_timer()
+        self._owes_request = True
+        self._timer = self.loop.call_later(seconds, self.transport.abort)
+
+    def _has_come(self) -> None:
+        self._owes_request = False
+        self._stop_timer()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def _answer(
+        self,
+        scope: Any,
+        receive: Callable[[], Awaitable[Any]],
+        send: Callable[[Any], Awaitable[None]],
+    ) -> None:
+        async def receive_body() -> _Message:
+            message: _Message = await receive()
+            if not message.get("more_body"):
+                self._has_come()
+            return message
+
+        async def send_answer(message: _Message) -> None:
+            self._has_come()
+            await send(message)
+
+        names = {name for name, _ in scope["headers"]}
+        self._num_requests += 1
+        if names.isdisjoint((b"content-length", b"transfer-encoding")):
+            self._has_come()
+        else:
+            self._expect_within(_BODY_SECONDS)
+        try:
+            await self._serve(scope, receive_body, send_answer)
+        finally:
+            if not self.transport.is_closing():
+                self._expect_within(KEEP_ALIVE_SECONDS + _HEADER_SECONDS)

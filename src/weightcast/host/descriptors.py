@@ -1,0 +1,56 @@
+"""A process, or a host, that has no file descriptor left: its errors, the remedy, one line a minute in the log."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import time
+
+ACCEPT_RETRY_SECONDS = 0.1
+"""A connection that could not be accepted stays in the queue: a pause before the next attempt, not a busy loop."""
+_LOG_SECONDS = 60.0
+
+
+def shortage(error: BaseException | None) -> str:
+    """A sentence with the remedy if an error, or one of its causes, is for want of descriptors; empty for any other."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            return (
+                f"this process has no file descriptor left, its limit is {limit}: raise that (ulimit -n, or a "
+                "service's LimitNOFILE), or close files and connections"
+            )
+        if isinstance(error, OSError) and error.errno == errno.ENFILE:
+            return "this host has no file descriptor left: raise fs.file-max (sysctl), or end processes that hold many"
+        error = error.__cause__
+    return ""
+
+
+def shortage_now() -> str:
+    """The same, found by opening a file: for a wait that has failed without an error of its own."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as exc:
+        return shortage(exc)
+    return ""
+
+
+class AcceptLog:
+    """Logs that connections can't be accepted: at most one line a minute, however many attempts fail."""
+
+    def __init__(self, logger: logging.Logger, what: str) -> None:
+        """`what`: is to be accepted, as in "a receiver"."""
+        self._logger = logger
+        self._what = what
+        self._next_at = 0.0
+        self._num_failed = 0
+
+    def failed(self, error: BaseException | None) -> None:
+        self._num_failed += 1
+        if time.monotonic() >= self._next_at:
+            self._next_at = time.monotonic() + _LOG_SECONDS
+            reason = shortage(error) or error
+            self._logger.warning("%s could not be accepted (attempts: %d): %s", self._what, self._num_failed, reason)
+            self._num_failed = 0

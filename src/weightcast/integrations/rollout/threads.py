@@ -1,0 +1,39 @@
+"""Calls that block, from a framework's `async def` methods: the event loop goes on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+from weightcast.host import device as host_device
+
+T = TypeVar("T")
+
+
+def _nothing() -> None:
+    """The call ends by itself."""
+
+
+async def in_thread(call: Callable[[], T], *, on_cancel: Callable[[], None] = _nothing) -> T:
+    """Make a call in another thread, on this one's GPU and stream, and return what it returns.
+
+    If the task is cancelled, `on_cancel` is called, and the task ends when the call has ended: nothing of it is left
+    that the next call could meet.
+    """
+    here = host_device.present_stream()
+
+    def on_same_stream() -> T:
+        with here():
+            return call()
+
+    future = asyncio.get_running_loop().run_in_executor(None, on_same_stream)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        on_cancel()
+        while not future.done():
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await asyncio.shield(future)
+        raise
