@@ -80,7 +80,7 @@ PERMITTED: dict[tuple[str, str], str] = {
     ("checkpoint.adapters", "sets .data of parameter"): "of the twin's parameters",
     ("checkpoint.adapters", "sets .data of made.twin"): "of the twin's parameters",
     ("checkpoint.conversion", "torch.utils._python_dispatch.TorchDispatchMode"): (
-        "for a `with` around transformers' conversion of tensors without memory, at a trainer's first publish"
+        "for a `with` around transformers' own conversion; torch compiles nothing in the process meanwhile"
     ),
     ("cli.follow", "signal.signal"): PROGRAM,
     ("cli.serve", "logging.basicConfig"): PROGRAM,
@@ -96,7 +96,7 @@ PERMITTED: dict[tuple[str, str], str] = {
     ("demo.trainer", "torch.set_num_threads"): PROGRAM,
     ("demo.trainer", "torch.distributed.init_process_group"): PROGRAM,
     ("demo.trainer", "signal.alarm"): PROGRAM,
-    ("format.bucket", "sets an item of a namespace"): "a cached property of a record of its own",
+    ("format.bucket", "sets an item of a namespace"): "a dictionary of its own, of that name",
     ("host.closing", "atexit.register"): "closes what is open before threads end in torch; changes nothing else",
     ("host.closing", "os.register_at_fork"): "closes weightcast's own sockets in a child; changes nothing else",
     ("host.copy", "torch._C.DisableTorchFunctionSubclass"): "for a `with`, this thread's; torch documents it",
@@ -122,7 +122,7 @@ PERMITTED: dict[tuple[str, str], str] = {
     ): "the pause of an install, which SGLang can't be asked for",
     ("integrations.sglang.scheduler", "setattr(scheduler)"): "an attribute of its own name",
     ("integrations.sglang.scheduler", "sets .message of reply"): "a reply that weightcast answers with",
-    ("integrations.sglang.stock.group", "os.dup2"): "descriptors of its own sockets",
+    ("integrations.sglang.stock.group", "os.dup2"): "in a forked child: sockets of a group that its parent uses",
     ("integrations.torchrl.engines", "torch._C._storage_Use_Count"): "reads whether a loader has kept a tensor",
     ("integrations.torchrl.weights", "warnings.catch_warnings"): "TorchRL warns of what its user has not asked for",
     ("integrations.torchrl.weights", "warnings.simplefilter"): "within that `with`",
