@@ -3,8 +3,9 @@
 What is a plain copy is recorded, block by block, for `serving.install_map`; anything else that a name is used for makes
 the name opaque.
 
-Invariants: nothing of the tensors without memory is written to what is live; whatever happens, every module has its own
-tensors again afterwards. The model can't be used meanwhile.
+Invariants: nothing of the tensors without memory is written to what is live; afterwards, also where the loader fails or
+is interrupted, every module has its own tensors and attributes again, and nothing in the process has changed. The model
+can't be used meanwhile; other threads may use torch.
 """
 
 from __future__ import annotations
@@ -12,24 +13,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import logging
 import math
 import operator
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from weightcast.errors import ManifestError, listed
 from weightcast.format.bucket import TORCH_DTYPES
 from weightcast.format.geometry import check_disjoint, common
 from weightcast.format.manifest import TensorSpec
-from weightcast.host.memory import collector_paused
 from weightcast.serving.install_map import RecordedCopy, StridedBlock, TargetForm
 
 logger = logging.getLogger(__name__)
@@ -52,7 +50,7 @@ class DryRunTarget:
 
     Names that one write has its values from, such as a concatenation, are one there. `twice`: of blocks that were set
     from several, all of them. `padded`: blocks that the loader filled with a constant, as keys. `num_set`: elements of
-    all of them. Of these there are as many as tensors: none is anything for the garbage collector to look at.
+    all of them.
     """
 
     name: str
@@ -108,47 +106,33 @@ class DryRunOutcome:
     overwritten: frozenset[str] = frozenset()
 
 
-@collector_paused()
 def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRunOutcome:
     """Let `model.load_weights` load tensors of these names, shapes and dtypes, in this order, into nothing.
 
-    What it fails at is noted and left out of another run, so that all faults are found. The first run sees copies and
-    constants only, which takes little longer than the loader itself; unless these explain all that it has left behind,
-    another one looks at every operation.
+    A tensor at which the loader fails is left out of another run, so that all faults are found.
     """
     loader: Any = model
     faults: dict[str, str] = {}
-    sees_all = False
     while True:
         fault = ""
-        modules, exchange = list(model.named_modules()), _Exchange()
-        with exchange.of(modules, form):
-            probe = _Probe(exchange.targets, [spec for spec in specs if spec.name not in faults])
-            with probe if sees_all else _copies_seen_by(probe):
-                try:
-                    loader.load_weights(probe.sources())
-                except Exception as exc:
-                    fault = f"{type(exc).__name__}: {exc}"
-        if not sees_all and (fault or not probe.knows_all or not exchange.is_explained()):
-            sees_all = True
-            continue
-        probe.look_for_writes()
-        # Copies of what has no memory are counted as writes, and are none.
-        skipped = Counter(map(_address, probe.beside))
-        written = [name for name, (t, count) in exchange.live.items() if t._version > count + skipped[_address(t)]]
-        if written:
-            logger.warning(
-                "the loader of %s writes to %s by itself, also when it is tried without weights",
-                type(model).__name__,
-                listed(written, separator=", "),
-            )
-            probe.beside += (exchange.live[name][0] for name in written)
+        probe = _Probe([spec for spec in specs if spec.name not in faults])
+        with _recording_tensors(list(model.named_modules()), form, probe):
+            try:
+                loader.load_weights(probe.sources())
+            except Exception as exc:
+                fault = f"{type(exc).__name__}: {exc}"
         if fault:
             faults[probe.current] = fault
         if not fault or not probe.current or len(faults) == MAX_FAULTS:
+            if written := probe.written_by_itself():
+                logger.warning(
+                    "the loader of %s writes to %s by itself, also when it is tried without weights",
+                    type(model).__name__,
+                    listed(written, separator=", "),
+                )
             return DryRunOutcome(
                 faults=faults,
-                targets={target.name: target for target in exchange.targets.values()},
+                targets={target.name: target for target in probe.targets.values()},
                 used=probe.used,
                 copies=probe.copies,
                 opaque=probe.opaque_names(),
@@ -159,125 +143,56 @@ def dry_run(model: nn.Module, form: Form, specs: Sequence[TensorSpec]) -> DryRun
 
 
 @contextlib.contextmanager
-def _copies_seen_by(probe: _Probe) -> Iterator[None]:
-    """Have a probe see what is copied or filled into tensors without memory, in whichever thread.
+def _recording_tensors(modules: Modules, form: Form, probe: _Probe) -> Iterator[None]:
+    """Give each module tensors in checkpoint form that `probe` follows, and put everything back afterwards.
 
-    Also whether anything without memory is written by another operation: values such as zeros would not show that.
+    Parameters and buffers are exchanged in the dictionaries of `nn.Module`, since a loader may replace them, too, and
+    since `nn.Module` has no call that exchanges a parameter and leaves its hooks and its place as they are.
     """
-    of_run = [probe]  # torch keeps these functions until others take their place
-
-    def copied(part: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        of_run[0].copied(part, source)
-        return part
-
-    def filled(part: torch.Tensor, *value: Any) -> torch.Tensor:
-        of_run[0].written(part, None)
-        return part
-
-    def computed(arguments: Sequence[str], returned: Sequence[str], *operands: Any, **options: Any) -> Any:
-        # What is returned may lack its shape (of `out=`): all of it is left to the run that looks at every operation.
-        of_run[0].knows_all = False
-        given = dict(zip(arguments, operands, strict=False)) | options
-        results = tuple(given[name] for name in returned)
-        return results[0] if len(results) == 1 else results or None
-
+    former: list[tuple[dict[str, Any], dict[str, Any], list[tuple[Any, Any]]]] = []
     try:
-        with torch.library._scoped_library("aten", "IMPL") as library:
-            library.impl("copy_", copied, "Meta")
-            for name in _FILL_NAMES:
-                library.impl(name, filled, "Meta")
-            for name, arguments, returned in _other_writes():
-                library.impl(name, functools.partial(computed, arguments, returned), "Meta")
-            yield
+        for prefix, layer in modules:
+            # A module may delegate the loading of its weights.
+            for subject in (layer, vars(layer).get("quant_method"), vars(layer).get("impl")):
+                if isinstance(attributes := getattr(subject, "__dict__", None), dict):
+                    containers = [(held, held.copy()) for held in attributes.values() if type(held) in _CONTAINERS]
+                    former.append((attributes, dict(attributes), containers))
+            probe.watch(prefix, vars(layer))
+            parameters, buffers = form(layer, prefix)
+            for tensors in (parameters, buffers):
+                for name, tensor in tensors.items():
+                    if tensor.is_meta:
+                        full_name = f"{prefix}.{name}" if prefix else name
+                        tensors[name] = probe.target(full_name, tensor, is_parameter=tensors is parameters)
+            made = parameters, buffers, set(layer._non_persistent_buffers_set)
+            vars(layer).update(zip(("_parameters", "_buffers", "_non_persistent_buffers_set"), made, strict=True))
+        yield
     finally:
-        of_run.clear()
-        probe.settle()
+        for attributes, before, containers in former:
+            attributes.update(before)
+            for name in attributes.keys() - before.keys():
+                del attributes[name]
+            for held, content in containers:
+                _put_back(held, content)
 
 
-@dataclasses.dataclass
-class _Exchange:
-    """Modules that have tensors without memory for a while: the `targets`, by their storage's address."""
-
-    targets: dict[int, DryRunTarget] = dataclasses.field(default_factory=dict)
-    live: dict[str, tuple[torch.Tensor, int]] = dataclasses.field(default_factory=dict)
-    """The tensors that modules have besides parameters and buffers, and how often each was written to before."""
-    _parameters: list[tuple[int, DryRunTarget]] = dataclasses.field(default_factory=list)
-    """Each with the live parameter, which may have several names."""
-    _left: list[Mapping[str, torch.Tensor | None]] = dataclasses.field(default_factory=list)
-    """The parameters and the buffers that modules had in the end."""
-    _changed: list[tuple[list[Any], list[Any]]] = dataclasses.field(default_factory=list)
-    """Of modules with other attributes in the end: what these were before, and in the end."""
-    _alive: list[torch.UntypedStorage] = dataclasses.field(default_factory=list)
-    """A storage that the loader drops would leave its address to the next."""
-    _tuples: dict[tuple[int, ...], tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    """Equal shapes and strides are one object: few differ."""
-
-    @contextlib.contextmanager
-    def of(self, modules: Modules, form: Form) -> Iterator[None]:
-        """Give each module private tensors in checkpoint form, and put back afterwards what it had."""
-        exchanged: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes of each module, and what they were
-        plain: set[type] = set()  # attributes are of few types, most of them no tensors'
-        try:
-            # Engines' classes of parameters may answer each call in Python.
-            with torch._C.DisableTorchFunctionSubclass():
-                for prefix, layer in modules:
-                    attributes = layer.__dict__
-                    before, (parameters, buffers) = dict(attributes), form(layer, prefix)
-                    exchanged.append((attributes, before))
-                    if new := {*map(type, before.values())} - plain:
-                        plain |= {kind for kind in new if not issubclass(kind, torch.Tensor)}
-                        for name, value in before.items():
-                            if isinstance(value, torch.Tensor) and not value.is_meta and not value.is_inference():
-                                self.live[f"{prefix}.{name}" if prefix else name] = value, value._version
-                    made = parameters, buffers, set(layer._non_persistent_buffers_set)
-                    attributes.update(zip(_EXCHANGED, made, strict=True))
-                    for name, tensor in itertools.chain(parameters.items(), buffers.items()):
-                        if tensor.is_meta:
-                            target = self._target(f"{prefix}.{name}" if prefix else name, tensor, name in parameters)
-                            if target.is_parameter:
-                                self._parameters.append((id(before["_parameters"].get(name)), target))
-            yield
-        finally:
-            for attributes, before in exchanged:
-                self._left += filter(None, (attributes.get("_parameters"), attributes.get("_buffers")))
-                for kind in _EXCHANGED:
-                    attributes[kind] = before[kind]
-                if [*attributes] != [*before] or not all(map(operator.is_, attributes.values(), before.values())):
-                    self._changed.append(([*before.values()], [*attributes.values()]))
-                    attributes.clear()
-                    attributes.update(before)
-
-    def _target(self, name: str, tensor: torch.Tensor, is_parameter: bool) -> DryRunTarget:
-        storage = tensor.untyped_storage()
-        self._alive.append(storage)
-        shape, strides, one_of = tuple(tensor.shape), tensor.stride(), self._tuples.setdefault
-        form = TargetForm(one_of(shape, shape), one_of(strides, strides), tensor.dtype)
-        target = self.targets[storage._cdata] = DryRunTarget(name, form, is_parameter)
-        return target
-
-    def is_explained(self) -> bool:
-        """Afterwards: whether what was written to targets is all that the loader has left behind.
-
-        No parameter is unset, and no module has other tensors.
-        """
-        whole = {live for live, target in self._parameters if not target.num_unset}
-        if any(live not in whole for live, _ in self._parameters):
-            return False
-        # Engines' classes of parameters may answer each call in Python.
-        with torch._C.DisableTorchFunctionSubclass():
-            left = [tensor for tensors in self._left for tensor in tensors.values() if tensor is not None]
-            if not self.targets.keys() >= {_address(tensor) for tensor in left if tensor.is_meta}:
-                return False
-        for before, after in self._changed:
-            # One that was deleted shifts the rest: then all of them count as made.
-            pairs = itertools.zip_longest(after, before)
-            if any(isinstance(value, torch.Tensor) for value, former in pairs if value is not former):
-                return False
-        return True
+_CONTAINERS = (dict, OrderedDict, list, set)
+"""Of a module's attributes, those whose contents are put back as well: its submodules, and what a loader counts in."""
 
 
-_EXCHANGED = ("_parameters", "_buffers", "_non_persistent_buffers_set")
-"""Of a module's attributes."""
+def _put_back(held: Any, content: Any) -> None:
+    """Give a container the contents that it had. One that has them already is not touched."""
+    if isinstance(held, dict):
+        pairs = zip(held.items(), content.items(), strict=False)
+        if len(held) != len(content) or any(a is not c or b is not d for (a, b), (c, d) in pairs):
+            held.clear()
+            held.update(content)
+    elif isinstance(held, list):
+        if len(held) != len(content) or not all(map(operator.is_, held, content)):
+            held[:] = content
+    elif held != content:
+        held.clear()
+        held.update(content)
 
 
 def present(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -288,8 +203,13 @@ def present(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tenso
 def twin(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory, of the same class and attributes, its loader among them."""
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    made = torch.Tensor._make_subclass(type(tensor), empty, tensor.requires_grad)
-    made.__dict__.update(tensor.__dict__)
+    return _as_class(empty, type(tensor), tensor)
+
+
+def _as_class(empty: torch.Tensor, kind: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """A tensor of this class on the memory of `empty`, with the attributes of `like`."""
+    made = empty.as_subclass(kind).requires_grad_(like.requires_grad)
+    made.__dict__.update(like.__dict__)
     return made
 
 
@@ -306,53 +226,125 @@ class _Whole(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
 
 
-class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows sources by their storage, through views, casts and whatever is computed from them, into targets."""
+class _Recorded(torch.Tensor):
+    """A tensor without memory that shows its probe each operation on it, and on what is made from it, in any thread.
 
-    def __init__(self, targets: Mapping[int, DryRunTarget], specs: Sequence[TensorSpec]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.targets = targets
-        self._specs = specs
+    A dispatch mode would see operations on other tensors, too, but in its own thread alone, and while there is one
+    torch compiles nothing in any thread of the process.
+    """
+
+    probe: _Probe
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        recorded = next(leaf for leaf in _leaves((*args, *(kwargs or {}).values())) if isinstance(leaf, _Recorded))
+        with recorded.probe.lock:
+            return recorded.probe.run(func, types, args, kwargs or {})
+
+
+@functools.cache
+def _recorded_class(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    """Engines ask of what class a parameter is."""
+    return cast(type[torch.Tensor], type(kind)(kind.__name__, (_Recorded, kind), {}))  # type: ignore[misc]
+
+
+class _Probe:
+    """Follows sources by their storage, through views, casts and whatever is computed from them, into targets.
+
+    Thread-safe. A tensor's storage is one Python object while it is kept: its `id` names it.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self.targets: dict[int, DryRunTarget] = {}
+        """By their storage."""
         self.current = ""
-        self.knows_all = True
-        """Whether it knew where everything that was copied came from."""
         self.used = dict.fromkeys((spec.name for spec in specs), (0, frozenset[torch.dtype]()))
         self.copies: list[RecordedCopy] = []
         self.beside: list[torch.Tensor] = []
         self.together: dict[str, frozenset[str]] = {}
         self.overwritten: set[str] = set()
+        self.lock = threading.RLock()
+        self._specs = specs
         self._opaque: dict[str, str] = {}
         self._refilled: dict[str, set[StridedBlock]] = {}
         """By target, what was filled with a constant after something was copied to it."""
         self._read: dict[str, str] = {}
         """Targets that something is computed from, and by which operation."""
         self._origins: dict[int, set[str]] = {}
-        self._sources: dict[int, str] = {}
         self._blocks: dict[tuple[int, tuple[int, ...], tuple[int, ...]], StridedBlock] = {}
-        self._given: dict[str, torch.Tensor] = {}
         self._wholes: dict[int, _Whole] = {}
-        self._plain: list[tuple[Any, ...]] = []
-        """Copies that are known to be no more than that, and are still to be noted."""
-        # A storage that is freed leaves its address to the next.
+        self._unseen: set[str] = set()
+        """Sources that were copied to tensors that are not recorded: nobody sees what is made from these."""
+        self._live: dict[str, tuple[torch.Tensor, int]] = {}
+        """The tensors that modules have besides parameters and buffers, and how often each was written to before."""
+        # A storage that is freed leaves its id to the next.
         self._alive: list[torch.UntypedStorage] = []
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._sources: dict[int, str] = {}
 
     def sources(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors without memory, each made when it is asked for."""
-        given, alive, sources = self._given, self._alive, self._sources
         for spec in self._specs:
             self.current = name = spec.name
-            tensor = _source(spec) if not torch.is_inference_mode_enabled() else _source_outside(spec)
-            given[name] = tensor
-            storage = tensor.untyped_storage()
-            alive.append(storage)
-            sources[storage._cdata] = name
+            tensor = self._follow(torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta"))
+            with self.lock:
+                self._sources[self._storage(tensor)] = name
+                self._dtypes[name] = tensor.dtype
             yield name, tensor
         self.current = ""
 
-    def look_for_writes(self) -> None:
-        """After the loader: what it wrote to sources by operations that were not seen."""
-        for name in itertools.compress(self._given, map(_count_of_writes, self._given.values())):
-            self._overwrite(name)
+    def target(self, name: str, tensor: torch.Tensor, *, is_parameter: bool) -> torch.Tensor:
+        """Follow what is written to a tensor without memory, by another one on it, of the same class."""
+        form = TargetForm(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        self.targets[self._storage(tensor)] = DryRunTarget(name, form, is_parameter)
+        made = _as_class(tensor, _recorded_class(type(tensor)), tensor)
+        made.probe = self  # type: ignore[attr-defined]
+        return made
+
+    def watch(self, prefix: str, attributes: Mapping[str, Any]) -> None:
+        """Remember how often a module's tensors were written to, but for its parameters and buffers."""
+        for name, value in attributes.items():
+            if isinstance(value, torch.Tensor) and not value.is_meta and not value.is_inference():
+                self._live[f"{prefix}.{name}" if prefix else name] = value, value._version
+
+    def written_by_itself(self) -> list[str]:
+        """The live tensors that the loader wrote to other than by copies of sources; they are `beside` as well."""
+        # Copies of what has no memory are counted as writes, and are none.
+        skipped = Counter(map(_address, self.beside))
+        names = [name for name, (t, count) in self._live.items() if t._version > count + skipped[_address(t)]]
+        self.beside += (self._live[name][0] for name in names)
+        return names
+
+    def run(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on tensors of these classes, and note what it does. Copies and constants need no running."""
+        if func is _aten.copy_.default or func in _FILLS:
+            part, source = args[0], None if func in _CONSTANTS else args[1]
+            if not part.is_meta:
+                self.beside.append(part)  # live, and stays as it is
+            self.written(part, source)
+            return part
+        # torch's own class runs an operation without asking its tensors again.
+        out = torch.Tensor.__torch_dispatch__(func, types, args, kwargs)
+        if func not in _VIEWS:
+            self._inherit(func, [*_leaves((*args, *kwargs.values()))], out)
+        return out if func._schema.is_mutable else self._follow(out)
+
+    def _follow(self, out: Any) -> Any:
+        if isinstance(out, (tuple, list)):
+            return type(out)(map(self._follow, out))
+        if not isinstance(out, torch.Tensor) or isinstance(out, _Recorded):
+            return out
+        made = out.as_subclass(_Recorded)
+        made.probe = self
+        return made
+
+    def _storage(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        self._alive.append(storage)
+        return id(storage)
 
     def _overwrite(self, name: str) -> None:
         """The loader writes to a source: what it copies from it is not what came."""
@@ -387,53 +379,8 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if any(a is None or after is None or common(a[0], after[0]) for a in regions[: len(filled)]):
                     found.setdefault(copy.name, f"{name} is filled with a constant where it was copied to")
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten.copy_.default:
-            if args[1].is_meta and not args[0].is_meta:
-                out = args[0]  # live, and stays as it is
-                self.beside.append(out)
-            else:
-                out = func(*args, **(kwargs or {}))
-            self.written(args[0], args[1])
-            return out
-        out = func(*args, **(kwargs or {}))
-        if func in _FILLS:
-            self.written(args[0], None)
-        elif func not in _VIEWS:
-            self._inherit(func, [*args, *(kwargs or {}).values()], out)
-        return out
-
-    def copied(self, part: torch.Tensor, source: torch.Tensor) -> None:
-        """`written`, for copies: what is common is noted later, all at once. A loader may make one for each tensor."""
-        target = self.targets.get(part.untyped_storage()._cdata)
-        name = self._sources.get(source.untyped_storage()._cdata)
-        sizes, num_elements = part.shape, part.numel()
-        if (
-            target is None
-            or name is None
-            or source.shape != sizes
-            or part.dtype != target.form.dtype
-            or not self._is_as_it_came(source, name)
-            or not num_elements
-        ):
-            self.written(part, source)
-        else:
-            self._plain.append((name, self._block(source), target, self._block(part), num_elements))
-
-    def settle(self) -> None:
-        """Note the copies that are still to be noted."""
-        plain, self._plain = self._plain, []
-        for name, source, target, block, num_elements in plain:
-            target.load(block, num_elements, name)
-            self._use(name, num_elements, target.form.dtype)
-            self.copies.append(RecordedCopy(name, source, target.name, block))
-
     def written(self, part: torch.Tensor, source: torch.Tensor | None) -> None:
         """A copy of `source` to `part`, or of a constant. Raises RuntimeError for another shape."""
-        if self._plain:
-            self.settle()
         address = _address(part)
         target = self.targets.get(address)
         if target is None and (overwritten := self._sources.get(address)) is not None:
@@ -458,7 +405,11 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.copies.append(RecordedCopy(name, self._block(source), target.name, block))
             return
         names = self._names(address)
-        self.knows_all &= bool(names) and target is not None
+        if not names and self._unseen and not isinstance(source, _Recorded):
+            # It may be made from any of these, or be a constant.
+            names = self._unseen
+            if target is not None:
+                self._pad(target, part, block)
         if len(names) > 1:
             group = frozenset(names).union(*(self.together.get(each, ()) for each in names))
             self.together |= dict.fromkeys(group, group)
@@ -501,7 +452,7 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _use(self, name: str, num_elements: int, dtype: torch.dtype) -> None:
         """So many elements of a source were copied into a target of that dtype."""
         former, dtypes = self.used[name]
-        self.used[name] = _used(former + num_elements, dtypes, dtype)
+        self.used[name] = former + num_elements, dtypes | {dtype}
 
     def _names(self, address: int) -> set[str]:
         """The sources that what lies at this address is made of."""
@@ -510,14 +461,14 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _is_as_it_came(self, tensor: torch.Tensor, name: str) -> bool:
         """Whether a view of a source has its values: not its bits as another dtype, nor negated or conjugated ones."""
-        return tensor.dtype == self._given[name].dtype and not tensor.is_neg() and not tensor.is_conj()
+        return tensor.dtype == self._dtypes[name] and not tensor.is_neg() and not tensor.is_conj()
 
     def _whole(self, tensor: torch.Tensor) -> _Whole | None:
         """Which block of which source a tensor's elements are, if they are one, not its bits as another dtype."""
         name = self._sources.get(_address(tensor))
         block = StridedBlock(int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
         if name is not None:
-            found = _Whole(name, block, tensor.shape, tensor.stride(), (self._given[name].dtype,))
+            found = _Whole(name, block, tensor.shape, tensor.stride(), (self._dtypes[name],))
             return found if self._is_as_it_came(tensor, name) else None
         whole = self._wholes.get(_address(tensor))
         if whole is None or block.offset or tensor.dtype != whole.dtypes[-1] or tensor.is_neg() or tensor.is_conj():
@@ -525,9 +476,11 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return whole if (whole.sizes, whole.strides) == (tensor.shape, tensor.stride()) else None
 
     def _inherit(self, func: Any, args: list[Any], out: Any) -> None:
-        taken = list(filter(torch.is_tensor, tree_leaves(args)))
-        made = [tensor for tensor in filter(torch.is_tensor, tree_leaves(out)) if _address(tensor) not in self.targets]
-        addresses = {_address(tensor) for tensor in taken}
+        """Note which names the results of an operation are made of."""
+        taken = list(filter(torch.is_tensor, args))
+        storages = [tensor.untyped_storage() for tensor in taken]  # kept: or others could have their ids
+        addresses = set(map(id, storages))
+        made = [t for t in _leaves((out,)) if isinstance(t, torch.Tensor) and _address(t) not in self.targets]
         names = set[str]().union(*map(self._names, addresses))
         if all(_address(tensor) in addresses for tensor in made) and not func._schema.is_mutable:
             return  # views
@@ -549,39 +502,19 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._opaque |= dict.fromkeys(names - self._opaque.keys(), f"other tensors are made from it ({func})")
 
     def _note(self, tensor: torch.Tensor, names: set[str]) -> None:
-        self._alive.append(tensor.untyped_storage())
-        origins = self._origins.setdefault(_address(tensor), set())
+        if not isinstance(tensor, _Recorded):
+            self._unseen |= names
+        origins = self._origins.setdefault(self._storage(tensor), set())
         origins |= names
 
 
-@functools.lru_cache(maxsize=1024)
-def _used(num_elements: int, dtypes: frozenset[torch.dtype], dtype: torch.dtype) -> tuple[int, frozenset[torch.dtype]]:
-    """One object for all that are equal: there may be as many as tensors."""
-    return num_elements, dtypes | {dtype}
-
-
-_META = torch.device("meta")
-_count_of_writes = operator.attrgetter("_version")
-
-
-@functools.lru_cache(maxsize=1024)
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """As torch has them, also where there are no elements."""
-    return torch.empty(shape, device=_META).stride()
-
-
-def _source(spec: TensorSpec) -> torch.Tensor:
-    return torch.empty_strided(spec.shape, _strides(spec.shape), dtype=TORCH_DTYPES[spec.dtype], device=_META)
-
-
-_source_outside = torch.inference_mode(False)(_source)
-"""Outside of inference mode, whose tensors have no count of writes."""
-
-
 _aten = torch.ops.aten
-_FILLS = frozenset({_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default})
-_FILL_NAMES = ("fill_.Scalar", "fill_.Tensor", "zero_")
-_COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})
+_CONSTANTS = frozenset({_aten.fill_.Scalar, _aten.zero_.default})
+_FILLS = _CONSTANTS | {_aten.fill_.Tensor}
+_COPIES = frozenset(
+    {_aten.clone.default, _aten._to_copy.default, _aten.contiguous.default}
+    | {_aten.to.dtype, _aten.to.dtype_layout, _aten.to.device, _aten.to.other}
+)
 _FORMS = frozenset(
     {_aten.empty_like.default, _aten.new_empty.default, _aten.new_zeros.default, _aten.zeros_like.default}
 )
@@ -593,26 +526,14 @@ _VIEWS = frozenset(
 """The commonest views, and what makes new tensors: nothing is to be noted of them."""
 
 
-@functools.cache
-def _other_writes() -> list[tuple[str, list[str], list[str]]]:
-    """All that writes to tensors without memory, but for copies and constants: in place, and by `out=`.
-
-    Each with its arguments, and those of them that it returns.
-    """
-    writes = []
-    for qualified in torch._C._dispatch_get_registrations_for_dispatch_key("Meta"):
-        namespace, _, name = qualified.partition("::")
-        if namespace == "aten" and name not in ("copy_", *_FILL_NAMES):
-            base, _, overload = name.partition(".")
-            schema = getattr(getattr(_aten, base), overload or "default")._schema
-            if schema.is_mutable:
-                arguments = [argument.name for argument in schema.arguments]
-                written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-                writes.append((name, arguments, written if schema.returns else []))
-    return writes
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """An operation's arguments or results, those in lists and tuples among them."""
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _leaves(value)
+        else:
+            yield value
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Of the storage's record, which a tensor without memory has as well."""
-    address: int = tensor.untyped_storage()._cdata
-    return address
+    return id(tensor.untyped_storage())

@@ -17,7 +17,6 @@ from torch import nn
 
 from weightcast.format.manifest import TensorSpec
 from weightcast.host import device as host_device
-from weightcast.host.memory import collector_paused
 from weightcast.integrations.plugin import checkpoint_header
 from weightcast.integrations.plugin import dry_run as loader_dry_run
 from weightcast.integrations.plugin.acceptance import Acceptance, AcceptedOffer, acceptance
@@ -73,7 +72,6 @@ class VllmModel(LoaderEngine):
         self._reload.abort()
 
 
-@collector_paused()
 def dry_run(model: nn.Module, vllm_config: Any, specs: Sequence[TensorSpec]) -> DryRunOutcome:
     """What vLLM's loader would do with tensors of these names, shapes and dtypes, in this order.
 
