@@ -28,7 +28,7 @@ from weightcast.format.geometry import Region, whole
 from weightcast.format.manifest import TensorSpec
 from weightcast.format.tensor_digest import tensor_digest
 from weightcast.host.copy import Ints, TensorPlaces, word_of, words_at, words_of
-from weightcast.seams.source import Regions
+from weightcast.seams.source import Gather, Regions
 
 Buffers: TypeAlias = Literal["persistent", "none", "all"]
 """Which buffers belong: those of the state dict (as `save_pretrained` has it), none, or also the others."""
@@ -353,6 +353,15 @@ class LiveCheckpoint:
             owner = _owner(self._blocks, view)
             if view.is_meta if owner is None else owner.local.is_meta:
                 raise ValueError(f"{name!r} is on the meta device, it has no values: materialise the module first")
+
+    @property
+    def num_gathers(self) -> int:
+        """How often `complete` gathers; 0: every view has its values."""
+        return self._merging.num_gathers if self._is_adapted else 0
+
+    def complete(self, gather: Gather) -> None:
+        """Merge the adapters of sharded layers, with all ranks."""
+        self._merging.complete(gather)
 
     def regions(self) -> Regions:
         """What this rank holds of each record: all of it, or its parts of what is sharded, which may be none."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from weightcast.errors import listed
 from weightcast.format.manifest import TensorSpec
-from weightcast.seams.source import Regions, Source, StreamSource
+from weightcast.seams.source import CollectiveSource, Gather, Regions, Source, StreamSource
 
 
 class JoinedSource:
@@ -47,6 +47,18 @@ class JoinedSource:
         if not is_same:
             self._regions = found
         return self._regions
+
+    @property
+    def num_gathers(self) -> int:
+        return sum(source.num_gathers for source in self._collective)
+
+    def complete(self, gather: Gather) -> None:
+        for source in self._collective:
+            source.complete(gather)
+
+    @property
+    def _collective(self) -> list[CollectiveSource]:
+        return [source for source in self._sources if isinstance(source, CollectiveSource)]
 
 
 def _are_same(found: Sequence[object], known: Sequence[object]) -> bool:

@@ -19,7 +19,7 @@ from weightcast.checkpoint.live import (
 )
 from weightcast.errors import listed
 from weightcast.format.manifest import TensorSpec
-from weightcast.seams.source import Regions
+from weightcast.seams.source import Gather, Regions
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,9 @@ class ModuleSource:
     what `merge_and_unload` gives on a copy, bit for bit, under the names of its base; "refuse" makes it an error. The
     trainer's tensors stay as they are. Memory: a copy of the base tensors of adapted layers, on their device, made here
     and kept; `regions` merges into it each time. Disabled adapters are merged too, as peft does. Layers that the
-    trainer has merged itself (`merge_adapter`) are read in place; sharded ones must be, they can't be merged here.
+    trainer has merged itself (`merge_adapter`) are read in place. Of layers that are sharded over ranks (FSDP2, DTensor)
+    `complete` merges them: the adapters are gathered, some layers at a time, and each rank keeps its shards of the merge;
+    memory: a copy of this rank's shards of adapted layers, and for the time of a publish one such layer whole, twice.
     `names` renames checkpoint names; `buffers` are by default those of the state dict.
     Raises TypeError for what is no module or dtype; ValueError for what can't be seen in checkpoint form without a copy
     (see `checkpoint`), and for adapters that can't be merged, here and, if the module changes, in `specs` and
@@ -84,3 +86,12 @@ class ModuleSource:
             self._views = self._live.views
             self._regions = self._live.regions()
         return self._regions
+
+    @property
+    def num_gathers(self) -> int:
+        """How often `complete` gathers: not at all without adapters in sharded layers."""
+        return self._live.num_gathers
+
+    def complete(self, gather: Gather) -> None:
+        """Merge the adapters of sharded layers; `regions` has their memory. See `CollectiveSource`."""
+        self._live.complete(gather)

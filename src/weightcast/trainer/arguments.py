@@ -10,6 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from weightcast.seams.source import CollectiveSource
+
 
 def whole_number(name: str, value: Any) -> int:
     """`value` as an int; also one of numpy's integers or a tensor of one integer. Raises TypeError for others."""
@@ -36,6 +38,15 @@ def require_source(source: object) -> None:
     elif isinstance(source, (str, os.PathLike)):
         remedy = "pass SafetensorsSource(directory) for a checkpoint, or StoreSource('file:///directory') for a store"
     raise TypeError(f"source is {shown(source)}, not a source of weights: {remedy}")
+
+
+def require_alone(source: object) -> None:
+    """Raises ValueError if some of a source's values can only be computed by several trainer ranks together."""
+    if isinstance(source, CollectiveSource) and source.num_gathers:
+        raise ValueError(
+            "the model has PEFT adapters in layers that are sharded over ranks, and one rank can't merge them alone: "
+            "call publish on every rank, with trainer_group='auto' or their group"
+        )
 
 
 def require_engines(engines: object) -> None:

@@ -17,6 +17,7 @@ from weightcast.errors import IncompatibleWeightsError
 from weightcast.format.manifest import TensorSpec
 from weightcast.host.closing import on_failure
 from weightcast.seams.source import Source
+from weightcast.trainer import arguments
 from weightcast.trainer.packer import joined, tiling
 
 
@@ -44,6 +45,7 @@ def export(
 
 
 def _write(source: Source, directory: Path, max_shard_bytes: int) -> list[str]:
+    arguments.require_alone(source)
     try:
         held = tiling(source.specs(), source.regions())
     except IncompatibleWeightsError as exc:

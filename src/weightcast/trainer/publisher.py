@@ -388,6 +388,8 @@ class Publisher(ClosedOnExit):
             device = connections.device
         if pack_plan is None or not is_known:
             pack_plan = self._ready_pack_plan(device)
+        if self._group is None:
+            arguments.require_alone(self._source)
         if isinstance(self._source, StreamSource):
             pack_plan.use(regions, StreamPacker(pack_plan.layout, None if stream is None else stream.tensors))
         elif self._group is None:

@@ -69,6 +69,7 @@ class TrainerGroup:
             statuses = ranks.start(status)
             assert prepared is not None
             self._use(shares.lead(statuses, prepared.pack_plan.layout, _settings(run, prepared)), prepared)
+            shares.complete(statuses)
 
             def settle_again() -> None:
                 """Which kind of server an engine is, and so what it takes, may be known only now."""
@@ -123,7 +124,9 @@ class TrainerGroup:
         with ranks.error_at_next_exchange():
             shares.look(self._source, self._source.regions())
         with self._in_step():
-            shares.follow(ranks.start(shares.status()))
+            statuses = ranks.start(shares.status())
+            shares.follow(statuses)
+            shares.complete(statuses)
             status, in_hand = RankStatus(), list[RankStatus]()
             while True:
                 own, contribution = shares.own, shares.contribution

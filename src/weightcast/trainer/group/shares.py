@@ -23,11 +23,12 @@ from weightcast.format.geometry import Region, merged, relative, split
 from weightcast.format.manifest import ITEMSIZE_BYTES, DigestKind, RunId, TensorSpec, decode, encode
 from weightcast.format.plan import plan
 from weightcast.host import device as host_device
-from weightcast.seams.source import Regions, Source
+from weightcast.seams.source import CollectiveSource, Regions, Source
 from weightcast.seams.transport import Origins
 from weightcast.trainer.group.exchange import Instruction, RankStatus, TrainerRanks
 from weightcast.trainer.group.gather import Contribution, OriginPacker
 from weightcast.trainer.group.origins import GroupPacker, OriginSender, RankPlace, choose, homes, own_url
+from weightcast.trainer.group.whole_tensors import gather_whole
 from weightcast.trainer.packer import HeldRegion, SeenRegions, Shard, held_shards, require_tiling
 
 _MIN_SPLIT_BYTES = 1 << 20
@@ -95,6 +96,7 @@ class Shares:
         self.run = ""
         self._ranks = ranks
         self._deadline_seconds = deadline_seconds
+        self._source: Source | None = None
         self._regions: SeenRegions | None = None
         self._specs: Sequence[TensorSpec] = ()
         self._digest = (0, 0)
@@ -112,6 +114,7 @@ class Shares:
 
     def look(self, source: Source, regions: Regions) -> None:
         """See what this rank holds now. No communication. Raises IncompatibleWeightsError."""
+        self._source = source
         if self._regions is not None and self._regions.is_of(regions):
             return
         self._regions = None
@@ -147,6 +150,7 @@ class Shares:
             digest_low=low,
             digest_high=high,
             device=number,  # it tells GPUs apart; host memory is 0
+            num_gathers=self._source.num_gathers if isinstance(self._source, CollectiveSource) else 0,
         )
 
     def forget(self) -> None:
@@ -197,6 +201,25 @@ class Shares:
             self._holder.close()
         self._holder = None
         return sharing
+
+    def complete(self, statuses: Sequence[RankStatus]) -> None:
+        """After the shares are settled: have every value computed that takes several ranks. Raises on every rank alike.
+
+        `statuses`: of the first exchange.
+        """
+        ranks, counts = self._ranks, [status.num_gathers for status in statuses]
+        if not any(counts):
+            return
+        with ranks.error_at_next_exchange():
+            if len(set(counts)) > 1:
+                found = ", ".join(f"{n} on rank {rank}" for rank, n in zip(ranks.ranks, counts, strict=True))
+                raise IncompatibleWeightsError(
+                    f"the trainer ranks do not have the same adapters in sharded layers (calls to gather them: {found}): "
+                    "have the same adapters active on every rank"
+                )
+            assert isinstance(self._source, CollectiveSource)
+            self._source.complete(functools.partial(gather_whole, ranks))
+        ranks.exchange(RankStatus(command=Instruction.SETTLE, version=ranks.version))
 
     # --- the publishing rank ---
 
