@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import datetime
 import os
-import signal
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,19 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from gather.published import published
-from sources.test_adapters import CASES, Plain, adapted, llama, lora, merged_by_peft, same, train
+from sources.test_adapters import CASES, merged_by_peft, same, train
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from weightcast.errors import IncompatibleWeightsError, PeerError
-from weightcast.sources.joined import JoinedSource
 from weightcast.sources.module import ModuleSource
-from weightcast.sources.tensors import TensorSource
-from weightcast.trainer.export import export
-from weightcast.trainer.publisher import Publisher
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -129,7 +121,7 @@ def _place(parameter: torch.Tensor) -> tuple[int, int]:
 
 
 def every_kind_of_adapter(path: Path) -> None:
-    for case in [c for c in CASES if not os.environ.get('ONLY') or c in os.environ['ONLY'].split(',')]:
+    for case in [c for c in CASES if not os.environ.get("ONLY") or c in os.environ["ONLY"].split(",")]:
         for dtype in (torch.float32, torch.bfloat16):
             model, whole = built(case, dtype), built(case, dtype)
             shard(model, "fsdp")
@@ -147,6 +139,10 @@ def every_kind_of_adapter(path: Path) -> None:
 
 SCENES: dict[str, Callable[[Path], None]] = {f.__name__: f for f in (every_kind_of_adapter,)}
 if __name__ == "__main__":
-    import sys, tempfile
+    import sys
+    import tempfile
+
     with tempfile.TemporaryDirectory() as d:
-        torch.multiprocessing.start_processes(run, (int(sys.argv[2]), d + "/meet", sys.argv[1]), nprocs=int(sys.argv[2]), start_method="spawn")
+        torch.multiprocessing.start_processes(
+            run, (int(sys.argv[2]), d + "/meet", sys.argv[1]), nprocs=int(sys.argv[2]), start_method="spawn"
+        )

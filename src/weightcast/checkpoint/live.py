@@ -43,9 +43,18 @@ CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 """Dtypes between which values may be cast: scaled formats (fp8, fp4) mean nothing without their scales."""
 
 
-def cast_target(dtype: object) -> str:
-    """The name of a dtype that weights can be cast to. Raises ValueError for another, TypeError for none of torch's."""
-    choices = ", ".join(f"torch.{name}" for name in sorted(CASTABLE))
+CastTo: TypeAlias = torch.dtype | Literal["engine"]
+"""What a source's tensors are cast to: a dtype, or what each engine says that it has."""
+
+
+def cast_target(dtype: object) -> str | None:
+    """The name of a dtype that weights can be cast to; None for "engine", of which only engines know.
+
+    Raises ValueError for another, TypeError for none of torch's.
+    """
+    choices = ", ".join(f"torch.{name}" for name in sorted(CASTABLE)) + " or 'engine'"
+    if isinstance(dtype, str) and dtype == "engine":
+        return None
     if not isinstance(dtype, torch.dtype):
         name = str(dtype).rpartition(".")[2].rstrip("'>")
         remedy = f"pass torch.{name}" if name in CASTABLE else f"pass one of {choices}"

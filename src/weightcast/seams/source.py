@@ -63,6 +63,21 @@ Raises PeerError if a rank was lost, and on every rank the error that a rank has
 
 
 @runtime_checkable
+class EngineTyped(Protocol):
+    """A source that can be cast to what engines have: then its specs have the dtypes of its own memory.
+
+    Where `casts_to_engines`, the publisher asks the engines, and has each tensor cast while it is packed.
+    """
+
+    @property
+    def casts_to_engines(self) -> bool: ...
+
+
+def casts_to_engines(source: object) -> bool:
+    return isinstance(source, EngineTyped) and source.casts_to_engines
+
+
+@runtime_checkable
 class CollectiveSource(Protocol):
     """A source some of whose values are computed from what other trainer ranks hold, such as merged adapters.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from weightcast.errors import listed
 from weightcast.format.manifest import TensorSpec
-from weightcast.seams.source import CollectiveSource, Gather, Regions, Source, StreamSource
+from weightcast.seams.source import CollectiveSource, Gather, Regions, Source, StreamSource, casts_to_engines
 
 
 class JoinedSource:
@@ -21,6 +21,9 @@ class JoinedSource:
         streams = [type(source).__name__ for source in sources if isinstance(source, StreamSource)]
         if streams:
             raise TypeError(f"{', '.join(streams)} streams its tensors, and can't be joined with others")
+        self.casts_to_engines = any(map(casts_to_engines, sources))
+        if not all(casts_to_engines(source) is self.casts_to_engines for source in sources):
+            raise ValueError("of joined sources all are cast to the engines' dtypes (dtype='engine'), or none")
         self._sources = sources
         self._each_specs: list[Sequence[TensorSpec]] = []
         self._specs: tuple[TensorSpec, ...] = ()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from weightcast.checkpoint.live import (
     Buffers,
+    CastTo,
     LiveCheckpoint,
     Names,
     OnAdapters,
@@ -34,13 +34,15 @@ class ModuleSource:
     the module does not hold as plain memory are errors.
 
     `dtype`: what half, bfloat16, single and double precision tensors are cast to while they are packed; others stay.
+    "engine": each to the dtype that the engines have it in, which they are asked for (`specs` have the module's).
     `adapters`: a model with PEFT adapters (a `PeftModel`, or one into which they were injected) is published "merge"d:
     what `merge_and_unload` gives on a copy, bit for bit, under the names of its base; "refuse" makes it an error. The
     trainer's tensors stay as they are. Memory: a copy of the base tensors of adapted layers, on their device, made here
     and kept; `regions` merges into it each time. Disabled adapters are merged too, as peft does. Layers that the
-    trainer has merged itself (`merge_adapter`) are read in place. Of layers that are sharded over ranks (FSDP2, DTensor)
-    `complete` merges them: the adapters are gathered, some layers at a time, and each rank keeps its shards of the merge;
-    memory: a copy of this rank's shards of adapted layers, and for the time of a publish one such layer whole, twice.
+    trainer has merged itself (`merge_adapter`) are read in place. In layers that are sharded over ranks (FSDP2, DTensor)
+    `complete` merges: the adapters are gathered, some layers at a time, and each rank keeps its shards of the outcome.
+    Memory: a copy of this rank's shards of adapted layers; for the time of a publish, what peft needs for the largest of
+    these layers, whole (about three times its weight), and up to 64 MiB of adapters.
     `names` renames checkpoint names; `buffers` are by default those of the state dict.
     Raises TypeError for what is no module or dtype; ValueError for what can't be seen in checkpoint form without a copy
     (see `checkpoint`), and for adapters that can't be merged, here and, if the module changes, in `specs` and
@@ -51,13 +53,14 @@ class ModuleSource:
     def __init__(
         self,
         model: nn.Module,
-        dtype: torch.dtype | None = None,
+        dtype: CastTo | None = None,
         names: Names | None = None,
         *,
         buffers: Buffers = "persistent",
         adapters: OnAdapters = "merge",
     ) -> None:
         self._dtype = None if dtype is None else cast_target(dtype)
+        self.casts_to_engines = dtype == "engine"
         self._live = LiveCheckpoint(model, buffers=buffers, names=names, sharded=True, on_adapters=adapters)
         if hooks := state_dict_hooks(model, loading=False):
             logger.warning(

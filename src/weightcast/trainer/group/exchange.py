@@ -51,6 +51,7 @@ class Instruction(enum.IntEnum):
 
     A round, which is the next bucket of each origin, is BUCKET (pack it), PACKED, and DIGESTED where digests are shared
     out: see `gather`. OPEN, TRIAL and ASK are for the ranks that lead an origin: see `origins`.
+    CHECK: look for NaN, see `shares`.
     """
 
     START = 1
@@ -63,6 +64,7 @@ class Instruction(enum.IntEnum):
     TRIAL = 8
     ASK = 9
     END = 10
+    CHECK = 11
 
 
 class RankStatus(NamedTuple):

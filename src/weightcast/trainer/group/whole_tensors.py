@@ -6,6 +6,7 @@ it; only typed records and raw bytes travel, through host memory.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -70,10 +71,12 @@ def gather_whole(ranks: TrainerRanks, parts: Sequence[TensorPart]) -> list[torch
     return wholes
 
 
-def _views(message: torch.Tensor, sent: Sequence[tuple[int, Region]], specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+def _views(
+    message: torch.Tensor, sent: Sequence[tuple[int, Region]], specs: Sequence[TensorSpec]
+) -> list[torch.Tensor]:
     """The bytes of each region in a rank's message."""
-    sizes = [region.numel * ITEMSIZE_BYTES[specs[number].dtype] for number, region in sent]
-    return list(message[: sum(sizes)].split(sizes)) if sizes else []
+    ends = list(itertools.accumulate((r.numel * ITEMSIZE_BYTES[specs[number].dtype] for number, r in sent), initial=0))
+    return [message[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _named(message: str) -> IncompatibleWeightsError:
