@@ -91,7 +91,7 @@ class IncompatibleWeightsError(RefusedError):
 
 
 class NotFiniteError(RefusedError):
-    """The weights hold NaN or infinity, and the publisher was to look for that (`check_finite`). `problems` names them."""
+    """The weights to publish hold NaN or infinity (`check_finite` looks for that). `problems` names each tensor."""
 
 
 class StaleVersionError(RefusedError):

@@ -6,28 +6,37 @@ import copy
 import datetime
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from core.direct import DirectEngine, RecordingEngine
 from gather.published import published
-from sources.test_adapters import CASES, merged_by_peft, same, train
+from publishers import publisher_of
+from sources.test_adapters import CASES, adapted, lora, merged_by_peft, same, train
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from weightcast.engines.module import ModuleEngine
+from weightcast.errors import IncompatibleWeightsError, NotFiniteError, PeerError
+from weightcast.seams.source import Gather, TensorPart
+from weightcast.sources.joined import JoinedSource
 from weightcast.sources.module import ModuleSource
+from weightcast.sources.tensors import TensorSource
+from weightcast.trainer.export import export
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from peft import get_peft_model
+    from peft import PeftModel, get_peft_model
 
-WHOLE_ONLY = {"multihead"}
-"""Cases of adapters that can't be merged from shards."""
+_COLUMN = ("q_proj.base_layer.weight", "q_proj.base_layer.bias", "q_proj.lora_B.first.weight")
+_ROW = ("down_proj.base_layer.weight", "down_proj.lora_A.first.weight")
+"""Of tensor parallelism: cut along the outputs, and along the inputs."""
 
 
 def run(rank: int, size: int, file: str, scene: str) -> None:
@@ -37,11 +46,12 @@ def run(rank: int, size: int, file: str, scene: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60)
     )
-    try:
-        SCENES[scene](Path(file).parent)
-    finally:
-        if scene != "a_rank_dies":
-            dist.destroy_process_group()
+    SCENES[scene](Path(file).parent)
+    if scene != a_rank_that_dies.__name__:
+        dist.destroy_process_group()
+
+
+# --- models ---
 
 
 def built(case: str, dtype: torch.dtype) -> Any:
@@ -51,18 +61,42 @@ def built(case: str, dtype: torch.dtype) -> Any:
     return model
 
 
-def shard(model: nn.Module, kind: str) -> None:
+def small(dtype: torch.dtype = torch.bfloat16) -> PeftModel:
+    """Sizes that no number of ranks divides; two adapters are active, of other ranks and scales; a third is not."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 5)).to(dtype)
+    model = get_peft_model(base, lora(target_modules=["0", "1"], lora_bias=True), adapter_name="one")
+    model.add_adapter("two", lora(target_modules=["0"], r=4, use_rslora=True))
+    model.add_adapter("three", lora(target_modules=["1"]))
+    model.base_model.set_adapter(["one", "two"])
+    train(model)
+    return model
+
+
+def shard(model: nn.Module, kind: str) -> nn.Module:
     size = dist.get_world_size()
     match kind:
         case "fsdp":
-            _fsdp(model, init_device_mesh("cpu", (size,)))
-        case "hsdp":
-            _fsdp(model, init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replica", "dp")))
+            _fsdp(model, _mesh(dp=size))
         case "columns":
-            _fsdp(model, init_device_mesh("cpu", (size,)), shard_placement_fn=lambda p: Shard(p.ndim - 1))
-        case "tp" | "fsdp+tp":
-            mesh = init_device_mesh("cpu", (1 if kind == "tp" else size // 2, size if kind == "tp" else 2))
-            _tp(model, DeviceMesh("cpu", mesh.mesh[dist.get_rank() // 2 if kind == "fsdp+tp" else 0]))
+            _fsdp(model, _mesh(dp=size), shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
+        case "hsdp":
+            _fsdp(model, _mesh(replica=2, dp=size // 2))
+        case "tp":
+            _tp(model, _mesh(tp=size))
+        case "fsdp+tp":
+            mesh = _mesh(dp=size // 2, tp=2)
+            _tp(model, mesh["tp"])
+            _fsdp(model, mesh["dp"])
+        case "each layer":
+            for part in model.modules():
+                if type(part).__name__ == "Linear" and type(part).__module__.startswith("peft."):
+                    fully_shard(part, mesh=_mesh(dp=size))
+    return model
+
+
+def _mesh(**axes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def _fsdp(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
@@ -70,6 +104,15 @@ def _fsdp(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
         if type(part).__name__ == "LlamaDecoderLayer":
             fully_shard(part, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
+
+
+def _tp(model: nn.Module, mesh: DeviceMesh) -> None:
+    for prefix, part in model.named_modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            dim = 0 if f"{prefix}.{name}".endswith(_COLUMN) else 1 if f"{prefix}.{name}".endswith(_ROW) else None
+            if dim is not None:
+                sharded = distribute_tensor(parameter.data, mesh, [Shard(dim)], src_data_rank=None)
+                part.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -120,29 +163,154 @@ def _place(parameter: torch.Tensor) -> tuple[int, int]:
     return id(parameter), local.data_ptr()
 
 
-def every_kind_of_adapter(path: Path) -> None:
-    for case in [c for c in CASES if not os.environ.get("ONLY") or c in os.environ["ONLY"].split(",")]:
+# --- scenes ---
+
+
+def every_kind_of_adapter(_: Path) -> None:
+    for case in CASES:
+        if case == "multihead":
+            continue  # torch's fully_shard refuses it
+        model, whole = (built(case, torch.bfloat16) for _ in range(2))
+        shard(model, "fsdp")
+        source = ModuleSource(model)
+        regions = source.regions()
+        step(model, 2)
+        check(source, whole, model)
+        assert source.regions() is regions, case
+
+
+def every_layout(_: Path) -> None:
+    kinds = {2: ("columns", "tp", "each layer"), 4: ("fsdp", "columns", "hsdp", "fsdp+tp")}
+    for kind in kinds[dist.get_world_size()]:
         for dtype in (torch.float32, torch.bfloat16):
-            model, whole = built(case, dtype), built(case, dtype)
-            shard(model, "fsdp")
-            if case in WHOLE_ONLY:
-                with pytest.raises(ValueError, match="which can't be merged here"):
-                    ModuleSource(model)
-                continue
-            print(case, dtype, flush=True)
+            model, whole = (adapted().to(dtype) for _ in range(2))
+            shard(model, kind)
             source = ModuleSource(model)
-            for seed in range(2):
-                step(model, seed)
-                check(source, whole, model)
-            assert source.regions() is source.regions()
+            assert source.num_gathers
+            step(model, 2)
+            check(source, whole, model)
 
 
-SCENES: dict[str, Callable[[Path], None]] = {f.__name__: f for f in (every_kind_of_adapter,)}
-if __name__ == "__main__":
-    import sys
-    import tempfile
+def a_hundred_publishes(_: Path) -> None:
+    """The frozen base does not drift, and each version is what peft makes of the gathered model."""
+    model, whole = shard(small(), "fsdp"), small()
+    frozen = {name: p.full_tensor().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    engines = [DirectEngine("engine", RecordingEngine())] if dist.get_rank() == 0 else []
+    with publisher_of(ModuleSource(model), transport="memory://", engines=engines, deadline_seconds=30.0) as publisher:
+        for version in range(100):
+            step(model, version)
+            publisher.publish()
+            expected = truth(whole, model)
+            if engines:
+                same(dict(engines[0].engine.held), expected)
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad or torch.equal(_bits(parameter.full_tensor()), _bits(frozen[name])), name
+    for engine in engines:
+        engine.close()
 
-    with tempfile.TemporaryDirectory() as d:
-        torch.multiprocessing.start_processes(
-            run, (int(sys.argv[2]), d + "/meet", sys.argv[1]), nprocs=int(sys.argv[2]), start_method="spawn"
-        )
+
+def joined_with_other_tensors_and_reassigned(_: Path) -> None:
+    model, whole = shard(small(), "fsdp"), small()
+    source = JoinedSource(TensorSource({"more": torch.ones(3)}), ModuleSource(model))
+    for active in (["one", "two"], ["two"], ["one"]):
+        for each in (model, whole):
+            each.base_model.set_adapter(active)
+        step(model, 1)
+        found, expected = published(source), truth(whole, model)
+        assert dist.get_rank() or torch.equal(found.pop("more"), torch.ones(3))
+        assert dist.get_rank() or not same(found, expected)
+
+
+def what_can_not_be_merged(path: Path) -> None:
+    model = shard(small(), "fsdp")
+    source = ModuleSource(model)
+    together = "call publish on every rank"
+    with pytest.raises(ValueError, match=together):
+        published(source, trainer_group=None)
+    with pytest.raises(ValueError, match=together):
+        export(source, path / f"exported-{dist.get_rank()}")
+    # One rank has other adapters than the other.
+    model.base_model.set_adapter(["one", "two"] if dist.get_rank() else ["three"])
+    _raises_on_every_rank(source, IncompatibleWeightsError, "do not have the same adapters: .*lora_A.three")
+    if dist.get_rank() == 0:
+        model.base_model.model[0].merge()
+        model.base_model.model[1].merge()
+    # The same again; and once they agree, it goes on.
+    model.base_model.set_adapter(["one", "two"])
+
+
+def an_error_on_one_rank(_: Path) -> None:
+    """It is raised on every rank, and the next publish is whole."""
+    model, whole = shard(small(), "fsdp"), small()
+    layer = model.base_model.model[1]
+    source = ModuleSource(model)
+    scaling = dict(layer.scaling)
+    if dist.get_rank() == 1:
+        layer.scaling = {}
+    _raises_on_every_rank(source, (ValueError, KeyError), "trainer rank 1|peft can't merge its adapter")
+    layer.scaling = scaling
+    check(source, whole, model)
+
+
+def _raises_on_every_rank(source: Any, kind: Any, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        published(source)
+
+
+class _Dying(ModuleSource):
+    def complete(self, gather: Gather) -> None:
+        def once(parts: Sequence[TensorPart]) -> Sequence[torch.Tensor]:
+            if dist.get_rank() == dist.get_world_size() - 1:
+                os._exit(0)
+            return gather(parts)
+
+        super().complete(once)
+
+
+def a_rank_that_dies(_: Path) -> None:
+    source = _Dying(shard(small(), "fsdp"))
+    with pytest.raises(PeerError, match=f"rank {dist.get_world_size() - 1}"):
+        published(source)
+    os._exit(0)  # the default group has lost a member
+
+
+def nan_on_one_rank(_: Path) -> None:
+    torch.manual_seed(0)
+    model = shard(nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 5)), "fsdp")
+    weight = model.get_parameter("1.weight").to_local()
+    last = dist.get_world_size() - 1
+    assert published(ModuleSource(model), check_finite=True).keys() or dist.get_rank()
+    for value, what in ((float("nan"), "holds NaN"), (float("inf"), "holds infinity")):
+        if dist.get_rank() == last:
+            weight[0, 0] = value
+        for install in ("staged", "streaming"):
+            with pytest.raises(
+                NotFiniteError, match=f"trainer rank {last}: .*'1.weight' {what}" if dist.get_rank() != last else what
+            ):
+                published(ModuleSource(model), check_finite=True, install=install)
+
+
+def dtypes_of_the_engine(_: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 5))
+    served = copy.deepcopy(model).to(torch.bfloat16)
+    served[1].bias.data = served[1].bias.data.float()
+    expected = {name: tensor.clone().to(served.get_parameter(name).dtype) for name, tensor in model.named_parameters()}
+    engines = [DirectEngine("engine", ModuleEngine(served))] if dist.get_rank() == 0 else []
+    source = ModuleSource(shard(model, "fsdp"), dtype="engine")
+    with publisher_of(source, transport="memory://", engines=engines) as publisher:
+        for _ in range(2):
+            publisher.publish()
+            assert dist.get_rank() or all(torch.equal(served.get_parameter(n), t) for n, t in expected.items())
+            for parameter in served.parameters():
+                parameter.data.zero_()
+    for engine in engines:
+        engine.close()
+
+
+ON_TWO = (
+    every_kind_of_adapter, every_layout, a_hundred_publishes, joined_with_other_tensors_and_reassigned,
+    what_can_not_be_merged, an_error_on_one_rank, a_rank_that_dies, nan_on_one_rank, dtypes_of_the_engine,
+)  # fmt: skip
+ON_FOUR = (every_layout, a_hundred_publishes, a_rank_that_dies)
+SCENES: dict[str, Callable[[Path], None]] = {scene.__name__: scene for scene in (*ON_TWO, *ON_FOUR)}

@@ -132,7 +132,7 @@ class _ShardedLayer:
     own: Sequence[torch.Tensor]
 
     def merge(self, wholes: Mapping[int, torch.Tensor], written: dict[int, str]) -> None:
-        """`wholes`: of what was `gathered`, by the id of the sharded tensor. `written`: in this merge, by which layer."""
+        """`wholes`: of what was `gathered`, by the id of the sharded tensor. `written`: by which layer."""
         wholes = {**wholes, **{id(tensor): sharding.in_whole(tensor) for tensor in self.own}}
         merged = _Twin({}, self.live, wholes).layer(self.live, self.name)
         found = {**dict(merged.named_parameters()), **dict(merged.named_buffers())}

@@ -39,10 +39,10 @@ class ModuleSource:
     what `merge_and_unload` gives on a copy, bit for bit, under the names of its base; "refuse" makes it an error. The
     trainer's tensors stay as they are. Memory: a copy of the base tensors of adapted layers, on their device, made here
     and kept; `regions` merges into it each time. Disabled adapters are merged too, as peft does. Layers that the
-    trainer has merged itself (`merge_adapter`) are read in place. In layers that are sharded over ranks (FSDP2, DTensor)
-    `complete` merges: the adapters are gathered, some layers at a time, and each rank keeps its shards of the outcome.
-    Memory: a copy of this rank's shards of adapted layers; for the time of a publish, what peft needs for the largest of
-    these layers, whole (about three times its weight), and up to 64 MiB of adapters.
+    trainer has merged itself (`merge_adapter`) are read in place. In layers that are sharded over ranks `complete`
+    merges: adapters are gathered, some layers at a time, and each rank keeps its shards of the outcome. Memory: a copy
+    of this rank's shards of adapted layers; while a publish begins, what peft needs for the largest of these layers,
+    whole (about three times its weight), and up to 64 MiB of adapters.
     `names` renames checkpoint names; `buffers` are by default those of the state dict.
     Raises TypeError for what is no module or dtype; ValueError for what can't be seen in checkpoint form without a copy
     (see `checkpoint`), and for adapters that can't be merged, here and, if the module changes, in `specs` and

@@ -31,8 +31,8 @@ class TensorSource:
     ) -> None:
         """`dtype`: what half, bfloat16, single and double precision tensors are cast to while they are packed; others
         stay; "engine": to the dtype that the engines have each in. `groups`: for names that must reach an engine in
-        one call, the name of their group. `aliases`: for a name, the other names that are tied to the same values. Raises ValueError for a dtype that can't travel, TypeError for
-        what is no dtype or no mapping of tensors.
+        one call, the name of their group. `aliases`: for a name, the other names that are tied to the same values.
+        Raises ValueError for a dtype that can't travel, TypeError for what is no dtype or no mapping of tensors.
         """
         self._dtype = None if dtype is None else cast_target(dtype)
         self.casts_to_engines = dtype == "engine"

@@ -26,9 +26,9 @@ class PublishOptions:
     engines' live memory with that of what was sent: an engine in which one differs has failed, and refuses to serve
     until it is healed; what an engine can't prove is in the report. Weights leave from one origin then.
     `check_finite`: before anything is offered, look for NaN and infinity in all weights, and in what a cast makes of
-    them: where there are any the publish raises NotFiniteError, which names the tensors and the trainer rank, and engines
-    keep what they have. It reads each weight once. Of a source that streams its tensors each is looked at when its turn
-    comes: an engine with `install="streaming"` then refuses to serve until it is healed.
+    them: where there are any the publish raises NotFiniteError, which names the tensors and the trainer rank, and
+    engines keep what they have. It reads each weight once. Of a source that streams its tensors each is looked at when
+    its turn comes: an engine with `install="streaming"` then refuses to serve until it is healed.
     `verify_every`: after each n-th version only.
     `on_failure`: whether a publish that an engine did not take raises PublishError or returns its report.
     `origins`: from the memory of how many trainer hosts at most (or, streaming over ipc, of how many GPUs) buckets are

@@ -263,8 +263,8 @@ class Publisher(ClosedOnExit):
         there is no engine and the transport keeps nothing for later; IncompatibleWeightsError if the source's tensors
         are not what its specs say, or not the same on all ranks; InsufficientMemoryError if the transport's arena does
         not fit; NotFiniteError (`check_finite`); UpdateAbortedError if the source streams its tensors and a bucket is
-        needed again, for the engines that remain when one was lost on the way; PeerError if a trainer rank dies, stalls or does not publish. After any of
-        these the next publish goes to every engine again.
+        needed again, for the engines that remain when one was lost on the way; PeerError if a trainer rank dies, stalls
+        or does not publish. After any of these the next publish goes to every engine again.
         """
         self._require_here()  # first: the lock may be one that a thread of the other process holds
         with self._lock:

@@ -57,7 +57,8 @@ class MegatronSource:
 
         `dtype` of what is published, by default the model's `params_dtype`; what a table has in another (expert biases
         in float32) stays; "engine": the dtypes that the engines have. `family`: a table, or the `model_type` whose
-        table is to be used. `parallel`: this rank's place, by default Megatron's own `parallel_state`. `mtp`: publish multi-token prediction layers too.
+        table is to be used. `parallel`: this rank's place, by default Megatron's own `parallel_state`.
+        `mtp`: publish multi-token prediction layers too.
 
         Raises ValueError for a parameter that the family's table does not know, shapes or layers that are not those of
         `hf_config`, an unknown model type or dtype; here and, if the model changes, in `regions`.
