@@ -11,11 +11,14 @@ from sources import adapter_ranks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.filterwarnings("ignore")]
 
+preloaded(
+    "torch", "torch.distributed.fsdp", "torch.distributed.tensor", "peft", "transformers", "sources.adapter_ranks"
+)
+
 SCENES = [(2, scene.__name__) for scene in adapter_ranks.ON_TWO] + [(4, s.__name__) for s in adapter_ranks.ON_FOUR]
 
 
 @pytest.mark.parametrize(("size", "scene"), SCENES, ids=lambda value: str(value))
 def test_ranks(tmp_path: Path, size: int, scene: str) -> None:
-    preloaded("torch", "torch.distributed.fsdp", "peft", "transformers", "sources.adapter_ranks")
     arguments = (size, str(tmp_path / "meet"), scene)
     torch.multiprocessing.start_processes(adapter_ranks.run, arguments, nprocs=size, start_method="forkserver")
