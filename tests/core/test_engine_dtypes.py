@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.loader_model import Model, ModelEngine, checkpoint
 from publishers import publisher_of
 from safetensors.torch import save_file
 from torch import nn
@@ -16,10 +15,6 @@ from torch import nn
 import weightcast
 from core.direct import DirectEngine, RecordingEngine, fleet
 from weightcast import EngineServer, ModuleEngine, ModuleSource, PublishError, SafetensorsSource, TensorSource
-from weightcast.control.worker_rpc import Dtypes, numbered
-from weightcast.format.manifest import TensorSpec
-from weightcast.integrations.plugin.rank_consensus import RankConsensus
-from weightcast.integrations.plugin.rank_worker import RankWorker
 from weightcast.sources.joined import JoinedSource
 from weightcast.trainer.export import export
 
@@ -138,28 +133,3 @@ def test_where_there_is_no_engine_to_ask(tmp_path: Path) -> None:
 def test_joined_sources_are_cast_alike() -> None:
     with pytest.raises(ValueError, match=r"all are cast to the engines' dtypes .* or none"):
         JoinedSource(TensorSource({}, dtype="engine"), TensorSource({}))
-
-
-# --- an engine whose loader has to be asked ---
-
-
-def spec(name: str, *shape: int) -> TensorSpec:
-    return TensorSpec(name, "float32", shape)
-
-
-def test_what_a_loader_copies_to_is_what_it_has() -> None:
-    held = checkpoint(0)
-    answers = ModelEngine(Model()).dtypes([TensorSpec(n, "float64", tuple(t.shape)) for n, t in held.items()])
-    live = {name: parameter.dtype for name, parameter in Model().named_parameters()}
-    assert answers["embed.table"] == "float32"
-    assert answers["experts.0.w1"] == "bfloat16"
-    assert set(answers) <= set(held)
-    assert live["norm.weight"] == torch.float32
-    assert answers["norm.weight"] == "float32"
-
-
-def test_a_rank_answers_as_json() -> None:
-    rank = RankWorker(lambda agree: ModelEngine(Model(), agree=agree), RankConsensus(()), engine_rank=0, world_size=1)
-    reply = rank.answer(numbered(Dtypes([spec("experts.0.w1", 1, 1), spec("nothing", 2)])))
-    assert reply["error"] is None
-    assert reply["dtypes"] == {"experts.0.w1": "bfloat16"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -79,7 +80,7 @@ def shard(model: nn.Module, kind: str) -> nn.Module:
         case "fsdp":
             _fsdp(model, _mesh(dp=size))
         case "columns":
-            _fsdp(model, _mesh(dp=size), shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
+            _cut(model, _mesh(dp=size), lambda _, parameter: parameter.ndim - 1)
         case "hsdp":
             _fsdp(model, _mesh(replica=2, dp=size // 2))
         case "tp":
@@ -107,10 +108,14 @@ def _fsdp(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
 
 
 def _tp(model: nn.Module, mesh: DeviceMesh) -> None:
+    _cut(model, mesh, lambda name, _: 0 if name.endswith(_COLUMN) else 1 if name.endswith(_ROW) else None)
+
+
+def _cut(model: nn.Module, mesh: DeviceMesh, dim_of: Callable[[str, torch.Tensor], int | None]) -> None:
+    """Shard parameters along a dim, into as equal parts as it gives."""
     for prefix, part in model.named_modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
-            dim = 0 if f"{prefix}.{name}".endswith(_COLUMN) else 1 if f"{prefix}.{name}".endswith(_ROW) else None
-            if dim is not None:
+            if (dim := dim_of(f"{prefix}.{name}", parameter)) is not None:
                 sharded = distribute_tensor(parameter.data, mesh, [Shard(dim)], src_data_rank=None)
                 part.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
@@ -166,10 +171,8 @@ def _place(parameter: torch.Tensor) -> tuple[int, int]:
 # --- scenes ---
 
 
-def every_kind_of_adapter(_: Path) -> None:
-    for case in CASES:
-        if case == "multihead":
-            continue  # torch's fully_shard refuses it
+def _kinds_of_adapters(cases: Sequence[str], _: Path) -> None:
+    for case in cases:
         model, whole = (built(case, torch.bfloat16) for _ in range(2))
         shard(model, "fsdp")
         source = ModuleSource(model)
@@ -308,9 +311,12 @@ def dtypes_of_the_engine(_: Path) -> None:
         engine.close()
 
 
+_CASES = [case for case in CASES if case != "multihead"]
+"""Of `test_adapters`; torch's fully_shard refuses peft's multi-head attention."""
+KINDS = {f"kinds_of_adapters_{n}": functools.partial(_kinds_of_adapters, _CASES[n::4]) for n in range(4)}
 ON_TWO = (
-    every_kind_of_adapter, every_layout, a_hundred_publishes, joined_with_other_tensors_and_reassigned,
-    what_can_not_be_merged, an_error_on_one_rank, a_rank_that_dies, nan_on_one_rank, dtypes_of_the_engine,
+    every_layout, a_hundred_publishes, joined_with_other_tensors_and_reassigned, what_can_not_be_merged,
+    an_error_on_one_rank, a_rank_that_dies, nan_on_one_rank, dtypes_of_the_engine,
 )  # fmt: skip
 ON_FOUR = (every_layout, a_hundred_publishes, a_rank_that_dies)
-SCENES: dict[str, Callable[[Path], None]] = {scene.__name__: scene for scene in (*ON_TWO, *ON_FOUR)}
+SCENES: dict[str, Callable[[Path], None]] = {**KINDS, **{scene.__name__: scene for scene in ON_TWO}}

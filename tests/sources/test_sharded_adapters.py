@@ -15,7 +15,7 @@ preloaded(
     "torch", "torch.distributed.fsdp", "torch.distributed.tensor", "peft", "transformers", "sources.adapter_ranks"
 )
 
-SCENES = [(2, scene.__name__) for scene in adapter_ranks.ON_TWO] + [(4, s.__name__) for s in adapter_ranks.ON_FOUR]
+SCENES = [(2, name) for name in adapter_ranks.SCENES] + [(4, scene.__name__) for scene in adapter_ranks.ON_FOUR]
 
 
 @pytest.mark.parametrize(("size", "scene"), SCENES, ids=lambda value: str(value))
