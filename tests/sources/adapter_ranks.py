@@ -35,8 +35,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from peft import PeftModel, get_peft_model
 
-_COLUMN = ("q_proj.base_layer.weight", "q_proj.base_layer.bias", "q_proj.lora_B.first.weight")
-_ROW = ("down_proj.base_layer.weight", "down_proj.lora_A.first.weight")
+_COLUMN = ("q_proj.base_layer.weight", "q_proj.base_layer.bias", "q_proj.lora_B.default.weight")
+_ROW = ("down_proj.base_layer.weight", "down_proj.lora_A.default.weight")
 """Of tensor parallelism: cut along the outputs, and along the inputs."""
 
 
@@ -89,6 +89,9 @@ def shard(model: nn.Module, kind: str) -> nn.Module:
             mesh = _mesh(dp=size // 2, tp=2)
             _tp(model, mesh["tp"])
             _fsdp(model, mesh["dp"])
+        case "base only" | "adapters only":
+            what = "base_layer" if kind == "base only" else "lora_"
+            _cut(model, _mesh(dp=size), lambda name, _: 0 if what in name else None)
         case "each layer":
             for part in model.modules():
                 if type(part).__name__ == "Linear" and type(part).__module__.startswith("peft."):
@@ -183,7 +186,10 @@ def _kinds_of_adapters(cases: Sequence[str], _: Path) -> None:
 
 
 def every_layout(_: Path) -> None:
-    kinds = {2: ("columns", "tp", "each layer"), 4: ("fsdp", "columns", "hsdp", "fsdp+tp")}
+    kinds = {
+        2: ("columns", "tp", "each layer", "base only", "adapters only"),
+        4: ("fsdp", "columns", "hsdp", "fsdp+tp"),
+    }
     for kind in kinds[dist.get_world_size()]:
         for dtype in (torch.float32, torch.bfloat16):
             model, whole = (adapted().to(dtype) for _ in range(2))

@@ -446,7 +446,9 @@ def _due(layer: Any) -> list[str]:
 
 def _adds(layer: nn.Module) -> bool:
     """Whether merging it adds to each element of its base a value that depends on its adapters alone."""
-    is_known = any(c.__module__ == "peft.tuners.lora.layer" and c.__name__ in _ADDING for c in type(layer).__mro__)
+    # FSDP2 makes a class of its own of a layer's.
+    kind = next(cls for cls in type(layer).__mro__ if not cls.__module__.startswith("torch."))
+    is_known = kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ in _ADDING
     variants = getattr(layer, "lora_variant", None)  # DoRA and the like
     return is_known and variants is not None and not any(adapter in variants for adapter in _due(layer))
 

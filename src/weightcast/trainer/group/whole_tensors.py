@@ -61,7 +61,8 @@ def gather_whole(ranks: TrainerRanks, parts: Sequence[TensorPart]) -> list[torch
     sent = senders[ranks.group_rank]
     for (number, region), view in zip(sent, _views(message, sent, own.specs), strict=True):
         view.copy_(mine[number][region].contiguous().reshape(-1).view(torch.uint8))
-    ranks.all_gather(rows, message)
+    if max(sizes):
+        ranks.all_gather(rows, message)
     wholes = [torch.empty(p.spec.shape, dtype=TORCH_DTYPES[p.spec.dtype], device=p.device) for p in parts]
     for row, sent in zip(rows, senders, strict=True):
         for (number, region), view in zip(sent, _views(row, sent, own.specs), strict=True):
